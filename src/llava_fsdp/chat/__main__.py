@@ -1,4 +1,4 @@
-"""The entry `python -m llava_fsdp.chat`; main.py has what it does."""
+"""Entry point of `python -m llava_fsdp.chat`; see main.py for what it does."""
 
 from llava_fsdp.runtime.log import leave_noise_out
 

@@ -1,4 +1,4 @@
-"""Answers of a trained model: shared by the terminal, the page and `evaluate`."""
+"""Generate answers of a trained model, for the terminal chat, the web page and `evaluate`."""
 
 import itertools
 from collections.abc import Generator, Sequence
@@ -34,23 +34,23 @@ class Question:
     """A conversation that ends with a question, and its images."""
 
     turns: list[Turn]
-    """With an image tag in the text for each image."""
+    """Turns of the conversation, with an image tag in the text for each image."""
     images: list[Path]
     where: str
-    """Name of this question in messages about it."""
+    """Name of the question in error messages."""
 
 
 @dataclass(frozen=True)
 class LoadedImage:
-    """An image, ready for the vision tower."""
+    """An image that was read and prepared for the vision tower."""
 
     number: int
-    """Unique within the assistant."""
+    """Number that no other image of the same assistant has."""
     path: Path
     tiles: np.ndarray
-    """uint8 [tiles, 3, size, size]"""
+    """Pixels, uint8 [tiles, 3, size, size]."""
     rows: np.ndarray
-    """int64 [image tokens]: the row of the tiles' features that each token takes"""
+    """For each image token the row of the tiles' features that it takes, int64 [image tokens]."""
 
 
 class Assistant:
@@ -59,11 +59,12 @@ class Assistant:
     def __init__(
         self, checkpoint: str, default_template: str, default_aspect: AspectRatio, device: torch.device | None = None
     ):
-        """Load whatever `export` reads: a run (its export, where it has one), a checkpoint of it, an adapter's folder,
-        merged into its base, or a model folder in our format, transformers' or the original's.
+        """Load a model: a run, a checkpoint, an adapter folder (merged into its base), or a model folder in our format,
+        transformers' or the original LLaVA's. Of a run its export is loaded if it has one.
 
         Args:
-            default_template: for a folder that does not name its template; likewise `default_aspect`.
+            default_template: template of a model whose folder does not name one.
+            default_aspect: how images are made square if the model's folder does not say.
             device: None: the GPU if there is one.
 
         Raises:
@@ -92,14 +93,14 @@ class Assistant:
         self.model.language_model.set_attn_implementation("sdpa")
         self.stops = self.find_stops(opened.folder)
         self.max_tokens: int = shapes.parts.language.max_position_embeddings
-        """Of a conversation with its answer."""
+        """Greatest number of tokens of a conversation, its answer included."""
         self.prefix = PrefixCache()
         self._table = pixel_table(self.reader.preprocessor, self.device)
         self._numbers = itertools.count()
 
     @torch.inference_mode()
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
-        """Answer several questions greedily, in one batch.
+        """Answer several questions in one batch, with greedy decoding.
 
         Args:
             blank: replace all images with the mean color.
@@ -136,15 +137,15 @@ class Assistant:
         sampling: Sampling,
         generator: torch.Generator | None = None,
     ) -> Generator[str, None, bool]:
-        """Answer the last turn, token by token. Only what the conversation that was answered last does not share with
-        this one is read.
+        """Answer a conversation's last question, token by token. Only tokens after the prefix shared with the
+        previously answered conversation are read.
 
         Args:
-            images: in the order of their tags.
+            images: in the order of their tags in the turns.
             generator: on `device`; None: torch's default.
 
         Yields:
-            text that is final, or nothing yet, after every token.
+            after every token, the new text that is final; it may be empty.
 
         Returns:
             whether the model ended the answer itself.
@@ -179,7 +180,7 @@ class Assistant:
         """Read an image file.
 
         Raises:
-            ImageError: it cannot be read; its `kind` says why.
+            ImageError: the file cannot be read; the error's `kind` says why.
         """
         rows = np.arange(self.reader.image_tokens)
         if self.reader.in_tiles:
@@ -187,7 +188,7 @@ class Assistant:
         return LoadedImage(next(self._numbers), path, self.reader.load(path, where), rows)
 
     def encode(self, turns: Sequence[Turn], images: Sequence[LoadedImage], where: str) -> np.ndarray:
-        """Token ids of the prompt, int64 [length]; IMAGE_ID at image tokens.
+        """Return the token ids of a conversation's prompt, int64 [length], with IMAGE_ID at image tokens.
 
         Raises:
             DataError: tags and images do not match, or the prompt is longer than the model can read.
@@ -207,10 +208,10 @@ class Assistant:
     def to_device(
         self, ids: np.ndarray, images: Sequence[LoadedImage], blank: bool = False
     ) -> tuple[torch.Tensor, ImageInputs]:
-        """Token ids and image inputs as `Llava.forward` takes them.
+        """Return token ids and image inputs on the device, as `Llava.forward` takes them.
 
         Args:
-            ids: int64 [rows, length]; tokens of IMAGE_ID take the images in their order.
+            ids: int64 [rows, length]; IMAGE_ID at image tokens, in the order of `images`.
         """
         features = sum(len(image.tiles) for image in images) * self.reader.image_tokens
         starts = itertools.accumulate((len(i.tiles) * self.reader.image_tokens for i in images), initial=0)
@@ -225,7 +226,8 @@ class Assistant:
         )
 
     def find_stops(self, folder: Path) -> frozenset[int]:
-        """Token ids that end an answer; generation_config.json comes before the language model's config."""
+        """Return the token ids that end an answer, from generation_config.json if it names them, else from the language
+        model's config."""
         eos: Any = None
         if (folder / "generation_config.json").is_file():
             eos = read_json(folder / "generation_config.json", str(folder)).get("eos_token_id")
@@ -234,7 +236,8 @@ class Assistant:
 
 
 def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[LoadedImage]:
-    """What of the images comes behind these tokens: whole images, and the rest of one that they end within."""
+    """Return the images whose tokens are not all in `tokens`: whole images, and the rest of one that is partly in
+    it."""
     before = int((tokens == IMAGE_ID).sum())
     rest = []
     for image in images:
@@ -245,7 +248,8 @@ def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[Load
 
 
 def with_image_numbers(tokens: np.ndarray, images: Sequence[LoadedImage]) -> list[int]:
-    """Token ids as in `PrefixCache.tokens`: a negative number, unique to the image and the place, for each IMAGE_ID."""
+    """Return token ids in which every IMAGE_ID is replaced by a negative number unique to the image and the token's
+    place in it."""
     numbered = tokens.copy()
     places = [-(1 << 40) - image.number * (1 << 24) - np.arange(len(image.rows)) for image in images]
     numbered[tokens == IMAGE_ID] = np.concatenate([np.zeros(0, np.int64), *places])

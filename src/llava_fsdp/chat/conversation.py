@@ -1,4 +1,4 @@
-"""A conversation with an assistant: its turns and images so far. The terminal and the page share it."""
+"""A conversation with an assistant: its turns and images so far; used by the terminal chat and the web page."""
 
 from collections.abc import Generator
 from pathlib import Path
@@ -13,7 +13,7 @@ from llava_fsdp.runtime.errors import DataError
 
 
 class Conversation:
-    """Turns and images. An added image is shown with the next question, and stays in the conversation."""
+    """The turns and images of a chat. An added image is shown with the next question, and stays in the conversation."""
 
     def __init__(self, assistant: Assistant, max_images: int | None = None):
         self.assistant = assistant
@@ -26,19 +26,19 @@ class Conversation:
         """Forget all turns and images."""
         self.turns: list[Turn] = []
         self.images: list[LoadedImage] = []
-        """In the order of their tags in the turns."""
+        """Images shown so far, in the order of their tags in the turns."""
         self.next_images: list[LoadedImage] = []
-        """For the next question."""
+        """Images to show with the next question."""
 
     def add(self, path: Path, where: str) -> None:
-        """Show an image with the next question.
+        """Read an image file, to show it with the next question.
 
         Args:
-            where: begins messages about it.
+            where: text at the beginning of error messages about the image.
 
         Raises:
-            ImageError: it cannot be read.
-            DataError: it is not a file, or there are too many images already.
+            ImageError: the image cannot be read.
+            DataError: the path is not a file, or there are too many images already.
         """
         if not path.is_file():
             raise DataError(f"{where}: {path} is {'a folder' if path.is_dir() else 'not a file'}; give an image file")
@@ -49,10 +49,10 @@ class Conversation:
     def ask(
         self, text: str, sampling: Sampling, generator: torch.Generator | None = None
     ) -> Generator[str, None, None]:
-        """Ask a question; pieces of its answer, one after every token, some of them empty.
+        """Ask a question and yield its answer in pieces, one after every token, some of them empty.
 
         Question and answer belong to the conversation from the first piece on. Closing the generator stops the answer,
-        which stays as far as it came. After any other error the conversation is as it was before.
+        and what was generated of it stays. After any other error the conversation is as it was before.
 
         Raises:
             DataError: the question is not valid text, has the wrong number of image tags, or is too long.
@@ -80,10 +80,10 @@ class Conversation:
             raise
 
     def with_tags(self, text: str) -> str:
-        """The question with tags for its images, in front unless it has its own.
+        """Return the question with an image tag for each new image, in front unless the question has tags.
 
         Raises:
-            DataError: it has tags, but not one for each image, or is not valid text.
+            DataError: the question has tags, but not one for each image, or is not valid text.
         """
         try:
             text.encode()
@@ -98,7 +98,7 @@ class Conversation:
         return text if tags else f"{IMAGE_TAG}\n" * len(self.next_images) + text
 
     def exchanges(self) -> list[tuple[str, list[Path], str]]:
-        """Each question, without tags, with the images shown with it, and its answer."""
+        """Return each question (without image tags), the files of the images shown with it, and its answer."""
         rest = iter(self.images)
         pairs = zip(self.turns[::2], self.turns[1::2], strict=True)
         return [
@@ -111,7 +111,8 @@ class Conversation:
         ]
 
     def undo(self) -> bool:
-        """Take back the last question and its answer, if any; its images are shown with the next question."""
+        """Remove the last question and its answer, and show its images with the next question; False if there is no
+        question."""
         if not self.turns:
             return False
         kept = len(self.images) - self.tags(self.turns[-2])
@@ -124,7 +125,7 @@ class Conversation:
 
 
 def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
-    """A random generator for sampled answers; without a seed another one every time."""
+    """Return a random generator for sampled answers; without a seed, it is seeded differently every time."""
     generator = torch.Generator(device)
     generator.manual_seed(seed) if seed is not None else generator.seed()
     return generator

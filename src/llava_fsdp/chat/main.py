@@ -33,10 +33,11 @@ def main() -> None:
 
 
 def chat(cfg: ChatConfig) -> None:
-    """Answer one question of the command line, a conversation on the terminal, or the questions of a page.
+    """Answer the question given on the command line, or chat on the terminal, or serve a web page for chatting.
 
     Raises:
-        ConfigError, ModelError, DataError: before the first question; later only with `question=...`.
+        ConfigError, ModelError, DataError: on the terminal only before the first question; later errors are logged
+            there.
     """
     if cfg.serve:
         from llava_fsdp.chat.web.server import serve  # its package is optional, and takes seconds to load
@@ -53,7 +54,7 @@ def chat(cfg: ChatConfig) -> None:
 
 
 def image_files(image: str | None) -> list[Path]:
-    """Files of `image=FILE` or `image=[FILE,FILE]`, where a name with a comma is in double quotes.
+    """Return the files of `image=FILE` or `image=[FILE,FILE]`, where a name with a comma is in double quotes.
 
     Raises:
         ConfigError: one of them is not a file.
@@ -70,7 +71,7 @@ def image_files(image: str | None) -> list[Path]:
 
 
 class Terminal:
-    """A conversation on the terminal."""
+    """A chat on the terminal."""
 
     def __init__(self, conversation: Conversation, cfg: ChatConfig):
         self.conversation = conversation
@@ -78,7 +79,8 @@ class Terminal:
         self.generator = seeded_generator(conversation.assistant.device, cfg.seed)
 
     def run(self) -> None:
-        """Answer lines until the end of the input, or /quit. A mistake is logged, and the conversation continues."""
+        """Read and answer lines until the end of the input or /quit. Errors of a line are logged, and the chat
+        continues."""
         if sys.stdin.isatty():
             assistant = self.conversation.assistant
             log().info("%s, template %s; /help lists all commands", assistant.checkpoint, assistant.template_name)
@@ -93,7 +95,7 @@ class Terminal:
                 log().error("%s", error)
 
     def answer(self, question: str, stopped: threading.Event | None = None) -> None:
-        """Print the answer as it is written, until `stopped` is set."""
+        """Print the answer to a question while it is generated, until `stopped` is set."""
         pieces = self.conversation.ask(question, self.sampling, self.generator)
         for piece in pieces:
             print(shown_text(piece), end="", flush=True)
@@ -107,10 +109,10 @@ class Terminal:
             log().info("(cut at max_new_tokens=%d, or at the most that the model can read)", limit)
 
     def run_command(self, line: str) -> bool:
-        """Run a line that begins with /; True for the one that ends the program.
+        """Run a command line such as /image FILE; return True for the command that ends the program.
 
         Raises:
-            DataError: there is no such command, or it cannot be run.
+            DataError: the command does not exist, or cannot be run.
         """
         command, _, rest = line.partition(" ")
         match command:
@@ -138,7 +140,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; the second raises KeyboardInterrupt."""
+    """Context manager with an event that the first Ctrl-C sets; the second Ctrl-C raises KeyboardInterrupt."""
     stopped = threading.Event()
 
     def interrupt(*_: object) -> None:
@@ -154,7 +156,7 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
 
 
 def typed_lines() -> Iterator[str]:
-    """Lines of standard input that are not empty; on a terminal with editing and history."""
+    """Yield the lines of standard input that are not empty; on a terminal with line editing and history."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):

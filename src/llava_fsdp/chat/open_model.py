@@ -1,4 +1,4 @@
-"""Opening of the model that `chat` and `evaluate` ask, whatever folder it is in."""
+"""Open the model folder, run or checkpoint that `chat` and `evaluate` are given."""
 
 from pathlib import Path
 
@@ -18,10 +18,11 @@ from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
 
 
 def open_model(checkpoint: str, default_template: str) -> Opened:
-    """Open what `export` would, but of a run first its export, which needs no search through checkpoints.
+    """Open a model for chat or evaluation: a run's export if it has one, else whatever `python -m llava_fsdp.export`
+    can read.
 
     Raises:
-        ConfigError, ModelError, CheckpointError: as `open_source`, about `model.checkpoint`.
+        ConfigError, ModelError, CheckpointError: the model of `model.checkpoint` cannot be found or read.
     """
     exported = Path(checkpoint) / EXPORT
     source = str(exported) if (exported / "config.json").is_file() else checkpoint
@@ -47,7 +48,7 @@ def open_model(checkpoint: str, default_template: str) -> Opened:
 
 
 def warn_of_later_checkpoint(run: Path) -> None:
-    """Warn where a run has a checkpoint that is newer than its export, as one that was continued has."""
+    """Log a warning if a run has a checkpoint newer than its export, as happens when the run was continued."""
     kept = list_checkpoints(run / FOLDER)
     exported = read_notes(run / EXPORT).get("step")
     newest = step_of(kept[-1]) if kept else None
@@ -59,7 +60,7 @@ def warn_of_later_checkpoint(run: Path) -> None:
 
 
 def leaves_padding_open(folder: Path) -> bool:
-    """Whether a folder does not say if images are padded; many of transformers' do not, however they were trained."""
+    """Return whether a model folder does not say if images are padded to a square; many of transformers' do not."""
     raw = read_json(folder / "config.json", str(folder)) if (folder / "config.json").is_file() else {}
     return (
         bool(raw)
@@ -70,7 +71,8 @@ def leaves_padding_open(folder: Path) -> bool:
 
 
 def choose_dtype(model: Llava, device: torch.device) -> torch.dtype:
-    """bf16 on a GPU, or fp16 where it has no bf16; on a CPU fp32 where that fits, as few CPUs are faster with less."""
+    """Choose the dtype to compute in: on a GPU bf16, or fp16 if it has no bf16; on a CPU fp32 if that fits into memory,
+    else bf16."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     if fits_in_fp32(model):

@@ -55,7 +55,7 @@ def fill(folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tu
     """Read rows of tensors from all checkpoint files that hold some of them; each file is opened once.
 
     Args:
-        targets: by name, the number of the first row and the rows to fill [rows, ...].
+        targets: by tensor name, the index of the first row to read and the tensor to fill [rows, ...].
     """
     by_file: dict[str, list[tuple[str, int, int, int]]] = {}
     for name, (first, values) in targets.items():

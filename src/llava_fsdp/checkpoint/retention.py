@@ -112,7 +112,7 @@ def leave_branch(output: Path, folder: Path, step: int) -> None:
     later = [p for p in list_checkpoints(parent) if (step_of(p) or 0) > step and p.resolve() != folder.resolve()]
     set_aside(output, later)
     if later and folder.parent.resolve() == parent.resolve():
-        with contextlib.suppress(OSError):  # runs do not rely on the pointer
+        with contextlib.suppress(OSError):  # runs do not rely on the file `latest`
             point_to(folder)
 
 

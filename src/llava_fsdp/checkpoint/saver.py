@@ -50,7 +50,8 @@ class Saver:
         adapter_folder: AdapterFolder | None = None,
         check: Callable[[], None] = lambda: None,
     ):
-        """
+        """Prepare the folder and the buffers, and start the threads that write checkpoints.
+
         Args:
             parent: the folder of the checkpoints.
             tensors: returns the tensors to save, by name; with the same names, shapes and sharding every time.
@@ -87,7 +88,7 @@ class Saver:
             self.touched = self.writer.submit(self.snapshot.touch)
 
     def written(self) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
-        """The manifest entries and the values of the rows that this rank writes, by tensor name."""
+        """Manifest entries and values of the rows that this rank writes, by tensor name."""
         return written_rows(self.tensors(), rank_file(dist.get_rank() if dist.is_initialized() else 0))
 
     @property

@@ -45,7 +45,7 @@ class Snapshot:
                 self.arena = Arena(room)
             except OffloadError:
                 raise no_room(room) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # a 512th of the page faults
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # large pages: a 512th of the page faults
             self.arena.memory.madvise(mmap.MADV_HUGEPAGE)
         self.buffers = {name: self.arena.take(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         self.stream = torch.cuda.Stream() if self.on_gpu else None

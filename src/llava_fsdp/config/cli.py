@@ -77,7 +77,7 @@ def reader_has_left() -> bool:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         return any(event & select.POLLERR for _, event in poll.poll(0))
-    except (OSError, ValueError):  # not a file
+    except (OSError, ValueError):  # stdout is not a file, or is closed
         return False
 
 
@@ -98,7 +98,7 @@ def begin(config_name: str, schema: type) -> None:
     end_with(os.getppid())
     if attempt() == 0 and is_one_node():
         return
-    with contextlib.suppress(ConfigError, OmegaConfBaseException):  # `run` reports them
+    with contextlib.suppress(ConfigError, OmegaConfBaseException):  # `run` reports these errors
         node = compose(config_name, schema)
         status = settled(Path(str(node["output_dir"]))) if node is not None else None
         if status is not None:
@@ -235,7 +235,7 @@ def taken_literally(argument: str) -> str:
     """Quote the value of a command-line argument `key=value` for Hydra if the key takes text or a path and the value
     is unquoted."""
     key, equals, value = argument.partition("=")
-    if key.startswith(SOURCES):  # ++ adds the name that the user chose
+    if key.startswith(SOURCES):  # Hydra needs ++ to add a source, whose name the user chose
         name, literal = f"++{key}", key.endswith((".path", ".images"))
         return f"{name}={quoted(value)}" if equals and literal and value[:1] not in ("'", '"') else f"{name}={value}"
     if not equals or key not in LITERAL or value == "null" or value[:1] in ("'", '"'):

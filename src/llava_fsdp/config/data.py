@@ -62,7 +62,7 @@ class DataConfig:
     source: Source
     """Kind of dataset. shapes: the embedded dataset; llava_json: records in files."""
     root: str | None
-    """Folder in which the embedded dataset is drawn; other datasets ignore it."""
+    """Folder in which the files of the embedded dataset are generated; other datasets ignore it."""
     path: str | None
     """File of LLaVA records: a JSON list, JSON Lines or Parquet."""
     images: str | None
@@ -72,9 +72,9 @@ class DataConfig:
     index: str | None
     """Folder of the dataset's index; null: the path of the (first) file of records with `.index` appended."""
     examine: Examine
-    """How much of every image is read before the first training."""
+    """Whether every image is decoded completely before the first training, or only its size is read."""
     allow_links: bool
-    """Whether symbolic links in the folder of images may lead out of it."""
+    """Whether symbolic links in the folder of images may lead to files outside of the folder."""
     bad_records: BadRecords
     """What happens with records that cannot be trained on. fail: ends the run, before training begins or when an
     image breaks later; skip: continues without them, on every rank alike, and lists them in skipped_records.jsonl."""
@@ -124,7 +124,7 @@ class DataConfig:
 
     @property
     def source_names(self) -> list[str]:
-        """Names of all sources in order; a single source without a name has that of its file."""
+        """Names of all data sources in order; a single source without a name gets the name of its file."""
         return list(self.sources) or [Path(str(self.path)).stem]
 
     def budget(self, records: int) -> int:

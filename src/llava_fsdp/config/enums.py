@@ -14,7 +14,7 @@ class Strategy(Enum):
     HYBRID_SHARD = "HYBRID_SHARD"
     _HYBRID_SHARD_ZERO2 = "_HYBRID_SHARD_ZERO2"
     auto = "auto"
-    """The planner chooses when a training begins, and the run records its choice."""
+    """Strategy chosen by the planner when a training begins, and recorded by the run."""
 
 
 class Part(Enum):
@@ -45,9 +45,9 @@ class Examine(Enum):
     """How much of every image is read before training."""
 
     decode = "decode"
-    """all of it"""
+    """Every image is decoded completely."""
     head = "head"
-    """its size alone"""
+    """Only the size in every image's header is read."""
 
 
 class AspectRatio(Enum):
@@ -126,7 +126,7 @@ class LinearKind(Enum):
     """Number format of the matrix products in the linear layers of the language model's blocks."""
 
     same = "same"
-    """precision.param_dtype"""
+    """Products in precision.param_dtype."""
     fp8 = "fp8"
 
 
@@ -134,17 +134,17 @@ class ActivationCheckpointing(Enum):
     """What a block keeps from the forward pass for the backward pass."""
 
     none = "none"
-    """everything"""
+    """Keeps everything; nothing runs again."""
     full = "full"
-    """its input; the block runs again"""
+    """Keeps the block's input; the block runs again."""
     selective = "selective"
-    """its input and the results of its matrix products and its attention; the rest runs again"""
+    """Keeps the block's input and the results of its matrix products and its attention; the rest runs again."""
     budget = "budget"
-    """what torch's partitioner chooses for a share of the memory; the block is compiled"""
+    """Keeps what torch's partitioner chooses for a share of the memory; the block is compiled."""
     offload = "offload"
-    """its input, in host memory; the block runs again"""
+    """Keeps the block's input in host memory; the block runs again."""
     auto = "auto"
-    """The planner chooses when a training begins, and the run records its choice."""
+    """Mode chosen by the planner when a training begins, and recorded by the run."""
 
 
 class OffloadMode(Enum):
@@ -152,11 +152,11 @@ class OffloadMode(Enum):
 
     none = "none"
     optimizer = "optimizer"
-    """moments, in host memory"""
+    """Optimizer moments are in host memory."""
     params = "params"
-    """shards, gradients and moments, in host memory"""
+    """Shards of weights, gradients and moments are in host memory."""
     nvme = "nvme"
-    """shards, gradients and moments, in files"""
+    """Shards of weights, gradients and moments are in files."""
 
     @property
     def moves_weights(self) -> bool:
@@ -180,11 +180,11 @@ class LossKernel(Enum):
     """Implementation of the loss from hidden states and the output layer."""
 
     auto = "auto"
-    """the fastest that was measured: chunked"""
+    """The fastest one by measurement: chunked."""
     chunked = "chunked"
-    """our own"""
+    """This project's own loss, computed in chunks of label tokens."""
     torch = "torch"
-    """torch.nn.functional.linear_cross_entropy, from torch 2.13 on, in fp32"""
+    """torch.nn.functional.linear_cross_entropy, from torch 2.13 on, in fp32."""
 
 
 class Attention(Enum):
@@ -192,22 +192,22 @@ class Attention(Enum):
 
     auto = "auto"
     varlen = "varlen"
-    """torch's kernel for sequences of different lengths, on CUDA in bf16 or fp16"""
+    """torch's attention kernel for sequences of different lengths, on CUDA in bf16 or fp16."""
     flash = "flash"
-    """the flash-attn package's kernel, if it is installed"""
+    """Kernel of the flash-attn package, which must be installed."""
     sdpa = "sdpa"
-    """scaled dot product attention, one sample at a time; on any device, in any dtype"""
+    """torch's scaled dot product attention, one sample at a time; on any device, in any dtype."""
 
 
 class FolderFormat(Enum):
     """Which program an exported folder is for."""
 
     hf = "hf"
-    """transformers"""
+    """Folder for the transformers library."""
     llava = "llava"
-    """the original LLaVA"""
+    """Folder for the original LLaVA code."""
     projector = "projector"
-    """the original's second stage: mm_projector.bin"""
+    """Folder for the original LLaVA's second training stage: mm_projector.bin."""
 
 
 OnSaveError = Enum("OnSaveError", {"raise": "raise", "warn": "warn"})  # one of its names is a keyword
@@ -224,9 +224,9 @@ class Devices(Enum):
     """Which GPUs a run of a sweep gets."""
 
     own = "own"
-    """as many as it has ranks, locked against other runs of this user"""
+    """As many GPUs as the run has ranks, locked against other runs of this user."""
     shared = "shared"
-    """all that the sweep sees"""
+    """All GPUs that the sweep sees."""
 
 
 class SweepMetric(Enum):
@@ -235,16 +235,16 @@ class SweepMetric(Enum):
     loss = "loss"
     val_loss = "val_loss"
     val_score = "val_score"
-    """more is better, so the sweeper gets its negative"""
+    """Metric of which more is better, so the sweeper gets its negative."""
 
 
 class Metric(Enum):
     """How a generated answer is scored against the record's answer."""
 
     exact = "exact"
-    """1 if both are the same text, without regard to case and surrounding white space, else 0"""
+    """Score 1 if both texts are the same without regard to case and surrounding white space, else 0."""
     vqa = "vqa"
-    """VQAv2's accuracy of answers normalized by its rules"""
+    """VQAv2's accuracy of answers, normalized by its rules."""
 
 
 class Format(Enum):
@@ -256,15 +256,15 @@ class Task(Enum):
     """Kind of questions of an evaluation, and how their answers are scored."""
 
     conversations = "conversations"
-    """the first question of each LLaVA record; right if the answer is the record's"""
+    """First question of each LLaVA record; right if the answer is the record's."""
     vqa = "vqa"
-    """short answers, compared with several people's as VQAv2 does"""
+    """Questions with short answers, compared with several people's answers as VQAv2 does."""
     textvqa = "textvqa"
-    """short answers, compared with several people's as TextVQA does"""
+    """Questions with short answers, compared with several people's answers as TextVQA does."""
     multiple_choice = "multiple_choice"
-    """letters of choices, as in ScienceQA"""
+    """Multiple-choice questions answered by a letter, as in ScienceQA."""
     yes_no = "yes_no"
-    """yes or no, as in POPE"""
+    """Yes-or-no questions, as in POPE."""
 
 
 class LoraBias(Enum):
@@ -272,22 +272,22 @@ class LoraBias(Enum):
 
     none = "none"
     all = "all"
-    """all biases of a part that has adapters"""
+    """All biases of a model part that has adapters."""
     lora_only = "lora_only"
-    """biases of the layers that have adapters"""
+    """Biases of the layers that have adapters."""
 
 
 class Quantizer(Enum):
     """Format of the frozen linear layers of the language model's blocks."""
 
     none = "none"
-    """precision.param_dtype"""
+    """Unquantized weights in precision.param_dtype."""
     nf4 = "nf4"
-    """4-bit code for normally distributed values (QLoRA, arXiv 2305.14314)"""
+    """4-bit code for normally distributed values (QLoRA, arXiv 2305.14314)."""
     fp4 = "fp4"
-    """4-bit floating point"""
+    """4-bit floating point numbers."""
     int8 = "int8"
-    """8 bits with a scale for each row (LLM.int8(), arXiv 2208.07339)"""
+    """8-bit integers with a scale for each row (LLM.int8(), arXiv 2208.07339)."""
 
 
 class WandbMode(Enum):
@@ -295,5 +295,5 @@ class WandbMode(Enum):
 
     off = "off"
     offline = "offline"
-    """in output_dir/wandb, for `wandb sync` to send later"""
+    """Records into output_dir/wandb, for `wandb sync` to send later."""
     online = "online"

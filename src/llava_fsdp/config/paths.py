@@ -22,7 +22,7 @@ def check_places(cfg: Config) -> None:
     """
     read = places_read(cfg)
     absent = [f"{key}={name}" for key, name in read.items() if not exists(name)]
-    if len(absent) > 1:  # a single one gets a better message from the code that reads it
+    if len(absent) > 1:  # the code that reads it has a better message for a single missing path
         raise ConfigError(
             f"{len(absent)} paths do not exist: {', '.join(absent)}; relative paths begin at {os.getcwd()}"
         )
@@ -33,7 +33,9 @@ def check_places(cfg: Config) -> None:
             continue
         # images are read by name, so that the run may write below their folder, which may be `/`
         within = place in out.parents and not key.endswith(".images")
-        inside = key == "model.lora.checkpoint" and out in place.parents  # a new start would move it away
+        inside = (
+            key == "model.lora.checkpoint" and out in place.parents
+        )  # a new start would move this adapter folder away
         if inside:
             raise ConfigError(f"{key}={name} is within output_dir={cfg.output_dir}; give another output_dir")
         if out == place or within:
@@ -70,7 +72,7 @@ def places_read(cfg: Config) -> dict[str, str]:
 def exists(name: str) -> bool:
     try:
         return Path(name).exists()
-    except (OSError, ValueError):  # too long, or with a NUL in it
+    except (OSError, ValueError):  # the name is too long, or has a NUL in it
         return False
 
 

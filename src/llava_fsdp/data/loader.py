@@ -1,6 +1,6 @@
-"""Open a dataset for one model, and iterate over its steps.
+"""Open a dataset for one model, and iterate over its training steps.
 
-A worker prepares whole steps, so that the state of the data is the number of the step, on any number of ranks and
+A data worker prepares whole steps, so that a run resumes from the number of a step alone, on any number of ranks and
 workers.
 """
 
@@ -36,22 +36,23 @@ from llava_fsdp.runtime.progress import watch, watch_silently
 
 PAD_OF_V0 = "[PAD]"
 Gather = Callable[[list[SkippedSample]], list[SkippedSample]]
-"""Gathers lists from all ranks: this rank's items -> every rank's, in the order of ranks."""
+"""Function that gathers skipped samples from all ranks: takes this rank's list, returns those of all ranks joined in
+rank order."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Properties of the model that the data depends on."""
+    """Properties of a model that the preparation of its data depends on."""
 
     image_tokens: int
-    """Tokens of an image tile."""
+    """Number of tokens of an image tile."""
     image_size: int
-    """Pixels on a side of a tile."""
+    """Side of a tile in pixels."""
     max_length: int
-    """Longest sequence of the language model, in tokens."""
+    """Longest sequence of the language model in tokens."""
     vocab_size: int
     cost: CostModel = field(default_factory=CostModel)
-    """Cost of a sample; by default its tokens."""
+    """Estimates the cost of a sample, to balance ranks; by default its number of tokens."""
 
 
 def build_loader(
@@ -65,14 +66,14 @@ def build_loader(
     gather: Gather = list,
     choose: Callable[[Records], Sampler] | None = None,
 ) -> Loader:
-    """Open the dataset for one model.
+    """Open the dataset, the text encoder and the image reader for one model, and return a Loader of steps.
 
     Args:
-        choose: makes the sampler of the records; None: the one that `sampler=` names.
+        choose: makes the sampler for the records; None: the one that the setting `sampler` selects.
 
     Raises:
         ConfigError: the dataset, the model and the configuration do not fit together.
-        DataError: a dataset file cannot be read as one.
+        DataError: a dataset file cannot be read.
     """
     encoder, image_reader = open_encoding(cfg, language_folder, vision_folder, shape)
     records = open_records(cfg, encoder, image_reader, watch if rank == 0 else watch_silently)
@@ -109,7 +110,7 @@ def open_encoding(
 
 
 def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: ImageReader) -> Encoder:
-    """Open the encoder that `labels=` names.
+    """Make the text encoder that the setting `labels` selects (exact or as LLaVA).
 
     Raises:
         ConfigError: there is no such `data.template`, or the tokenizer lacks the tokens of `model.image_start_end`.
@@ -176,13 +177,13 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader:
 
 
 class Loader:
-    """Iterates over the steps of a run, from any step on."""
+    """Iterates over the training steps of a run, from any step on."""
 
     def __init__(self, steps: Steps, cfg: Config, device: torch.device, gather: Gather = list):
         self.steps = steps
         self.gather = gather
         self.broken: set[int] = set()
-        """Numbers of the records that turned out broken in training."""
+        """Numbers of the records found broken during training."""
         self.device = device
         self.watch = steps.image_reader.watch or Watch()
         self.data = cfg.data
@@ -191,11 +192,11 @@ class Loader:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a full step on each rank with padded rows; with packed rows it varies by step."""
+        """Number of micro-batches of a full step on each rank with padded rows; with packed rows it varies by step."""
         return num_micro_batches(self.steps.global_batch_size, self.steps.world_size, self.steps.micro_batch_size)
 
     def prepared(self, first: int, give_up: Callable[[], bool] = lambda: False) -> Iterator[Step | None]:
-        """Yield steps `first` to `total_steps` as this rank prepares them; `agree` must then be called on each.
+        """Yield steps `first` to `total_steps` with this rank's part; call `agree` on each before using it.
 
         Args:
             give_up: called while waiting for a step; once it returns True, None is yielded, and no more.
@@ -216,7 +217,7 @@ class Loader:
             yield step
 
     def agree(self, step: Step) -> Step:
-        """Remove from a step the samples that any rank skipped; a collective.
+        """Remove from a step the samples that any rank skipped; a collective operation of all ranks.
 
         Raises:
             DataError: more records are wrong than `data.max_bad_records` allows.
@@ -243,15 +244,16 @@ class Loader:
 
 
 def pixel_table(preprocessor: Preprocessor, device: torch.device) -> torch.Tensor:
-    """Normalised value of every byte by channel, float32 [3, 256].
+    """Return the normalised value of each byte in each channel, float32 [3, 256], on a device.
 
-    Copied into memory of torch, which is aligned to 64 bytes: kernels may give other last bits for floats of a NumPy
-    array, which is aligned to 16.
+    Copied into torch's memory, which is aligned to 64 bytes: from a NumPy array, aligned to 16, kernels may compute
+    other last bits.
     """
     return torch.tensor(preprocessor.pixel_table(), device=device)
 
 
 def normalize(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """uint8 [n, 3, height, width] -> float32, each byte looked up in its channel's row of `table` [3, 256]."""
+    """Normalise uint8 images [n, 3, height, width] to float32 by looking each byte up in its channel's row of `table`
+    [3, 256]."""
     channel = torch.arange(3, device=images.device).view(1, 3, 1, 1)
     return table[channel, images.long()]

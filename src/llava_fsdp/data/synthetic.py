@@ -1,4 +1,4 @@
-"""Synthetic micro-batches, the largest that the configuration allows, for a dry run without a dataset."""
+"""Make synthetic micro-batches of the largest size that the configuration allows, for a dry run without a dataset."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from llava_fsdp.data.loader import Loader, ModelShape
 
 @dataclass(frozen=True)
 class Contents:
-    """Sizes of a micro-batch."""
+    """Numbers of tokens, images, tiles and labels of a synthetic micro-batch."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sample."""
+    """Number of tokens of each sample."""
     images: int
     tiles: int
     labels: int
@@ -30,10 +30,11 @@ class Contents:
 
 
 def fullest(cfg: Config, shape: ModelShape) -> Contents:
-    """The most tokens, images and labels that a micro-batch can have; no real one has the most of all.
+    """Return the most tokens, images and labels that a micro-batch can have; real ones never have the most of all
+    three.
 
-    Tokens: the rows are full. Images: as many as fit, as with captions. Labels: samples of `data.max_length` with one
-    image each, and every token behind it a label.
+    Tokens: all rows are full. Images: as many as fit, as with captions. Labels: samples of `data.max_length` tokens
+    with one image each, in which each token after the image is a label.
     """
     length = cfg.data.max_length
     tokens = cfg.row_tokens if cfg.pack else cfg.micro_batch_size * length
@@ -45,7 +46,7 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
 
 
 def tiles_of_an_image(cfg: Config, shape: ModelShape) -> int:
-    """Most tiles of an image: one, or with anyres those of the largest grid and one more."""
+    """Return the largest number of tiles of an image: 1, or with anyres those of the largest grid plus 1."""
     if cfg.data.trained_aspect is not AspectRatio.anyres:
         return 1
     side = shape.image_size
@@ -53,7 +54,7 @@ def tiles_of_an_image(cfg: Config, shape: ModelShape) -> int:
 
 
 def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool) -> MicroBatch:
-    """A micro-batch of ids 0 and black images; every sample begins with an image, and labels follow it."""
+    """Return a micro-batch with token ids 0 and black images; each sample begins with an image, followed by labels."""
     begins = torch.tensor(contents.lengths).cumsum(0) - torch.tensor(contents.lengths)
     images, labels = [], []
     for begin, length in zip(begins.tolist(), contents.lengths, strict=True):
@@ -79,12 +80,12 @@ def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool) -> 
 
 
 def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
-    """Micro-batches to run, at most two: every later one is like the second."""
+    """Return how many micro-batches of a step to run, at most two, as each later one is like the second."""
     return min(2, math.ceil(cfg.global_batch_size / (len(contents.lengths) * world_size)))
 
 
 def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Config, world_size: int) -> Step:
-    """This rank's part of a synthetic step."""
+    """Return this rank's part of a synthetic training step."""
     count = micro_batches_of(contents, cfg, world_size)
     times = count * world_size
     facts = StepFacts(
@@ -100,7 +101,7 @@ def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Conf
 
 
 class SyntheticLoader(Loader):
-    """A loader without a dataset: it only copies micro-batches to the device."""
+    """Stands in for Loader when there is no dataset: only copies micro-batches to the device."""
 
     def __init__(self, device: torch.device, steps: int):
         self.device = device

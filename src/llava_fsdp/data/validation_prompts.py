@@ -1,4 +1,4 @@
-"""Prompts of validation questions, which a model answers in the middle of training."""
+"""Make prompts of validation questions, which the model answers during training."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ class HeldOutQuestion:
     """The first question of a validation record, and its answer in the record."""
 
     record: str
-    """The record as messages name it."""
+    """Name of the record in messages."""
     question: str
-    """Without image tags."""
+    """Text of the question without image tags."""
     reference: str
     sample: Sample
-    """Tokens up to the answer, without labels."""
+    """The question as tokens up to where the answer begins, without labels."""
     images: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch of prompts."""
+    """A batch of prompts for generation."""
 
     micro: MicroBatch
-    """Rows padded on the left, so that all answers begin at the same position."""
+    """Prompts as rows padded on the left, so that all answers begin at the same token."""
     mask: torch.Tensor
-    """bool [rows, length]: False at padding"""
+    """Attention mask, bool [rows, length]; False at padding."""
 
 
 def ask(record: Record, tokenizer: Tokenizer, reader: ImageReader, cfg: Config) -> HeldOutQuestion:
-    """Encode a record's first question with the template of the training.
+    """Encode a validation record's first question with the conversation template used in training.
 
     Raises:
         DataError: the record does not begin with a question and its answer.
-        ImageError: anyres, and an image cannot be read.
+        ImageError: an image, whose size is needed with anyres, cannot be read.
     """
     text, num_images, answer = opening_question(record)
     form = template(cfg.trained_template)
@@ -64,7 +64,8 @@ def ask(record: Record, tokenizer: Tokenizer, reader: ImageReader, cfg: Config) 
 
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
-    """Collate prompts and their tiles; without any, one row of one token, so that every rank can run."""
+    """Collate prompts and their image tiles into a batch; without prompts, a single row of one token, so that each rank
+    can run."""
     length = max((len(sample.input_ids) for sample, _ in rows), default=1)
     ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
     mask = np.zeros(ids.shape, dtype=bool)

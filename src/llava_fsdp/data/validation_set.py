@@ -19,10 +19,10 @@ Choose = Callable[[Records], "HeldOutSampler"]
 
 @dataclass(frozen=True)
 class HeldOutSampler:
-    """Sampler of the validation set: one source after the other, and each step from a single source."""
+    """Sampler of the validation set: one data source after the other, each step from a single source."""
 
     steps: tuple[tuple[int, list[int]], ...]
-    """(number of the source, numbers of its records), by step"""
+    """For each step: (number of its source, numbers of its records)."""
 
     @property
     def per_epoch(self) -> int:
@@ -34,11 +34,11 @@ class HeldOutSampler:
         return self.steps[step][1]
 
     def source(self, step: int) -> int:
-        """Number of the source of a step's samples."""
+        """Return the number of the source from which a step's samples come."""
         return self.steps[step][0]
 
     def draw(self, steps: int) -> None:
-        """Do nothing."""
+        """Do nothing: all steps are known from the start."""
 
     def assignment(self, step: int) -> None:
         return None
@@ -46,21 +46,22 @@ class HeldOutSampler:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The validation set of a run."""
+    """The validation set of a run: its loader, sampler, source names and questions to answer."""
 
     loader: Loader
     sampler: HeldOutSampler
     names: list[str]
-    """Names of the sources."""
+    """Names of the data sources."""
     questions: list[HeldOutQuestion]
 
 
 def held_out_sampler(counts: Sequence[int], limit: int | None, samples: int) -> HeldOutSampler:
-    """
+    """Make the sampler of the validation set.
+
     Args:
-        counts: records of each source.
-        limit: most records of each source, spread evenly over it.
-        samples: samples of a step.
+        counts: number of records of each source.
+        limit: most records to use of each source, spread evenly over it.
+        samples: number of samples of a step.
     """
     steps, first = [], 0
     for source, count in enumerate(counts):
@@ -71,14 +72,14 @@ def held_out_sampler(counts: Sequence[int], limit: int | None, samples: int) -> 
 
 
 def spread(count: int, most: int | None) -> list[int]:
-    """At most `most` of the numbers below `count`, evenly spaced, because a file's records may be sorted."""
+    """Return at most `most` of the numbers below `count`, evenly spaced, because a file's records may be sorted."""
     if most is None or most >= count:
         return list(range(count))
     return [number * count // most for number in range(most)]
 
 
 def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], max_tokens: int) -> HeldOut:
-    """Open the validation set that `val` names; its records are examined as those of the training are.
+    """Open the validation set of the configuration (`val`); its records are examined like training records.
 
     Args:
         cfg: the configuration of the training.
@@ -111,7 +112,7 @@ def warn_of_trained(cfg: Config) -> None:
 
 
 def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_tokens: int) -> list[HeldOutQuestion]:
-    """Choose and encode the questions of a validation; their images are read later.
+    """Choose and encode the questions that the model answers at each validation; their images are read later.
 
     Raises:
         DataError: a record does not begin with a question and its answer.

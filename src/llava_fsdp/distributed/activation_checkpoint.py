@@ -50,9 +50,12 @@ def apply_activation_checkpointing(
 
     Args:
         count: counts the compiled graphs; None: blocks are not compiled, except with `budget`.
-        one_row: as in `compile_blocks`.
+        one_row: whether all batches have one row.
     """
-    mode, host = cfg.mode, HostInputs(device)  # one for all stacks: the input that was sent last is needed first
+    mode, host = (
+        cfg.mode,
+        HostInputs(device),
+    )  # one object for all stacks: the input that was offloaded last is needed first
     selective = partial(
         checkpoint_wrapper, context_fn=partial(create_selective_checkpoint_contexts, keep_products_and_attention)
     )
@@ -60,7 +63,7 @@ def apply_activation_checkpointing(
         ActivationCheckpointing.full: checkpoint_wrapper,
         ActivationCheckpointing.selective: selective,
         ActivationCheckpointing.offload: partial(BlockFromHost, host=host),
-        ActivationCheckpointing.budget: selective,  # of the stacks that are not compiled
+        ActivationCheckpointing.budget: selective,  # for the stacks that are not compiled
     }
     compiles = count is not None or mode is ActivationCheckpointing.budget
     if compiles and mode is not ActivationCheckpointing.selective:

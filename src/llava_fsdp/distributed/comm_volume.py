@@ -58,7 +58,7 @@ class CollectiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # the collectives that DTensor issues come back here
+            return NotImplemented  # DTensor's operations dispatch their collectives here again
         result = func(*args, **(kwargs or {}))
         name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
         if name in COLLECTIVES:

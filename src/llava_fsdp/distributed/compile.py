@@ -146,7 +146,7 @@ def compile_blocks(
     """
     backend = inductor_with(budget, count or Compilations())
     by_class: dict[type, Callable[..., Any]] = {}
-    # without duck shapes: two lengths that are equal when a block is compiled may differ later
+    # no duck shapes: two lengths that are equal when a block is compiled may differ later
     lengths_apart = shapes.patch(use_duck_shape=False)  # pyright: ignore[reportAttributeAccessIssue]
     for block in stack:
         forward = type(block).forward

@@ -91,7 +91,7 @@ def failure_of(error: Exception, failing: str) -> Failure:
 
 @dataclass(frozen=True)
 class Votes:
-    """This rank's requests (stop, save, ...) to the run's other ranks."""
+    """Requests of one rank (stop the run, save a checkpoint, ...) that all ranks must act on together."""
 
     stop: bool = False
     save: bool = False

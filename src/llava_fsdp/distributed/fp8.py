@@ -14,7 +14,7 @@ from torch import nn
 from llava_fsdp.runtime.errors import ConfigError
 
 MULTIPLE = 16
-"""Number that both sizes of a weight must be multiples of for torch's scaled fp8 matrix product."""
+"""Divisor that both sizes of a weight must have for torch's scaled fp8 matrix product."""
 CURE = "choose precision=bf16"
 
 

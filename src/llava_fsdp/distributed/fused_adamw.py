@@ -20,7 +20,7 @@ def fused_adamw(tensors: list[torch.Tensor], step: torch.Tensor, group: dict[str
     Args:
         tensors: weights, gradient, first and second moment; contiguous, of one shape and dtype.
         step: the number of this update, from 1: float32 [] on the device of the tensors.
-        group: as in `torch.optim.AdamW.param_groups`.
+        group: hyperparameters (lr, betas, ...), as in `torch.optim.AdamW.param_groups`.
     """
     check_layout(tensors)
     weights, gradient, first, second = tensors
@@ -44,7 +44,7 @@ def check_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                state = optimizer.state.get(parameter, {})  # empty until the first step
+                state = optimizer.state.get(parameter, {})  # the optimizer's state is empty until the first step
                 tensors = parameter, parameter.grad, *(state[name] for name in MOMENTS if name in state)
                 check_layout([unwrapped(t.to_local() if isinstance(t, DTensor) else t) for t in tensors])
 

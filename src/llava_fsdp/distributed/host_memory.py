@@ -25,7 +25,8 @@ class Arena:
     """A block of zeroed memory from which tensors are allocated one after the other, each on its own pages."""
 
     def __init__(self, nbytes: int, folder: Path | None = None, pin: bool = False):
-        """
+        """Allocate the memory, or create and map a file.
+
         Args:
             nbytes: the sum of `room` over all tensors that will be taken, or more.
             folder: where the file is made; None is anonymous memory.
@@ -136,7 +137,7 @@ def mapped_file(size: int, folder: Path) -> Memory:
                 f"offload=nvme needs {size / GIB:.3g} GiB more in {folder}, where {free / GIB:.3g} GiB are free; give "
                 "a folder on a larger local disk: offload.folder=DIR"
             )
-        # all blocks now: if the disk were full at a later page fault, SIGBUS would end the process
+        # reserve all disk blocks now: if the disk were full at a later page fault, SIGBUS would end the process
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, size)
         else:
@@ -148,14 +149,14 @@ def mapped_file(size: int, folder: Path) -> Memory:
             "folder on a local disk with that much room: offload.folder=DIR"
         ) from error
     finally:
-        os.close(descriptor)  # the mapping has its own copy
+        os.close(descriptor)  # the mapping has its own copy of the descriptor
 
 
 def nameless_file(folder: Path) -> int:
     """Open a new file that has no name in the folder; returns its file descriptor."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except (OSError, AttributeError):  # not supported by the filesystem, or by the system
+    except (OSError, AttributeError):  # the filesystem or the system has no O_TMPFILE
         descriptor, name = tempfile.mkstemp(prefix=".offload-", dir=folder)
         os.unlink(name)
         return descriptor

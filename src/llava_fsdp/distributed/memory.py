@@ -69,7 +69,7 @@ class Weight:
         return MOMENTS * (2 if precision.moment_dtype is MomentDType.bf16 else 4) * local
 
     def local(self, shards: int, rank: int) -> int:
-        """Number of the parameter's elements in shard `rank` of `shards`."""
+        """Number of the parameter's elements in shard number `rank` of `shards` shards."""
         if shards == 1:
             return self.numel
         rows = self.shape[0]

@@ -50,7 +50,7 @@ def distributed(cfg: Config) -> Iterator[World]:
     the process ends at once, and other ranks may never answer. On success the order barrier, destroy, collect, pause
     matters: without it gloo's background thread aborts about one process in seven at interpreter exit (pytorch#179291).
     """
-    if dist.is_initialized():  # the caller destroys its own group
+    if dist.is_initialized():  # a process group of the caller, who also destroys it
         yield world_of_group()
         return
     world = read_world()
@@ -149,7 +149,7 @@ def read_world() -> World:
 
 
 def world_of_group() -> World:
-    """The ranks of an existing process group, which are assumed to be on this machine."""
+    """Describe this rank of an existing process group, whose ranks are assumed to be on this machine."""
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     return World(rank, size, rank, size, device)

@@ -109,7 +109,9 @@ class Offload:
         has no public setting for that. tests/distributed/test_offload.py checks where shards lie.
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        parameters = list(dict.fromkeys(p for module in modules for p in managed(module)))  # blocks may share a unit
+        parameters = list(
+            dict.fromkeys(p for module in modules for p in managed(module))
+        )  # several blocks may be in one FSDP unit
         room = sum(Arena.room(p.padded_sharded_param_size, p.sharded_param.dtype) for p in parameters)
         self.shards = Arena(room, self.folder, pin=self.pin and self.folder is None)
         made: dict[int, torch.Tensor] = {}

@@ -116,7 +116,9 @@ def shard(
     norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
     together = GatheredFirst(norms) if norms else None
     if together is not None:
-        kept = replace(policy, param_dtype=None, reduce_dtype=None)  # fp32, as they are stored
+        kept = replace(
+            policy, param_dtype=None, reduce_dtype=None
+        )  # norms compute and are reduced in fp32, as they are stored
         fully_shard(together, mp_policy=kept, reshard_after_forward=False, **common)
         model.gathered_first = together
         common["ignored_params"] = ignored = ignored | set(together.parameters())
@@ -136,7 +138,7 @@ def shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by the label tokens of the whole step, so gradients are summed and not averaged.
-            # Neither setter recurses, and gloo needs the second one.
+            # Neither setter applies to submodules, so both are called on each; gloo needs the second one.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 

@@ -69,7 +69,8 @@ class MasterWeights:
         master: torch.dtype = torch.float32,
         in_fp8: nn.Module | None = None,
     ):
-        """
+        """Create a separate master weight for each trainable parameter that needs one, and hook gradients to it.
+
         Args:
             master: the dtype of the masters, except of weights that compute in fp32: these keep it.
             in_fp8: the model, if layers of it multiply in fp8.

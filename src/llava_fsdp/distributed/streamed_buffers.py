@@ -113,7 +113,8 @@ class Mapped:
     """Moments in memory-mapped files, updated in place; a thread reads the next bucket from disk ahead of its use."""
 
     def __init__(self, optimizer: StreamedOptimizer, others: list[Arena]):
-        """
+        """Prepare the moments' files for updates in place, with a thread that reads ahead.
+
         Args:
             others: the files of parameters and gradients, which are read ahead and released with the moments.
         """

@@ -190,5 +190,5 @@ def cut(groups: list[dict[str, Any]], item_sizes: dict[torch.dtype, int], bucket
 
 
 def padded(count: int) -> int:
-    """A number of elements, rounded up to a multiple of `ALIGNMENT`."""
+    """Round a number of elements up to a multiple of `ALIGNMENT`."""
     return -(-count // ALIGNMENT) * ALIGNMENT

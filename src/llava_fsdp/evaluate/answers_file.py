@@ -1,4 +1,5 @@
-"""A model's answers as JSON Lines that the original's scorers read, written as they come, and continued after an end.
+"""Write a model's answers as JSON Lines that the original LLaVA's scorers read; they are written as they are generated,
+and a later run continues an unfinished file.
 
 One process appends to the file itself. With several, each appends to its own part beside it (`FILE.part-0-of-8`), and
 rank 0 merges the parts once they hold all answers; the processes do not communicate otherwise. Every line names its
@@ -23,14 +24,14 @@ from llava_fsdp.runtime.jsonl import replace_lines
 from llava_fsdp.runtime.log import log
 
 POLL = 0.5
-"""Seconds between two reads of other processes' parts."""
+"""Seconds between two reads of the answers that other processes have written."""
 STALL = 1800.0
 """Seconds without a new answer of any process after which rank 0 stops waiting."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The share of the questions that a process answers: every `size`-th, from `rank` on."""
+    """The share of the questions that a process answers: every `size`-th question, beginning with number `rank`."""
 
     rank: int = 0
     size: int = 1
@@ -38,25 +39,26 @@ class Shard:
 
 @dataclass
 class AnswersFile:
-    """A file of answers and its parts."""
+    """A file of a model's answers, and the parts that several processes write before rank 0 merges them into it."""
 
     path: Path
     questions: Sequence[BenchmarkQuestion]
     settings: dict[str, Any]
-    """What the answers depend on besides the question: model, length, template, ..."""
+    """Everything but the question that an answer depends on: model, length, template, ..."""
     model_id: str
     shard: Shard = Shard()
     texts: dict[int, str] = field(default_factory=dict)
-    """Answers so far, by the number of their question."""
+    """Answers read or written so far, by the number of their question."""
     read: dict[Path, int] = field(default_factory=dict)
-    """Bytes of each file that have been read, up to the end of a line."""
+    """Number of bytes read so far of each file, up to the end of a line."""
 
     def __post_init__(self) -> None:
         self.by_number = {question.number: question for question in self.questions}
         self.read_new()
 
     def read_new(self) -> bool:
-        """Read what the file and its parts have gained; whether that was any answer.
+        """Read the lines added to the answers file and its parts since the last call; return whether there were new
+        answers.
 
         Raises:
             ConfigError: a line does not answer one of these questions with these settings.
@@ -72,7 +74,8 @@ class AnswersFile:
         return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part-*-of-*"))
 
     def new_lines(self, path: Path) -> Iterator[tuple[int, bytes]]:
-        """Complete lines behind what has been read, each with its number, or 0 if this begins behind the first line.
+        """Yield a file's complete lines after the bytes read so far, each with its line number; the number is 0 if
+        earlier lines were read before.
 
         A last line without a newline is still being written, or was cut off; it does not count yet.
         """
@@ -120,24 +123,25 @@ class AnswersFile:
         return number, text
 
     def pending(self) -> list[BenchmarkQuestion]:
-        """Questions of this process's share that have no answer yet, in order."""
+        """Return the questions of this process's share that have no answer yet, in order."""
         share = self.questions[self.shard.rank :: self.shard.size]
         return [question for question in share if question.number not in self.texts]
 
     @property
     def own_path(self) -> Path:
-        """The file that this process writes."""
+        """Path of the file that this process appends its answers to."""
         if self.shard.size == 1:
             return self.path
         return self.path.with_name(f"{self.path.name}.part-{self.shard.rank}-of-{self.shard.size}")
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Callable[[Sequence[BenchmarkQuestion], Sequence[str]], None]]:
-        """A function that appends answers to this process's file; a last line that was cut off is removed first.
+        """Context manager that gives a function to append answers to this process's file; an incomplete last line is
+        removed first.
 
         Raises:
             ConfigError: another process is writing the file.
-            StorageError: it cannot be written.
+            StorageError: the file cannot be written.
         """
         with contextlib.ExitStack() as stack:
             with storing(f"answers={self.own_path}"):
@@ -158,7 +162,7 @@ class AnswersFile:
 
     @contextlib.contextmanager
     def report_interrupt(self) -> Iterator[None]:
-        """Log after Ctrl-C that the answers so far are kept."""
+        """Context manager that logs on Ctrl-C that the answers so far are kept."""
         try:
             yield
         except KeyboardInterrupt:
@@ -179,9 +183,9 @@ class AnswersFile:
         return json.dumps(row)
 
     def wait(self, stall: float = STALL) -> None:
-        """Wait until all processes have written all answers.
+        """Wait until all processes have written their answers.
 
-        torchrun ends this process where another fails; so only a process that hangs keeps it waiting.
+        torchrun ends this process if another one fails, so only a process that hangs can keep it waiting.
 
         Raises:
             CommunicationError: no answer came for `stall` seconds.
@@ -201,7 +205,7 @@ class AnswersFile:
                 time.sleep(POLL)
 
     def finish(self) -> list[str]:
-        """Write the complete file, in the order of the questions, and delete its parts; all answers."""
+        """Write the complete answers file in the order of the questions, delete the parts, and return all answers."""
         lines = [self.line(question, self.texts[question.number]) for question in self.questions]
         parts = self.parts()
         with storing(f"answers={self.path}"):
@@ -214,7 +218,7 @@ class AnswersFile:
 
 @contextlib.contextmanager
 def storing(what: str) -> Iterator[None]:
-    """Raises StorageError for OSErrors within, about a file that cannot be written."""
+    """Context manager that turns an OSError of writing into a StorageError that names the file."""
     try:
         yield
     except OSError as error:
@@ -224,7 +228,7 @@ def storing(what: str) -> Iterator[None]:
 
 
 def lock(file: BinaryIO, path: Path) -> None:
-    """Lock a file until it is closed, or the process ends; raises ConfigError if another process has it."""
+    """Lock a file until it is closed or the process ends; raise ConfigError if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -234,7 +238,7 @@ def lock(file: BinaryIO, path: Path) -> None:
 
 
 def check_answers_file(path: Path) -> None:
-    """Raises ConfigError unless the path can be a file of answers."""
+    """Raise ConfigError unless the path can be that of a file of answers."""
     if path.suffix != ".jsonl":
         raise ConfigError(f"answers={path} is JSON Lines; give it a name that ends in .jsonl")
     if path.is_dir():
@@ -242,5 +246,5 @@ def check_answers_file(path: Path) -> None:
 
 
 def blank_file(path: Path) -> Path:
-    """The file of the answers to blank images."""
+    """Return the path of the file of the answers given to blank images."""
     return path.with_name(f"{path.stem}_blank{path.suffix}")

@@ -1,4 +1,4 @@
-"""Check of the questions' images before a model is loaded."""
+"""Check the images of benchmark questions before a model is loaded."""
 
 from pathlib import Path
 
@@ -11,14 +11,15 @@ from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.log import log
 
 MAX_LISTED = 5
-"""Questions listed in a message."""
+"""Greatest number of questions that an error message lists."""
 
 
 def check_images(questions: list[BenchmarkQuestion], cfg: DataConfig) -> list[BenchmarkQuestion]:
-    """The questions whose images can be shown.
+    """Check the images of all questions, and return the questions without bad images.
 
-    With data.bad_records=fail only the images' existence is checked; what they hold is found when they are read. With
-    data.bad_records=skip every image is read, as far as data.examine says, and questions with bad ones are left out.
+    With data.bad_records=fail only the images' existence is checked; damaged ones are found later, when they are read.
+    With data.bad_records=skip every image is read, as far as data.examine says, and questions with bad ones are left
+    out.
 
     Raises:
         DataError: data.images is not set, or a question has not one tag for each image; with fail, an image is missing
@@ -45,7 +46,7 @@ def check_images(questions: list[BenchmarkQuestion], cfg: DataConfig) -> list[Be
 
 
 def first_problem(question: BenchmarkQuestion, cfg: DataConfig, real_folder: str) -> str | None:
-    """What is wrong with the first bad image of a question; None if all can be shown."""
+    """Return a message about the first bad image of a question; None if all its images are good."""
     if question.images and cfg.images is None:
         raise DataError(f"{question.where} has image {question.images[0]}, and data.images is not set")
     tags = question.text.count(IMAGE_TAG)

@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def evaluate(cfg: EvaluateConfig) -> None:
-    """Answer every question greedily, and print the scores."""
+    """Let a model answer all questions of a benchmark greedily, and print the answers' scores."""
     shard = open_shard(cfg)
     if cfg.submission is not None and not Path(cfg.submission).parent.is_dir():
         raise ConfigError(f"submission={cfg.submission} is in no folder that exists; make it first")
@@ -78,10 +78,11 @@ def evaluate(cfg: EvaluateConfig) -> None:
 
 
 def open_shard(cfg: EvaluateConfig) -> Shard:
-    """This process's share of the questions, by torchrun's environment; its GPU becomes the current one.
+    """Return this process's share of the questions, from torchrun's environment variables, and make its GPU the current
+    one.
 
     Raises:
-        ConfigError: several processes have no file of answers to share, or are more than the GPUs.
+        ConfigError: there are several processes and `answers` is not set, or more processes than GPUs.
     """
     shard = Shard(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
     if shard.size > 1 and cfg.answers is None:
@@ -99,7 +100,8 @@ def asks_blank(cfg: EvaluateConfig) -> bool:
 
 
 class AnswerGenerator:
-    """Answers questions that have no answer in the file yet; loads the model when there is one."""
+    """Generator of a model's answers to questions that the answers file does not answer yet; loads the model only if
+    there are any."""
 
     def __init__(self, cfg: EvaluateConfig, questions: list[BenchmarkQuestion], shard: Shard):
         self.cfg, self.questions, self.shard = cfg, questions, shard
@@ -115,7 +117,7 @@ class AnswerGenerator:
             }
 
     def answers(self, blank: bool) -> list[str]:
-        """Answers to all questions on rank 0; nothing on the other ranks, which only write theirs to their file.
+        """Generate the missing answers; return the answers to all questions on rank 0, and nothing on other ranks.
 
         Args:
             blank: replace all images with the mean color.
@@ -145,7 +147,7 @@ class AnswerGenerator:
     def batches(
         self, questions: list[BenchmarkQuestion], blank: bool
     ) -> Iterator[tuple[list[BenchmarkQuestion], list[str]]]:
-        """Batches of questions with their answers."""
+        """Generate answers in batches; yield each batch of questions and its answers."""
         cfg = self.cfg
         if self.assistant is None:
             self.assistant = Assistant(cfg.model.checkpoint, cfg.data.template, cfg.data.image_aspect_ratio)
@@ -169,10 +171,10 @@ def with_paths(question: BenchmarkQuestion, folder: str | None) -> Question:
 
 
 def model_digest(checkpoint: str) -> str:
-    """Digest of the names and contents of a model's files, a few seconds for each 10 GB.
+    """Return a digest of the names and contents of a model's files, which takes a few seconds for each 10 GB.
 
-    In a run's folder, whose logs may still grow, only the export counts; without one the newest checkpoint, by its
-    manifest, which has its files' digests; without that the adapter.
+    Of a run's folder only the export counts, as logs may still grow; if it has none, the newest checkpoint's manifest
+    (which has its files' digests); if it has no checkpoint either, the adapter.
     """
     given = Path(checkpoint)
     checkpoints = list_checkpoints(given / FOLDER)
@@ -191,7 +193,7 @@ def model_digest(checkpoint: str) -> str:
 def print_result(
     cfg: EvaluateConfig, questions: list[BenchmarkQuestion], answers: list[str], result: dict[str, Any]
 ) -> None:
-    """Print some answers, and the scores."""
+    """Print some of the answers, and the scores."""
     for question, answer in list(zip(questions, answers, strict=True))[: cfg.show]:
         image = shown_name(question.images[0]) if question.images else "no image"
         text, reply = (t.strip().replace("\n", "\n    ") for t in (question.text.replace(IMAGE_TAG, ""), answer))

@@ -11,7 +11,8 @@ from llava_fsdp.runtime.errors import ConfigError, DataError
 
 
 def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Add the labels of a file, or of a folder of files whose names end in `_CATEGORY.json`.
+    """Add POPE's right answers to questions, from one label file, or from a folder of label files whose names end in
+    `_CATEGORY.json`.
 
     As in the original the n-th label of a category belongs to its n-th question, since ids begin anew in each label
     file. A label's image and text must match the question's.
@@ -50,7 +51,7 @@ def with_labels(questions: list[BenchmarkQuestion], path: Path) -> list[Benchmar
 
 
 def read_labels(path: Path) -> list[tuple[dict[str, Any], str]]:
-    """Labels of a JSON Lines file, whose name ends in .json all the same, each with its name in messages."""
+    """Read the labels of a POPE file (JSON Lines, although named .json), each with its name for error messages."""
     if not path.is_file():
         raise ConfigError(f"annotations={path} is neither a file nor a folder")
     lines = [(n, line) for n, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]

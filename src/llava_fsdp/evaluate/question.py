@@ -1,4 +1,4 @@
-"""Questions of a benchmark as they are asked and scored, whatever file they come from."""
+"""A benchmark's questions as they are asked and scored, in one form for all file formats."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,44 +14,45 @@ from llava_fsdp.runtime.log import log
 SHORT = "Answer the question using a single word or phrase."
 LETTER = "Answer with the option's letter from the given choices directly."
 SUFFIXES = {Task.vqa: SHORT, Task.textvqa: SHORT, Task.yes_no: SHORT, Task.multiple_choice: LETTER}
-"""What the original ends a question with, on a line of its own (its docs/Evaluation.md)."""
+"""Last line that the original LLaVA adds to every question of a task (its docs/Evaluation.md)."""
 CATEGORY = "category"
-"""Kind of the group that a line of a question file names."""
+"""Kind of the groups that question files name with the key `category`."""
 
 
 @dataclass(frozen=True)
 class BenchmarkQuestion:
-    """A question, its images, and its right answers."""
+    """A benchmark's question with its images and right answers."""
 
     number: int
-    """Place in its file, from 0."""
+    """Number of the question in its file, from 0."""
     id: str | int
     prompt: str
-    """As the file of answers has it, where the original's scorers look at it."""
+    """Question text as written to the answers file, where the original's scorers read it."""
     text: str
-    """As the model gets it, with a tag for every image."""
+    """Question text as given to the model, with a tag for every image."""
     images: tuple[str, ...]
-    """Paths relative to `data.images`."""
+    """Image paths relative to `data.images`."""
     where: str
-    """Name of the question in messages."""
+    """Name of the question in error messages."""
     references: tuple[str, ...] = ()
     """Right answers: texts, `yes` or `no`, or a letter; empty if they are not known."""
     choices: int = 0
-    """Number of choices, with multiple choice."""
+    """Number of choices of a multiple-choice question; 0 for other tasks."""
     groups: tuple[tuple[str, str], ...] = ()
-    """Kinds and names of groups that are scored separately, such as (category, adversarial)."""
+    """Groups that are scored separately and that the question belongs to, as (kind, name), such as (category,
+    adversarial)."""
 
 
 def with_image_tag(text: str, images: Sequence[str]) -> str:
-    """The text with a tag in front if there is one image and no tag."""
+    """Put an image tag in front of a question that has one image and no tag; return other texts unchanged."""
     return f"{IMAGE_TAG}\n{text}" if len(images) == 1 and IMAGE_TAG not in text else text
 
 
 def image_names(raw: object, where: str) -> tuple[str, ...]:
-    """Image paths of a record's `image`: a path, a list of paths, or nothing.
+    """Return the image paths in a record's `image`: a path, a list of paths, or nothing.
 
     Raises:
-        DataError: it is something else, or a path leads out of the images' folder.
+        DataError: the value is something else, or a path leads out of the images' folder.
     """
     names = [] if raw is None else raw if isinstance(raw, list) else [raw]
     if not all(isinstance(name, str) and name for name in names):
@@ -63,13 +64,14 @@ def image_names(raw: object, where: str) -> tuple[str, ...]:
 
 
 def check_unread(where: str, unread: str | None) -> None:
-    """Raises DataError if a question has media other than images."""
+    """Raise DataError if a question has media other than images."""
     if unread is not None:
         raise DataError(unread_reason(where, unread), Kind.media_not_read)
 
 
 def with_suffix(questions: list[BenchmarkQuestion], task: Task, add: bool) -> list[BenchmarkQuestion]:
-    """Add the task's last line to every question, or log that the first one lacks it.
+    """Add the task's last line (such as "Answer the question using a single word or phrase.") to every question;
+    without `add`, only log if the first question lacks it.
 
     Raises:
         ConfigError: a question already has the line that is to be added.

@@ -45,7 +45,7 @@ ANNOTATE = {
 
 
 def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
-    """Read the questions, with their right answers where they are known.
+    """Read a benchmark's questions, with their right answers if these are known.
 
     Raises:
         ConfigError: a file is missing, or keys contradict each other.
@@ -72,7 +72,7 @@ def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 
 
 def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
-    """Read the first question of every record of `data.path`, and its answer."""
+    """Read the first question of every record of `data.path`, with the record's answer as the right one."""
     if cfg.data.sources:
         raise ConfigError("evaluate asks the questions of one file: name it with data.path, without data.sources")
     [source] = sources_of(cfg.data)
@@ -81,20 +81,21 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 
 
 def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:
-    """The first question of a record and its answer; raises DataError if the record does not begin with them."""
+    """Return the first question of a record, with its answer; raise DataError if the record does not begin with
+    them."""
     check_unread(record.where, record.unread)
     text, images, answer = opening_question(record)
     return BenchmarkQuestion(number, record.id, text, text, record.images[:images], record.where, references=(answer,))
 
 
 def read_file(path: Path, task: Task, split: str, max_bytes: int = MOST_BYTES) -> Iterator[BenchmarkQuestion]:
-    """Read all questions of a file.
+    """Read all questions of a file in any of the supported formats.
 
     Args:
         path: JSON Lines, or a JSON list, of `question_id`, `text`, `image` and `category`, or of LLaVA records
             (multiple choice); VQAv2's questions; or ScienceQA's problems.
-        split: of ScienceQA's problems: test, val, minival, ...
-        max_bytes: of one question in its file.
+        split: split of ScienceQA's problems: test, val, minival, ...
+        max_bytes: most bytes of a question in the file.
 
     Raises:
         DataError: the file or a record has another form.
@@ -130,7 +131,7 @@ def read_object(path: Path, task: Task, split: str) -> Iterator[BenchmarkQuestio
 
 
 def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], task: Task) -> BenchmarkQuestion:
-    """A question of the original's question files, whose lines may hold right answers too."""
+    """Read a line of the original LLaVA's question files, which may have right answers too."""
     identity = raw.get("question_id")
     where = name_record(path, number, line, None if identity is None else str(identity))
     if not isinstance(identity, str | int) or isinstance(identity, bool):

@@ -1,4 +1,4 @@
-"""Right answers in the forms that question files and annotations have."""
+"""Read right answers in the forms that question files and annotation files have."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from llava_fsdp.runtime.errors import DataError
 
 
 def own_answers(raw: dict[str, Any], task: Task, where: str) -> tuple[tuple[str, ...], int]:
-    """Right answers of a line of a question file, if it has them, and its number of choices.
+    """Return the right answers in a line of a question file, empty if it has none, and the number of choices.
 
     They are in `label` (yes_no), `answer` with or without `choices` (multiple_choice) or `answers` (other tasks).
 
@@ -33,7 +33,7 @@ def count_choices(raw: object, where: str) -> int:
 
 
 def letter_of(raw: object, choices: int, where: str) -> str:
-    """The letter of an answer that is a letter or a place from 0."""
+    """Return the letter of a right answer that is given as a letter or as a number from 0."""
     letter = LETTERS[raw] if type(raw) is int and 0 <= raw < choices else raw
     if not isinstance(letter, str) or len(letter) != 1 or letter not in LETTERS[:choices]:
         raise DataError(
@@ -43,7 +43,7 @@ def letter_of(raw: object, choices: int, where: str) -> str:
 
 
 def texts_of(raw: object, where: str) -> tuple[str, ...]:
-    """Answers that are texts, or objects with a text `answer` as in VQAv2 and VizWiz."""
+    """Return right answers that are a list of texts, or of objects with a text `answer` as in VQAv2 and VizWiz."""
     found = [a.get("answer") if isinstance(a, dict) else a for a in raw] if isinstance(raw, list) else []
     if not found or not all(isinstance(a, str) for a in found):
         raise DataError(f"{where}: answers is {shown(raw)}; it must be a list of texts, or of objects with answer")
@@ -57,7 +57,7 @@ def yes_or_no(raw: object, where: str) -> str:
 
 
 def rows_of(raw: object, where: str) -> list[dict[str, Any]]:
-    """The value itself; raises DataError unless it is a list of objects."""
+    """Return a value that must be a list of objects; raise DataError if it is not."""
     if not isinstance(raw, list) or not all(isinstance(row, dict) for row in raw):
         raise DataError(f"{where} is {shown(raw)}; it must be a list of objects")
     return raw

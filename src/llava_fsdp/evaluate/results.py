@@ -22,7 +22,7 @@ from llava_fsdp.evaluate.scoring import (
 
 Numbers = dict[str, Any]
 COLUMNS = ("accuracy", "invalid", "precision", "recall", "f1", "yes_ratio")
-"""Columns of the table, of which a task has some."""
+"""Columns that the table of scores may have; a task has some of them."""
 
 
 Questions = Sequence[BenchmarkQuestion]
@@ -53,7 +53,7 @@ SCORES: dict[Task, Score] = {
     Task.multiple_choice: score_letters,
     Task.yes_no: score_yes,
 }
-"""Scores of questions, at least one, whose right answers are known."""
+"""Scoring function of each task, for one or more questions whose right answers are known."""
 
 
 def groups_of(question: BenchmarkQuestion, task: Task) -> tuple[tuple[str, str], ...]:
@@ -63,7 +63,7 @@ def groups_of(question: BenchmarkQuestion, task: Task) -> tuple[tuple[str, str],
 
 
 def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbers:
-    """Scores of all questions, and under `groups` those of every group, by kind and name.
+    """Compute the scores of all questions and, under the key `groups`, those of every group by kind and name.
 
     Yes-no questions with categories also have `mean_f1`, the mean of the categories' F1, as POPE's results report it.
     """
@@ -83,7 +83,7 @@ def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbe
 
 
 def table_of(result: Numbers) -> Table:
-    """A table with a row for all questions and one for each group; rates in percent."""
+    """Return a table of scores with a row for all questions and one for each group; rates in percent."""
     shown = [name for name in COLUMNS if name in result]
     table = Table(box=SIMPLE, pad_edge=False, title="scores in percent, of all and by group", title_justify="left")
     table.add_column("", no_wrap=True)
@@ -103,6 +103,6 @@ def number_text(value: float) -> str:
 
 
 def submission_of(questions: Questions, answers: Sequence[str]) -> list[dict[str, Any]]:
-    """Answers in the form that VQAv2's server takes, prepared as the original prepares them."""
+    """Return answers in the form that VQAv2's evaluation server takes, prepared as the original LLaVA prepares them."""
     pairs = zip(questions, answers, strict=True)
     return [{"question_id": question.id, "answer": prepare_submission(text)} for question, text in pairs]

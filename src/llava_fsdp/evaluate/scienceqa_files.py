@@ -1,4 +1,4 @@
-"""ScienceQA's problems.json and pid_splits.json, and the LLaVA records that the original makes of them."""
+"""Read ScienceQA's problems.json and pid_splits.json, and the LLaVA records that the original makes of them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,12 +17,13 @@ KINDS = ("subject", "grade")
 
 
 def read_problems(path: Path, problems: dict[str, Any], split: str) -> Iterator[BenchmarkQuestion]:
-    """Questions of a split: the context if there is one, the question, and a line for each choice with its letter.
+    """Read ScienceQA's questions of a split: the context if there is one, the question, and a line for each choice with
+    its letter.
 
     Images are ID/NAME in the folder of the split's images.
 
     Raises:
-        ConfigError: there is no such split.
+        ConfigError: the split does not exist.
         DataError: a problem lacks a key, or one has the wrong form.
     """
     splits = read_json(path.with_name(SPLITS), DataError)
@@ -41,13 +42,13 @@ def read_problems(path: Path, problems: dict[str, Any], split: str) -> Iterator[
 
 
 def annotate_problems(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Add the answers of problems.json, found by id.
+    """Add the right answers in ScienceQA's problems.json to questions, by their ids.
 
     Args:
-        path: the file, or its folder.
+        path: problems.json, or its folder.
 
     Raises:
-        DataError: a question is not in it.
+        DataError: a question is not in the file.
     """
     file = path / PROBLEMS if path.is_dir() else path
     problems = read_json(file, DataError, LARGE)
@@ -70,7 +71,8 @@ def with_answer(question: BenchmarkQuestion, problem: dict[str, Any]) -> Benchma
 
 
 def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str, Any]) -> BenchmarkQuestion:
-    """A question of a LLaVA record, with its answer if that names a letter; the image comes first, as there."""
+    """Read a multiple-choice question from a LLaVA record, with the right answer if the record's answer names a letter;
+    the image tag comes first."""
     record = parse_record(path, number, raw, line)
     check_unread(record.where, record.unread)
     if not record.turns or record.turns[0].role != "human":

@@ -13,18 +13,19 @@ from types import MappingProxyType
 
 LETTERS = "ABCDE"
 SENTENCE = re.compile(r"The answer is ([A-Z]).")
-"""One character, whichever, must follow the letter."""
+"""Pattern of an answer's sentence that names a letter; as in the original, any one character must follow the letter."""
 NEGATIONS = frozenset({"No", "no", "not"})
 PUNCTUATION = ';/[]"{}()=+\\_->@<`,?!'
 PERIOD = re.compile(r"\.(?!\d)")
 MOST_PERIODS = 32
-"""The official code passes re.UNICODE, which is 32, as the number of replacements."""
+"""Greatest number of periods removed from an answer: the official code passes re.UNICODE, which is 32, as that
+number."""
 COMMA_IN_NUMBER = re.compile(r"\d,\d")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 WORDS = {word: str(number) for number, word in enumerate(NUMBERS)} | {"none": "0"}
 ARTICLES = frozenset({"a", "an", "the"})
 ENOUGH = 3
-"""People who must agree for an accuracy of 1."""
+"""Number of people who must agree with an answer for an accuracy of 1."""
 
 WHOLE = """
     ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've
@@ -35,19 +36,19 @@ WHOLE = """
     what're what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't
     would've wouldn't wouldn't've y'all y'all'd've y'all'll you'd you'd've you'll you're you've
 """
-"""Contractions. A word becomes one of these if exactly one apostrophe is missing."""
+"""Contractions with their apostrophes. A word that lacks exactly one apostrophe of a contraction is replaced by it."""
 AGAINST_THE_RULE = {"somebody'd": "somebodyd"}
-"""The official table has this one the wrong way round, for answers and references alike."""
+"""Replacement that the official table has the wrong way round, for answers and references alike."""
 
 
 def chosen(answer: str, choices: int) -> int | None:
-    """The choice that an answer names, from 0; None if it names none of them.
+    """Return the number, from 0, of the choice that an answer names; None if it names no choice.
 
-    It is named by a letter alone (`B`), by a letter before a period and a space (`B. a cat`), or by `The answer is B.`
-    anywhere, but only once. Other forms, such as `(B)`, `B.`, `b` or the choice's own words, name none.
+    A choice is named by a letter alone (`B`), by a letter before a period and a space (`B. a cat`), or by `The answer
+    is B.` anywhere, but only once. Other forms, such as `(B)`, `B.`, `b` or the choice's own words, name none.
 
     Args:
-        choices: number of choices; letters behind them name none.
+        choices: number of choices; letters beyond them name no choice.
     """
     if answer in tuple(LETTERS):
         letter = answer
@@ -60,28 +61,29 @@ def chosen(answer: str, choices: int) -> int | None:
 
 
 def score_choices(picked: Sequence[int | None], right: Sequence[int]) -> dict[str, float]:
-    """`accuracy`, and the numbers of `right` and `invalid` ones, of at least one choice as `chosen` reads it.
+    """Score multiple-choice answers: `accuracy`, and the numbers of `right` and `invalid` answers (None in `picked`).
 
     Raises:
-        ValueError: there are more or fewer right choices.
+        ValueError: the numbers of answers and right choices differ.
     """
     hits = sum(p == r for p, r in zip(picked, right, strict=True))
     return {"accuracy": hits / len(picked), "right": hits, "invalid": sum(p is None for p in picked)}
 
 
 def says_yes(answer: str) -> bool:
-    """Whether the first sentence has none of the words No, no and not. `NO`, an empty answer and `Maybe` say yes."""
+    """Return whether an answer counts as yes: its first sentence has none of the words No, no and not. `NO`, an empty
+    answer and `Maybe` count as yes."""
     sentence = answer.partition(".")[0].replace(",", "")
     return NEGATIONS.isdisjoint(sentence.split(" "))
 
 
 def score_yes_no(answers: Sequence[bool], right: Sequence[bool]) -> dict[str, float]:
-    """Rates and counts of answers, as `says_yes` reads them; yes is the positive class.
+    """Compute rates and counts of yes-no answers (True is yes) with yes as the positive class.
 
     `yes_ratio` is the share of answers that say yes. A rate whose divisor is 0 is 0, where the original fails.
 
     Raises:
-        ValueError: there are more or fewer right answers.
+        ValueError: the numbers of answers and right answers differ.
     """
     counts = Counter(zip(answers, right, strict=True))
     true_yes, false_yes = counts[True, True], counts[True, False]
@@ -104,21 +106,21 @@ def rate(part: int, whole: int) -> float:
 
 
 def lacking_one(whole: str) -> list[str]:
-    """The word without its first apostrophe, without its second, and so on."""
+    """Return the word without its first apostrophe, without its second, and so on."""
     return [whole[:n] + whole[n + 1 :] for n, sign in enumerate(whole) if sign == "'"]
 
 
 CONTRACTIONS = MappingProxyType(
     {lacking: whole for whole in WHOLE.split() for lacking in lacking_one(whole)} | AGAINST_THE_RULE
 )
-"""From a word to the word that is compared. The official table's forms of I'd've, I'm and I've are left out: they have
-a capital I, and words are lower-cased before."""
+"""Replacements of words by contractions before comparison. The official table's forms of I'd've, I'm and I've are left
+out: they have a capital I, and words are lower-cased before."""
 
 
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """VQAv2's accuracy, 0 to 1, of an answer that is submitted like LLaVA's, prepared by `prepare_submission`.
+    """Compute VQAv2's accuracy of an answer, 0 to 1, after preparing it for submission as LLaVA does.
 
-    With fewer than four references no answer could reach 1; there it is 1 if the answer is one of them, both
+    With fewer than four references no answer could reach 1; then the accuracy is 1 if the answer is one of them, both
     normalised, and else 0.
     """
     if len(references) <= ENOUGH:
@@ -127,7 +129,7 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def official_accuracy(answer: str, references: Sequence[str]) -> float:
-    """VQAv2's accuracy, 0 to 1, of an answer as it is submitted.
+    """Compute VQAv2's accuracy of an answer, 0 to 1, without preparing it for submission.
 
     If all references are the same text, neither side is normalised: `Yes` is wrong to ten times `yes`.
     """
@@ -138,19 +140,20 @@ def official_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def is_out_of_reach(references: Sequence[str]) -> bool:
-    """Whether no answer can match by `vqa_accuracy`: all references are one text, which is not normalised, and which
-    the preparation of answers changes, as `four` to `4`."""
+    """Return whether no answer can be right by VQAv2's rules: all references are one text, which is then not
+    normalised, and which preparing answers would change, as `four` to `4`."""
     written = {one_line(r) for r in references}
     return len(references) > ENOUGH and len(written) == 1 and not written & {prepare_submission(r) for r in written}
 
 
 def textvqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """LLaVA's accuracy on TextVQA, 0 to 1: answer and references are always prepared as for a submission."""
+    """Compute LLaVA's accuracy of an answer on TextVQA, 0 to 1; answer and references are both prepared as for a
+    submission."""
     return leave_one_out(prepare_submission(answer), [prepare_submission(r) for r in references])
 
 
 def leave_one_out(answer: str, references: Sequence[str]) -> float:
-    """Mean of min(1, matches / 3) over leaving out each reference in turn."""
+    """Compute the mean, over leaving out each reference in turn, of min(1, matching references / 3)."""
     if not references:
         raise ValueError("an answer without references has no accuracy")
     matches = sum(r == answer for r in references)
@@ -159,18 +162,18 @@ def leave_one_out(answer: str, references: Sequence[str]) -> float:
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
-    """1 if the answer is one of the references, except for case and surrounding white space; else 0."""
+    """Return 1 if the answer equals a reference, except for case and surrounding white space; else 0."""
     return float(answer.strip().lower() in {r.strip().lower() for r in references})
 
 
 def normalize_vqa(text: str) -> str:
-    """Normalise an answer like VQAv2's evaluation: no punctuation or articles, digits for number words."""
+    """Normalise an answer as VQAv2's evaluation does: no punctuation or articles, digits for number words."""
     return plain_words(without_punctuation(one_line(text)))
 
 
 def prepare_submission(text: str) -> str:
-    """Prepare an answer for EvalAI: lower case, no commas and question marks, `'s` as its own word, then like
-    `normalize_vqa`."""
+    """Prepare an answer for EvalAI's server: lower case, no commas and question marks, `'s` as its own word, then
+    normalised as by VQAv2's evaluation."""
     text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
     return plain_words(without_punctuation(one_line(text)))
 
@@ -180,8 +183,9 @@ def one_line(text: str) -> str:
 
 
 def without_punctuation(text: str) -> str:
-    """Remove each sign that stands beside a space anywhere in the text, or all if a number has a comma; others become
-    spaces. Periods go, except before a digit; apostrophes, colons and the like stay."""
+    """Remove punctuation by VQAv2's rules: a sign that stands beside a space anywhere in the text is removed
+    everywhere, and every sign if a number has a comma; other signs become spaces. Periods are removed, except before a
+    digit; apostrophes, colons and the like stay."""
     numbered = COMMA_IN_NUMBER.search(text) is not None
     left = text
     for sign in PUNCTUATION:

@@ -1,4 +1,4 @@
-"""VQAv2's questions and annotations, and TextVQA's annotations, in the form of their releases."""
+"""Read VQAv2's questions and annotations, and TextVQA's annotations, in the formats of their releases."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,11 +15,11 @@ from llava_fsdp.runtime.safe_load import LARGE, read_json
 
 TEXTVQA_ANSWERS = 10
 OCR = "Reference OCR token:"
-"""Start of the line of words in the image that the original's file for TextVQA has."""
+"""Beginning of the line of words read in the image (OCR) that questions in the original's file for TextVQA have."""
 
 
 def read_vqa_questions(path: Path, whole: dict[str, Any]) -> Iterator[BenchmarkQuestion]:
-    """Questions of VQAv2's `v2_OpenEnded_mscoco_*_questions.json`; images are named as in COCO's releases."""
+    """Read the questions of VQAv2's `v2_OpenEnded_mscoco_*_questions.json`; images are named as in COCO's releases."""
     subset = whole.get("data_subtype")
     if not isinstance(subset, str):
         raise DataError(f"questions={path}: data_subtype is {shown(subset)}; it must be COCO's part, such as val2014")
@@ -33,7 +33,7 @@ def read_vqa_questions(path: Path, whole: dict[str, Any]) -> Iterator[BenchmarkQ
 
 
 def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Add the answers, answer types and question types of VQAv2's `annotations`, found by `question_id`.
+    """Add right answers, answer types and question types of VQAv2's annotations to questions, by `question_id`.
 
     Raises:
         DataError: the file has another form, or a question is not in it.
@@ -56,7 +56,7 @@ def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[Benchma
 
 
 def annotate_textvqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Add the answers of TextVQA's `data`, found by image and text, as the original's question ids are image ids.
+    """Add TextVQA's right answers to questions, by image and text, as the original's question ids are image ids.
 
     Raises:
         DataError: the file has another form, or a question is not in it.
@@ -81,7 +81,7 @@ def annotate_textvqa(questions: list[BenchmarkQuestion], path: Path) -> list[Ben
 
 
 def check_ten(questions: list[BenchmarkQuestion], annotations: str | None) -> None:
-    """Raises DataError unless every question has ten right answers or none; the original's evaluator asserts ten."""
+    """Raise DataError unless every question has ten right answers or none; the original's evaluator asserts ten."""
     for question in questions:
         if question.references and len(question.references) != TEXTVQA_ANSWERS:
             source = f" in annotations={annotations}" if annotations else ""
@@ -93,7 +93,7 @@ def check_ten(questions: list[BenchmarkQuestion], annotations: str | None) -> No
 
 
 def warn_of_unreachable(questions: list[BenchmarkQuestion]) -> None:
-    """Warn of questions that no answer can be right to by VQAv2's own rules."""
+    """Log a warning about questions for which no answer can be right by VQAv2's own rules."""
     found = [q for q in questions if is_out_of_reach(q.references)]
     if found:
         log().warning(
@@ -105,6 +105,6 @@ def warn_of_unreachable(questions: list[BenchmarkQuestion]) -> None:
 
 
 def bare_question(prompt: str) -> str:
-    """The question in lower case, without the line of words in the image and without the suffix."""
+    """Return a question in lower case, without its line of OCR words and without the task's last line."""
     lines = [line for line in prompt.split("\n") if not line.startswith(OCR) and line.strip() != SHORT]
     return "\n".join(lines).strip().lower()

@@ -1,5 +1,5 @@
-"""Folders of adapters for peft and the original LLaVA, written in every checkpoint of a run with adapters and at its
-end.
+"""Write adapter folders that peft and the original LLaVA can load, in every checkpoint of a run with adapters and at
+the run's end.
 
 Adapted modules have their full names, as in the original. `adapter_model.safetensors` has adapters and biases, as in
 peft; `non_lora_trainables.bin` and `.safetensors` both have the projector, as in the original.
@@ -41,19 +41,19 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import NOTES, read_notes
 
 ROOM = 512
-"""Bytes of a file's header for each tensor."""
+"""Estimated bytes that a safetensors file's header takes for each tensor."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """The model that an adapter is for."""
+    """The base model of an adapter: its configuration, seed and fingerprint."""
 
     model: ModelConfig
-    """Configuration that the base is found and built by."""
+    """Model configuration by which the base is found and built."""
     seed: int
-    """Seed of randomly initialized weights, which are in no file."""
+    """Seed of the base's randomly initialized weights, which are in no file."""
     fingerprint: str
-    """Fingerprint of all weights that are not in the adapter's folder; see `base_fingerprint`."""
+    """Hash of all weights that are not in the adapter's folder; see `base_fingerprint`."""
 
     @property
     def name(self) -> str:
@@ -62,15 +62,16 @@ class Base:
 
 @dataclass(frozen=True)
 class AdapterWriter:
-    """Writes folders of the same adapter at several steps, with what all of them share."""
+    """Writer of an adapter's folder at several steps of a run; it holds everything that does not change between the
+    steps."""
 
     source: SourceModel
     lora: LoraConfig
     modules: list[str]
-    """Modules that have adapters, by our names."""
+    """Names of the modules that have adapters, in our naming."""
     base: Base
     small: dict[str, bytes]
-    """Contents of small files for the original, by their paths in the folder."""
+    """Contents of the small files that the original LLaVA reads, by their paths in the adapter folder."""
 
     def write(
         self,
@@ -79,12 +80,12 @@ class AdapterWriter:
         history: dict[str, Any],
         dtype: KeptDType = KeptDType.keep,
     ) -> None:
-        """Write the folder, which must be empty or absent. One tensor of the adapters is in memory at a time.
+        """Write an adapter folder, which must be empty or absent, with one adapter tensor in memory at a time.
 
         Args:
             tensors: all tensors of the folder, by the names of our parameters.
-            history: which run, stage and step made it.
-            dtype: dtype to which the tensors were rounded before.
+            history: the run, stage and step that made the adapter.
+            dtype: dtype to which the tensors have been rounded, for the notes.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.small.items():
@@ -111,7 +112,8 @@ class AdapterWriter:
         shutil.copymode(folder / ADAPTER_CONFIG, file)  # by the umask, instead of for its owner alone
 
     def write_others(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
-        """Write `non_lora_trainables`, which the original needs even if only adapters were trained."""
+        """Write the projector's `non_lora_trainables` files, which the original LLaVA needs even if only adapters were
+        trained."""
         renamed = {self.rename(name): whole(tensor).contiguous().clone() for name, tensor in tensors.items()}
         save_file(renamed, folder / OTHERS_FILES[0], metadata={"format": "pt"})
         torch.save(renamed, folder / OTHERS_FILES[1])
@@ -122,7 +124,8 @@ class AdapterWriter:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Contents of adapter_config.json; keys that the original's peft (0.7) refuses only if they are needed."""
+        """Contents of adapter_config.json; keys that the original's peft (0.7) does not know are included only if they
+        are needed."""
         named = partial(original, projector_type=self.source.model.cfg.projector_type)
         alpha = self.lora.alpha
         newer = {"use_dora": self.lora.use_dora, "use_rslora": self.lora.use_rslora}
@@ -149,14 +152,15 @@ class AdapterWriter:
         }
 
     def nbytes(self, tensors: Mapping[str, Stored]) -> int:
-        """Bytes of a folder on disk."""
+        """Estimate the bytes of an adapter folder on disk."""
         sizes = {name: torch.Size(t.shape).numel() * t.dtype.itemsize + ROOM for name, t in tensors.items()}
         twice = sum(size for name, size in sizes.items() if is_projector(name))
         return sum(sizes.values()) + twice + sum(len(content) for content in self.small.values())
 
 
 def is_projector(name: str) -> bool:
-    """Whether a parameter belongs into `non_lora_trainables`."""
+    """Return whether a parameter is the projector's, or the end-of-line vector, and so belongs in
+    `non_lora_trainables`."""
     return name.startswith(PROJECTOR_PREFIX) or name == NEWLINE
 
 
@@ -165,7 +169,8 @@ def whole(tensor: Stored) -> torch.Tensor:
 
 
 def small_files(source: SourceModel, dtype: torch.dtype) -> dict[str, bytes]:
-    """Make the files that the original reads beside the weights; log those that it cannot have for this model."""
+    """Return the contents of the small files that the original LLaVA reads in an adapter folder; log those that this
+    model cannot have."""
     steps = {"config.json": lambda made: write_configs(source, dtype, made)}
     steps["tokenizer"] = lambda made: write_originals_tokenizer(source, made)
     with tempfile.TemporaryDirectory() as made:
@@ -179,9 +184,8 @@ def small_files(source: SourceModel, dtype: torch.dtype) -> dict[str, bytes]:
 
 
 def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mapping[str, Stored]) -> list[str]:
-    """Names of the tensors in a run's adapter folder: those that train, and those that the base lacks, which are a
-    projector from elsewhere and what came with the adapter that the run continues from.
-    """
+    """Return the names of the tensors to save in a run's adapter folder: those that train, and those that the base
+    model lacks (a projector from elsewhere, tensors of the adapter that the run continues from)."""
     before = adapter_folders(model.lora.checkpoint) if model.lora.checkpoint else ()
 
     def lacks(name: str, source: Stored) -> bool:
@@ -193,14 +197,15 @@ def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mappi
 
 
 def check_base(model: nn.Module, cfg: ModelConfig, digests: Mapping[str, str]) -> None:
-    """Check that the adapter that a run continues from is for the run's base. Not checked are adapters of other
-    programs, which do not name their base, and runs that train weights which were frozen in the adapter's base.
+    """Check that the adapter that a run continues from was trained on the run's base model. Not checked are adapters
+    that record no fingerprint of their base (peft's or the original's), and runs that train weights which were frozen
+    in the adapter's base.
 
     Args:
         digests: digests of the run's frozen weights; see `frozen_digests`.
 
     Raises:
-        ModelError: the adapter's notes have the fingerprint of another base.
+        ModelError: the fingerprint in the adapter's notes is that of another base.
     """
     if cfg.lora.checkpoint is None:
         return
@@ -220,10 +225,10 @@ def check_base(model: nn.Module, cfg: ModelConfig, digests: Mapping[str, str]) -
 
 
 def prove_adapter(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Read a folder again and compare it bit for bit with what was written, and both files of the projector.
+    """Read an adapter folder again and compare every tensor bit for bit with the one that was to be written.
 
     Raises:
-        ModelError: a tensor differs; names it.
+        ModelError: a tensor is missing or differs.
     """
     written = open_adapter(folder).tensors
     pickled = open_file(folder / OTHERS_FILES[1])

@@ -24,7 +24,7 @@ from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.data.text.tokenizer import Tokenizer
 
 STRETCHES = ("What is it?", "\nx", " and  ", "  two", ", a", "12 b", "größe 中文 🙂", "\t\n a", "###", "[INST] x", "▁x")
-"""Texts that some tokenizers encode differently after an image or at the beginning than on their own."""
+"""Test texts that some tokenizers encode differently after an image or at the beginning than on their own."""
 PROBES: tuple[tuple[str, ...], ...] = (
     ("what colour is it?", "red"),
     ("<image>\nwhat colour  is it?", "red", " and now ", " blue\n", "", ""),
@@ -34,23 +34,24 @@ PROBES: tuple[tuple[str, ...], ...] = (
     ("first <image> , then<image>\n<image>", "two", "text", "c", "x <image>y <image> z", "d"),
     ("what?", "nothing", "<image>\nand here?", "a  circle"),
 )
-"""Conversations (question, answer, question, ...) for which wrong templates have given other ids than training."""
+"""Test conversations (question, answer, question, ...) for which wrong templates have given other ids than training."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Which stretches of text need a space in front, to get the same ids after a special token as on their own."""
+    """Rule that says before which stretches of text a template must put a space, so that they get the same ids after a
+    special token as on their own."""
 
     everywhere: bool
     but_before: tuple[str, ...] = ()
-    """A stretch that begins with one of these gets no space."""
+    """Beginnings of stretches that get no space."""
 
     def before(self, stretch: str) -> str:
         return " " if self.everywhere and stretch and not stretch.startswith(self.but_before) else ""
 
     @property
     def jinja(self) -> str:
-        """Jinja code that writes this space in front of the template's variable `stretch`."""
+        """Jinja code that writes the space before the template's variable `stretch` where the rule asks for it."""
         if not self.everywhere:
             return ""
         unless = "".join(f" and not stretch.startswith({quoted(text)})" for text in self.but_before)
@@ -58,10 +59,11 @@ class Gap:
 
 
 def find_gap(theirs: Any, ours: Tokenizer) -> Gap:
-    """Find the spaces with which transformers' tokenizer gives a stretch after a special token the ids of training.
+    """Find the rule for spaces with which transformers' tokenizer gives text after a special token the ids of training.
 
     A Llama tokenizer with `legacy=false` puts one space before every text that it is given, and transformers gives it
-    the whole conversation as one text. If no rule fits, no spaces are added; `rehearse` then reports what differs.
+    the whole conversation as one text. If no rule fits, the rule without spaces is returned; `rehearse` then finds what
+    differs.
 
     Args:
         theirs: transformers' tokenizer, in which the image tag is one token.
@@ -80,20 +82,20 @@ def behind_image(theirs: Any, text: str) -> list[int]:
 
 
 def quoted(text: str) -> str:
-    """A Jinja string literal of a text; Jinja understands the escapes of JSON."""
+    """Return a Jinja string literal of a text; Jinja understands JSON's escapes."""
     return json.dumps(text)
 
 
 def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap) -> str:
-    """The chat template of a conversation template, in Jinja for transformers.
+    """Translate one of our conversation templates to a chat template for transformers, in Jinja.
 
     The content of a message is text with image tags in it, or a list of parts of type `image` and `text`; an `image`
     part counts as an image tag. As in training, the only image of a message moves to its front, and an answer before
     the first question is left out.
 
     Args:
-        start_end: put `<im_start>` and `<im_end>` around every image.
-        begins: begin with the BOS token, as training did.
+        start_end: whether to put `<im_start>` and `<im_end>` around every image.
+        begins: whether to begin with the BOS token, as in training.
     """
     pattern = form.pattern
     return "\n".join(
@@ -146,11 +148,11 @@ CONTENT = (
     "{%- endfor -%}",
     "{%- endif -%}",
 )
-"""Jinja code that sets `said.text` to a message's content as one text."""
+"""Jinja code that sets `said.text` to the content of a message as one text."""
 
 
 def question(form: Template, start_end: bool) -> list[str]:
-    """Jinja code that rewrites `said.text` as training writes a question (see `conversation.image_first`)."""
+    """Return Jinja code that rewrites the question in `said.text` as training does (see `conversation.image_first`)."""
     pieces, tag = "{%- set pieces = said.text.split('<image>') -%}", quoted(image_tag(form, start_end))
     if form.image_only:
         return [pieces, "{%- set said.text = '<image>' * (pieces|length - 1) -%}"]
@@ -170,14 +172,15 @@ def refuse(why: str) -> str:
 
 
 def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> str | None:
-    """Compare the ids that an exported chat template gives with those of training, for conversations and prompts.
+    """Compare the token ids that an exported chat template gives with those of training, for test conversations and
+    their prompts.
 
     Args:
         folder: the export, with its `config.json`, by which transformers chooses the tokenizer's class.
         ours: the tokenizer of the training.
 
     Returns:
-        The first conversation whose ids differ and both lists of ids, in words; None if all ids are equal.
+        A message with the first conversation whose ids differ and both lists of ids; None if all ids are equal.
     """
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     encoder = ExactEncoder(ours, form, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
@@ -193,10 +196,11 @@ def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> 
 
 
 def trained_ids(encoder: ExactEncoder, texts: Sequence[str], image_id: int) -> tuple[list[int], list[int]]:
-    """The ids of a conversation in training, and of its prompt, which ends where the last answer begins.
+    """Return the token ids of a conversation as in training, and those of its prompt, which ends where the last answer
+    begins.
 
     Args:
-        image_id: the id that the result has, once, for every image.
+        image_id: the id that stands for each image in the result.
     """
     turns = [Turn("gpt" if n % 2 else "human", text) for n, text in enumerate(texts)]
     images = ("image",) * sum(turn.text.count(IMAGE_TAG) for turn in turns)
@@ -209,12 +213,12 @@ def trained_ids(encoder: ExactEncoder, texts: Sequence[str], image_id: int) -> t
 
 
 def as_text(texts: Iterable[str]) -> list[dict[str, Any]]:
-    """Messages as transformers takes them, with image tags in their text."""
+    """Return a conversation as transformers' chat messages, with image tags in their text."""
     return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
 
 
 def as_parts(texts: Iterable[str]) -> list[dict[str, Any]]:
-    """Messages as transformers takes them, with their images and texts as a list of parts."""
+    """Return a conversation as transformers' chat messages, each a list of image and text parts."""
     return [{**message, "content": parts_of(message["content"])} for message in as_text(texts)]
 
 

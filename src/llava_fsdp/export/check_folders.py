@@ -27,14 +27,15 @@ from llava_fsdp.runtime.provenance import (
 )
 
 LOGGED = 1 << 30
-"""Bytes from which on a comparison is logged before it begins, as it takes seconds."""
+"""Total bytes from which on a comparison is logged before it begins, as it takes seconds."""
 
 
 def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int = 1, is_first: bool = True) -> None:
-    """Check that these files, and all files of these folders, are what was written. A collective.
+    """Check the files and folders of models that a run reads against the digests recorded when they were written. A
+    collective.
 
     The ranks of one machine divide the files between them; each machine reads all, as it may have its own copy.
-    Folders without our notes are not checked.
+    Folders without our notes (`llava_fsdp.json`) have no digests and are not checked.
 
     Raises:
         DamagedModel: a file has changed, is missing or cannot be read; raised on every rank.
@@ -78,15 +79,16 @@ def warn_of_older(paths: Iterable[Path]) -> None:
 
 
 def accept(folder: Path, names: list[str]) -> None:
-    """Write new digests of files that were changed, added or removed on purpose; no other file is checked.
+    """Record new digests of files in a model folder that were changed, added or removed on purpose; other files are not
+    checked.
 
     Args:
-        names: relative paths of these files. The path of the notes accepts the notes as they are now; if an earlier
-            version wrote them, without digests, it stands for all files.
+        names: relative paths of these files. The name of the notes accepts the notes as they are now, and, if they have
+            no digests yet (written by an earlier version), stands for all files.
 
     Raises:
         ConfigError: the folder has no notes, or a name is not a file of it.
-        DamagedModel: the notes themselves were changed, and are not among the names.
+        DamagedModel: the notes themselves were changed, and `names` does not have them.
         CheckpointError: the notes cannot be written.
     """
     content = read_bytes(folder / NOTES)

@@ -46,7 +46,8 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import seal
 
 KEPT = "original"
-"""Subfolder of transformers' folder with an original model's small files, to convert it back."""
+"""Subfolder of a folder for transformers that keeps the small files of the original LLaVA's model, to convert it
+back."""
 KEPT_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
     "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -56,23 +57,23 @@ BUFFERS = "buffers.safetensors"
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A model to export, and its settings beside the weights."""
+    """A model to export: its architecture, and settings such as template and preprocessing, without weights."""
 
     model: Llava
-    """Parts and shapes; its weights may be sharded or missing."""
+    """Model whose parts and shapes are used; its weights may be sharded or missing."""
     template: str
     aspect: AspectRatio
     grid_pinpoints: list[list[int]]
-    """anyres only: sizes in pixels that an image may be fitted into; empty: LLaVA-NeXT's"""
+    """For anyres: sizes in pixels that an image may be fitted into; empty: those of LLaVA-NeXT."""
     pixels: Pixels
-    """How to read images of questions: as in training, but never fast."""
+    """How images of questions are to be decoded and resized: as in training, but never the fast way."""
     special_tokens: SpecialTokens
     max_length: int
     language: str
     vision: str
-    """Names of the parts; empty if not known."""
+    """Names of `language` and `vision`: folders or hub names; empty if not known."""
     renamed_tower: str | None
-    """New name of the vision tower in the original's format; None keeps its name."""
+    """New name for the vision tower in the original's format; None keeps its name."""
     history: dict[str, Any]
     """Run, stage and step that made the model."""
 
@@ -82,7 +83,7 @@ class SourceModel:
 
 
 def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceModel:
-    """Describe the model of a run after a step."""
+    """Describe the model that a run has after a step, for an export."""
     assert isinstance(model, Llava)  # FSDP makes a subclass of it
     return SourceModel(
         model=model,
@@ -106,10 +107,10 @@ def history(run: str, stage: str, step: int, train: list[Part]) -> dict[str, Any
 def write_folder(
     form: FolderFormat, source: SourceModel, weights: Weights, staged: Path, notes: dict[str, Any]
 ) -> None:
-    """Write a model in a format. A collective.
+    """Write a model folder in one of the formats. A collective.
 
     Args:
-        notes: more contents of `llava_fsdp.json`.
+        notes: additional contents of `llava_fsdp.json`.
 
     Raises:
         ModelError, ConfigError: the format cannot have this model; the message says why.
@@ -132,7 +133,8 @@ def write_folder(
 
 
 def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> None:
-    """Write `llava_fsdp.json` last: what the other files do not contain, and the digests of all files."""
+    """Write `llava_fsdp.json`, the last file of an export: settings that the other files lack, and digests of all
+    files."""
     notes = {
         **source.history,
         **notes,
@@ -151,7 +153,7 @@ def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> Non
 
 
 def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
-    """Write everything but the weights; return the rows of the vocabulary."""
+    """Write all files of a folder for transformers but the weights; return the number of rows of its vocabulary."""
     model, parts = source.model, source.model.parts
     if model.cfg.projector_type != "mlp2x_gelu":
         raise ConfigError(f"transformers' LLaVA has no {model.cfg.projector_type} projector; choose format=llava")
@@ -193,13 +195,14 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
 
 
 def begin_llava(source: SourceModel, dtype: torch.dtype, staged: Path) -> None:
-    """Write everything but the weights, as the original's model/builder.py reads it."""
+    """Write all files of a folder for the original LLaVA but the weights, as its model/builder.py reads them."""
     write_configs(source, dtype, staged)
     write_originals_tokenizer(source, staged)
 
 
 def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None:
-    """Write the original's `config.json`, and all that belongs to it but the tokenizer.
+    """Write the original LLaVA's `config.json`, generation_config.json, and vision tower configuration and
+    preprocessing.
 
     Raises:
         ModelError, ConfigError: the original has no such model, or the name of the vision tower is not known.
@@ -219,7 +222,8 @@ def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None
 
 
 def write_originals_tokenizer(source: SourceModel, staged: Path) -> None:
-    """Write the original's own tokenizer if the model came from it, else one that the original can load."""
+    """Write the tokenizer for the original LLaVA: a copy of the original's own if the model came from it, else a
+    converted one."""
     parts, came_from = source.model.parts, originals_files(source.model.parts)
     if came_from is not None and has_tokenizer(came_from):
         copy_files(came_from, staged, TOKENIZER_FILES)
@@ -237,7 +241,8 @@ def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None
 
 
 def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any]:
-    """Make the original's config.json; if the model came from the original, its own with the changed values."""
+    """Make the original LLaVA's config.json; if the model came from the original, from that config.json with changed
+    values."""
     model, parts = source.model, source.model.parts
     came_from = originals_files(parts)
     if came_from is not None:
@@ -266,7 +271,7 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
 
 
 def tower_name(source: SourceModel) -> str:
-    """Name of the vision tower that the original is to load.
+    """Return the vision tower's name that the original LLaVA is to load it by.
 
     Raises:
         ConfigError: the name is not known.
@@ -280,7 +285,8 @@ def tower_name(source: SourceModel) -> str:
 
 
 def originals_files(parts: Parts) -> Path | None:
-    """Folder with the small files of the original that this model came from, also over several conversions."""
+    """Return the folder with the small files of the original LLaVA's model that this model was converted from; None if
+    it was not."""
     if parts.whole is None:
         return None
     if (parts.whole / KEPT / "config.json").is_file():
@@ -289,7 +295,7 @@ def originals_files(parts: Parts) -> Path | None:
 
 
 def saved_buffers(parts: Parts) -> dict[str, torch.Tensor]:
-    """Read the buffers that the original's folder had among its weights, by their names there."""
+    """Read the buffers that the original LLaVA's model had among its weights, by their names there."""
     came_from = originals_files(parts)
     if came_from is None or (came_from != parts.whole and not (came_from / BUFFERS).is_file()):
         return {}

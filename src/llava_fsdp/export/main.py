@@ -41,8 +41,8 @@ def main() -> None:
 
 @torch.no_grad()
 def export(cfg: ConversionConfig) -> Path:
-    """Write the folder `to`, load it again and compare logits; it gets its name once they agree. With `accept`, only
-    write new digests of files in `source` that were changed on purpose.
+    """Convert the model `source` to the folder `to`, and compare the logits of both before the folder gets its final
+    name. With `accept`, only record new digests of files in `source` that were changed on purpose.
 
     Raises:
         ConfigError: a key is wrong, or `to` is taken.
@@ -88,7 +88,8 @@ def export(cfg: ConversionConfig) -> Path:
 
 
 def export_adapter(opened: Opened, final: Path, staged: Path, cfg: ConversionConfig) -> Path:
-    """Write the adapter alone, in the original's names, read it again and compare it bit for bit.
+    """Write only the adapter to its own folder, in the original LLaVA's names, and compare it bit for bit after reading
+    it again.
 
     Raises:
         ConfigError: the source has no adapter, or format=projector.
@@ -129,8 +130,8 @@ def chosen_dtype(choice: KeptDType) -> torch.dtype | None:
 
 
 def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
-    """Raise ConfigError unless `to` is free or a model folder that may be replaced, and nothing is read from it or from
-    the temporary folder."""
+    """Raise ConfigError unless the folder `to` is free or a model folder that may be replaced, and no input is inside
+    it or inside the temporary folder."""
     inputs = {"source": cfg.source, "base": cfg.base, "language": cfg.language, "vision": cfg.vision}
     for key, name in inputs.items():
         read = Path(name).resolve() if name and not name.startswith(PACKAGE) else None
@@ -152,7 +153,7 @@ def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
 
 
 def show(opened: Opened, final: Path, cfg: ConversionConfig) -> None:
-    """Print a table of the files, and log one line."""
+    """Print a table of the exported files and their sizes, and log a summary line."""
     console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
     table = Table("file", "size")
     for path in sorted(p for p in final.rglob("*") if p.is_file()):

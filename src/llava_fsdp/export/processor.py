@@ -20,7 +20,7 @@ from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json
 PAD_TOKEN = "<pad>"
 ROW_MULTIPLE = 64
 PROBES = ("a  b   c", " leading", "\n\tx  ", "1 234", "größe 中文 🙂", "USER: a ASSISTANT: b")
-"""Texts for which wrong tokenizers have given other ids."""
+"""Test texts for which wrong tokenizers have given other ids than training."""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -30,14 +30,15 @@ def has_tokenizer(folder: Path) -> bool:
 def write_tokenizer(
     folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool
 ) -> tuple[int, int, int]:
-    """Write the tokenizer with an image tag and a padding token; return their ids and the vocabulary rows needed.
+    """Write the tokenizer for transformers, with an image tag and a padding token; return their two ids and the number
+    of vocabulary rows needed.
 
     As in the hub's LLaVA conversion, new ids follow the old ones, and rows are padded to a multiple of 64. A language
     model with enough rows keeps its size. From a folder without a tokenizer nothing is written.
 
     Args:
         form: name of the conversation template.
-        start_end: `<im_start>` and `<im_end>` are put around every image.
+        start_end: whether `<im_start>` and `<im_end>` are put around every image.
     """
     vocab_size = language.vocab_size
     if lacks_tokenizer(folder, staged):
@@ -73,13 +74,14 @@ def lacks_tokenizer(folder: Path, staged: Path) -> bool:
 
 
 def update_config(staged: Path, **values: Any) -> None:
-    """Set values of an exported `tokenizer_config.json`."""
+    """Change values in the `tokenizer_config.json` of an export."""
     path = staged / "tokenizer_config.json"
     path.write_text(json.dumps(read_json(path) | values, indent=2) + "\n")
 
 
 def leave_bos_out(staged: Path) -> None:
-    """Take BOS out of `tokenizer.json` for a model trained without: transformers ignores `add_bos_token=false`."""
+    """Remove BOS from the `tokenizer.json` of a model trained without it, as transformers ignores
+    `add_bos_token=false`."""
     path = staged / "tokenizer.json"
     frozen = read_json(path, largest=LARGE)
     if (frozen.get("post_processor") or {}).get("type") == "TemplateProcessing":
@@ -88,7 +90,7 @@ def leave_bos_out(staged: Path) -> None:
 
 
 def their_tokenizer(folder: Path, language: PretrainedConfig) -> Any:
-    """Open transformers' tokenizer of a folder."""
+    """Open a folder's tokenizer with transformers."""
     if (folder / "tokenizer.model").is_file():
         # with the language model's configuration, as transformers cannot read that of an original's folder
         return AutoTokenizer.from_pretrained(folder, config=language, trust_remote_code=False, local_files_only=True)
@@ -96,12 +98,13 @@ def their_tokenizer(folder: Path, language: PretrainedConfig) -> Any:
 
 
 def from_file(folder: Path) -> Any:
-    """Open exactly the folder's `tokenizer.json`; a model's own class may build another tokenizer from it."""
+    """Open a folder's `tokenizer.json` with transformers, exactly as it is; a model's own tokenizer class might change
+    it."""
     return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def keep_llama(folder: Path, staged: Path) -> None:
-    """Copy the SentencePiece model, and values of its configuration that transformers 5 leaves out."""
+    """Copy the SentencePiece model, and those values of its configuration that transformers 5 does not write."""
     shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
     old, path = read_optional(folder / "tokenizer_config.json"), staged / "tokenizer_config.json"
     config = {**read_optional(path), "legacy": is_legacy(old), "add_bos_token": old.get("add_bos_token", True)}
@@ -113,12 +116,13 @@ def keep_llama(folder: Path, staged: Path) -> None:
 
 
 def check_template(folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
-    """Try the chat template that `write_tokenizer` wrote; needs `config.json`, which names the tokenizer's class.
+    """Compare the ids of an export's chat template with those of training; needs the export's `config.json`, which
+    names the tokenizer's class.
 
-    A template that makes other ids than training is only a warning: our own programs do not read it.
+    Other ids only give a warning: our own programs do not read this template.
 
     Raises:
-        ModelError: transformers cannot read what was written.
+        ModelError: transformers cannot read the written tokenizer.
     """
     if not has_tokenizer(folder):
         return
@@ -132,7 +136,7 @@ def check_template(folder: Path, staged: Path, language: PretrainedConfig, form:
 
 
 def rehearse_tokenizer(folder: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
-    """Write an export's tokenizer into a temporary folder and try its chat template.
+    """Check that a tokenizer can be exported, by writing it to a temporary folder and trying its chat template.
 
     Runs before the first step, when another model or template can still be chosen.
 
@@ -149,7 +153,8 @@ def rehearse_tokenizer(folder: Path, language: PretrainedConfig, form: str, star
 
 
 def write_llama(staged: Path, legacy: bool) -> None:
-    """Make `tokenizer.json` do what the SentencePiece model does, and name a class that reads it unchanged.
+    """Change `tokenizer.json` to do exactly what the SentencePiece model does, and name a tokenizer class that reads it
+    unchanged.
 
     transformers 5 writes the same file for both values of `legacy`, and the class decides: for a LLaVA it is another
     one than for a Llama. With `legacy`, every piece of text between special tokens begins with one `▁`; without it,
@@ -169,7 +174,7 @@ def write_llama(staged: Path, legacy: bool) -> None:
 
 
 def check_same_ids(folder: Path, staged: Path, vocab_size: int) -> None:
-    """Raise ModelError if the tokenizer that was written makes other ids than that of training."""
+    """Raise ModelError if the exported tokenizer gives other ids for test texts than the tokenizer of training."""
     trained, written = open_tokenizer(folder, vocab_size), open_tokenizer(staged, vocab_size)
     specials = "".join(text for text in ("<s>", "</s>", "<im_start>", "<im_end>") if trained.special(text) is not None)
     for text in (*PROBES, f"a{specials}USER: b", f"{specials} c"):
@@ -179,7 +184,8 @@ def check_same_ids(folder: Path, staged: Path, vocab_size: int) -> None:
 
 
 def write_preprocessor(folder: Path, staged: Path, pads: bool) -> None:
-    """Write the vision tower's preprocessing, padded to a square if training padded."""
+    """Write the image preprocessing for transformers (`preprocessor_config.json`); images are padded to a square if
+    training padded them."""
     ours = read_preprocessor(folder)
     square = {"height": ours.size, "width": ours.size}
     kind = preprocessor_fields(folder).get("image_processor_type", "CLIPImageProcessor")
@@ -205,7 +211,8 @@ def write_preprocessor(folder: Path, staged: Path, pads: bool) -> None:
 
 
 def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: AspectRatio) -> None:
-    """Write preprocessing and LLaVA's processor, if the folder of the vision tower has preprocessing."""
+    """Write image preprocessing and LLaVA's processor for transformers, unless the vision tower's folder has no
+    preprocessing."""
     if not preprocessor_fields(folder):
         log().warning("%s has no preprocessor_config.json, so %s gets none", folder, staged)
         return
@@ -224,7 +231,8 @@ def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: Asp
 
 
 def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
-    """Write the tokenizer as the original loads it with transformers 4.37: without tokens beyond the vocabulary."""
+    """Write the tokenizer for the original LLaVA, which loads it with transformers 4.37: without tokens beyond the
+    vocabulary."""
     if lacks_tokenizer(folder, staged):
         return
     old = read_optional(folder / "tokenizer_config.json")
@@ -249,7 +257,8 @@ def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_le
 
 
 def as_older_release(frozen: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Convert a tokenizer.json for tokenizers 0.15: merges as text, and no tokens beyond the vocabulary."""
+    """Convert the contents of a tokenizer.json for tokenizers 0.15: merges as text, and no tokens beyond the
+    vocabulary."""
     frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if t["id"] < vocab_size]
     merges = frozen["model"].get("merges")
     if merges and isinstance(merges[0], list) and not any(" " in part for pair in merges for part in pair):
@@ -264,7 +273,7 @@ def as_older_release(frozen: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 
 
 def metaspaces(tree: Any) -> list[dict[str, Any]]:
-    """Every Metaspace of a tokenizer.json."""
+    """Return every Metaspace component in the contents of a tokenizer.json."""
     if isinstance(tree, list):
         return [space for part in tree for space in metaspaces(part)]
     if not isinstance(tree, dict):

@@ -55,33 +55,33 @@ from llava_fsdp.runtime.safe_load import SMALL
 
 @dataclass(frozen=True)
 class Opened:
-    """A model that can be exported."""
+    """A model opened for export: its settings, and where its weights come from."""
 
     source: SourceModel
     sources: dict[str, Stored]
-    """Stored values of every parameter."""
+    """Stored values of every parameter, by name; with the adapter merged if there is one."""
     folder: Path
-    """The checkpoint or model folder that they are in."""
+    """The checkpoint, model or adapter folder that was opened."""
     adapter: "OpenedAdapter | None" = None
-    """The adapter that is merged into `sources`, if any."""
+    """The adapter that is merged into `sources`; None if there is none."""
 
 
 @dataclass(frozen=True)
 class OpenedAdapter:
-    """An adapter, and the base that it is for."""
+    """An adapter opened for export, and its base model."""
 
     adapted: Adapted
     names: list[str]
-    """Names of the adapter's own tensors."""
+    """Names of the tensors to save in the adapter's folder."""
     base: Base
 
 
 def open_source(cfg: ConversionConfig) -> Opened:
-    """Open the model that `source` names.
+    """Open the model that `source` names: a run, a checkpoint, an adapter folder, a model folder or a hub model.
 
     Raises:
         ConfigError: `source` is not a model, or needs a language model or a vision tower that is not set.
-        ModelError, CheckpointError: it cannot be read.
+        ModelError, CheckpointError: the source cannot be read.
     """
     path = Path(cfg.source)
     if is_adapter_folder(path):
@@ -98,7 +98,7 @@ def open_source(cfg: ConversionConfig) -> Opened:
 
 
 def refuse_base(cfg: ConversionConfig, what: str) -> None:
-    """Raise ConfigError if `base` is set for a source that is not a folder of an adapter."""
+    """Raise ConfigError if `base` is set although the source is not an adapter folder."""
     if cfg.base is not None:
         raise ConfigError(f"base={cfg.base} is for the folder of an adapter, and source={cfg.source} is {what}")
 
@@ -121,10 +121,11 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
 
 
 def open_export(run: Path, newest: Checkpoint | None, cfg: ConversionConfig) -> Opened | None:
-    """Open the export that a run wrote at its end; None if its newest checkpoint is to be opened.
+    """Open the export (or adapter folder) that a run wrote at its end; None if the newest checkpoint is to be opened
+    instead.
 
     Raises:
-        CheckpointError: there is neither.
+        CheckpointError: the run has neither a checkpoint nor an export.
         DamagedModel: a file of the export is not what was written.
     """
     notes = read_notes(run / EXPORT)
@@ -143,10 +144,11 @@ def open_export(run: Path, newest: Checkpoint | None, cfg: ConversionConfig) -> 
 
 
 def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
-    """Open trained weights in the checkpoint, and frozen ones where the run read them.
+    """Open a checkpoint for export: trained weights from the checkpoint, frozen ones from the files that the run read
+    them from.
 
     Raises:
-        CheckpointError: the frozen weights are not those of the run.
+        CheckpointError: the frozen weights have changed since the run.
     """
     facts, folder = found.facts, found.folder
     run = run_config(facts, folder)
@@ -187,7 +189,7 @@ def run_config(facts: dict[str, Any], folder: Path) -> Config:
 
 
 def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
-    """Open the folder of an adapter (ours, peft's or the original's) with the base that it is for."""
+    """Open an adapter folder (ours, peft's or the original's) merged into its base model."""
     found = adapter.without_idle_tower(open_adapter(folder))
     notes = read_notes(folder)
     model_config = read_base(found, cfg.base or cfg.language, cfg.vision)
@@ -217,7 +219,8 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
 
 
 def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -> None:
-    """Raise ModelError if neither adapter nor base has a projector: it would be initialized at random."""
+    """Raise ModelError if neither the adapter nor its base has a projector, which would then be initialized at
+    random."""
     names = {without_base(name) for name in found.tensors}
     drawn = [
         name
@@ -232,7 +235,7 @@ def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -
 
 
 def with_adapters(base: dict[str, Stored], found: AdapterFolder) -> dict[str, Stored]:
-    """Stored values of every parameter of the model with adapters, by its names there."""
+    """Combine base and adapter: stored values of every parameter of the model with adapters, by its names."""
     adapted = set(found.modules)
     whole = {without_base(name): tensor for name, tensor in found.tensors.items() if not is_adapter(name)}
     sources: dict[str, Stored] = {}
@@ -243,7 +246,8 @@ def with_adapters(base: dict[str, Stored], found: AdapterFolder) -> dict[str, St
 
 
 def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
-    """Open a model folder of ours, transformers' or the original's, or a projector with the parts it was made for."""
+    """Open a model folder of ours, transformers' or the original's, or a projector with the language model and vision
+    tower it was made for."""
     check_folder(folder, SMALL)
     model_config = read_model(folder, cfg.language, cfg.vision)
     parts = find_parts(model_config)
@@ -255,7 +259,7 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
 
 
 def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg: ConversionConfig) -> SourceModel:
-    """Read a folder's settings of its model, beside the weights."""
+    """Read a model folder's settings (template, preprocessing, ...) for an export."""
     has_config = (folder / "config.json").is_file()
     raw = read_json(folder / "config.json", f"source={folder}") if has_config else {}
     notes = read_notes(folder)
@@ -278,10 +282,10 @@ C = TypeVar("C", bound=Enum)
 
 
 def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder: Path) -> C:
-    """Read a key of a folder's notes.
+    """Read a key of a folder's notes (`llava_fsdp.json`) as a value of an enumeration.
 
     Raises:
-        ModelError: its value is not one of `kind`.
+        ModelError: the value is not one of `kind`.
     """
     value = notes.get(key, default.value)
     value = VALUES.get((f"data.{key}", str(value)), value)
@@ -291,7 +295,8 @@ def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder
 
 
 def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> AspectRatio:
-    """Read how images are fitted into a square: from our notes, the original's config, or transformers' processor."""
+    """Read how images are fitted into a square: from our notes, the original's config.json, or transformers'
+    preprocessor."""
     value = notes.get("image_aspect_ratio")
     if value is None and is_original(raw):
         value = raw.get("image_aspect_ratio", "square")
@@ -305,5 +310,5 @@ def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> Aspec
 
 
 def reader_of(sources: dict[str, Stored]) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads a whole parameter by its name."""
+    """Return a function that reads a whole parameter, given its name."""
     return lambda name: sources[name].rows(0, sources[name].shape[0])

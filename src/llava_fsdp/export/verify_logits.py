@@ -29,17 +29,19 @@ from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 
 CLOSE = 1e-4
-"""Largest difference in fp32, as a share of the largest logit: transformers may add in another order."""
+"""Largest accepted difference of logits in fp32, as a share of the largest logit: transformers may sum in another
+order."""
 CLOSE_BF16 = 0.05
 CLOSE_FP8 = 0.3
-"""For a run that multiplied in fp8 (three or four significant bits), whose export is compared in bf16."""
+"""Largest accepted difference of a run that computes in fp8 (three or four significant bits), whose export is compared
+in bf16."""
 TEXT = 24
 """Number of text tokens in the micro-batch that is compared."""
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A parameter's values, rounded to the dtype of the export."""
+    """A stored parameter whose values are rounded to the export's dtype when they are read."""
 
     stored: Stored
     dtype: torch.dtype
@@ -54,28 +56,29 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model with adapters."""
+    """Settings, adapted modules and weights of a model with adapters, not merged."""
 
     lora: LoraConfig
     modules: list[str]
-    """Modules that have adapters."""
+    """Names of the modules that have adapters."""
     sources: dict[str, Stored]
-    """Stored values of every parameter, by the names of the model with adapters."""
+    """Stored values of every parameter, by the names in the model with adapters."""
 
     @property
     def merged(self) -> dict[str, Stored]:
-        """Values of the model without adapters, which are merged into it."""
+        """Stored values of the model without adapters, with the adapters merged into its weights."""
         return merged(self.sources, self.lora.scaling)
 
 
 def prove_merge(model: Llava, adapted: Adapted) -> float:
-    """Compare the logits of the merged weights, not rounded yet, with those of base and adapters.
+    """Check that merging an adapter keeps the logits: compare those of the merged weights, before rounding, with those
+    of base and adapter.
 
     Returns:
         The largest difference as a share of the largest logit.
 
     Raises:
-        ModelError: they differ by more than the rounding of the same sums in another order.
+        ModelError: the logits differ by more than summing in another order explains.
     """
     compute, micro = compute_dtype(model), probe(model)
     expected = logits(filled(model, adapted.sources, compute, adapted), micro)
@@ -92,15 +95,15 @@ def prove_merge(model: Llava, adapted: Adapted) -> float:
 def prove(
     form: FolderFormat, model: Llava, sources: dict[str, Stored], dtypes: dict[str, torch.dtype], folder: Path
 ) -> float:
-    """Load an export and compare its logits with those of the source's weights, rounded to the export's dtypes.
+    """Load an export and check that its logits are those of the source's weights, rounded to the export's dtypes.
 
-    Those of our own model must be equal, those of transformers' model close.
+    For formats that our own model reads the logits must be equal; for transformers' model, close.
 
     Returns:
         The largest difference as a share of the largest logit.
 
     Raises:
-        ModelError: they differ.
+        ModelError: the logits differ.
     """
     compute = compute_dtype(model)
     micro = probe(model)
@@ -128,7 +131,7 @@ def relative_difference(written: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def compute_dtype(model: Llava) -> torch.dtype:
-    """fp32 if the machine has the memory for it, else bf16."""
+    """Choose the dtype in which logits are compared: fp32 if the machine has the memory for it, else bf16."""
     if fits_in_fp32(model):
         return torch.float32
     log().info("comparing logits in bf16: fp32 would take %.0f GiB", bytes_in_fp32(model) / 2**30)
@@ -140,12 +143,13 @@ def bytes_in_fp32(model: Llava) -> int:
 
 
 def fits_in_fp32(model: Llava) -> bool:
-    """Whether the free memory of the host or container has room for the model in fp32."""
+    """Return whether the free memory of the host or container has room for the model in fp32."""
     return read_host().free > 1.2 * bytes_in_fp32(model)
 
 
 def probe(model: Llava) -> MicroBatch:
-    """Make a random micro-batch of a row with an image and one without; all tokens are compared."""
+    """Make a random micro-batch with two rows, one with an image and one without, in which every token counts as a
+    label."""
     dice = torch.Generator().manual_seed(0)
     size = model.parts.vision.image_size
     length = model.image_tokens + TEXT
@@ -153,7 +157,7 @@ def probe(model: Llava) -> MicroBatch:
     ids = torch.randint(model.parts.language.vocab_size // 2, (2, length), generator=dice)
     rows = torch.arange(model.image_tokens)
     if model.cfg.patch_merge is PatchMerge.spatial_unpad:
-        rows[-1] = model.image_tokens  # the end of a line, behind all features
+        rows[-1] = model.image_tokens  # the end-of-line vector, after all features
     return MicroBatch(
         input_ids=ids,
         image_positions=torch.arange(TEXT // 2, TEXT // 2 + model.image_tokens),
@@ -172,11 +176,11 @@ def filled(
     adapted: Adapted | None = None,
     device: torch.device | str = "cpu",
 ) -> Llava:
-    """Build a model in memory and load its weights, one parameter at a time in host memory beside it.
+    """Build a model with loaded weights on a device; besides it only one parameter at a time is in host memory.
 
     Args:
         shapes: a model of the same shapes, which may be on the meta device.
-        adapted: adapters to add; None: none.
+        adapted: adapters to add; None: no adapters.
     """
     model = build_llava(shapes.parts, shapes.cfg.plain, compute)
     if adapted is not None:
@@ -193,7 +197,7 @@ def filled(
 
 @torch.no_grad()
 def logits(model: Llava, micro: MicroBatch) -> torch.Tensor:
-    """float32 [labels, vocabulary]"""
+    """Compute a model's logits of a micro-batch, float32 [labels, vocabulary]."""
     return model(*micro.inputs, return_logits=True)
 
 
@@ -218,7 +222,8 @@ def replace_projector(model: Llava, file: Path) -> None:
 
 @torch.no_grad()
 def reloaded_logits(folder: Path, micro: MicroBatch, images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Compute the logits of transformers' model of a folder: float32 [labels, vocabulary rows]."""
+    """Compute the logits of a micro-batch with transformers' model of an exported folder: float32 [labels, vocabulary
+    rows]."""
     with quiet_transformers():
         model = load_llava(folder, dtype)
     ids = micro.input_ids.clone()
@@ -229,7 +234,8 @@ def reloaded_logits(folder: Path, micro: MicroBatch, images: torch.Tensor, dtype
 
 
 def load_llava(folder: Path, dtype: torch.dtype | str) -> Any:
-    """Load transformers' model of a folder, without code from the folder (Any, as its types lack its methods)."""
+    """Load a folder's model with transformers, without running code from the folder (Any, as its types lack its
+    methods)."""
     return LlavaForConditionalGeneration.from_pretrained(
         folder,
         dtype=dtype,
@@ -242,7 +248,7 @@ def load_llava(folder: Path, dtype: torch.dtype | str) -> Any:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Turn transformers' progress bars off within the block."""
+    """Context manager that turns transformers' progress bars off."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

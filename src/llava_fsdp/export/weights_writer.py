@@ -22,24 +22,24 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights to write, one at a time; only the first rank gets and writes them."""
+    """Weights to write, which are gathered one at a time; only the first rank gets and writes them."""
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     read: Callable[[str], torch.Tensor]
-    """Returns the whole parameter on the CPU of the first rank; a collective."""
+    """Function that returns the whole parameter of a name, on the CPU of the first rank; a collective."""
     is_first_rank: bool = True
     watch: Callable[[Iterable[str]], Iterable[str]] = iter
 
     @property
     def widest(self) -> torch.dtype:
-        """The dtype that can hold every weight's values."""
+        """Narrowest dtype that can represent the values of all weights."""
         return reduce(torch.promote_types, self.dtypes.values())
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Numbers of rows of the embeddings: trained ones, and those to write."""
+    """Numbers of rows of the embeddings: trained ones, and rows in the written file."""
 
     trained: int
     rows: int
@@ -52,11 +52,11 @@ def write_shards(
     vocabulary: Vocabulary,
     extra: dict[str, torch.Tensor],
 ) -> None:
-    """Write safetensors files of at most 5 GB; rank 0 holds one at a time.
+    """Write all weights as safetensors files of at most 5 GB, with one file at a time in rank 0's memory.
 
     Args:
-        rename: returns the format's name of one of our names.
-        extra: more tensors, under the format's names.
+        rename: function from our parameter name to the format's.
+        extra: additional tensors, by the format's names.
     """
     plan = plan_shards(weights)
     index: dict[str, str] = {}
@@ -94,7 +94,7 @@ def plan_shards(weights: Weights) -> list[list[str]]:
 
 
 def with_rows(name: str, tensor: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """Truncate an embedding to its trained rows and pad it with their mean; return other parameters unchanged."""
+    """Cut embeddings to their trained rows and pad them with the mean row; return other parameters unchanged."""
     if not name.startswith(("language_model.embed", "lm_head.")):
         return tensor
     trained = tensor[: vocabulary.trained]
@@ -105,7 +105,7 @@ def with_rows(name: str, tensor: torch.Tensor, vocabulary: Vocabulary) -> torch.
 
 
 def write_projector(weights: Weights, staged: Path, rename: Callable[[str], str]) -> None:
-    """Write `mm_projector.bin`, and the same as safetensors, without a pickle."""
+    """Write the projector's weights as `mm_projector.bin` and, without a pickle, `mm_projector.safetensors`."""
     tensors: dict[str, torch.Tensor] = {}
     for name in (n for n in weights.shapes if n.startswith(PROJECTOR_PREFIX)):
         tensor = weights.read(name)
@@ -124,7 +124,7 @@ def write_projector(weights: Weights, staged: Path, rename: Callable[[str], str]
 
 
 def publish_folder(staged: Path, final: Path) -> None:
-    """Give a finished folder its final name once it is on the disk: a later start does not write it again."""
+    """Rename a finished folder to its final name after all its files are safely on disk."""
     sync_tree(staged)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(staged, final)

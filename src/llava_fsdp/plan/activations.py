@@ -103,7 +103,7 @@ class ActivationMeter:
         self, parts: Parts, cfg: Config, activation_checkpointing: ActivationCheckpointingConfig, kernel: Kernel | None
     ):
         short = with_depth(parts, MEASURED_BLOCKS)
-        # for padded rows our SDPA stands for transformers', whose mask needs values, which the meta device has not
+        # padded rows: this package's SDPA in place of transformers', whose mask needs values, absent on the meta device
         attention = kernel or Kernel(Attention.sdpa, "padded rows")
         model = build_llava(short, cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss)
         store_weights(model, cfg.precision, sharded=False)
@@ -126,8 +126,8 @@ class ActivationMeter:
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:
-    """The same model with only `depth` blocks in its language model; unchanged if its blocks are of several kinds or it
-    has at most `depth`."""
+    """Configurations of the same model with only `depth` blocks in its language model; unchanged if its blocks are
+    of several kinds or it has at most `depth`."""
     language = parts.language
     kinds = set(getattr(language, "layer_types", None) or [])
     if language.num_hidden_layers <= depth or len(kinds) > 1:
@@ -260,7 +260,7 @@ class TraceReader:
             size = self.early.pop(number)
             self.level -= Live(activations=size)
             self.making[number] = size
-        if number in self.making:  # a tied weight has one gradient, which is complete twice
+        if number in self.making:  # the hook of a tied weight's gradient runs twice
             is_own_master = weight.dtype in (torch.float32, self.master)
             size = weight.numel() * (weight.dtype if is_own_master else self.master).itemsize
             self.update_worst(0 if is_own_master else size)

@@ -100,10 +100,10 @@ def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
     if cfg.sharding.strategy is Strategy.auto:
         strategies = [one for one in distinct_strategies(ranks) if is_allowed(cfg, one, cfg.offload.mode)]
     modes = [cfg.activation_checkpointing]
-    if has_auto_checkpointing(cfg):  # without budget, which needs a compiler and changes numbers
+    if has_auto_checkpointing(cfg):  # all modes but `budget`, which needs a compiler and changes numerical results
         modes = checkpointing_modes(cfg, planner.machine.device)
         modes = [one for one in modes if one.mode is not ActivationCheckpointing.budget]
-        if cfg.compile is True:  # compile=auto would not compile instead
+        if cfg.compile is True:  # compile=true fails with modes whose blocks cannot compile
             modes = [one for one in modes if not is_cut(one.mode, planner.kernel and planner.kernel.attention)]
     choices = [Choice(strategy, mode, cfg.offload.mode) for strategy in strategies for mode in modes]
     splits = splits_to_try(planner, cfg, world.size, is_free=cfg.tokens_per_micro_batch == AUTO)

@@ -37,7 +37,7 @@ def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
     """Print the predicted cost of every way to train, and the command that trains in the best way.
 
     Args:
-        typed: the command line; the command gets what belongs to the training.
+        typed: the command-line arguments; those that are keys of a training are put into the printed command.
     """
     machine = machine_named(cfg.gpu, cfg.gpus)
     cfg, fp16 = with_fp16(cfg, machine, typed)

@@ -48,7 +48,8 @@ class LiveBytes(TorchDispatchMode):
     """Adds to a trace every storage that is allocated or freed while this dispatch mode is active."""
 
     def __init__(self, trace: Trace, known: Iterator[torch.Tensor]):
-        """
+        """Create a mode that writes events into `trace` while it is active.
+
         Args:
             known: tensors that exist before, which do not count.
         """

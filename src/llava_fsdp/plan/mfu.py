@@ -29,7 +29,7 @@ class Utilization:
     peak: float | None
     """Peak FLOPs per second of all ranks together; None if the device is unknown."""
     source: str
-    """Text that says where the peak comes from, or why it is unknown."""
+    """Source of the peak (a table entry), or the reason why it is unknown."""
 
     def of(self, facts: StepFacts, seconds: float) -> dict[str, float | None]:
         """`flops` that a step needs on all ranks together, and `mfu` and `hfu` as shares of the peak (None if the peak
@@ -53,7 +53,7 @@ def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: 
     recomputed = Flops(*(share * (more - less) for more, less in zip(everything, needed, strict=True)))
     recomputed = recomputed._replace(
         label=everything.label - needed.label
-    )  # the loss runs again in fp16, whatever the blocks do
+    )  # in fp16 the loss runs again, under any activation checkpointing
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     peak, source = peak_of(name, cfg.precision.param_dtype)
     return Utilization(needed, recomputed, None if peak is None else peak * world_size, source)

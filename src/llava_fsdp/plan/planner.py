@@ -107,10 +107,11 @@ class Planner:
     checkpointing."""
 
     def __init__(self, cfg: Config, machine: Machine, samples: Samples | None = None, parts: Parts | None = None):
-        """
+        """Build the configuration's model on the meta device, and count its weights and FLOPs.
+
         Args:
-            samples: None: those of the dataset's report, or LLaVA's means.
-            parts: None: those of the named folders, or as this package ships them.
+            samples: mean sizes of samples; None: from the dataset's report, or LLaVA's means.
+            parts: the model's configurations; None: read from the named folders, or from those in this package.
         """
         self.cfg = cfg
         self.machine = machine
@@ -180,7 +181,7 @@ class Planner:
 
         Args:
             micros: the micro-batches that a rank runs in a step.
-            between: two micro-batches that are measured, between which the others are interpolated.
+            between: smallest and largest micro-batch, to measure, with others interpolated; empty: all are measured.
         """
         precision, strategy, offload = self.cfg.precision, choice.strategy, choice.offload
         world_size, shard_size = ranks.world_size, ranks.shard_size
@@ -328,7 +329,7 @@ def peak(
 
     Args:
         device: cuda or cpu.
-        micros: the micro-batches of the step; None: those of LLaVA's mean samples.
+        micros: the micro-batches of the step; None: made of samples of mean size.
     """
     planner = Planner(cfg, machine_for(device.type if isinstance(device, torch.device) else device, world_size))
     micros = micros or configured_split(cfg, planner.samples, world_size, planner.model.image_tokens)

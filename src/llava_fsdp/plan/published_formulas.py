@@ -11,7 +11,7 @@ K = 12
 
 @dataclass(frozen=True)
 class Formula:
-    """A published formula for the bytes of model states on a rank, evaluated."""
+    """A published formula for the bytes of model states on a rank, with its value for one model."""
 
     name: str
     text: str

@@ -42,7 +42,7 @@ def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Ch
 def distinct_strategies(ranks: Ranks) -> list[Strategy]:
     """Sharding strategies that differ from each other on this number of ranks."""
     if ranks.world_size == 1:
-        return [Strategy.FULL_SHARD]  # nothing is sharded, and all strategies are the same
+        return [Strategy.FULL_SHARD]  # a single rank shards nothing, so all strategies are the same
     hybrid = 1 < ranks.shard_size < ranks.world_size
     return [s for s, plan in SHARD_PLANS.items() if hybrid or plan.mesh is not Mesh.HYBRID]
 
@@ -86,7 +86,7 @@ def plan_rows(
             not r.fits, -r.samples_per_second, modes.index(r.choice.activation_checkpointing.mode), r.bytes["total"]
         )
     )  # fmt: skip
-    best = rows[0]  # measured without interpolation, which may give a little too much
+    best = rows[0]  # measured, as interpolated bytes may be a little too high
     rows[0] = planner.row(best.choice, ranks, best.micro_batches)
     return rows
 

@@ -188,7 +188,7 @@ class FsdpRank:
         self.drop_buffers()
 
     def order(self, segments: Sequence[Segment]) -> tuple[dict[str, list[str]], list[str]]:
-        """The blocks of each FSDP unit, and the units themselves, in the order in which they run in these segments."""
+        """Blocks of each FSDP unit, and names of the units, in the order in which they run in these segments."""
         blocks: dict[str, list[str]] = {}
         for segment in segments:
             unit = self.unit_names.get(segment.unit, "")
@@ -197,7 +197,7 @@ class FsdpRank:
         return blocks, list(blocks)
 
     def run(self, segment: Segment) -> None:
-        """Run a segment: record its worst moment together with what FSDP holds at the same time."""
+        """Simulate one segment: record its worst moment together with the bytes that FSDP holds at the same time."""
         worst = segment.worst_later if self.adds_in_place(self.unit_names.get(segment.unit, ROOT)) else segment.worst
         self.ledger.set_live(worst)
         self.ledger.compare(describe(segment), reducing=worst.gradients)
@@ -314,7 +314,7 @@ def inputs_of_blocks(segments: Pass) -> dict[str, int]:
 
 
 def inputs_on_host(segments: Pass) -> Pass:
-    """The same pass if blocks' inputs are kept in host memory, except the last two, which are still being copied."""
+    """Copy of a pass in which blocks' inputs are in host memory, except the last two, which are still being copied."""
     inputs = inputs_of_blocks(segments)
     moved, entered = [], []
     for segment in segments:

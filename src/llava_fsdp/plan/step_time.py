@@ -138,7 +138,7 @@ def volume(
 
 @dataclass(frozen=True)
 class Step:
-    """Predicted seconds of a step, by what they are spent on."""
+    """Predicted seconds of a step, divided into computation, copies, communication and optimizer update."""
 
     compute: float
     copies: float

@@ -118,7 +118,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int, image_tokens
 
 
 def configured_split(cfg: Config, samples: Samples, world_size: int, image_tokens: int) -> list[MicroBatch]:
-    """The split of a rank's samples of a step into micro-batches that the configuration's keys say."""
+    """Split a rank's samples of a step into micro-batches as the configuration's keys say."""
     per_rank = cfg.global_batch_size / world_size
     if not cfg.pack:
         rows = min(cfg.micro_batch_size, math.ceil(per_rank))

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MOST_POINTS = 1000
-"""Most points of a curve; each is a stretch of consecutive steps."""
+"""Maximum number of points of a curve; each is a stretch of consecutive steps."""
 WINDOW = 20
 """Number of steps over which the reported last loss and lowest loss are averaged: a single step's loss is noisy."""
 MOST_SKIPS = 100
-"""Most skipped steps that are listed by number."""
+"""Maximum number of skipped steps that are listed by number."""
 MOST_SOURCES = 200
-"""Most data sources for which loss curves are kept."""
+"""Maximum number of data sources for which loss curves are kept."""
 
 
 class Point(NamedTuple):
@@ -199,7 +199,7 @@ def mean_loss(steps: Iterable[tuple[float, float]]) -> float:
 
 
 def checked(row: object) -> tuple[int, dict[str, float | None]]:
-    """The step of a row of metrics.jsonl, and its values by name. Raises ValueError if the row is not one."""
+    """The step of a row of metrics.jsonl, and its values by name. Raises ValueError if the row has no step."""
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
         raise ValueError("it has no step")
     return row["step"], {name: number_of(row, name) for name in VALUES}

@@ -12,7 +12,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 DATA = "<script type='application/json'>"
 """HTML tag before a chart's values, from which assets/charts.js draws the chart."""
 LONGEST_CELL = 2000
-"""Most characters of a table cell; longer text is cut."""
+"""Maximum number of characters of a table cell; longer text is cut."""
 
 
 def whole_page(title: str, body: str) -> str:

@@ -11,7 +11,7 @@ from llava_fsdp.report.svg import Chart, Line, draw, points_each
 GIB = 1 << 30
 MOST_MARKS = 100
 MOST_SOURCES = 12
-"""Most data sources whose loss curves are drawn."""
+"""Maximum number of data sources whose loss curves are drawn."""
 HELP = "Drag over a chart to zoom all of them, with Shift to pan; a double click shows everything again."
 CURVES = (
     (Chart("Loss", unit="a label token", smooths=True, logs=True, wide=True), {"loss": "loss"}),

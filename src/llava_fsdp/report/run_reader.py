@@ -42,7 +42,7 @@ JOB: dict[str, Kinds] = {
 }  # fmt: skip
 """Allowed types of the values that are read from a sweep's job.json."""
 LONGEST_LINE = 1 << 22
-"""Most characters that are read of a line; a validation with its answers has a few thousand."""
+"""Maximum number of characters that are read of a line; a validation with its answers has a few thousand."""
 MOST_VALIDATIONS = 2000
 
 

@@ -13,10 +13,10 @@ MOST_STARTS = 50
 MOST_ANSWERS = 12
 MOST_EARLIER = 5
 MOST_TEXT = 1200
-"""Most characters shown of a question or an answer."""
+"""Maximum number of characters shown of a question or an answer."""
 MOST_ROWS = 1000
 MOST_COMMAND = 20_000
-"""Most characters shown of the command."""
+"""Maximum number of characters shown of the command."""
 Thumbnail = Callable[[str], str | None]
 """Function: path of an image -> data URL of a thumbnail, or None."""
 

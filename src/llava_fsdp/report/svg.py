@@ -20,15 +20,14 @@ COLOURS = 8
 DIGITS = 6
 """Significant digits of the values in a page."""
 PAGE_POINTS = 40_000
-"""Most points of all lines of a page together; a point takes about 80 bytes."""
+"""Maximum number of points of all lines of a page together; a point takes about 80 bytes."""
 NAME_LENGTH = 80
 FLAT = 1e-12
 """Values whose range is a smaller share of their size than this differ only by rounding, and are drawn as one value."""
 RARE = 3
-"""Percent of a line's bands that may be cut off by the chart, so that a spike of one step does not flatten everything
-else."""
+"""Percentage of a line's bands that a chart may cut off, so that a spike of one step does not flatten all the rest."""
 MOST_LABELS = 16
-"""Most bars that have a label below them."""
+"""Maximum number of bars that have a label below them."""
 WIDEST_BAR = 90
 """Largest width of a bar in pixels."""
 
@@ -74,7 +73,7 @@ class Bar:
 
 
 def points_each(curves: int) -> int:
-    """Most points for each curve of a page that has this number of curves."""
+    """Maximum number of points for each curve of a page that has this number of curves."""
     return max(20, min(1000, PAGE_POINTS // max(1, curves)))
 
 

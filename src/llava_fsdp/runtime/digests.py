@@ -53,8 +53,7 @@ def sealed(body: bytes) -> bytes:
 
 
 def unsealed(content: bytes) -> bytes | None:
-    """The content of a JSON file without its last key `digest` (see `sealed`); None if the content does not match that
-    digest."""
+    """The content of a JSON file up to its last key `digest`; None if the content does not match that digest."""
     body = content[:-TAIL]
     return body if content == sealed(body) else None
 

@@ -60,7 +60,7 @@ class LlavaFsdpError(Exception):
     ending = "bug"
     """The way in which this error ends a run: a key of `ENDINGS`."""
     on_every_rank = True
-    """Whether every rank raises this error, so that only rank 0 prints it."""
+    """Whether every rank raises this error; only rank 0 then prints it."""
     leaves_word = True
     """Whether this error may be recorded in `output_dir`; not if that folder may belong to another run."""
     culprit: dict[str, Any] = {}  # noqa: RUF012  never changed in place; see `about`

@@ -19,8 +19,8 @@ class Rows:
     """Appends rows to a JSON Lines file. Rows that cannot be written now (disk full) are kept in memory, and are
     written in order as soon as possible.
 
-    A day of training is worth more than its log, so an error is only a warning: when it first happens, and at the end
-    if rows are lost.
+    An error of writing does not end the training: a warning is logged when it first happens, and at the end if rows are
+    lost.
     """
 
     def __init__(self, path: Path):

@@ -1,7 +1,7 @@
 """Read files of unknown origin (models, datasets, settings) without running code from them.
 
-A file of the wrong type, size or nesting depth is refused with an error that names it. Files that it names must be in
-its own folder.
+A file of the wrong type, size or nesting depth is refused with an error that names the file. Other files that such a
+file refers to must be in the same folder.
 """
 
 import contextlib

@@ -90,7 +90,7 @@ def came_before(folder: Path, is_claiming: bool = False) -> dict[str, Any] | Non
 def note_steps(folder: Path) -> None:
     """Record that this start of the run has taken a step, so that its end counts as the end of the run.
 
-    This is a separate file, because another rank may be writing `run_status.json` at the same time.
+    The record is a separate file, because another rank may be writing `run_status.json` at the same time.
     """
     os.close(os.open(folder / STEPPED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 

@@ -81,7 +81,7 @@ class Watchdog:
     """Background thread of a rank: writes heartbeats, receives requests to stop or to save a checkpoint (signals), and
     ends the process when other ranks end or stall.
 
-    It starts when the object is entered with `with`.
+    The thread starts when the object is entered with `with`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Watchdog:
         self.stop = ""
         """Name of the signal that asked this rank to stop; empty if none did."""
         self.was_signalled = False
-        """Whether this process has received SIGTERM or SIGINT, even if it was ignored."""
+        """Whether this process has received SIGTERM or SIGINT, even if the signal had no effect."""
         self.interrupted_at: float | None = None
         """Time of the first SIGINT, by the monotonic clock."""
         self.saves = 0
@@ -151,7 +151,8 @@ class Watchdog:
     def wants_stop_soon(self) -> bool:
         """Whether a stop is requested now or within the next `HEARING` seconds.
 
-        A signal to the whole process group ends children, such as a compiler, before this thread has handled it.
+        A signal to the whole process group may end child processes, such as a compiler, before the watchdog's thread
+        has handled the signal.
         """
         until = time.monotonic() + HEARING
         while not self.stop and time.monotonic() < until:
@@ -163,7 +164,8 @@ class Watchdog:
         """Context in which the training steps are taken. After the first step, a stop signal takes effect only at the
         end of a step.
 
-        Before that no step can be lost, and the first one may compile for longer than torchrun waits until it kills.
+        Before the first step ends no work can be lost, and that step may compile for longer than torchrun waits before
+        it kills its ranks.
         """
         try:
             yield

@@ -55,7 +55,7 @@ class Job:
     seconds: float = 0.0
     """Seconds from the start of the job's processes to their end, in this start of the sweep."""
     has_own_run: bool = True
-    """Whether this job took a step; if not, the folder may hold the run of a job with other overrides."""
+    """False if the job ended before its first step: the folder may then hold the run of a job with other overrides."""
     private: bool = True
     """Whether files about this job can be read only by their owner, like the files of the training."""
 

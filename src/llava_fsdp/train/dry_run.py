@@ -52,7 +52,7 @@ def dry_run(cfg: Config) -> None:
     """Measure the memory of a simulated rank, and print a table, or one JSON object with format=json. Leaves no
     files."""
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
-        if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default is output_dir
+        if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # the folder's default is output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
         with distributed(cfg) as world, clear_memory_errors(cfg, world.device):
             report = measure(settle_auto(cfg, world), world)

@@ -84,7 +84,7 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
         write_folder(FolderFormat.hf, source, weights, staged, {"dtype": cfg.export.dtype.value})
     except LlavaFsdpError:  # raised on every rank
         if is_first_rank:
-            shutil.rmtree(staged, ignore_errors=True)  # half a model would fill a disk that is full already
+            shutil.rmtree(staged, ignore_errors=True)  # the disk may be full: free the space
         raise
     if cfg.export.verify:
         verify(state, cfg, staged, adapted, is_first_rank)

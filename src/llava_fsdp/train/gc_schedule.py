@@ -27,7 +27,7 @@ def collected_by_plan(every: int | None) -> Iterator[Callable[[int], None]]:
             gc.collect(1)
 
     was_enabled = gc.isenabled()
-    gc.collect()  # garbage from building the run
+    gc.collect()  # free the garbage left from building the run
     gc.disable()
     try:
         yield collect

@@ -52,8 +52,8 @@ from llava_fsdp.train.validation import open_validation
 
 @dataclass
 class RunParts(Run):
-    """Parts of a run (state, saver, reporter, ...), None before they exist; used by the watchdog and at the end of
-    the process."""
+    """Parts of a run (state, reporter, ...), None before they exist; used by the watchdog and at the end of the
+    process."""
 
     folder: Path = Path()
     hold: Hold | None = None
@@ -145,7 +145,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
 
         def after_step(result: StepResult) -> None:
             watchdog.step_done()
-            if controller.loss() is None:  # a lost folder may belong to another run now
+            if controller.loss() is None:  # a lost run folder may belong to another run now
                 reporter(result)
             controller.after_step(result)
             if state.step == first_step + 1:  # weights are loaded and kernels compiled

@@ -57,7 +57,8 @@ class Reporter:
         run: str = "",
         about: dict[str, Any] | None = None,
     ):
-        """
+        """Open the files, the page and the trackers that a run reports to.
+
         Args:
             left_out: records skipped before training (record, kind, reason), listed with step 0.
             utilization: computes FLOPs and MFU of a step; None leaves them out.
@@ -261,7 +262,7 @@ def begin_skipped_records(path: Path, step: int, left_out: Iterable[dict[str, An
 def rows_of(path: Path, steps: range) -> list[str]:
     kept = []
     for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # a line that a crash cut short
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # an incomplete line, cut by a crash
             if json.loads(line)["step"] in steps:
                 kept.append(line)
     return kept

@@ -92,7 +92,7 @@ class StepProfiler(NoProfiler):
                     return
                 yield step
         finally:
-            if self.profiler is not None:  # the run ends early: what there is of a trace is of no use
+            if self.profiler is not None:  # the run ends early: discard the trace
                 log().warning("profile=true: the run has ended before step %d of this start", self.last)
                 with without_lines(KINETO):
                     self.profiler.stop()

@@ -120,7 +120,7 @@ def check_settings(cfg: Config) -> None:
     try:
         wanted = wish_of(cfg)
         newest = list_checkpoints(Path(cfg.output_dir) / FOLDER)[-1:]
-    except OSError:  # reported where the folder is used
+    except OSError:  # a wrong folder is reported where it is used
         return
     for folder in newest if wanted == "auto" else [Path(wanted)] if wanted != "never" else []:
         refuse_other_settings(folder, cfg)

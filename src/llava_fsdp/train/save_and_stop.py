@@ -37,7 +37,8 @@ class RunController:
         watchdog: Watchdog,
         hold: Hold | None = None,
     ):
-        """
+        """Create the controller of a run.
+
         Args:
             saver: None if no step is left.
             hold: the lock on the run's folder; None on other ranks than 0.

@@ -76,7 +76,8 @@ class Trackers:
     """The enabled trackers, fed by one thread."""
 
     def __init__(self, cfg: Config, first_step: int, run: str, about: dict[str, Any], values: dict[str, Any]):
-        """
+        """Prepare the enabled trackers; they are opened with the first row.
+
         Args:
             run: identifier of the run, kept when it resumes.
             values: the configuration by dotted key.

@@ -73,7 +73,8 @@ class Validation(NoValidation):
         pause: Callable[[], None],
         note: Callable[[str], None],
     ):
-        """
+        """Prepare the validation of a run.
+
         Args:
             pause: a collective between two batches; saves or stops the run if any rank was asked to.
             note: shows the progress.

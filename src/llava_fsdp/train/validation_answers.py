@@ -51,12 +51,13 @@ class AnswerGenerator:
         wants_stop: Callable[[], bool],
         pause: Callable[[], None],
     ):
-        """
+        """Create a generator of answers for a run's model.
+
         Args:
             wants_stop: whether this rank was asked to stop.
             pause: a collective between two batches; stops the run if any rank was asked to.
         """
-        assert isinstance(model, Llava)  # FSDP makes a subclass of it
+        assert isinstance(model, Llava)  # FSDP changes the model's class to a subclass
         self.model = model
         self.loader = held_out.loader
         self.questions = held_out.questions
@@ -130,7 +131,7 @@ class AnswerGenerator:
             ]
         except ImageError as error:
             if self.loader.data.bad_records is BadRecords.fail:
-                error.on_every_rank = False  # every rank reads its own
+                error.on_every_rank = False  # every rank reads its own questions
                 error.about(record=question.record)
                 raise
             log().warning("the validation goes without %s", error)

@@ -1,4 +1,5 @@
-"""The page, on Gradio. Gradio reads its settings from the environment when this is imported (see `server.py`)."""
+"""The web page for chatting, built with Gradio, which reads its settings from the environment when it is imported (see
+`server.py`)."""
 
 import html
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from llava_fsdp.runtime.errors import DataError, OutOfMemory
 DAY = 24 * 3600
 HOUR = 3600
 MAX_WAITING = 16
-"""Questions that wait for the model, which answers one at a time; Gradio refuses one more at once."""
+"""Greatest number of questions that wait for the model, which answers one at a time; Gradio refuses any further one."""
 SYSTEM_FONTS = ("system-ui", "sans-serif")
 CSS = """
 footer, button[aria-label="Share"] {display: none}  /* the latter sends an image to another site */
@@ -27,7 +28,7 @@ footer, button[aria-label="Share"] {display: none}  /* the latter sends an image
 
 
 def make_app(sessions: Sessions, cfg: ChatConfig) -> Any:
-    """The application, without the guard of `security.py` in front of it."""
+    """Build the web application of the page, without the request checks of `security.py`."""
     page = make_page(sessions, cfg)
     app = gr.mount_gradio_app(
         fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None),
@@ -110,9 +111,10 @@ def make_page(sessions: Sessions, cfg: ChatConfig) -> gr.Blocks:
 
 
 def answer(sessions: Sessions, key: str, box: dict[str, Any], settings: tuple[float, float, float]) -> Iterator[Any]:
-    """Updates of the conversation and of the box for questions while an answer is written.
+    """Yield updates of the page's conversation and question box while an answer is generated.
 
     Args:
+        key: Gradio's key of the browser tab.
         box: text and files of the question.
         settings: temperature, top_p and max_new_tokens.
     """
@@ -137,7 +139,8 @@ def box_with(text: str, files: list[str]) -> gr.MultimodalTextbox:
 
 
 def checked_sampling(temperature: float, top_p: float, max_new_tokens: float) -> Sampling:
-    """Settings of the page's sliders; requests made by hand may hold anything.
+    """Return sampling settings from the page's sliders, after checking them, as requests made by hand may hold
+    anything.
 
     Raises:
         DataError: a number is out of range.
@@ -150,7 +153,7 @@ def checked_sampling(temperature: float, top_p: float, max_new_tokens: float) ->
 
 
 def history(session: Session) -> list[Any]:
-    """The conversation as gr.Chatbot takes it."""
+    """Return a session's conversation as messages for gr.Chatbot."""
     return [
         entry
         for question, files, reply in session.conversation.exchanges()
@@ -159,7 +162,7 @@ def history(session: Session) -> list[Any]:
 
 
 def message(role: str, text: str, files: list[Path]) -> dict[str, Any]:
-    """A message of gr.Chatbot, which shows HTML in a text as HTML; without files that Gradio has deleted."""
+    """Return a message for gr.Chatbot, with HTML in its text escaped, and without files that Gradio has deleted."""
     text = html.escape(text, quote=False)
     images: list[Any] = [{"path": str(path), "alt_text": path.name} for path in files if path.is_file()]
     return {"role": role, "content": [*images, *([text] if text or not files else [])]}

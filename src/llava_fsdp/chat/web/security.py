@@ -1,4 +1,4 @@
-"""ASGI guard in front of the page, which does not rely on Gradio's own checks.
+"""Check all requests to the chat page before they reach Gradio, without relying on Gradio's own checks.
 
 The page is for one user on one machine. Requests on behalf of other sites in the user's browser are refused by their
 Host, Origin and Sec-Fetch headers; requests may only name files that were sent to the page; and only the routes that
@@ -23,9 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MiB = 1 << 20
 LARGEST_JSON = MiB
-"""Most bytes of a request without files: a question, and the names of files that were sent before it."""
+"""Most bytes of a request that uploads no file: a question, and the names of files uploaded before."""
 ROOM = 2048 * MiB
-"""Most bytes of all files that are sent to the page while it runs."""
+"""Most bytes of all files uploaded to the page while it runs."""
 FILE = "/gradio_api/file="
 UPLOAD = "/gradio_api/upload"
 READ = re.compile(
@@ -48,7 +48,7 @@ HEADERS = {
 
 
 class RequestRefused(Exception):
-    """A request that does not reach the application."""
+    """Raised for a request that is answered with an HTTP error instead of being passed to the page."""
 
     def __init__(self, status: int, why: str):
         super().__init__(why)
@@ -57,17 +57,17 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class Guard:
-    """ASGI application that checks requests and passes them on."""
+    """ASGI application that checks requests and passes the accepted ones on to another ASGI application."""
 
     app: ASGIApp
     host: str
-    """The name or address that the page listens on."""
+    """Name or address that the page is served at."""
     uploads: Path
-    """Where the application puts files that are sent to it; files are read from no other folder."""
+    """Folder of the uploaded files; files are served from no other folder."""
     largest_request: int
-    """Most bytes of a request with files."""
+    """Most bytes of a request that uploads files."""
     incoming: list[int] = field(default_factory=list)
-    """Bytes of each request with files that is being received."""
+    """Sizes in bytes of the uploads that are being received."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -96,10 +96,10 @@ class Guard:
             await PlainTextResponse(str(refusal), refusal.status)(scope, receive, send)
 
     def check_upload(self, headers: Mapping[str, str]) -> None:
-        """Check the size of a request with files by its Content-Length, beyond which the server reads nothing.
+        """Check an upload's size by its Content-Length; the server reads no more than that length.
 
         Raises:
-            RequestRefused: it has no length, or is too large, alone or with all other files.
+            RequestRefused: the upload has no length, or is too large, alone or with all other files.
         """
         length = headers.get("content-length", "")
         if not length.isdecimal() or "transfer-encoding" in headers:  # with both, the length does not count
@@ -119,9 +119,10 @@ def bytes_in(folder: Path) -> int:
 
 
 def check_names(headers: Mapping[str, str], host: str) -> None:
-    """Check that a request does not come from another site that the user's browser shows.
+    """Check by its headers that a request does not come from another site open in the user's browser.
 
-    The name of such a site can be made to mean this machine (DNS rebinding); an IP address or `localhost` cannot.
+    Another site can make its name resolve to this machine (DNS rebinding), so the Host must be a name of this machine
+    or an IP address.
 
     Raises:
         RequestRefused: the Host is another name, or the Origin or Sec-Fetch headers are of another site.
@@ -150,14 +151,14 @@ def is_address(name: str) -> bool:
 
 
 def check_route(method: str, path: str) -> None:
-    """Raises RequestRefused for routes that the page does not use; Gradio has many, for other programs and uses."""
+    """Raise RequestRefused for routes that the page does not use; Gradio has many others."""
     routes = {"GET": READ, "HEAD": READ, "POST": WRITTEN}.get(method)
     if routes is None or routes.fullmatch(path) is None:
         raise RequestRefused(404, "not found")
 
 
 def check_file(name: object, uploads: Path) -> None:
-    """Raises RequestRefused unless this is the path of a file that was sent to the page."""
+    """Raise RequestRefused unless `name` is the path of a file that was uploaded to the page."""
     folder = os.path.realpath(uploads)
     try:
         inside = isinstance(name, str) and os.path.isabs(name) and os.path.realpath(name).startswith(folder + os.sep)
@@ -168,7 +169,8 @@ def check_file(name: object, uploads: Path) -> None:
 
 
 def check_body(body: bytes, uploads: Path) -> None:
-    """Raises RequestRefused where a body is not JSON, or names an address or a file that was not sent to the page."""
+    """Raise RequestRefused if a request body is not JSON, or names a URL or a file that was not uploaded to the
+    page."""
     if not body:
         return
     try:
@@ -185,7 +187,7 @@ def check_body(body: bytes, uploads: Path) -> None:
 
 
 def objects_of(tree: Any) -> Iterator[dict[str, Any]]:
-    """All objects within a JSON value, without recursion, as the value may be nested as deep as the parser allows."""
+    """Yield all objects within a JSON value, without recursion, as it may be nested too deeply for that."""
     left = [tree]
     while left:
         value = left.pop()
@@ -197,7 +199,7 @@ def objects_of(tree: Any) -> Iterator[dict[str, Any]]:
 
 
 async def whole_body(receive: Receive) -> bytes:
-    """Read the body; raises RequestRefused where it is larger than any question."""
+    """Read a request's body; raise RequestRefused if it is larger than any question."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -209,7 +211,8 @@ async def whole_body(receive: Receive) -> bytes:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body that was already read, and then whatever follows, such as a disconnect."""
+    """Return an ASGI `receive` that gives the body that was already read, and then later messages such as a
+    disconnect."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def again() -> Message:
@@ -219,7 +222,7 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def with_headers(send: Send) -> Send:
-    """A `send` that adds HEADERS to a response, and removes those that would let other sites read it."""
+    """Return an ASGI `send` that adds HEADERS to the response, and removes those that would let other sites read it."""
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,4 +1,4 @@
-"""The server of the page: `python -m llava_fsdp.chat serve=true`."""
+"""Serve the chat page: `python -m llava_fsdp.chat serve=true`."""
 
 import os
 import signal
@@ -14,13 +14,13 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.log import log
 
 GRACE = 2
-"""Seconds that open connections have at the end; those of an open page never close by themselves."""
+"""Seconds that open connections get to finish when the server ends; those of an open page never close by themselves."""
 FORM = 64 << 10
-"""Bytes of a request besides its files."""
+"""Most bytes that an upload request has besides each file's content."""
 
 
 def serve(cfg: ChatConfig) -> None:
-    """Serve the page until Ctrl-C or SIGTERM, then delete the files that were sent to it.
+    """Serve the chat page until Ctrl-C or SIGTERM, then delete the files that were uploaded to it.
 
     Raises:
         ConfigError: gradio is missing, or the address is taken; before the model is loaded.
@@ -63,14 +63,15 @@ def serve(cfg: ChatConfig) -> None:
 
 
 def prepare_environment(folder: str) -> None:
-    """Set the only settings that Gradio may read when it is imported; it reports to nobody."""
+    """Set Gradio's environment variables before it is imported, removing any others: temporary files go to `folder`,
+    telemetry is off."""
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
         del os.environ[name]
     os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A listening socket.
+    """Open a listening socket at a host and port.
 
     Raises:
         ConfigError: the port is taken, or the address is not one of this machine.
@@ -86,7 +87,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def address_line(cfg: ChatConfig, listening: socket.socket) -> str:
-    """Where the page is, with a warning unless only this machine reaches it."""
+    """Return a log line with the page's address, and a warning if other machines can reach it."""
     name = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
     line = f"the page is at http://{name}:{cfg.port}; Ctrl-C ends it"
     if listening.getsockname()[0] not in ("127.0.0.1", "::1"):

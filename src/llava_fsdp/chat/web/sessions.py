@@ -1,4 +1,4 @@
-"""Conversations of the page: one for every browser tab, kept on the server and never taken from the browser."""
+"""Conversations of the chat page: one for every browser tab, kept on the server only."""
 
 import threading
 from collections import OrderedDict
@@ -15,24 +15,24 @@ from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import DataError
 
 MAX_SESSIONS = 32
-"""Conversations that are kept; the least recently used is dropped."""
+"""Greatest number of conversations kept; beyond it the least recently used is deleted."""
 MAX_QUESTION_LENGTH = 20_000
-"""Characters of a question: more than any model here reads."""
+"""Greatest number of characters of a question: more than any model here can read."""
 
 
 @dataclass
 class Session:
-    """A tab's conversation."""
+    """The conversation of a browser tab."""
 
     conversation: Conversation
     generator: torch.Generator
-    """Begins at `seed` with every conversation."""
+    """Random generator of sampled answers, seeded with `seed` for every new conversation."""
     answer: Generator[str, None, None] | None = None
-    """The answer that is being written, if any."""
+    """Generator of the most recent answer; None before the first."""
 
 
 class Sessions:
-    """Sessions by the key that Gradio gives their tab."""
+    """The conversations of all browser tabs, by Gradio's key of the tab, and the model that they share."""
 
     def __init__(self, assistant: Assistant, cfg: ChatConfig):
         self.assistant = assistant
@@ -43,7 +43,7 @@ class Sessions:
         self._has_ended = False
 
     def get(self, key: str) -> Session:
-        """The tab's session; a new one if it has none."""
+        """Return the session of a browser tab; create it if there is none."""
         with self._model_lock:
             if key not in self._sessions:
                 generator = seeded_generator(self.assistant.device, self.cfg.seed)
@@ -54,10 +54,10 @@ class Sessions:
             return self._sessions[key]
 
     def ask(self, session: Session, text: str, files: list[Path], sampling: Sampling) -> Iterator[str]:
-        """Pieces of the answer, until it is stopped.
+        """Ask a question in a session and yield pieces of the answer, until it ends or is stopped.
 
         Raises:
-            DataError: a file is not an image, or the question is refused; the conversation is as it was.
+            DataError: a file is not an image, or the question is refused; the conversation is unchanged.
             OutOfMemory: the conversation does not fit into memory.
         """
         if len(text) > MAX_QUESTION_LENGTH:
@@ -80,25 +80,25 @@ class Sessions:
             conversation.next_images = []
 
     def stop(self, key: str) -> None:
-        """Stop the tab's answer; what was written of it stays."""
+        """Stop the answer in a browser tab; what was generated of it stays."""
         with self._model_lock:
             session = self._sessions.get(key)
             if session is not None and session.answer is not None:
                 session.answer.close()
 
     def forget(self, key: str) -> None:
-        """Stop the tab's answer and drop its conversation."""
+        """Stop the answer in a browser tab and delete its conversation."""
         with self._model_lock:
             self.stop(key)
             self._sessions.pop(key, None)
 
     def end(self) -> None:
-        """Stop all answers, and begin none."""
+        """Stop all answers and refuse new ones, as the server ends."""
         self._has_ended = True
 
 
 def without_folders(message: str, files: list[Path]) -> str:
-    """The message without the server's folders, which hold the files under their own names."""
+    """Remove the server's folders from a message about uploaded files, leaving the file names."""
     for path in files:
         message = message.replace(f"picture {path} ", "").replace(f"{path} ", f"{path.name} ").replace(str(path), "")
     return message

@@ -111,7 +111,7 @@ def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def dropout_seeds(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
-    """Return the seed fields of a MicroBatch; each tile of a sample gets another seed."""
+    """Return the dropout seed fields of a MicroBatch; each tile of a sample gets a seed of its own."""
     tiles = [
         (seed + number) % 2**31
         for seed, (_, images) in zip(seeds, rows, strict=True)

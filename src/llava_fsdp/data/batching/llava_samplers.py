@@ -136,7 +136,7 @@ def modality_grouped(
 
 
 def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: torch.Generator) -> list[int]:
-    """Order records: draw random megabatches, sort each by length and split it into chunks of equal length
+    """Order records: draw random megabatches, sort each by length and split it into chunks of nearly equal total length
     (llava_trainer.py:91-100)."""
     order = torch.randperm(len(lengths), generator=generator).tolist()
     return [

@@ -165,7 +165,7 @@ def balance(place: np.ndarray, work: np.ndarray, tokens: np.ndarray, owner: np.n
         got = np.concatenate([work[taken], np.zeros(is_light.sum())])
         shift = tokens[given, None] - np.concatenate([tokens[taken], np.zeros(is_light.sum(), dtype=np.int64)])
         less = work[given, None] - got
-        gain = less * ((load[heaviest] - load[owner[there]]) - less)  # half of what the sum of squares loses
+        gain = less * ((load[heaviest] - load[owner[there]]) - less)  # half the decrease of the sum of squared loads
         gain[(shift > room[there]) | (-shift > room[place[given], None])] = 0
         gain[:, len(taken) :][held[place[given]] < 2] = 0
         best, other = np.unravel_index(gain.argmax(), gain.shape)

@@ -1,4 +1,4 @@
-"""Samplers: which records each step of a run trains on."""
+"""Samplers, which determine the records that each step of a run trains on."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ class Shuffle:
     def members(self, share: Share, epoch: int) -> np.ndarray:
         """Return the records that an epoch takes from a source, int64 [share.samples].
 
-        Permutations of the source's records follow one another without end, and every epoch takes the next
-        `share.samples` of them. So each record is used once before any is used again, however small the share.
+        Epochs take `share.samples` records each from an endless sequence of permutations of the source. So each record
+        is used once before any is used again, however small the share.
         """
         begin, end = epoch * share.samples, (epoch + 1) * share.samples
         passes = range(begin // share.count, -(-end // share.count))

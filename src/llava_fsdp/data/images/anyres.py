@@ -1,4 +1,4 @@
-"""Anyres: split an image of any resolution into tiles, and order their features.
+"""Anyres: split an image of any resolution into tiles, and order the vision features of the tiles.
 
 The first tile is the whole image. The others are the tiles of a grid, chosen from a few grids as the best for the
 image's shape (LLaVA mm_utils.py:10-149, llava_arch.py:146-201; LLaVA-NeXT).
@@ -88,7 +88,7 @@ def feature_rows(image: Size, sizes: list[Size], tile: int, side: int, merge: Pa
 
 
 def unpad(lines: np.ndarray, image: Size) -> np.ndarray:
-    """Remove the features of the black bars around the image (llava_arch.py:104-130)."""
+    """Remove the features of the black bars around the image from a grid of feature indices (llava_arch.py:104-130)."""
     high, wide = lines.shape
     if image[0] / image[1] > wide / high:
         kept = int(round(image[1] * (wide / image[0]), 7))

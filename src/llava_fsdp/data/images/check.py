@@ -48,7 +48,7 @@ BROKEN = (
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Size and digest of an image file."""
+    """Size of an image file in pixels, and checksum of its bytes."""
 
     width: int
     """Width in pixels after turning by the EXIF orientation."""

@@ -1,4 +1,4 @@
-"""Read image files as square uint8 tiles, which are normalised on the GPU.
+"""Read image files as square uint8 tiles, which are normalised later, on the device (GPU).
 
 The arithmetic is that of CLIPImageProcessor with Pillow, as LLaVA uses it (train.py:692-718). Images stay bytes until
 they are on the device, which saves three quarters of memory and copying; `pixel_table` gives the same values.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # it imports torch, which the processes that make an index mu
 LARGEST_SQUARE = 1 << 13
 """Largest side of a vision tower's input in pixels that is accepted."""
 MISREAD = 3
-"""Largest image height that LLaVA's processor takes for a number of channels (see `misread`)."""
+"""Largest image height in pixels that LLaVA's processor misreads: it takes the height for the number of channels."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Detect truncated image files by the structure of their formats.
 
 Pillow's errors do not distinguish truncation: for a truncated file it raises OSError, SyntaxError or ValueError, partly
-with the messages as for files that are not images. Sources: ITU-T T.81 B.1, PNG 5.2, and the specifications of GIF89a,
-BMP, TIFF 6 and WebP.
+with the same messages as for files that are not images. Sources: ITU-T T.81 B.1, PNG 5.2, and the specifications of
+GIF89a, BMP, TIFF 6 and WebP.
 """
 
 import struct
@@ -66,7 +66,7 @@ def png_ends_early(data: bytes) -> bool:
     at = len(PNG)
     while True:
         length, kind = struct.unpack_from(">I4s", data, at)
-        if not kind.isalpha():  # broken, not cut
+        if not kind.isalpha():  # the file is broken, not truncated
             return False
         at += 12 + length
         if at > len(data):

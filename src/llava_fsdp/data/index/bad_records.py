@@ -1,4 +1,4 @@
-"""Decide before training what happens to records that cannot be trained on. Every rank decides the same."""
+"""Decide before training what happens to records that cannot be trained on (stop, skip); each rank decides the same."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import Watch
 
 SHOWN = 5
-"""Records named in a message."""
+"""Number of records named in an error message."""
 NOTED = {
     Kind.tag_without_image: f"have {IMAGE_TAG} in their text but no image, and train as text: is the key called image?",
     Kind.media_not_read: "name video, audio or images in a key or a tag that is not read, and train without them",
@@ -28,14 +28,15 @@ NOTED = {
     Kind.too_long: "are longer than data.max_length, and are truncated",
     Kind.duplicate_id: "have the id of an earlier one",
 }
-"""What is reported about records that are trained on although they have a problem."""
+"""Warning texts about records that have a problem but are trained on, by kind of problem."""
 
 
 def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch) -> Records:
-    """Open the dataset's records with their index, which is made if missing, and check whether training may begin.
+    """Open the dataset's records with their index, making the index if it is missing, and check whether training may
+    begin.
 
     Raises:
-        DataError: by `data.bad_records`, `data.max_bad_records` and `data.too_long`, it may not.
+        DataError: training may not begin, by `data.bad_records`, `data.max_bad_records` and `data.too_long`.
         ConfigError: a path does not exist, or the index cannot be written.
     """
     plan = Plan(cfg.data, encoder, reader, read_host().usable_cores)
@@ -51,7 +52,8 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch
 
 
 def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: str) -> Records:
-    """Examine bad records again, as they may have been fixed since. A read-only index stays as it is."""
+    """Examine bad records again, as they may have been fixed since; an index that cannot be written is used
+    unchanged."""
     try:
         index = open_index(plan, show, look_again=True, since=since)
     except BuildError as error:
@@ -68,7 +70,7 @@ def report(records: Records, cfg: Config) -> None:
 
 
 def same_files(records: Records) -> str:
-    """Which sources are the same file, in words; empty if none are."""
+    """Return a message about sources that are the same file; empty if there are none."""
     names: dict[str, list[str]] = {}
     for source in records.index.texts.sources:
         names.setdefault(os.path.realpath(source.path), []).append(source.name)
@@ -77,7 +79,7 @@ def same_files(records: Records) -> str:
 
 
 def remarks(records: Records) -> str:
-    """What a user should know about records that are trained on, in words; may be empty."""
+    """Return a warning about problems of records that are trained on; empty if there are none."""
     said = [
         f"{records.counts[kind]:,} {words}"
         for kind, words in NOTED.items()
@@ -94,10 +96,11 @@ def remarks(records: Records) -> str:
 
 
 def check_door(records: Records, cfg: DataConfig) -> None:
-    """Check whether training may begin, by `data.bad_records` and `data.too_long`.
+    """Raise DataError if training may not begin because of bad or long records, by `data.bad_records`,
+    `data.max_bad_records` and `data.too_long`.
 
     Raises:
-        DataError: naming the kinds, the first records and the way on.
+        DataError: names the kinds of problems, the first records and what to do.
     """
     report = cfg.index_folder / PAGE
     if cfg.too_long is TooLong.fail and records.counts[Kind.too_long]:

@@ -3,13 +3,13 @@
     known.json               the KEY of each known state of the source files, by their size and time
     lock                     held by the one process that builds
     pictures-KEY.looked      changes whenever all bad images have been examined again
-    KEY/texts                where records are (`Texts`); KEY depends on the sources' content
+    KEY/texts                positions of the records (`Texts`); KEY depends on the sources' content
     KEY/records              columns of the records themselves
-    KEY/pictures-KEY.N       columns of their images; a new N when a bad one has been fixed
+    KEY/pictures-KEY.N       columns of the records' images; a new N when a bad image has been fixed
     KEY/encoded-KEY          columns for one tokenizer, template and maximum length
 
-A folder gets its name when it is whole, so any folder that exists may be read. No collectives are needed: the first
-process builds, under a lock that the system releases when its holder dies; the next one continues from what it left.
+A folder gets its final name when it is complete, so any folder that exists may be read. Ranks need no collectives: the
+first process builds the index, under a lock that the system releases if it dies; the next one then continues its work.
 """
 
 import contextlib
@@ -42,14 +42,14 @@ from llava_fsdp.runtime.progress import Watch
 
 LOCK = "lock"
 SILENT = 5.0
-"""Seconds that a process waits for another before it reports that."""
+"""Seconds to wait for another process's lock before a message is logged."""
 CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
-"""Records of a chunk, by pass: a few seconds of work."""
+"""Number of records of a chunk in each pass over the dataset; a chunk takes a few seconds."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What an index is made from, and the number of worker processes."""
+    """Everything that an index is made from (dataset, encoder, image reader), and the number of worker processes."""
 
     cfg: DataConfig
     encoder: Encoder
@@ -58,57 +58,60 @@ class Plan:
 
     @property
     def whole_encoder(self) -> Encoder:
-        """The encoder, but it truncates and flags long records; whether they are skipped is decided later."""
+        """The encoder, changed to truncate long records instead of skipping or refusing them; that is decided after
+        indexing."""
         encoder = self.encoder
         return replace(encoder, too_long=TooLong.truncate) if isinstance(encoder, ExactEncoder) else encoder
 
 
 @dataclass(frozen=True)
 class Index:
-    """An open index."""
+    """An open dataset index: its folders of columns, and counts of tokens lost by truncation."""
 
     folder: Path
-    """The folder that all states of the dataset share."""
+    """Folder of the index, shared by all states of the dataset."""
     texts: Texts
     records: Path
     pictures: Path
     encoded: Path
     limits: list[int]
     losses: np.ndarray
-    """int64 [sources, limits, LOSSES]"""
+    """Counts lost by truncation, int64 [sources, limits, LOSSES]."""
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def flags(self, begin: int, end: int) -> np.ndarray:
-        """uint32 [end - begin]: bits of all problems."""
+        """Return the problems of records begin to end as bits, uint32 [end - begin]."""
         parts = [open_column(f, "flags")[begin:end] for f in (self.records, self.pictures, self.encoded)]
         return parts[0] | parts[1] | parts[2]
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Blocks of flags, each with the number of its first record."""
+        """Yield the problem bits of all records in blocks, each with the number of its first record."""
         for begin in range(0, len(self), BLOCK):
             yield begin, self.flags(begin, begin + BLOCK)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Every problem (record, id, kind, reason), by pass and in the order of the records."""
+        """Yield each problem found (record, id, kind, reason), by pass over the dataset and in the order of the
+        records."""
         for path in (self.records / ROWS, self.records / DUPLICATES, self.pictures / ROWS, self.encoded / ROWS):
             yield from read_rows(path.with_suffix(".jsonl"))
 
 
 def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | None = None) -> Index:
-    """Open the dataset's index; make or complete it first if needed.
+    """Open the dataset's index; make it first, or complete it, if needed.
 
     Args:
         look_again: read the sources and every bad image again, as they may have been fixed.
-        since: an earlier result of `last_look`; if another process has looked since then, do not look again.
+        since: an earlier result of `last_look`; if another process has examined bad images since then, do not do it
+            again.
 
     Raises:
         DataError: a source is not a list of records.
         ConfigError: a path does not exist.
         BuildError: the index cannot be written.
         SourceError: a source cannot be read, or changes meanwhile.
-        DamagedError: the index is not what was written.
+        DamagedError: files of the index have changed or are missing.
     """
     sources = sources_of(plan.cfg)
     folder = plan.cfg.index_folder
@@ -123,10 +126,10 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / LOCK):
-            found = look_up()  # made while this process waited for the lock
+            found = look_up()  # another process may have made the index while this one waited for the lock
             return build(plan, sources, folder, watch, look_again) if found is None else found
     except LlavaFsdpError as error:
-        error.on_every_rank = False  # only the rank that builds meets this; the others may wait for the lock for long
+        error.on_every_rank = False  # only the rank that builds has this error; the others may still wait for the lock
         raise
     except OSError as error:
         if is_foreign(error, folder):
@@ -139,7 +142,7 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
 
 
 def is_foreign(error: OSError, folder: Path) -> bool:
-    """Whether the error names a file outside a folder."""
+    """Return whether an OSError names a file outside a folder."""
     if not isinstance(error.filename, (str, bytes)):
         return False
     path, own = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(folder)
@@ -151,7 +154,7 @@ def look_file(plan: Plan) -> Path:
 
 
 def last_look(plan: Plan) -> str:
-    """A text that changes whenever a process has examined everything bad again."""
+    """Return a text that changes whenever a process has examined all bad images again."""
     path = look_file(plan)
     return path.read_text(errors="replace") if path.is_file() else ""
 
@@ -162,7 +165,7 @@ def note_look(plan: Plan) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock; the system releases it if this process dies."""
+    """Hold a file lock as a context manager; the system releases the lock if this process dies."""
     with path.open("w") as file:
         until = time.monotonic() + SILENT
         while True:
@@ -179,7 +182,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def find(plan: Plan, sources: list[SourceFile], folder: Path) -> Index | None:
-    """The complete index of these sources, by their size and time; None if there is none."""
+    """Return the complete index of these sources, recognised by their size and modification time; None without one."""
     known = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
     if known is None:
         return None
@@ -204,7 +207,7 @@ def opened(folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
 
 
 def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> Index:
-    """Make every missing part. The caller holds the lock."""
+    """Make all missing parts of the index and open it; the caller holds the lock."""
     most = plan.cfg.max_record_bytes
     begun = stamp(sources, most)
     known = find_state(sources, folder, most, watch, look_again)
@@ -239,24 +242,24 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
 
 
 def is_part(name: str) -> bool:
-    """Whether a folder is a complete part, by its name."""
+    """Return whether a folder is a complete part of an index, by its name."""
     return name in ("texts", "records") or (
         name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))
     )
 
 
 def undo(state: Path, before: set[Path]) -> None:
-    """Delete what was made of files that changed meanwhile, as they may change back."""
+    """Delete the parts made from source files that changed meanwhile, as the files may change back."""
     for path in state.iterdir():
         if path not in before or path.suffix == ".parts":
             clear(path)
 
 
 def write_texts(source: SourceFile, folder: Path, plan: Plan, watch: Watch) -> tuple[SourceFile, Path]:
-    """Write a Parquet file's rows as text.
+    """Write a Parquet source's rows as JSON Lines; a text source stays as it is.
 
     Returns:
-        The source with the folder of its images, and the file in which its records are text.
+        The source, with the folder of images that were embedded in it, and the text file of its records.
     """
     path = Path(source.path)
     if not parquet.is_parquet(path):
@@ -275,7 +278,8 @@ def write_texts(source: SourceFile, folder: Path, plan: Plan, watch: Watch) -> t
 
 P = TypeVar("P", bound=Pass)
 Finish = Callable[[P, Path, Path], dict[str, Any]]
-"""(pass, its chunks, the folder of joined columns) -> facts; may add to the folder."""
+"""Function that completes a pass: (pass, folder of its chunks, folder of joined columns) -> facts to store; may add
+files."""
 
 
 def make(task: P, target: Path, workers: int, watch: Watch, label: str, finish: Finish[P], keep: bool = False) -> None:
@@ -290,7 +294,7 @@ def make(task: P, target: Path, workers: int, watch: Watch, label: str, finish: 
 
 
 def parts_of(target: Path) -> Path:
-    """Folder of the chunks of a pass; its versions share them."""
+    """Return the folder of a pass's chunks, which all versions of its result share."""
     return target.with_name(f"{target.name.partition('.')[0]}.parts")
 
 
@@ -307,20 +311,21 @@ def pictures_name(plan: Plan) -> str:
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:
-    """Name of the columns for one encoder; they depend on the sizes of the images too."""
+    """Return the folder name of the columns for one encoder, which also depend on the images' sizes."""
     reader = plan.reader
     places = reader.fingerprint, reader.aspect.value, reader.pixels.value, pictures.name
     return f"encoded-{short(plan.encoder.fingerprint, places)}"
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest version of a pass."""
+    """Return the newest version (highest number) of a pass's result; None without one."""
     versions = [p for p in folder.parent.glob(f"{folder.name}.*") if p.suffix[1:].isdigit()]
     return max(versions, key=lambda p: int(p.suffix[1:]), default=None)
 
 
 def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
-    """Run the pass over images. Its chunks are kept, so that those with a fixed image can be done again."""
+    """Run the pass that examines all images, and return its folder. Chunks are kept, so that those with fixed images
+    can be redone."""
     cfg = plan.cfg
     looking = cfg.examine, scaled(plan), cfg.allow_links
     task = ExaminePictures(state / "texts", CHUNKS["pictures"], state / "records", *looking)
@@ -343,7 +348,7 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
 
 
 def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
-    """Chunks with a record whose images have other problems now than before."""
+    """Return the numbers of chunks with a record whose images now have other problems than before."""
     flags = open_column(folder, "flags")
     fixed = {
         number // task.size

@@ -1,4 +1,4 @@
-"""The records of an index that are trained on."""
+"""Access to the records of an index that are trained on."""
 
 import hashlib
 import itertools
@@ -18,7 +18,8 @@ from llava_fsdp.data.records.record import Record
 
 
 class Records:
-    """The records that are kept, by number, and columns with the same numbers. A record is parsed when it is read.
+    """Sequence of the records that are trained on, with columns (lengths, labels, ...) of the same numbering. A record
+    is parsed when it is accessed.
 
     The columns are mapped files, or copies of their kept rows if records are skipped.
     """
@@ -27,16 +28,16 @@ class Records:
         self.index = index
         self.dropping = [kind for kind in Kind if not is_kept(kind, labels, too_long)]
         self.counts: dict[Kind, int] = dict.fromkeys(Kind, 0)
-        """Records that have each problem."""
+        """Number of records with each kind of problem."""
         self.out = 0
-        """Records skipped because something is wrong with them."""
+        """Number of records skipped because something is wrong with them."""
         self.long = 0
-        """Records skipped only for their length."""
+        """Number of records skipped only for their length."""
         self.numbers = self._choose()
         self._sizes = PictureSizes(index.records, index.pictures)
 
     def _choose(self) -> np.ndarray | None:
-        """Numbers in the index of the records that are kept, int64; None if all are."""
+        """Return the index numbers of the records to train on, int64; None if all are trained on."""
         dropping = mask(*self.dropping)
         long = dropping & BITS[Kind.too_long]
         wrong = dropping & ~long
@@ -56,7 +57,7 @@ class Records:
         return len(self.index) if self.numbers is None else len(self.numbers)
 
     def at(self, number: int) -> int:
-        """A record's number in the index."""
+        """Return the number in the index of a record that is trained on."""
         return number if self.numbers is None else int(self.numbers[number])
 
     def __getitem__(self, number: int) -> Record:
@@ -64,7 +65,7 @@ class Records:
         return self._sizes.put(self.index.texts.record(at), at)
 
     def where(self, number: int) -> str:
-        """The name of a record in messages, whether or not it can be parsed."""
+        """Return the name of a record for messages, whether or not it can be parsed."""
         return self.index.texts.name(self.at(number))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
@@ -73,27 +74,27 @@ class Records:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """int32 [records]: tokens of the sample after truncation."""
+        """Number of tokens of each sample after truncation, int32 [records]."""
         return self.column(self.index.encoded, "length")
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """int32 [records]: label tokens of the sample after truncation."""
+        """Number of label tokens of each sample after truncation, int32 [records]."""
         return self.column(self.index.encoded, "labels")
 
     @cached_property
     def images(self) -> np.ndarray:
-        """int32 [records]: images of the sample after truncation."""
+        """Number of images of each sample after truncation, int32 [records]."""
         return self.column(self.index.encoded, "images")
 
     @cached_property
     def pictures(self) -> np.ndarray:
-        """int32 [records]: images of the record."""
+        """Number of images of each record before truncation, int32 [records]."""
         return self.column(self.index.records, "pictures")
 
     @cached_property
     def tiles(self) -> np.ndarray:
-        """int32 [records]: tiles of the sample's images after truncation."""
+        """Number of image tiles of each sample after truncation, int32 [records]."""
         return self.column(self.index.encoded, "tiles")
 
     @cached_property
@@ -106,7 +107,7 @@ class Records:
 
     @cached_property
     def words(self) -> np.ndarray:
-        """int32 [records]: words of all messages, negative without an image."""
+        """Number of words of all messages of each record, negative without an image, int32 [records]."""
         return self.column(self.index.records, "words")
 
     @cached_property
@@ -118,14 +119,14 @@ class Records:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the sources' content, and of which records are kept."""
+        """Digest of the sources' content and of which records are trained on."""
         whole = self.index.texts.fingerprint
         if self.numbers is None:
             return whole
         return hashlib.sha256(whole.encode() + self.numbers.tobytes()).hexdigest()[:32]
 
     def left_out(self) -> Iterator[dict[str, Any]]:
-        """Skipped records, with kind and reason."""
+        """Yield the skipped records with kind of problem and reason."""
         for row in self.index.rows():
             if row["kind"] in self.dropping:
                 where = self.index.texts.name(row["record"])

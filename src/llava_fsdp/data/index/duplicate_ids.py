@@ -1,4 +1,5 @@
-"""Finish the first pass over a dataset: sum where each record's images begin, and find duplicate ids."""
+"""Finish the first pass over a dataset: compute where each record's images begin in the columns, and find duplicate
+ids."""
 
 import itertools
 import json
@@ -16,7 +17,8 @@ DUPLICATES = "duplicates"
 
 
 def read_facts(task: ReadRecords, _parts: Path, staged: Path) -> dict[str, Any]:
-    """Add first_picture (int64 [records + 1]), name_end (int64 [images + 1]) and the list of duplicate ids."""
+    """Add the columns first_picture (int64 [records + 1]) and name_end (int64 [images + 1]) and the list of duplicate
+    ids to the folder of joined columns."""
     for name, counts in (("first_picture", "pictures"), ("name_end", "name_size")):
         write_column(staged / f"{name}.npy", running_sum(open_column(staged, counts)), np.dtype(np.int64))
     (staged / "name_size.npy").unlink()
@@ -45,12 +47,12 @@ def running_sum(counts: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:
-    """Find the records of [begin, end) whose id an earlier one has.
+    """Return the records of [begin, end) that have the same id as an earlier record, by the hashes of the ids.
 
     Compares one share of the hashes at a time, so that memory does not grow with the number of records.
 
     Returns:
-        int64 [duplicates, 2]: such a record, and the first one with its id.
+        int64 [duplicates, 2]: number of such a record, and of the first record with its id.
     """
     shares = -(-(end - begin) // BLOCK)
     pairs = [np.zeros((0, 2), dtype=np.int64)]

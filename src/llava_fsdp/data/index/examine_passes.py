@@ -24,23 +24,23 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 T = TypeVar("T")
 Tell = Callable[[str, str], None]
-"""Takes the kind of a problem and its reason."""
+"""Function that notes a problem of a record: takes its kind and a reason for the user."""
 
 
 @dataclass
 class Findings:
-    """The problems of a chunk's records."""
+    """Collects the problems found in a chunk of records."""
 
     numbers: range
     flags: np.ndarray = field(init=False)
-    """uint32 [records]"""
+    """Problems of each record as bits, uint32 [records]."""
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.flags = np.zeros(len(self.numbers), dtype=np.uint32)
 
     def of(self, number: int, identity: str | None) -> Tell:
-        """A function that adds problems of one record, each kind once."""
+        """Return a function that adds problems of one record, each kind once."""
         at = number - self.numbers.start
 
         def tell(kind: str, reason: str) -> None:
@@ -57,7 +57,8 @@ class Findings:
 
 
 def attempt(make: Callable[[], T], tell: Tell) -> T | None:
-    """Call `make`. A problem of the record goes to `tell`; an error without a kind concerns more, and is raised."""
+    """Call `make`, and note a DataError with a kind as a problem of the record (returns None); other errors are
+    raised."""
     try:
         return make()
     except DataError as error:
@@ -69,7 +70,7 @@ def attempt(make: Callable[[], T], tell: Tell) -> T | None:
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """A pass over the records of `Texts`, a chunk of `size` at a time."""
+    """Base class of a pass over all records of a dataset, in chunks of `size` records."""
 
     folder: Path
     size: int
@@ -94,10 +95,10 @@ class Pass(ABC):
 
     @abstractmethod
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """The pass's columns for these records; problems go to `found`."""
+        """Return the pass's columns for these records, and add problems to `found`."""
 
     def records(self, numbers: range) -> Iterator[tuple[int, Record]]:
-        """The valid records; the first pass reports the others."""
+        """Yield the valid records with their numbers; invalid ones are reported by the first pass."""
         for number in numbers:
             record = attempt(partial(self.texts.record, number), lambda *_: None)
             if record is not None:
@@ -106,7 +107,7 @@ class Pass(ABC):
 
 @dataclass(frozen=True)
 class ReadRecords(Pass):
-    """Parse every record: its id, words and images.
+    """First pass over a dataset: parse each record and store its id, number of words and images.
 
     Columns by record: id_hash (0: no id), digest (xxh3 of its bytes; 0: not read), words, pictures; by image:
     name_size; `names` has the bytes of all names.
@@ -142,7 +143,8 @@ class ReadRecords(Pass):
 
 
 def id_hash(identity: str) -> int:
-    """A 64-bit hash, never 0. Among ten million ids, two have the same hash with a probability of 1 in 300,000."""
+    """Return a 64-bit hash of an id, never 0. Two of ten million ids have the same hash with a probability of 1 in
+    300,000."""
     digest = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
 
@@ -165,7 +167,8 @@ def check_pictures_named(record: Record, tell: Tell) -> None:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A problem of an image. Unlike the error it keeps no stack frames, with the file's bytes in them, in memory."""
+    """A problem found in an image. Unlike the exception it does not keep stack frames and the file's bytes in
+    memory."""
 
     kind: str
     reason: str
@@ -173,14 +176,14 @@ class Wrong:
 
 @dataclass(frozen=True)
 class ExaminePictures(Pass):
-    """Examine every image.
+    """Second pass over a dataset: check each image and store its size.
 
     Columns by image: width and height as displayed, stored_height, and digest (uint64, xxh3 of its bytes if all were
     read); 0 if it has problems.
     """
 
     records_folder: Path
-    """Folder of `ReadRecords`."""
+    """Folder of the columns written by the pass ReadRecords."""
     how: Examine
     scaled: bool
     """Whether 16-bit and floating point images are scaled by their white value, which must be known (`data.pixels`)."""
@@ -225,7 +228,7 @@ class ExaminePictures(Pass):
 
 
 class PictureNames:
-    """Paths of records' images, from an index."""
+    """Paths of each record's images, read from an index."""
 
     def __init__(self, records: Path):
         self.first, self.end = open_column(records, "first_picture"), open_column(records, "name_end")
@@ -237,7 +240,7 @@ class PictureNames:
 
 
 class PictureSizes:
-    """Sizes of records' images, from an index."""
+    """Sizes of each record's images, read from an index."""
 
     def __init__(self, records: Path, pictures: Path):
         self.first = open_column(records, "first_picture")
@@ -245,7 +248,7 @@ class PictureSizes:
         self.width, self.height, self.stored_height = (open_column(pictures, name) for name in names)
 
     def of(self, number: int, place: int) -> tuple[int, int, int]:
-        """width, height and stored height of one of a record's images; 0 if it has problems."""
+        """Return (width, height, stored height) of one of a record's images in pixels; 0 if the image has problems."""
         row = int(self.first[number]) + place
         return int(self.width[row]), int(self.height[row]), int(self.stored_height[row])
 

@@ -1,4 +1,4 @@
-"""Check that a part of an index is what was written: its `done.json` has names, sizes and checksums of its files.
+"""Check the parts of an index against damage: each part's `done.json` has names, sizes and checksums of its files.
 
 Sizes are checked whenever an index is opened, checksums when everything is examined again. Damage is never repaired in
 place, as another process may have the file mapped.
@@ -26,7 +26,7 @@ NOT_NUMPY = (ValueError, EOFError, OverflowError, SyntaxError, TypeError, tokeni
 
 
 def damaged(path: Path, what: str) -> DamagedError:
-    """The error for a damaged file INDEX/STATE/PART/NAME."""
+    """Return the DamagedError for a file INDEX/STATE/PART/NAME of an index."""
     folder = path.parents[min(2, len(path.parents) - 1)]
     within = path.relative_to(folder)
     return DamagedError(f"the index {folder} is damaged ({within}: {what}); delete it, and it is made again")
@@ -34,7 +34,7 @@ def damaged(path: Path, what: str) -> DamagedError:
 
 @contextlib.contextmanager
 def from_index(path: Path) -> Iterator[None]:
-    """Turn errors of reading a file of an index into DamagedError if it is missing, else into SourceError."""
+    """Convert errors while a file of an index is read: DamagedError if the file is missing, else SourceError."""
     with reading(path):
         try:
             yield
@@ -43,7 +43,7 @@ def from_index(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises DamagedError."""
+    """Read a JSON object from a file of an index; raise DamagedError if it is invalid."""
     with from_index(path):
         try:
             return parse_object(path.read_bytes())
@@ -52,10 +52,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_column(path: Path, mmap_mode: str | None = "r") -> np.ndarray:
-    """Map a .npy file.
+    """Open a column of an index (a .npy file) as a memory-mapped array.
 
     Raises:
-        DamagedError: it is not a whole .npy file.
+        DamagedError: the file is missing or not a whole .npy file.
     """
     with from_index(path):
         try:
@@ -66,7 +66,7 @@ def read_column(path: Path, mmap_mode: str | None = "r") -> np.ndarray:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON Lines."""
+    """Yield the problems (record, id, kind, reason) listed in a JSON Lines file of an index."""
     with from_index(path), path.open("rb") as file:
         for line in file:
             try:
@@ -79,7 +79,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:
-    """Write `facts` with sizes and checksums of the folder's files, after all of them."""
+    """Write `done.json`: `facts`, with sizes and checksums of the folder's files. Call after all files are written."""
     paths = [path for path in sorted(folder.iterdir()) if path.name != DONE]
     files = {path.name: [path.stat().st_size, check_sum(path)] for path in paths}
     (folder / DONE).write_text(json.dumps({**facts, FILES: files}))
@@ -94,10 +94,10 @@ def check_sum(path: Path) -> int:
 
 
 def check_part(folder: Path, whole: bool) -> None:
-    """Raise DamagedError if a file of the part is missing or has another size.
+    """Raise DamagedError if a file of a part of the index is missing or has another size.
 
     Args:
-        whole: compare checksums, too.
+        whole: also compare checksums.
     """
     files = read_json(folder / DONE).get(FILES)
     if not isinstance(files, dict) or not all(isinstance(own, list) and len(own) == 2 for own in files.values()):

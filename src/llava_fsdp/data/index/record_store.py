@@ -1,4 +1,4 @@
-"""Find, and read by number, the records in a dataset's files: the first part of an index."""
+"""Find all records of a dataset's files and read them by number; the first part of an index."""
 
 import bisect
 import contextlib
@@ -33,12 +33,12 @@ from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
 
 SPAN = "offset", "size", "line"
 PIECE = 65_536
-"""Records whose positions are written at once; they are kept if the rest is interrupted."""
+"""Number of records whose positions are written to a file at once; these survive an interruption."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A source of a dataset: a file of records, and the folder that their image paths are relative to."""
+    """A data source: a file of records, and the folder that their image paths are relative to."""
 
     name: str
     path: str
@@ -47,18 +47,18 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive records of one source in one text file."""
+    """A range of consecutive records of one source that are in one text file."""
 
     source: int
     text: str
-    """The source itself, or the file that the rows of a Parquet file were written to."""
+    """Path of the text file: the source file, or for Parquet the JSON Lines file written from it."""
     first: int
-    """Number of its first record."""
+    """Number of the first record of this range."""
     count: int
 
 
 def sources_of(cfg: DataConfig, group: str = "data") -> list[SourceFile]:
-    """The sources that `data.path` and `data.images`, or `data.sources`, name.
+    """Return the data sources of a configuration (`data.path` and `data.images`, or `data.sources`).
 
     Args:
         group: first part of the keys in messages.
@@ -81,15 +81,16 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[SourceFile]:
 
 
 def digest(path: Path) -> str:
-    """sha256 of a file's content."""
+    """Return the sha256 of a file's content."""
     with reading(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Texts:
-    """The records of all sources by number, in the order of the sources.
+    """Reads the records of all sources by number, counted through the sources in order.
 
-    Columns `offset` (int64), `size` and `line` (int32) hold where a record's bytes are. Pickled as a path.
+    Columns `offset` (int64), `size` and `line` (int32) give the place of a record's bytes. Pickled as the folder's
+    path.
     """
 
     def __init__(self, folder: Path):
@@ -115,12 +116,12 @@ class Texts:
 
     @cached_property
     def firsts(self) -> list[int]:
-        """The number of each source's first record, then the number of all records."""
+        """Number of each source's first record, followed by the number of all records."""
         counts = [sum(p.count for p in self.parts if p.source == s) for s in range(len(self.sources))]
         return [sum(counts[:s]) for s in range(len(counts) + 1)]
 
     def place(self, number: int) -> tuple[SourceFile, int]:
-        """The source of a record, and its index there."""
+        """Return the source of a record, and the record's index in that source."""
         source = self.part(number).source
         return self.sources[source], number - self.firsts[source]
 
@@ -136,7 +137,7 @@ class Texts:
         return {}
 
     def read(self, number: int) -> bytes:
-        """The record's bytes.
+        """Return the bytes of a record.
 
         Raises:
             DataError: the record is too large.
@@ -165,28 +166,28 @@ class Texts:
         return found
 
     def raw(self, number: int) -> Any:
-        """The JSON value of a record."""
+        """Return a record as parsed JSON."""
         return self.parse(number, self.read(number))
 
     def parse(self, number: int, text: bytes) -> Any:
-        """The JSON value of a record's bytes."""
+        """Parse the bytes of a record as JSON."""
         source, index = self.place(number)
         return parse_text(self._paths[source][0], index, text, self.line(number))
 
     def line(self, number: int) -> int | None:
-        """The line in which a record begins in its source; None if that is not a text file."""
+        """Return the line on which a record begins in its source; None if the source is not a text file."""
         part = self.part(number)
         return int(self.lines[number]) if part.text == self.sources[part.source].path else None
 
     def id_of(self, number: int) -> str | None:
-        """The id of a record, if it has one, also if the record is invalid."""
+        """Return the id of a record, even if the record is invalid; None if it has no id."""
         with contextlib.suppress(DataError):
             raw = self.raw(number)
             return id_of(raw) if isinstance(raw, dict) else None
         return None
 
     def name(self, number: int) -> str:
-        """The name of a record in messages, whether or not it can be parsed."""
+        """Return the name of a record for messages, whether or not it can be parsed."""
         source, index = self.place(number)
         with contextlib.suppress(DataError):
             raw = self.raw(number)
@@ -195,7 +196,7 @@ class Texts:
         return name_place(source.path, index, self.line(number))
 
     def embeds(self, number: int) -> bool:
-        """Whether a record's images were in its file, and are in the index now."""
+        """Return whether a record's images were embedded in its Parquet file, and are now files in the index."""
         part = self.part(number)
         source = self.sources[part.source]
         if part.text == source.path or source.images is None:
@@ -203,7 +204,7 @@ class Texts:
         return Path(source.images).parent == Path(part.text).parent
 
     def own_picture(self, number: int, reason: str) -> str:
-        """A reason about a record's image with the image's name in the Parquet file, instead of our copy's path."""
+        """Replace in a message the path of an image extracted from a Parquet file by the image's original name."""
         if not self.embeds(number):
             return reason
         raw = self.raw(number)
@@ -217,10 +218,10 @@ class Texts:
         """Parse a record.
 
         Args:
-            text: its bytes, if they have been read already.
+            text: the record's bytes, if they have been read already.
 
         Raises:
-            DataError: with a kind; the record is invalid.
+            DataError: the record is invalid; has a kind.
         """
         source, index = self.place(number)
         path, folder = self._paths[source]
@@ -232,13 +233,13 @@ class Texts:
 def split(
     sources: list[SourceFile], folder: Path, texts: list[Path], fingerprint: str, most: int, check: Callable[[], None]
 ) -> None:
-    """Find every record of every text file, and write their positions as a `Texts` folder.
+    """Find all records of the sources' text files, and write their positions into a folder that `Texts` opens.
 
     Args:
         texts: the text file of each source.
         fingerprint: digest of the sources' content.
         most: largest number of bytes of a record.
-        check: called before the folder gets its name; may raise.
+        check: called before the folder gets its final name; raises if a source has changed.
 
     Raises:
         DataError: a source is not a list of records, or is empty.
@@ -267,10 +268,10 @@ def split(
 
 
 def split_file(path: Path, folder: Path, most: int) -> list[Path]:
-    """Find a file's records, after those of the pieces that are there.
+    """Find the positions of a file's records and write them in pieces; pieces that exist already are kept.
 
     Returns:
-        Files of pieces: offset, size and line of each record, int64 [records, 3].
+        Paths of the pieces, .npy files with offset, size and line of each record, int64 [records, 3].
     """
     folder.mkdir(parents=True, exist_ok=True)
     pieces = sorted(folder.glob("*.npy"))

@@ -1,4 +1,4 @@
-"""Identify the state of a dataset's files by size and time if these are known, else by content."""
+"""Identify the state of a dataset's files: by size and modification time if already known, else by their content."""
 
 import hashlib
 import json
@@ -13,15 +13,15 @@ from llava_fsdp.runtime.progress import Watch
 from llava_fsdp.runtime.small_json import parse_object
 
 FORMAT = 5
-"""Incremented whenever the columns, or what is found in a record, change."""
+"""Version of the index format, increased whenever its columns change or what is found in a record."""
 KNOWN = "known.json"
 
 
 def find_state(sources: list[SourceFile], folder: Path, most: int, watch: Watch, look_again: bool) -> dict[str, str]:
-    """The key and the fingerprint of the sources' content, stored under their size and time.
+    """Return the key and the fingerprint of the sources' content, which are remembered by size and modification time.
 
     Args:
-        most: largest number of bytes of a record; with another limit, other records are read.
+        most: largest size of a record in bytes; part of the key, as with another limit other records are read.
     """
     known = read_known(folder)
     now = stamp(sources, most)
@@ -40,14 +40,15 @@ def find_state(sources: list[SourceFile], folder: Path, most: int, watch: Watch,
 
 
 def check_unchanged(sources: list[SourceFile], most: int, since: str, undo: Callable[[], None] = lambda: None) -> None:
-    """Raise SourceError, after calling `undo`, if size or time of a file has changed."""
+    """Raise SourceError, after calling `undo`, if the size or modification time of a file has changed."""
     if stamp(sources, most) != since:
         undo()
         raise SourceError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
 
 
 def read_known(folder: Path) -> dict[str, dict[str, str]]:
-    """The known states; none if the file is damaged, as all can be computed again."""
+    """Return the known states of source files from `known.json`; empty if it is damaged, as all can be computed
+    again."""
     path = folder / KNOWN
     try:
         known = parse_object(path.read_bytes()) if path.is_file() else {}

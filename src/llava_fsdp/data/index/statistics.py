@@ -1,4 +1,4 @@
-"""What was found in a dataset, as one object: counts, lengths, what maximum lengths cost, and every problem."""
+"""Summarise what was found in a dataset: counts, lengths, tokens lost by truncation, and all problems."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.terminal_text import shown_text
 
 SHOWN = 1000
-"""Records of a kind that report.json lists; problems.jsonl lists all."""
+"""Number of records per kind of problem that report.json lists; problems.jsonl lists all."""
 PAGE, TABLE, LIST = "report.html", "report.json", "problems.jsonl"
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99, 100)
 BARS = 48
@@ -32,17 +32,17 @@ class SourceCounts:
     images: str | None
     records: int
     left_out: int
-    """Of the records; all other counts are of those that are kept."""
+    """Number of skipped records; all other counts are of the records that are trained on."""
     text_only: int = 0
     pictures: int = 0
-    """In all records, a picture counted as often as it is shown."""
+    """Number of images in these records; an image counts as often as it occurs."""
     tokens: int = 0
-    """Positions of samples as cut at data.max_length, those of pictures included."""
+    """Number of tokens after truncation at data.max_length, including image tokens."""
     label_tokens: int = 0
 
 
 def make_report(records: Records, cfg: Config) -> dict[str, Any]:
-    """Everything but the whole list of problems, as report.json has it."""
+    """Return the content of report.json: all statistics, with only the first problems of each kind."""
     index = records.index
     return {
         "index": str(index.folder),
@@ -83,7 +83,7 @@ def count_sources(records: Records) -> list[SourceCounts]:
 
 
 def describe_lengths(index: Index) -> dict[str, Any]:
-    """Histogram, mean and percentiles of the lengths of all samples before truncation."""
+    """Return histogram, mean and percentiles of the lengths in tokens of all samples before truncation."""
     full = open_column(index.encoded, "full")
     longest = max((int(full[at : at + BLOCK].max(initial=0)) for at in range(0, len(full), BLOCK)), default=0)
     counts = np.zeros(longest + 1, dtype=np.int64)
@@ -105,7 +105,7 @@ def describe_lengths(index: Index) -> dict[str, Any]:
 
 
 def bar_width(longest: int) -> int:
-    """The smallest of 1, 2, 5, 10, 20, ... that makes at most BARS bars."""
+    """Return the smallest of 1, 2, 5, 10, 20, ... that divides lengths up to `longest` into at most BARS bars."""
     power = 1
     while True:
         for step in (1, 2, 5):
@@ -115,7 +115,7 @@ def bar_width(longest: int) -> int:
 
 
 def describe_losses(index: Index) -> list[dict[str, Any]]:
-    """What is truncated and lost for each maximum length, in all sources and in each."""
+    """Return for each maximum length how much is truncated and lost, in all sources together and in each."""
     names = [source.name for source in index.texts.sources]
     return [
         {
@@ -133,7 +133,7 @@ def losses(counts: np.ndarray) -> dict[str, int]:
 
 
 def list_problems(records: Records) -> dict[str, Any]:
-    """For each kind of problem: how many records, whether they are kept, and the first of them."""
+    """Return for each kind of problem the number of records, whether they are trained on, and the first of them."""
     found = {
         kind: {"records": count, "kept": kind not in records.dropping, "meaning": PROBLEMS[kind].meaning, "first": []}
         for kind, count in records.counts.items()
@@ -164,7 +164,7 @@ def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
 
 
 def write_report(records: Records, cfg: Config, folder: Path) -> dict[str, Any]:
-    """Write report.json, report.html and problems.jsonl; returns what the first one holds."""
+    """Write report.json, report.html and problems.jsonl; return the content of report.json."""
     report = make_report(records, cfg)
     folder.mkdir(parents=True, exist_ok=True)
     put(folder / LIST, (json.dumps(row) + "\n" for row in problem_rows(records)))

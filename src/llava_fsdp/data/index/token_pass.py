@@ -1,4 +1,5 @@
-"""The third pass over a dataset: encode every record as training will, and count what maximum lengths cost."""
+"""Third pass over a dataset: encode each record as in training, and count what would be truncated at several maximum
+lengths."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,23 +18,24 @@ from llava_fsdp.data.text.encode import Encoder, Measured
 from llava_fsdp.data.text.templates import IMAGE_TAG
 
 LIMITS = (512, 1024, 2048, 4096, 8192)
-"""Maximum lengths for which the loss by truncation is counted, besides the configured one."""
+"""Maximum lengths in tokens for which truncation is counted, besides the configured one."""
 LOSSES = ("records", "positions", "labels", "unlabelled")
-"""What a maximum length costs: records truncated, tokens and label tokens lost, records left without a label."""
+"""What is counted for each maximum length: records truncated, tokens and label tokens lost, records left without a
+label."""
 
 
 @dataclass(frozen=True)
 class EncodeRecords(Pass):
-    """Encode every record.
+    """Third pass over a dataset: encode each record, and store its numbers of tokens, labels, images and tiles.
 
     Columns by record, int32: length, labels, images, tiles, positions_cut, labels_cut, full; 0 if it makes no sample.
     `losses`, int64, by chunk, source, limit and LOSSES.
     """
 
     records_folder: Path
-    """Folder of `ReadRecords`."""
+    """Folder of the columns written by the pass ReadRecords."""
     pictures_folder: Path
-    """Folder of `ExaminePictures`."""
+    """Folder of the columns written by the pass ExaminePictures."""
     encoder: Encoder
     reader: ImageReader
 
@@ -77,7 +79,7 @@ class EncodeRecords(Pass):
         return made
 
     def check_shapes(self, record: Record, number: int) -> None:
-        """Raise DataError if this way of preparing images cannot handle an image's shape."""
+        """Raise DataError if an image's shape cannot be handled with the configured aspect ratio and pixel settings."""
         reader = self.reader
         for place, name in enumerate(record.images):
             width, height, stored_height = self.sizes.of(number, place)
@@ -90,7 +92,7 @@ class EncodeRecords(Pass):
                 check_height(stored_height, what)
 
     def losses(self, made: Measured) -> np.ndarray:
-        """int64 [limits, LOSSES], by the code that truncates in training."""
+        """Return what a record loses by truncation at each maximum length, int64 [limits, LOSSES]."""
         lost = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
         labels = made.whole.num_labels
         for row, limit in enumerate(self.limits):

@@ -1,4 +1,4 @@
-"""Compare an index with the records and images that it was made of, all of which are read again in full.
+"""Verify that the records and images that an index was made from are unchanged, by reading all of them again.
 
 Training recognises files by size and modification time, and does not examine an image again once it was good. Only this
 check finds a change that leaves size and time as they were.
@@ -24,16 +24,17 @@ from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.progress import Watch
 
 SHOWN = 20
-"""How many differences a message names at most."""
+"""Most differences that an error message names."""
 
 
 @dataclass(frozen=True)
 class CompareContent:
-    """Compare a chunk: its records in text files, and its images that were good. Column `rows` has what differs."""
+    """Pass that compares a chunk of text records and good images with the index's checksums; column `rows` lists
+    differences."""
 
     texts: Texts
     size: int
-    """Records in a chunk."""
+    """Number of records in a chunk."""
     records_folder: Path
     pictures_folder: Path
 
@@ -43,7 +44,7 @@ class CompareContent:
 
     @cached_property
     def digests(self) -> tuple[np.ndarray, np.ndarray]:
-        """Digests of records and of images, uint64."""
+        """Checksums of records and of images as stored in the index, uint64."""
         return open_column(self.records_folder, "digest"), open_column(self.pictures_folder, "digest")
 
     def __call__(self, chunk: int) -> Columns:
@@ -70,7 +71,7 @@ class CompareContent:
 
 
 def digest_of(path: Path) -> int | str:
-    """xxh3 of a file's bytes; if it cannot be read, the reason."""
+    """Return the xxh3 checksum of a file's bytes; if it cannot be read, the reason as text."""
     try:
         return xxh3_64_intdigest(read_file(path, "now"))
     except DataError as error:
@@ -78,11 +79,11 @@ def digest_of(path: Path) -> int | str:
 
 
 def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
-    """Check that all records and images of an index are unchanged, and return how many it has of each.
+    """Check that all records and images of an index are unchanged; return the numbers of records and of images.
 
     Raises:
         ConfigError: there is no complete index of these files.
-        DataError: with the records and images that have changed.
+        DataError: records or images have changed; names them.
         DamagedError: a file of the index is not what was written.
     """
     folder = plan.cfg.index_folder
@@ -106,7 +107,7 @@ def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
 
 
 def compare(index: Index, workers: int, watch: Watch) -> list[str]:
-    """The records in text files and the images that have changed, in words."""
+    """Return descriptions of the text records and images that have changed."""
     task = CompareContent(index.texts, CHUNKS["pictures"], index.records, index.pictures)
     chunks = -(-len(index) // task.size)
     with tempfile.TemporaryDirectory(prefix="llava_fsdp_verify_") as made:
@@ -117,7 +118,7 @@ def compare(index: Index, workers: int, watch: Watch) -> list[str]:
 
 
 def changed_rows(index: Index) -> list[str]:
-    """The rows of Parquet files that have changed, in words."""
+    """Return descriptions of the rows of Parquet files that have changed."""
     known, texts = open_column(index.records, "digest"), index.texts
     changed = []
     for source, begin, end in zip(texts.sources, texts.firsts, texts.firsts[1:], strict=False):

@@ -1,8 +1,8 @@
-"""Run a pass over a dataset chunk by chunk, in worker processes, and join the chunks' columns at the end.
+"""Run a pass over a dataset in chunks, in worker processes, and join the chunks' columns at the end.
 
-A chunk's result is one file, and is not made again by a later run. Workers are spawned, and import only what a task
-needs: torch would take a third of a gigabyte on each core. A spawned process imports the main module of its parent
-again, unless that is the `__main__` of a package, as for all our commands that make an index.
+A chunk's result is one file, which a later run reuses. Workers are spawned, and import only what a pass needs: torch
+would take a third of a gigabyte in each. A spawned process imports the main module of its parent again, unless that is
+the `__main__` of a package, as in all commands that make an index.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from llava_fsdp.runtime.progress import Advance
 from llava_fsdp.runtime.terminal_text import guard_streams
 
 Columns = dict[str, np.ndarray]
-"""Columns of one chunk by name: one value per record, or one per image."""
+"""Columns of one chunk by name; each has one value per record or one per image."""
 ROWS = "rows"
-"""The column of text: JSON Lines as bytes."""
+"""Name of the column of text: JSON Lines as bytes (uint8)."""
 BLOCK = 1 << 20
-"""Values of a column that are in memory together."""
+"""Number of values of a column that are in memory together."""
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
@@ -47,13 +47,13 @@ def chunk_file(folder: Path, chunk: int) -> Path:
 
 
 def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Advance) -> None:
-    """Do every chunk whose file is missing or not whole.
+    """Compute each chunk whose file is missing or incomplete.
 
     Args:
         workers: number of processes; 1 does all in this process.
 
     Raises:
-        LlavaFsdpError: what a chunk raised; WorkerError if a worker died.
+        LlavaFsdpError: the error that a chunk raised; WorkerError if a worker died.
         OSError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Adv
         context = RecordingContext()
         try:
             pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(os.getpid(), task, folder))
-        except (OSError, ImportError) as error:  # their queues have locks in /dev/shm
+        except (OSError, ImportError) as error:  # the pool's queues have locks in /dev/shm
             log().warning("no worker processes (%s): this process does all; is /dev/shm full or missing?", error)
         else:
             return run_in_workers(pool, context, pending, advance)
@@ -76,7 +76,8 @@ def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Adv
 
 
 class RecordingContext(SpawnContext):
-    """Starts the workers, and keeps them to kill them and to read their exit codes."""
+    """multiprocessing context that remembers the worker processes it starts, to kill them and to read their exit
+    codes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ def run_in_workers(
                 raise
             except BaseException:
                 for worker in context.workers:
-                    worker.kill()  # a chunk may take long
+                    worker.kill()  # killed, as a chunk may take long
                 raise
     except BrokenProcessPool:
         # the pool ends the other workers with SIGTERM
@@ -114,7 +115,7 @@ def run_in_workers(
 
 @contextlib.contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Within it processes start with one thread for each library: there is a worker for each core."""
+    """Context manager in which started processes use one thread per library, as there is one worker per core."""
     before = dict(os.environ)
     os.environ.update(ONE_THREAD)
     try:
@@ -127,14 +128,14 @@ def one_thread_each() -> Iterator[None]:
 
 
 WORK: list[Callable[[int], None]] = []
-"""In a worker: what it does with a chunk."""
+"""In a worker process: the function that computes a chunk."""
 
 
 def begin(parent: int, task: Task, folder: Path) -> None:
-    """Begin a worker process, which ends with its parent, and leaves Ctrl-C to it."""
+    """Initialise a worker process, which ends with its parent and ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
-    os.dup2(2, 1)  # what a library prints is no output of the command
+    os.dup2(2, 1)  # libraries' messages are not part of the command's output
     guard_streams()
     WORK.append(partial(do, task, folder))
 
@@ -144,7 +145,7 @@ def do_in_worker(chunk: int) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the file ends as a zip archive does; one that a machine left when it lost power may not."""
+    """Return whether a file ends like a zip archive; one written during a power loss may not."""
     return path.is_file() and zipfile.is_zipfile(path)
 
 
@@ -156,9 +157,9 @@ def do(task: Task, folder: Path, chunk: int) -> None:
 
 
 def join(source: Path, chunks: int, target: Path, finish: Callable[[Path], dict[str, Any]]) -> None:
-    """Lay the columns of all chunks end to end: each becomes one .npy file, the text column `rows.jsonl`.
+    """Concatenate the columns of all chunks: each column becomes a .npy file, the text column `rows.jsonl`.
 
-    One chunk's column is in memory at a time.
+    Only one chunk's column is in memory at a time.
 
     Args:
         finish: gets the folder of columns, may add to it, and returns its facts, which are written last.
@@ -186,7 +187,7 @@ def column(path: Path, name: str) -> np.ndarray:
 
 
 def columns_of(path: Path, *names: str) -> Columns:
-    """The named columns of a chunk; all if none is named."""
+    """Return the named columns of a chunk's file; all columns if none is named."""
     try:
         with np.load(path, allow_pickle=False) as chunk:
             return {name: chunk[name] for name in names or chunk.files}
@@ -196,7 +197,7 @@ def columns_of(path: Path, *names: str) -> Columns:
 
 
 def write_column(path: Path, pieces: Iterator[np.ndarray], dtype: np.dtype) -> None:
-    """Write a .npy file of pieces; the header has room for the length, which is known at the end."""
+    """Write an array given in pieces as a .npy file, whose length is known only at the end."""
     total = 0
     with path.open("wb") as file:
         write_header(file, dtype, 10**18)  # as wide as any length may be
@@ -211,7 +212,7 @@ def write_column(path: Path, pieces: Iterator[np.ndarray], dtype: np.dtype) -> N
 
 
 def write_header(file: IO[bytes], dtype: np.dtype, length: int) -> None:
-    """Version 1.0 of the format, padded to 128 bytes."""
+    """Write the header of a one-dimensional .npy file (format version 1.0), padded to 128 bytes."""
     text = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': ({length},), }}".ljust(117) + "\n"
     file.write(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode())
 
@@ -221,5 +222,5 @@ def open_column(folder: Path, name: str) -> np.ndarray:
 
 
 def rows_column(rows: Sequence[dict[str, Any]]) -> np.ndarray:
-    """uint8: rows as JSON Lines."""
+    """Return rows as a text column: JSON Lines as uint8."""
     return np.frombuffer("".join(json.dumps(row) + "\n" for row in rows).encode(), dtype=np.uint8)

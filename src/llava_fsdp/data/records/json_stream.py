@@ -147,7 +147,8 @@ class Window:
     """JSON decoder that does not convert integers: one with too many digits for Python must not stop the whole file."""
 
     def more(self) -> None:
-        """Read more of the file: drop text before `at` and append as many bytes as are left, at least `BLOCK`."""
+        """Read more of the file: drop text before `at`, then append as many bytes as remain in `text`, at least
+        `BLOCK`."""
         self.line_here()
         self.text = self.text[self.at :]
         self.base += self.at

@@ -199,7 +199,7 @@ class OriginalEncoder:
 
 
 def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Repeat each IMAGE_ID as often as its image has tokens (`counts`), with labels IGNORE."""
+    """Replace each IMAGE_ID by as many IMAGE_IDs as its image has tokens (`counts`), with labels IGNORE."""
     repeats = np.ones(len(ids), dtype=np.int64)
     repeats[ids == IMAGE_ID] = counts
     labels = np.where(ids == IMAGE_ID, IGNORE, labels)

@@ -1,7 +1,7 @@
 """Tokenize text, with the range of characters that each token came from, and detokenize.
 
-A `tokenizer.json` is read with the tokenizers library; a SentencePiece `tokenizer.model` with
-SentencePiece itself (transformers 5's conversion of such files gives wrong ids on repeated spaces).
+A `tokenizer.json` is read with the tokenizers library; a `tokenizer.model` with SentencePiece (transformers 5's
+conversion of such files gives wrong ids on repeated spaces).
 """
 
 import hashlib
@@ -34,8 +34,8 @@ class Token:
     id: int
     begin: int
     end: int
-    """The token covers characters [begin, end) of the text; none for all but the last byte token of a character that
-    has no token of its own."""
+    """End of the token's characters [begin, end) in the text. A character without a token of its own becomes byte
+    tokens, of which all but the last have none."""
 
 
 class Tokenizer(Protocol):
@@ -172,8 +172,8 @@ class JsonTokenizer:
         return plain
 
     def _encode_between(self, text: str, special: list[Stretch]) -> list[Token]:
-        """Tokenize a text with special tokens only at the given ranges; like the tokenizers library, special tokens may
-        swallow the spaces beside them (lstrip, rstrip)."""
+        """Tokenize a text with special tokens only at the given ranges. As in the tokenizers library, a special token
+        may include the spaces beside it (lstrip, rstrip)."""
         tokens: list[Token] = []
         at = 0
         for begin, end in [*special, (len(text), len(text))]:
@@ -299,7 +299,7 @@ class LlamaTokenizer:
         tokens = []
         end = at - prefix
         for piece in self._pieces.encode(plain, return_type="proto").pieces:
-            # Surfaces tile the text; begin and end of the piece itself count bytes in some releases.
+            # Surfaces cover the text without gaps; a piece's own begin and end count bytes in some releases.
             begin, end = end, end + len(piece.surface)
             tokens.append(Token(piece.id, max(begin, at), max(end, at)))
         return tokens
