@@ -93,9 +93,8 @@ def output(context: Context) -> Iterator[Finding]:
         return
     keep, needs, needed = context.cfg.checkpoint.keep, context.known_needs, 0
     if needs is not None:
-        needed = (
-            needs.checkpoint * (keep + 1) + needs.export
-        )  # the next checkpoint is written before the oldest is deleted
+        # the next checkpoint is written before the oldest is deleted
+        needed = needs.checkpoint * (keep + 1) + needs.export
     what = f"{keep + 1} checkpoints and the export take"
     cure = "make room, or give an output_dir on a larger disk"
     cure += "; or keep fewer checkpoints: checkpoint.keep=2, the fewest" if keep > 2 else ""
