@@ -125,7 +125,7 @@ def each(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
 
 @dataclass(frozen=True)
 class To:
-    """Rule: the key becomes these overrides."""
+    """Rule for a flag or key of another trainer: it is translated into these configuration keys."""
 
     keys: tuple[str, ...]
     note: str = ""

@@ -128,7 +128,8 @@ def is_whole(folder: Path) -> bool:
 
 
 def find_tower(raw: dict, folder: Path) -> str:
-    """Find the vision tower that an original's folder names: a folder, possibly beside it, or a hub name."""
+    """Find the vision tower named in the config.json of an original LLaVA folder: a local folder, also one beside the
+    LLaVA folder, or a hub name."""
     name = str(raw.get("mm_vision_tower") or raw.get("vision_tower") or "")
     if (folder / TOWER / "config.json").is_file() or (name and Path(name).is_dir()):
         return name

@@ -44,7 +44,7 @@ class CompareContent:
 
     @cached_property
     def digests(self) -> tuple[np.ndarray, np.ndarray]:
-        """Checksums of records and of images as stored in the index, uint64."""
+        """The index's stored checksums: two uint64 arrays, one value per record and one per image file."""
         return open_column(self.records_folder, "digest"), open_column(self.pictures_folder, "digest")
 
     def __call__(self, chunk: int) -> Columns:

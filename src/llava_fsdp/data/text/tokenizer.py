@@ -203,7 +203,7 @@ class JsonTokenizer:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a regular expression that matches any of some texts, the longest first; nothing if there are no texts."""
+    """A pattern that matches the longest of these texts at a place; without texts it matches nothing."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(re.escape(text) for text in longest_first) or "(?!)")
 
