@@ -13,7 +13,7 @@ from transformers import LlavaConfig, PretrainedConfig
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
-from llava_fsdp.data.batching.sampler import Order
+from llava_fsdp.data.batching.sampler import Sampler
 from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.precision import DTYPES
@@ -56,7 +56,7 @@ def write_llava(folder: Path, cfg: Config, tokenizer: Path, preprocessor: Path) 
 
 
 def write_samples(
-    folder: Path, cfg: Config, ranks: int, steps: int, accumulation: int, order: Order | None = None
+    folder: Path, cfg: Config, ranks: int, steps: int, accumulation: int, order: Sampler | None = None
 ) -> None:
     """Every rank's micro-batches, as our loader cuts them, under the names that transformers' model takes.
 

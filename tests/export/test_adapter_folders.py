@@ -544,7 +544,7 @@ def test_a_checkpoint_without_the_folder_still_counts(made: Callable[[str], Made
     """As those from before there was one; what the manifest lists must be there."""
     step = Path(shutil.copytree(made("plain").run / "checkpoints" / "step-000002", tmp_path / "step-000002"))
     shutil.rmtree(step / "adapter")
-    with pytest.raises(CheckpointError, match="adapter is missing, or no folder"):
+    with pytest.raises(CheckpointError, match="adapter is missing, or not a folder"):
         verify(step)
     forge_manifest(step, lambda m: [m["files"].pop(n) for n in list(m["files"]) if n.startswith("adapter/")])
     assert STATE_FILE in verify(step).manifest.files
@@ -572,6 +572,6 @@ def test_an_adapter_is_no_model(made: Callable[[str], Made], dataset: Path, tmp_
     settings = json.loads((tmp_path / "moved" / "adapter_config.json").read_text())
     write_json(tmp_path / "moved" / "adapter_config.json", settings | {"base_model_name_or_path": "/gone"})
     with pytest.raises(
-        ConfigError, match=r"base=PATH; that is for python -m llava_fsdp\.export source=.*moved to=FOLDER"
+        ConfigError, match=r"base=PATH; that is a key of python -m llava_fsdp\.export source=.*moved to=FOLDER"
     ):
         Assistant(str(tmp_path / "moved"), "v1", AspectRatio.pad)

@@ -214,6 +214,7 @@ def our_outcome(model: Llava, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]
         batch.images,
         (torch.zeros(0), torch.zeros(0)),  # nothing is drawn for samples
         torch.arange(ids.numel()),
+        return_logits=True,
     )
     hook.remove()
     return seen[0], logits

@@ -107,8 +107,8 @@ def test_a_compiled_block_that_runs_again_does_so_to_the_end(
     )
     last = 3 * 36 * 50  # three layers' down projections
     forward = plain.flops.token / 3
-    assert compiled.flops == plain.flops and plain.recomputed.position == (forward - 2 * last if mode == "full" else 0)
-    assert compiled.recomputed.position - plain.recomputed.position == (2 * last if mode == "full" else 0)
+    assert compiled.flops == plain.flops and plain.recomputed.token == (forward - 2 * last if mode == "full" else 0)
+    assert compiled.recomputed.token - plain.recomputed.token == (2 * last if mode == "full" else 0)
 
 
 def test_a_run_on_a_cpu_has_no_mfu(

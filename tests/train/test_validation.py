@@ -443,9 +443,7 @@ def test_one_is_warned_of_measuring_what_is_trained_on(
     for path, warned in ((alias, True), (dataset / "text.json", False)):
         caplog.clear()
         warn_of_trained(make_config(parts, dataset, tmp_path / "run", "val.every=1", f"val.path={path}"))
-        assert [f"val measures {alias}, which is trained on" in r.getMessage() for r in caplog.records] == [
-            True
-        ] * warned
+        assert [f"val reads {alias}, which is trained on" in r.getMessage() for r in caplog.records] == [True] * warned
 
 
 def test_the_loss_alone(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def first_problem(question: BenchmarkQuestion, cfg: DataConfig, real_folder: str
                 continue
             check_links(folder / name, real_folder, cfg.allow_links)
             if not (folder / name).is_file():
-                raise ImageError(f"picture {folder / name} does not exist")
+                raise ImageError(f"image {folder / name} does not exist")
     except ImageError as error:
         return f"  {question.where}: {error}"
     return None

@@ -117,7 +117,10 @@ def recorded(cfg: Config) -> Config | None:
     if not path.is_file():
         return None
     try:
-        tree = OmegaConf.create(present_tree(yaml.safe_load(refuse_yaml_bombs(path))))
+        written = yaml.safe_load(refuse_yaml_bombs(path))
+        if not isinstance(written, dict):
+            return None
+        tree = OmegaConf.create(present_tree(written))
         strategy = Strategy(str(OmegaConf.select(tree, "sharding.strategy")))
         activation_checkpointing = cfg.activation_checkpointing
         if has_auto_checkpointing(cfg):

@@ -351,9 +351,10 @@ def test_a_full_disk_is_said_by_workers_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_worker_that_is_killed_is_reported(number: signal.Signals, tmp_path: Path) -> None:
+    others = set(multiprocessing.active_children())
     with pytest.raises(WorkerError, match=rf"ended with {-number} while .*prepare\.workers=") as raised:
         run_chunks(Fails(-number), tmp_path, 5, 2, lambda _: None)
-    assert raised.value.exit_code == 2 and not multiprocessing.active_children()
+    assert raised.value.exit_code == 2 and set(multiprocessing.active_children()) <= others
 
 
 def test_without_room_for_locks_no_worker_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_the_summary_is_short(parts: Path, dataset: Path, tmp_path: Path, capsys
     cfg = make_config(parts, dataset, tmp_path, f"data.index={tmp_path / 'index'}")
     prepare.show(make_report(open_again(cfg, parts), cfg), tmp_path)
     said = capsys.readouterr().out
-    assert "before any cut" in said and "as cut at data.max_length" in said
+    assert "tokens after truncation to data.max_length" in said
     assert "mixed.json" in said and "no problems" in said and "44 of 44 records are kept" in said
 
 

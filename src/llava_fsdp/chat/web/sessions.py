@@ -100,5 +100,5 @@ class Sessions:
 def without_folders(message: str, files: list[Path]) -> str:
     """Remove the server's folders from a message about uploaded files, leaving the file names."""
     for path in files:
-        message = message.replace(f"picture {path} ", "").replace(f"{path} ", f"{path.name} ").replace(str(path), "")
+        message = message.replace(f"image {path} ", "").replace(f"{path} ", f"{path.name} ").replace(str(path), "")
     return message
