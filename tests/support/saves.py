@@ -77,10 +77,12 @@ def write_adapter(folder: Path, checkpoint: Checkpoint) -> None:
 class StepSaver(Saver):
     """A saver of given tensors, as those of whatever step."""
 
-    step = 0
+    counter: list[int]
+    """The step that is saved. Not a field of the saver: its facts would refer to it in a circle, and it would not be
+    freed with its process group once a test is done with it."""
 
     def save_step(self, step: int) -> None:
-        self.step = step
+        self.counter[0] = step
         self.save()
 
 
@@ -94,7 +96,9 @@ def saver_of(
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     adapter = AdapterFolder(4096, write_adapter) if with_adapter and is_first else None
     cfg = replace(CONFIG, **values)
-    saver = StepSaver(parent, cfg, lambda: tensors, lambda: facts(saver.step), at=at, adapter_folder=adapter)
+    counter = [0]
+    saver = StepSaver(parent, cfg, lambda: tensors, lambda: facts(counter[0]), at=at, adapter_folder=adapter)
+    saver.counter = counter
     return saver
 
 
