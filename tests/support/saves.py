@@ -81,6 +81,10 @@ class StepSaver(Saver):
     """The step that is saved. Not a field of the saver: its facts would refer to it in a circle, and it would not be
     freed with its process group once a test is done with it."""
 
+    @property
+    def step(self) -> int:
+        return self.counter[0]
+
     def save_step(self, step: int) -> None:
         self.counter[0] = step
         self.save()
