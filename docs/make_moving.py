@@ -22,8 +22,6 @@ from llava_fsdp.migrate.source_run import AUTO, Block, Flag, Run
 
 GPUS = 8
 HEAD = ("key", "example", "verdict", "here")
-SCALED = ("fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis", "fp16.min_loss_scale",
-          "fp16.loss_scale")  # fmt: skip
 # The flag that each section of the table begins with, in the order of `llava_flags.FLAGS`.
 SECTIONS = {
     "model_name_or_path": "ModelArguments",
@@ -61,16 +59,13 @@ NOT_WITH = {"fsdp": "deepspeed", "fsdp_config": "deepspeed"}
 DEEPSPEED_EXAMPLES: Mapping[str, object] = {
     "optimizer.type": "AdamW", "optimizer.params.adam_w_mode": True, "optimizer.params.adamw_mode": True,
     "scheduler.type": "WarmupLR", "scheduler.params.warmup_type": "log", "zero_optimization.stage": 3,
-    "zero_optimization.zero_hpz_partition_size": 4, "zero_optimization.mics_shard_size": 4,
     "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True,
     "zero_optimization.cpu_offload": True, "zero_optimization.cpu_offload_param": True,
     "zero_optimization.cpu_offload_params": True, "zero_optimization.cpu_offload_use_pin_memory": True,
     "zero_optimization.offload_param": "nvme", "zero_optimization.offload_optimizer": "nvme",
     "zero_optimization.offload_param.*": 1, "zero_optimization.offload_optimizer.*": 1,
     "aio.*": 1,
-    "fp16.auto_cast": True, "fp16.consecutive_hysteresis": True, "fp16.fp16_master_weights_and_grads": True,
-    "fp16.initial_scale_power": 16, "fp16.loss_scale_window": 1000, "fp16.hysteresis": 2,
-    "fp16.min_loss_scale": 1, "fp16.loss_scale": 0,
+    "fp16.*": 2,
 }  # fmt: skip
 ACCELERATE_EXAMPLES: Mapping[str, object] = {
     "distributed_type": "FSDP", "mixed_precision": "bf16", "zero_stage": 3, "gradient_accumulation_steps": 1,
@@ -157,7 +152,7 @@ def deepspeed_row(key: str, rule: object) -> list[str]:
     full = (
         f"{key}.device"
         if key.endswith((".offload_param", ".offload_optimizer"))
-        else key.replace("*", "cpu_checkpointing" if key.startswith("act") else "buffer_count")
+        else key.replace("*", "hysteresis" if key.startswith("fp16") else "buffer_count")
     )
     values: dict[str, object] = {"zero_optimization.stage": 3}
     if key.startswith("optimizer"):
@@ -168,8 +163,6 @@ def deepspeed_row(key: str, rule: object) -> list[str]:
     values |= {f"{half}.enabled": AUTO}
     if key.startswith("bf16.bf16"):
         values |= {"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True, "bf16.enabled": True}
-    if half == "fp16":
-        values |= {k: v for k, v in DEEPSPEED_EXAMPLES.items() if k in SCALED}
     if ".offload_" in key or key == "aio.*":
         for block in ("offload_param", "offload_optimizer"):
             values |= {f"zero_optimization.{block}.device": "nvme", f"zero_optimization.{block}.nvme_path": "/nvme"}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from golden_folder import golden_folder, read_json
 
-from llava_fsdp.migrate.inputs import read_runs, sort_paths
+from llava_fsdp.migrate.inputs import read_runs
 from llava_fsdp.migrate.keys import Context, Row
 from llava_fsdp.migrate.overrides import decide
 from llava_fsdp.migrate.source_run import Run
@@ -45,8 +45,7 @@ def write_script(record: dict, folder: Path) -> Path:
 
 
 def run_of(record: dict, folder: Path, gpus: int = 8) -> Run:
-    given = sort_paths([str(write_script(record, folder))])
-    (run,) = read_runs(given, {}, gpus)
+    (run,) = read_runs([str(write_script(record, folder))], {}, gpus)
     return run
 
 

@@ -19,7 +19,7 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import ModelShape, open_encoding
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.migrate.command import migrate
-from llava_fsdp.migrate.inputs import read_runs, sort_paths
+from llava_fsdp.migrate.inputs import read_runs
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.tensor_files import open_tensors
@@ -169,7 +169,7 @@ def read_settings(path: Path) -> None:
         script = written(path.parent / "train.sh", f"{start} {path} {'train.py' * (path.suffix == '.yaml')}")
     else:
         script = path
-    for run in read_runs(sort_paths([str(script)]), {}, 8):
+    for run in read_runs([str(script)], {}, 8):
         migrate(run)
 
 

@@ -1,8 +1,7 @@
-"""What each Accelerate setting becomes in llava_fsdp: a key of Accelerate's YAML file, or the flag of `accelerate
-launch` with the same name (accelerate/commands/launch.py, commands/config/). Keys inside the file's blocks
-`deepspeed_config`, `fsdp_config` and `dynamo_config` are looked up without the block's name."""
+"""What each key of Accelerate's YAML file becomes here, or the flag of `accelerate launch` with the same name. Keys of
+the file's blocks stand without the block's name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from llava_fsdp.migrate.keys import (
     OFF,
@@ -14,6 +13,7 @@ from llava_fsdp.migrate.keys import (
     mapped,
     no_effect,
     off,
+    outcome,
     refused,
     to,
     unsupported,
@@ -34,20 +34,20 @@ def distributed_type(context: Context, value: object) -> Outcome:
     return unsupported(f"{value}: a run uses CUDA or CPU, on FSDP2")
 
 
-def unless_deepspeed(rule: Callable[[Context, object], Outcome]) -> Callable[[Context, object], Outcome]:
-    """Wrap a rule for a setting that Accelerate ignores if there is a separate DeepSpeed JSON file."""
+def unless_deepspeed(rule: Rule) -> Rule:
+    """A setting that Accelerate ignores if there is a DeepSpeed JSON."""
 
     def wrapped(context: Context, value: object) -> Outcome:
         if plain(value) is False or value in (None, "none", ""):
             return OFF
         json = context.run.deepspeed
-        return no_effect(f"the DeepSpeed configuration {json.name} has it") if json else rule(context, value)
+        return no_effect(f"the DeepSpeed configuration {json.name} has it") if json else outcome(rule, context, value)
 
     return wrapped
 
 
-def as_flag(flag: str, key: str) -> Callable[[Context, object], Outcome]:
-    """A rule for an Accelerate setting that the training script also has as a flag: the two values must be equal."""
+def as_flag(flag: str, key: str) -> Rule:
+    """A setting that is also a flag of the training script: the two values must be equal."""
 
     def rule(context: Context, value: object) -> Outcome:
         theirs = context.run.hf(flag)
@@ -57,7 +57,6 @@ def as_flag(flag: str, key: str) -> Callable[[Context, object], Outcome]:
 
 
 def read_file(context: Context, value: object) -> Outcome:
-    """Rule for the settings `config_file` and `deepspeed_config_file`, which name another file to read."""
     found = context.run.accelerate if context.key == "config_file" else context.run.deepspeed
     return mapped(f"read: {found.name}") if found else unsupported("this file was not found: give it as another PATH")
 
@@ -69,12 +68,10 @@ def strategy(context: Context, value: object) -> Outcome:
 
 
 def dynamo_backend(context: Context, value: object) -> Outcome:
-    name = str(value).lower()
-    if name in ("no", "none", "false", "") and context.decided.get("compile"):
-        return no_effect(f"the script switches it on: {context.tell('compile')}")
-    if name in ("no", "none", "false", "", "inductor"):
-        return mapped(context.tell("compile"))
-    return unsupported(f"{value}: blocks are compiled with inductor; {context.tell('compile')}")
+    name, text = str(value).lower(), context.tell("compile")
+    if name in ("no", "none", "false", ""):
+        return no_effect(f"the script switches it on: {text}") if context.decided.get("compile") else mapped(text)
+    return mapped(text) if name == "inductor" else unsupported(f"{value}: blocks are compiled with inductor; {text}")
 
 
 ACCELERATE: Mapping[str, Rule] = {
@@ -108,13 +105,14 @@ ACCELERATE: Mapping[str, Rule] = {
     # others
     "dynamo_backend": dynamo_backend,
     **each(off("torch.compile's default settings", "default"), "dynamo_mode dynamo_use_fullgraph dynamo_config.*"),
-    "dynamo_use_dynamic": implied("lengths are variables of what is compiled"),
-    "dynamo_use_regional_compilation": implied("blocks are compiled one at a time"),
+    **each(
+        implied("blocks are compiled one at a time, and lengths are variables"),
+        "dynamo_use_dynamic dynamo_use_regional_compilation",
+    ),
 }
 
 
 def rule_of(key: str) -> Rule | None:
-    """The rule for a flag of `accelerate launch` or a dotted key of Accelerate's file; None if it is unknown."""
     name = key
     for block in ("deepspeed_config.", "fsdp_config.", "dynamo_config.", "fp8_config."):
         name = name.removeprefix(block) if key.removeprefix(block) in ACCELERATE else name

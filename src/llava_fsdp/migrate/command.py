@@ -1,5 +1,4 @@
-"""Translate another system's training into one llava_fsdp command, as short as the stage's and the recipe's defaults
-allow."""
+"""Translate another system's training into one llava_fsdp command, without what the stage and the recipe set."""
 
 import shlex
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ class Migration:
     run: Run
     decided: Overrides
     kept: Overrides
-    """The overrides that must be in the command, because the stage and the recipe have other values."""
+    """The overrides that are in the command, because the stage and the recipe have other values."""
     rows: list[Row]
     refused: str
     """The error with which llava_fsdp refuses the command; empty if the command is valid."""
@@ -37,12 +36,8 @@ class Migration:
         return [*launcher(self.run), *assignments(self.kept)]
 
     @property
-    def unknown(self) -> list[Row]:
-        return [row for row in self.rows if not row.known]
-
-    @property
     def lacks(self) -> list[str]:
-        """Reasons why the command is not complete; empty if it can be started as printed."""
+        """Reasons why the command cannot be started as printed."""
         run = self.run
         found = [f"{name} was not found: give it as another PATH" for name in run.missing]
         found += lacking(run, self.decided)
@@ -55,8 +50,7 @@ class Migration:
 
     @property
     def cautions(self) -> list[str]:
-        """Warnings: where the command trains differently from the original, or the original's files contradict each
-        other."""
+        """Where the command trains differently from the original, or the original's files contradict each other."""
         run = self.run
         found = [f"{row.key}: {row.text}" for row in self.rows if row.text.startswith(REFUSED)]
         if not run.launch.is_original:
@@ -71,9 +65,6 @@ class Migration:
                 found.append(f"no key of {block.name} is one of {whose}'s; is it another file?")
         return found
 
-    def count(self, verdict: Verdict) -> int:
-        return sum(row.verdict is verdict for row in self.rows)
-
 
 def migrate(run: Run) -> Migration:
     decided = decide(run)
@@ -83,7 +74,7 @@ def migrate(run: Run) -> Migration:
 
 
 def reduce(decided: Overrides) -> Overrides:
-    """The overrides without those that the stage, the model and their recipe already set to the same value."""
+    """The overrides without those that the stage and the model's recipe set to the same value."""
     chosen = {key: value for key, value in decided.items() if key in CHOICES}
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         base = compose("train", assignments(chosen))
@@ -103,8 +94,7 @@ def has_value(base: DictConfig, key: str, value: object) -> bool:
 
 
 def refusal(kept: Overrides) -> str:
-    """The error message of llava_fsdp's own configuration checks; empty if there is none. A missing data path is
-    replaced by a placeholder."""
+    """The error of llava_fsdp's own configuration checks, with a placeholder for a missing data path; empty if none."""
     words = assignments({"data.path": "records.json"} | kept)
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):

@@ -1,9 +1,5 @@
 """What each key of a DeepSpeed configuration becomes in llava_fsdp (keys from DeepSpeed's docs/_pages/config-json.md
-and runtime/config.py); nested keys are joined with dots.
-
-`block.*` matches every key of a block that is not listed itself. `auto` is resolved as in transformers
-(integrations/deepspeed.py), which also refuses a value that contradicts the script's flag.
-"""
+and runtime/config.py); nested keys are joined with dots, and `block.*` is every other key of a block."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +22,7 @@ from llava_fsdp.migrate.keys import (
     to,
     unsupported,
 )
-from llava_fsdp.migrate.overrides import DS_ADAM, DS_SCHEDULES, SCALER, STAGES
+from llava_fsdp.migrate.overrides import DS_ADAM, DS_SCHEDULES, STAGES
 from llava_fsdp.migrate.source_run import AUTO, plain
 
 BLOCKS = "FSDP2 gathers and reduces one block of layers at a time, ahead of the computation"
@@ -38,25 +34,29 @@ ADAMW = implied("PyTorch's own AdamW, fused; moments in precision.moment_dtype")
 NO_SETTING = unsupported("AdamW and the schedules have no such setting")
 FP32_SUMS = "gradients are added and reduced in fp32 (precision.reduce_dtype)"
 ZERO3 = "no tensor, sequence or pipeline parallelism: sharding=zero3 for models that do not fit one GPU"
+NONE = "it has no equivalent here"
+# The block `fp16` apart from its switch: DeepSpeed's defaults, which are also those of precision.scaler.
+LOSS_SCALE = {
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
 
 
 def compared(context: Context, value: object, theirs: object, text: str, name: str) -> Outcome:
-    """The outcome for a DeepSpeed value that the training script also has as a flag; same comparison as transformers'
-    `fill_match`."""
+    """The outcome for a DeepSpeed value that the script also has as a flag. `auto` takes the flag's value, and another
+    value is refused, as in transformers (integrations/deepspeed.py)."""
     if value == AUTO:
         return mapped(text, theirs)
-    if value == theirs:
-        return mapped(text)
-    same = [plain(v) for v in value] == theirs if isinstance(value, list) else plain(value) == theirs
-    if same:
-        return mapped(f"{text}; written as text, which transformers takes for another value and refuses")
-    return refused(f"{name} is {theirs}")
+    given = [plain(v) for v in value] if isinstance(value, list) else plain(value)
+    return mapped(text) if given == theirs else refused(f"{name} is {theirs}")
 
 
 @dataclass(frozen=True)
 class FromFlag:
-    """Rule: the key becomes an override; `auto` takes the value of the training script's flag, and a value that differs
-    from the flag's is refused."""
+    """Rule for a key that is an override, and also a flag of the training script."""
 
     flag: str
     key: str
@@ -68,15 +68,15 @@ class FromFlag:
 
 @dataclass(frozen=True)
 class Switched:
-    """Rule for a DeepSpeed block with an on/off switch: off needs nothing, on has no equivalent in llava_fsdp. The
-    switch may also be a size, where 1 means off."""
+    """Rule for a DeepSpeed block with a switch, or with a size where 1 is off; when on, it has no equivalent here."""
 
     why: str
     flag: str = "enabled"
 
     def __call__(self, context: Context, value: object) -> Outcome:
         block = context.key.partition(".")[0]
-        values = context.run.deepspeed.values if context.run.deepspeed else {}
+        assert context.run.deepspeed is not None
+        values = context.run.deepspeed.values
         inner = [plain(v) for k, v in values.items() if k.startswith(block + ".") and k.endswith("." + self.flag)]
         is_on = any(v is True or v not in (None, 0, 1) for v in inner)
         if plain(values.get(f"{block}.{self.flag}")) is False or not is_on:
@@ -130,7 +130,6 @@ def half_enabled(context: Context, value: object) -> Outcome:
 
 
 def bf16_kept(context: Context, value: object) -> Outcome:
-    """Rule for DeepSpeed's settings that keep master weights, or also optimizer moments, in bf16."""
     if not plain(value):
         return implied("fp32, as here")
     if context.decided.get("precision") != "bf16_pure":
@@ -139,30 +138,19 @@ def bf16_kept(context: Context, value: object) -> Outcome:
     return mapped(f"{context.tell('precision')}{moments}: rounded at random here, so that small updates are not lost")
 
 
+def fp16_detail(context: Context, value: object) -> Outcome:
+    if context.decided.get("precision") != "fp16":
+        return no_effect("fp16 is off")
+    if plain(value) == LOSS_SCALE.get(context.key.partition(".")[2], False):
+        return implied("DeepSpeed's default, as here")
+    return unsupported(f"{NONE}; precision.scaler.* sets the loss scale")
+
+
 def stage(context: Context, value: object) -> Outcome:
     if plain(value) not in list(STAGES):
         return unsupported("ZeRO has stages 0 to 3")
-    if "sharding.shard_size" in context.decided:
-        return mapped(f"{context.tell('sharding')}, {context.tell('sharding.shard_size')}")
     note = ": as little memory as ZeRO-2 or less; weights are sharded between steps too" if plain(value) == 2 else ""
     return mapped(context.tell("sharding") + note)
-
-
-def group_size(context: Context, value: object) -> Outcome:
-    """Rule for the group size of ZeRO++ hpZ and MiCS, which shard weights within groups of ranks."""
-    gpus, size = context.run.gpus, plain(value)
-    if size in (-1, 0, 1, None):
-        return OFF
-    if context.run.ds("zero_optimization.stage") != 3:
-        return no_effect("only at stage 3")
-    if "sharding.shard_size" in context.decided:
-        text = f"{context.tell('sharding')}, {context.tell('sharding.shard_size')}"
-        return mapped(
-            f"{text}: optimizer states are sharded over the group too, where ZeRO++ shards them over all ranks"
-        )
-    if isinstance(size, int) and gpus and size < gpus:
-        return refused(f"{gpus} GPUs are not a multiple of {size}; {context.tell('sharding')}")
-    return mapped(f"{context.tell('sharding')}: the group is all ranks")
 
 
 DEEPSPEED: Mapping[str, Rule] = {
@@ -180,11 +168,9 @@ DEEPSPEED: Mapping[str, Rule] = {
         "weight_decay", "optim.weight_decay", ", without norms and biases, which DeepSpeed decays too"),
     **each(ADAMW, "torch_adam fused set_grad_none", "optimizer.params."),
     **each(adam_w_mode, "adam_w_mode adamw_mode", "optimizer.params."),
-    "optimizer.params.bias_correction": on("AdamW always corrects its moments"),
-    "optimizer.params.amsgrad": off("AdamW without amsgrad"),
-    "optimizer.params.fp32_optimizer_states": on("moments are in precision.moment_dtype, by default fp32"),
+    **each(on("AdamW corrects its moments, which are in precision.moment_dtype, by default fp32"),
+           "bias_correction fp32_optimizer_states", "optimizer.params."),
     "optimizer.params.max_grad_norm": off("optim.clip clips", 0, 0.0),
-    "optimizer.params.*": NO_SETTING,
     **each(ADAMW, "optimizer.legacy_fusion zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
     # schedule
     "scheduler.type": scheduler_type,
@@ -194,29 +180,23 @@ DEEPSPEED: Mapping[str, Rule] = {
     "scheduler.params.warmup_type": to("optim.schedule"),
     "scheduler.params.total_num_steps": implied("schedules end with the run: set max_steps where it is another number"),
     "scheduler.params.last_batch_iteration": off("a run that continues knows where it is", -1),
-    "scheduler.params.*": NO_SETTING,
+    **each(NO_SETTING, "optimizer.params.* scheduler.params.* zero_optimization.save_muon_momentum_buffer_in_memory"),
     # precision
     "gradient_clipping": FromFlag("max_grad_norm", "optim.clip"),
-    "communication_data_type": off(f"{FP32_SUMS}; compat=llava_v1_5 reduces them in bf16", "fp32"),
-    "data_types.grad_accum_dtype": off(FP32_SUMS, "fp32"),
-    "data_types.*": unsupported("precision= chooses the dtypes"),
-    "fp32_allreduce": implied(FP32_SUMS),
-    "prescale_gradients": off("the loss is divided before backward: there is nothing to scale"),
-    "gradient_predivide_factor": off("gradients are summed in fp32; there is nothing to divide before", 1, 1.0),
-    "gradient_allreduce_op": off("the loss is divided by the label tokens of the step: gradients are summed", "mean"),
+    **each(off(f"{FP32_SUMS}; compat=llava_v1_5 reduces them in bf16", "fp32"),
+           "communication_data_type data_types.grad_accum_dtype"),
+    **each(implied(FP32_SUMS), "fp32_allreduce bf16.immediate_grad_update"),
+    **each(off("the loss is divided by the label tokens of the step before backward, and gradients are summed",
+               1, 1.0, "mean"),
+           "prescale_gradients gradient_predivide_factor gradient_allreduce_op"),
     "sparse_gradients": off("gradients of embeddings are dense"),
     **each(half_enabled, "bf16.enabled bfloat16.enabled fp16.enabled"),
     "bf16.check_grad_overflow": implied("a step whose gradients are not finite is skipped"),
-    "bf16.immediate_grad_update": implied(FP32_SUMS),
     **each(bf16_kept, "bf16_master_weights_and_grads bf16_optimizer_states", "bf16."),
-    "bf16.*": unsupported("not a known setting of bf16"),
-    **{f"fp16.{theirs}": Where(ours, no_effect("fp16 is off, or the scale is fixed, or dynamic as here"))
-       for theirs, ours in SCALER.items()},
     "fp16.auto_cast": implied("images are cast to the dtype that the model computes in"),
-    "fp16.consecutive_hysteresis": off("a doubled scale fills the hysteresis, a step without an overflow does not"),
-    "fp16.fp16_master_weights_and_grads": off("masters are fp32 with fp16 (precision.master_dtype)"),
-    "amp.*": Switched("apex is not used; precision=bf16 or fp16"),
-    "torch_autocast.*": Switched("precision= chooses the dtypes"),
+    "fp16.*": fp16_detail,
+    "data_types.*": unsupported("precision= chooses the dtypes"),
+    **each(Switched("precision= chooses the dtypes"), "amp.* torch_autocast.*"),
     # ZeRO
     "zero_optimization.stage": stage,
     "allgather_size": COMMUNICATION,
@@ -226,9 +206,9 @@ DEEPSPEED: Mapping[str, Rule] = {
         grad_hooks sub_group_size stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold
         param_persistence_threshold stage3_model_persistence_threshold model_persistence_threshold
         stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance
-        stage3_module_granularity_threshold module_granularity_threshold leaf_module.*
+        stage3_module_granularity_threshold module_granularity_threshold leaf_module.* log_trace_cache_warnings
         stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params mics_hierarchical_params_gather
-        legacy_stage1""", "zero_optimization."),
+        legacy_stage1 memory_efficient_linear enable_sanity_checks""", "zero_optimization."),
     "disable_allgather": off("weights are gathered"),
     **each(READ_BY_ROWS, "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint override_module_apply",
            "zero_optimization."),
@@ -237,39 +217,26 @@ DEEPSPEED: Mapping[str, Rule] = {
                                   "cpu_offload_param cpu_offload_params cpu_offload_use_pin_memory",
            "zero_optimization."),
     "aio.*": Where("offload.folder", no_effect("only with offload to nvme"), "files are read ahead"),
-    "zero_optimization.zenflow.*": unsupported("every update is made in its own step"),
     **each(GATHERED, "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save "
                      "stage3_gather_fp16_weights_on_model_save", "zero_optimization."),
     "zero_optimization.ignore_unused_parameters": implied("parameters that can never get a gradient are frozen"),
-    **each(group_size, "zero_hpz_partition_size mics_shard_size", "zero_optimization."),
-    **each(off("weights are gathered in precision.param_dtype (ZeRO++ qwZ)"),
-           "zero_quantized_weights zero_quantized_nontrainable_weights", "zero_optimization."),
-    "zero_optimization.zero_quantized_gradients": off(f"{FP32_SUMS} (ZeRO++ qgZ)"),
-    "zero_optimization.zeropp_loco_param.*": unsupported(f"{FP32_SUMS} (LoCo)"),
-    "zero_optimization.memory_efficient_linear": implied("PyTorch's own linear layers"),
-    **each(implied("nothing is traced, and checks are always on"), "log_trace_cache_warnings enable_sanity_checks",
-           "zero_optimization."),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": NO_SETTING,
+    **each(off(NONE, -1, 0, 1), "zero_hpz_partition_size mics_shard_size zero_quantized_weights "
+                                "zero_quantized_nontrainable_weights zero_quantized_gradients", "zero_optimization."),
     # memory
     "activation_checkpointing.*": no_effect(
         "only for models that call DeepSpeed's own checkpointing; LLaVA's is --gradient_checkpointing. "
         "activation_checkpointing=offload keeps blocks' inputs in host memory"),
     "compile.*": Switched("FSDP2 gathers around compiled blocks, not in them; compile=true compiles", "deepcompile"),
     # logging
-    **each(METRICS, "steps_per_print wall_clock_breakdown memory_breakdown"),
-    "dump_state": implied("config.yaml in output_dir has the whole configuration"),
-    "log_level": implied("rank 0 prints; other ranks print only errors"),
-    "flops_profiler.*": Switched("there is no such profile; metrics.jsonl has tokens and seconds of every step"),
-    "comms_logger.*": Switched("there is no such log"),
+    **each(METRICS, "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level"),
+    **each(Switched("metrics.jsonl has tokens and seconds of every step"), "flops_profiler.* comms_logger.*"),
     **each(Switched("track.tensorboard=true and track.wandb=online are the trackers (docs/report.md)"),
            "tensorboard.* wandb.* comet.* csv_monitor.* monitor_config.*"),
     # checkpoints
-    "checkpoint.tag_validation": implied("rank 0 names checkpoints"),
-    "checkpoint.load_universal": implied("checkpoints are read by any number of ranks"),
+    **each(implied("every rank writes its own shard, and any number of ranks reads them"),
+           "checkpoint.tag_validation checkpoint.load_universal checkpoint.parallel_write.*"),
     "checkpoint.use_node_local_storage": off("output_dir is one folder that all machines see"),
-    "checkpoint.parallel_write.*": implied("every rank writes its own shard"),
     "checkpoint.*": unsupported("checkpoints have a format of their own: docs/checkpoints.md"),
-    "nebula.*": Switched("checkpoints are written to output_dir"),
     # other ways to train
     "dataloader_drop_last": off("no sample is dropped"),
     "vocabulary_size": implied("taken from the model's configuration"),
@@ -277,22 +244,18 @@ DEEPSPEED: Mapping[str, Rule] = {
     "autotuning.*": Switched("python -m llava_fsdp.sweep runs the configurations that you name"),
     "tensor_parallel.*": Switched(ZERO3, "autotp_size"),
     **each(off(ZERO3, 0, 1), "autotp_size sequence_parallel_size graph_harvesting"),
-    **each(Switched("it has no equivalent here"), """
+    **each(Switched(NONE), """
         data_efficiency.* curriculum_learning.* curriculum_params_legacy.* expert_parallel.* hybrid_engine.*
-        compression_training.* quantize_training.* progressive_layer_drop.* eigenvalue.*"""),
-    **each(unsupported("it has no equivalent here"), """
-        pipeline.* sparse_attention.* inference.* data_parallel_group weight_quantization.*
-        seq_parallel_communication_data_type use_data_before_expert_parallelism"""),
+        compression_training.* quantize_training.* progressive_layer_drop.* eigenvalue.* nebula.*"""),
+    **each(unsupported(NONE), """
+        pipeline.* sparse_attention.* inference.* data_parallel_group weight_quantization.* zero_optimization.zenflow.*
+        zero_optimization.zeropp_loco_param.* seq_parallel_communication_data_type
+        use_data_before_expert_parallelism"""),
 }  # fmt: skip
 
 
 def rule_of(key: str) -> Rule | None:
-    """The rule for a dotted key: its own, else the rule of the nearest enclosing block; None if the key is unknown."""
-    if key in DEEPSPEED:
-        return DEEPSPEED[key]
+    """The rule for a dotted key: its own, else that of the nearest enclosing block; None if the key is unknown."""
     parts = key.split(".")
-    for length in range(len(parts), 0, -1):
-        found = DEEPSPEED.get(".".join([*parts[:length], "*"]))
-        if found is not None:
-            return found
-    return None
+    names = [key, *(".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))]
+    return next((DEEPSPEED[name] for name in names if name in DEEPSPEED), None)

@@ -1,9 +1,8 @@
-"""Read the files given to `migrate` as trainings: which script names which JSON or YAML, where that file is, and what
-was not found."""
+"""Read the files given to `migrate` as trainings: which script names which JSON or YAML, and where that file is."""
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -20,47 +19,29 @@ LARGEST = 1 << 20  # bytes; a file of settings is smaller
 LISTS = frozenset({"report_to", "label_names", "lora_target_modules"})  # flags that take several words
 
 
-@dataclass(frozen=True)
-class Given:
-    """The files that the command line names, by type."""
-
-    scripts: list[Path]
-    jsons: list[Path]
-    yamls: list[Path]
+Paths = dict[Path, Block]
 
 
-def sort_paths(paths: Iterable[str]) -> Given:
-    """Sort paths into scripts, JSON files and YAML files by their suffixes.
+def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | None = None) -> list[Run]:
+    """Read scripts with their JSON and YAML files: one training for every training command in the scripts.
 
     Raises:
-        ConfigError: a path is not a file, or of a type that holds no settings.
+        ConfigError: a path is not a file of settings, cannot be read, or belongs to no training command.
     """
-    given = Given([], [], [])
-    for name in paths:
-        path = Path(name)
-        if not path.is_file():
-            raise ConfigError(
-                f"{name} is {'a folder' if path.is_dir() else 'not found'}; give a script, a JSON or a YAML"
-            )
-        if path.stat().st_size > LARGEST:
-            raise ConfigError(f"{name} is {path.stat().st_size / 2**20:.1f} MiB large; files of settings are smaller")
-        if path.suffix == ".py":
-            raise ConfigError(f"{name} is a Python program; give the script or the command that starts it")
-        kinds = {".json": given.jsons, ".yaml": given.yamls, ".yml": given.yamls}
-        kinds.get(path.suffix.lower(), given.scripts).append(path)
-    return given
-
-
-def read_runs(given: Given, variables: Mapping[str, str], gpus: int | None = None) -> list[Run]:
-    """Read all given files: one training for every training command in the scripts.
-
-    Raises:
-        ConfigError: a file cannot be read, or belongs to no training command.
-    """
-    jsons = {path: read_json(path) for path in given.jsons}
-    yamls = {path: read_yaml(path) for path in given.yamls}
-    runs, used = [], set()
-    for script in given.scripts:
+    scripts: list[Path] = []
+    jsons: Paths = {}
+    yamls: Paths = {}
+    for path in map(checked, names):
+        kind = path.suffix.lower()
+        if kind == ".json":
+            jsons[path] = read_json(path)
+        elif kind in (".yaml", ".yml"):
+            yamls[path] = read_yaml(path)
+        else:
+            scripts.append(path)
+    runs = []
+    used: set[Path] = set()
+    for script in scripts:
         found = launches(script, variables)
         for launch in found:
             name = script.name if len(found) == 1 else f"{script.name}:{launch.line}"
@@ -76,9 +57,19 @@ def read_runs(given: Given, variables: Mapping[str, str], gpus: int | None = Non
     return runs
 
 
+def checked(name: str) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"{name} is {'a folder' if path.is_dir() else 'not found'}; give a script, a JSON or a YAML")
+    if path.stat().st_size > LARGEST:
+        raise ConfigError(f"{name} is {path.stat().st_size / 2**20:.1f} MiB large; files of settings are smaller")
+    if path.suffix == ".py":
+        raise ConfigError(f"{name} is a Python program; give the script or the command that starts it")
+    return path
+
+
 def launches(script: Path, variables: Mapping[str, str]) -> list[Launch]:
-    """The training commands in a script. Raises ConfigError if it starts no training, or in a way that only bash can
-    interpret."""
+    """The training commands in a script. Raises ConfigError if there is none, or one that only bash can interpret."""
     seen = commands(read_text(script), variables, str(script))
     found = [(command, launch) for command in seen if (launch := find_launch(command))]
     if not found:
@@ -107,40 +98,31 @@ def read_text(path: Path) -> str:
 
 
 def read_run(
-    name: str, script: Path, launch: Launch, jsons: Mapping[Path, Block], yamls: Mapping[Path, Block], gpus: int | None
+    name: str, script: Path, launch: Launch, jsons: Paths, yamls: Paths, gpus: int | None
 ) -> tuple[Run, set[Path]]:
-    """Read one training from its command and the files that belong to it. Returns the training and the paths of those
-    files.
-
-    Raises:
-        ConfigError: the number of GPUs is not given anywhere.
-    """
+    """A training, from its command and the files that belong to it, and these files' paths. Raises ConfigError if the
+    number of GPUs is not given anywhere."""
     table = FLAGS if launch.is_original else OTHER_FLAGS
     flags, notes = read_flags(launch, table)
     run = Run(name, launch, table, flags, gpus, notes=(*launch.notes, *notes))
-    used: list[Path] = []
     missing: list[str] = []
+    settings = zero = None
     if launch.launcher == "accelerate":
-        path = choose(launch.flags.get("config_file"), script, yamls, missing)
-        run = replace(run, accelerate=read_yaml(path) if path else None)
-        used += [path] if path else []
+        settings = choose(launch.flags.get("config_file"), script, yamls, missing)
+        run = replace(run, accelerate=read_yaml(settings) if settings else None)
     inner = run.accelerate.values.get("deepspeed_config.deepspeed_config_file") if run.accelerate else None
     named = flags.get("deepspeed") or launch.flags.get("deepspeed_config_file") or inner
     if named or run.distributed_type == "DEEPSPEED":
-        path = choose(named, script, jsons, missing)
-        run = replace(run, deepspeed=read_json(path) if path else None)
-        used += [path] if path else []
+        zero = choose(named, script, jsons, missing)
+        run = replace(run, deepspeed=read_json(zero) if zero else None)
     if run.gpus is None:
         raise ConfigError(f"{script}, line {launch.line}: the number of GPUs is not known; give gpus=N")
-    return replace(run, missing=tuple(missing)), set(used)
+    return replace(run, missing=tuple(missing)), {path for path in (settings, zero) if path}
 
 
-def choose(named: object, script: Path, given: Mapping[Path, Block], missing: list[str]) -> Path | None:
-    """The configuration file that a script names: one given on the command line, else one at the path in the script.
-
-    A relative path is searched in the current folder, in the script's folder and in its two parent folders (LLaVA's
-    scripts are started from a parent folder). The name of a file that is not found is added to `missing`.
-    """
+def choose(named: object, script: Path, given: Paths, missing: list[str]) -> Path | None:
+    """The file that a script names: one given on the command line, else one at that path from here, from the script's
+    folder or from one of its two parents. Its name is added to `missing` where there is none."""
     if not isinstance(named, str) or not named:
         return next(iter(given)) if len(given) == 1 else None
     wanted = Path(named)
@@ -156,8 +138,7 @@ def choose(named: object, script: Path, given: Mapping[Path, Block], missing: li
 
 
 def read_flags(launch: Launch, table: Mapping[str, Flag]) -> tuple[dict[str, object], list[str]]:
-    """The flags of a training command, read as by argparse: `--flag value`, `--flag=value`, `--flag` alone and lists;
-    the last of repeated flags counts."""
+    """The flags of a training command, read as argparse does, and remarks on flags that are given twice."""
     flags: dict[str, object] = {}
     notes = []
     current: str | None = None
@@ -182,11 +163,7 @@ def read_flags(launch: Launch, table: Mapping[str, Flag]) -> tuple[dict[str, obj
 
 
 def read_json(path: Path) -> Block:
-    """Read a DeepSpeed configuration from a JSON file.
-
-    Raises:
-        ConfigError: the file is not a JSON object, or has a key twice, which DeepSpeed refuses too.
-    """
+    """Read a DeepSpeed configuration. Raises ConfigError if it is not a JSON object, or has a key twice."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -208,11 +185,7 @@ def read_json(path: Path) -> Block:
 
 
 def read_yaml(path: Path) -> Block:
-    """Read a configuration file of Accelerate (written by `accelerate config`).
-
-    Raises:
-        ConfigError: the file is not YAML, or not a mapping of names to values.
-    """
+    """Read a file of `accelerate config`. Raises ConfigError if it is not a YAML mapping of names to values."""
     refuse_yaml_bombs(path)
     try:
         content = yaml.safe_load(read_text(path))
@@ -237,11 +210,7 @@ def block(path: Path, content: Mapping) -> Block:
 
 
 def flat(node: Mapping, prefix: str = "") -> dict[str, object]:
-    """Flatten nested mappings: names joined with dots. An empty block is kept as a value.
-
-    Raises:
-        ConfigError: a name with a dot in it equals the joined name of a nested key.
-    """
+    """Flatten nested mappings: names joined with dots, of which no two may be equal. An empty block is a value."""
     found: dict[str, object] = {}
     for key, value in node.items():
         inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}

@@ -19,17 +19,17 @@ class Verdict(Enum):
 class Outcome:
     verdict: Verdict
     text: str
-    """What the key becomes in llava_fsdp, or why it has no equivalent."""
+    """What the key becomes, or why it has no equivalent."""
     resolved: object = None
-    """The value that `auto` stands for, if the key's value is `auto`."""
+    """What `auto` stands for, if the key's value is `auto`."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the printed table: one key of an input file or command, and what it becomes."""
+    """A row of the printed table: one key of an input file or command."""
 
     source: str
-    """The file that has the key, or where its default value comes from."""
+    """The file that has the key, or where its default comes from."""
     key: str
     value: object
     outcome: Outcome
@@ -65,26 +65,26 @@ REFUSED = "the original refuses to start"
 
 
 def refused(why: str) -> Outcome:
-    """Outcome for a value that contradicts another input, so that the original program would refuse to start."""
+    """For a value that contradicts another input, so that the original would not start."""
     return unsupported(f"{REFUSED}: {why}; give the same value in both")
 
 
 @dataclass(frozen=True)
 class Context:
-    """The information that a rule may use."""
+    """What a rule may use."""
 
     run: Run
     decided: Mapping[str, object]
     """All Hydra overrides of the training."""
     omitted: frozenset[str] = frozenset()
-    """Keys of overrides that are left out of the command, because the stage or its recipe has the same value."""
+    """Overrides that are left out of the command, because the stage or its recipe has the same value."""
     key: str = ""
     """The key to which the rule is applied."""
     mentioned: set[str] = field(default_factory=set)
-    """Keys of the overrides that the rule's text mentions."""
+    """The overrides that the rule's text mentions."""
 
     def tell(self, key: str) -> str:
-        """Text `key=value` of an override, for a rule's explanation."""
+        """`key=value` of an override, for a rule's text."""
         self.mentioned.add(key)
         if key not in self.decided:
             return f"{key} stays as the stage has it"
@@ -96,11 +96,8 @@ Rule = Outcome | Callable[[Context, object], Outcome]
 
 
 def outcome(rule: object, context: Context, value: object) -> Outcome:
-    if isinstance(rule, Outcome):
-        return rule
-    assert callable(rule), rule
-    result = rule(context, value)
-    assert isinstance(result, Outcome), result
+    result = rule(context, value) if callable(rule) else rule
+    assert isinstance(result, Outcome), rule
     return result
 
 
@@ -119,43 +116,35 @@ def written(value: object) -> str:
 
 
 def each(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
-    """Give several keys the same rule: the keys are separated by spaces in `names`."""
+    """The same rule for several keys, separated by spaces in `names`."""
     return {prefix + name: rule for name in names.split()}
 
 
-@dataclass(frozen=True)
-class To:
-    """Rule for a flag or key of another trainer: it is translated into these configuration keys."""
+def to(*keys: str, note: str = "") -> Rule:
+    """Rule for a key that becomes these overrides."""
 
-    keys: tuple[str, ...]
-    note: str = ""
+    def rule(context: Context, value: object) -> Outcome:
+        text = ", ".join(context.tell(key) for key in keys)
+        return mapped(text + (f": {note}" if note else ""))
 
-    def __call__(self, context: Context, value: object) -> Outcome:
-        text = ", ".join(context.tell(key) for key in self.keys)
-        return mapped(text + (f": {self.note}" if self.note else ""))
-
-
-def to(*keys: str, note: str = "") -> To:
-    return To(keys, note)
+    return rule
 
 
 @dataclass(frozen=True)
 class Where:
-    """Rule: the key becomes an override if the training has that override; otherwise another rule applies."""
+    """Rule: the key becomes an override if the training has it; otherwise another rule applies."""
 
     key: str
     otherwise: Rule
     note: str = ""
 
     def __call__(self, context: Context, value: object) -> Outcome:
-        if self.key not in context.decided:
-            return outcome(self.otherwise, context, value)
-        return To((self.key,), self.note)(context, value)
+        return outcome(to(self.key, note=self.note) if self.key in context.decided else self.otherwise, context, value)
 
 
 @dataclass(frozen=True)
 class Usual:
-    """Rule: for these values nothing needs to be set; any other value has no equivalent in llava_fsdp."""
+    """Rule: for these values nothing needs to be set; any other has no equivalent here."""
 
     values: tuple[object, ...]
     text: str
@@ -168,10 +157,10 @@ class Usual:
 
 
 def off(why: str, *usual: object) -> Usual:
-    """Rule for a feature that is off by default and has no equivalent in llava_fsdp."""
+    """Rule for a feature that is off by default and has no equivalent here."""
     return Usual((None, False, "", "no", "none", {}, [], *usual), OFF.text, why)
 
 
 def on(why: str) -> Usual:
-    """Rule for a feature that is on by default, and always on in llava_fsdp."""
+    """Rule for a feature that is on by default, and always on here."""
     return Usual((None, True), "as here", why)

@@ -1,5 +1,4 @@
-"""Find out how a training is started: with `deepspeed`, `torchrun`, `accelerate launch` or plain `python`, and which
-program."""
+"""How a training is started (`deepspeed`, `torchrun`, `accelerate launch` or plain `python`), and which program."""
 
 import re
 from dataclasses import dataclass
@@ -8,6 +7,10 @@ from pathlib import PurePosixPath
 from llava_fsdp.migrate.shell import Command
 
 PYTHON = re.compile(r"python[\d.]*")
+MODULES = {
+    "torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun",
+    "accelerate.commands.launch": "accelerate", "deepspeed.launcher.runner": "deepspeed",
+}  # fmt: skip
 # Commands that name a program without starting it.
 MENTIONS = frozenset("echo printf which type command pkill killall grep cp mv ls rm alias".split())
 TRAINING = re.compile(r"train|sft|fine_?tune", re.IGNORECASE)
@@ -26,10 +29,10 @@ SWITCHES = frozenset("""
 
 @dataclass(frozen=True)
 class Launch:
-    """A command that starts a training, in three parts: launcher, program, and the program's arguments."""
+    """A command that starts a training."""
 
     launcher: str
-    """Name of the launcher: deepspeed, torchrun, accelerate or python."""
+    """deepspeed, torchrun, accelerate or python."""
     flags: dict[str, str | bool]
     """The launcher's flags, with `_` instead of `-` in their names."""
     script: str
@@ -41,8 +44,7 @@ class Launch:
 
     @property
     def is_original(self) -> bool:
-        """Whether the program is the original LLaVA's, judged by its path, or by its name and a flag that only LLaVA
-        has."""
+        """Whether the program is LLaVA's, by its path, or by its name and a flag that only LLaVA has."""
         path = PurePosixPath(self.script.removesuffix(".py").replace(".", "/"))
         if path.name not in PROGRAMS:
             return False
@@ -64,18 +66,16 @@ def find_launch(command: Command) -> Launch | None:
         if PYTHON.fullmatch(name):
             while rest and re.fullmatch(r"-[a-lnoq-zB-VX-Z]+", rest[0]):  # -u, -O; not -m, -W, which take a word
                 rest = rest[1:]
-            if rest[:2] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
-                return split(command, "torchrun", rest[2:])
-            if rest[:2] in (["-m", "accelerate.commands.launch"], ["-m", "deepspeed.launcher.runner"]):
-                return split(command, rest[1].split(".")[0], rest[2:])
+            if rest[:1] == ["-m"] and rest[1:2] and rest[1] in MODULES:
+                return split(command, MODULES[rest[1]], rest[2:])
             launch = split(command, "python", rest)
             return launch if launch and TRAINING.search(PurePosixPath(launch.script).name) else None
     return None
 
 
 def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
-    """Split a command into the launcher's flags, the program and its arguments. The program is the first word that is
-    neither a flag nor a flag's value."""
+    """The launcher's flags, the program, which is the first word that is neither a flag nor a value, and its arguments;
+    None if there is no program."""
     flags: dict[str, str | bool] = {}
     notes = []
     place = 0
@@ -104,16 +104,16 @@ def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Number of processes that train; None if the launcher does not say."""
+    """Number of processes that train; None where the launcher does not say."""
 
     per_node: int | None
     nodes: int | None = 1
     devices: str | None = None
-    """Value of CUDA_VISIBLE_DEVICES that selects the same GPUs as the launcher."""
+    """CUDA_VISIBLE_DEVICES for the GPUs that the launcher selects."""
 
 
 def ranks_of(launch: Launch) -> Ranks:
-    """Number of ranks from the launcher's flags alone, without Accelerate's file."""
+    """Ranks by the launcher's flags alone, without Accelerate's file."""
     flags = launch.flags
     if launch.launcher == "deepspeed":
         include = flags.get("include", flags.get("i"))
@@ -134,8 +134,7 @@ def ranks_of(launch: Launch) -> Ranks:
 
 
 def included(text: str) -> Ranks:
-    """Number of ranks from DeepSpeed's `--include host:0,1@host:2,3`. A host without numbers means all of its GPUs,
-    whose number is unknown."""
+    """Ranks by DeepSpeed's `--include host:0,1@host:2,3`; a host without numbers has an unknown number of GPUs."""
     hosts = [host.partition(":")[2] for host in text.split("@")]
     counts = {len(slots.split(",")) if slots else None for slots in hosts}
     per_node = counts.pop() if len(counts) == 1 else None

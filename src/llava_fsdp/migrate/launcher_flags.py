@@ -1,49 +1,36 @@
-"""What each launcher flag of `deepspeed`, `torchrun` and `accelerate launch` becomes in llava_fsdp."""
+"""What each launcher flag of `deepspeed`, `torchrun` and `accelerate launch` becomes here."""
 
 from collections.abc import Mapping
 
 from llava_fsdp.migrate.keys import Rule, each, implied, mapped, unsupported
 
-PLACE = mapped("torchrun's flag of the same meaning on several machines; --standalone needs no such flag")
-NOT_NEEDED = implied("torchrun needs no such flag")
 NUMBER = mapped("the number of ranks: --nproc-per-node, and a factor of global_batch_size")
+CHOSEN = mapped("the number of ranks, and CUDA_VISIBLE_DEVICES before the command")
 ELASTIC = mapped("NNODES=MIN:MAX launch/multinode.sh, which is torchrun's --nnodes=MIN:MAX")
+PLACE = mapped("torchrun's flag of the same meaning on several machines; --standalone needs no such flag")
 RESTARTS = mapped("torchrun's --max-restarts; launch/node.sh and launch/multinode.sh have MAX_RESTARTS, 3 unless set")
 LOGS = implied("rank 0 prints every worker's error and writes it to run_status.json; torchrun has --log-dir")
-CHOSEN = mapped("the number of ranks, and CUDA_VISIBLE_DEVICES before the command")
+NOT_NEEDED = implied("torchrun needs no such flag")
 BY_TORCHRUN = unsupported("torchrun is the launcher, and is started on every machine: launch/multinode.sh")
+OUTSIDE = unsupported("do it before the command: CUDA_VISIBLE_DEVICES=0,1 and gpus=N here, numactl, the environment")
 
 LAUNCHER: Mapping[str, Rule] = {
     **each(NUMBER, "num_gpus num_accelerators num_nodes nproc_per_node nnodes num_processes num_machines"),
     **each(CHOSEN, "include i"),
-    **each(unsupported("set CUDA_VISIBLE_DEVICES=0,1 before the command, and give gpus=N here"), "exclude e"),
     **each(ELASTIC, "min_elastic_nodes max_elastic_nodes elastic_training"),
     **each(
-        PLACE,
-        """
-        master_port master_addr node_rank standalone rdzv_backend rdzv_endpoint rdzv_id rdzv_conf local_addr
-        numa_binding machine_rank main_process_ip main_process_port""",
+        PLACE, "master_port master_addr node_rank standalone rdzv_backend rdzv_endpoint rdzv_id rdzv_conf local_addr"
     ),
+    **each(PLACE, "numa_binding machine_rank main_process_ip main_process_port"),
     "max_restarts": RESTARTS,
+    **each(LOGS, "enable_each_rank_log log_level q quiet monitor_interval event_log_handler log_dir r redirects t tee"),
+    **each(LOGS, "local_ranks_filter logs_specs debug"),
     **each(
-        LOGS,
-        """
-        enable_each_rank_log log_level q quiet monitor_interval event_log_handler log_dir r redirects t tee
-        local_ranks_filter logs_specs debug""",
+        NOT_NEEDED, "module m no_python no_local_rank no_ssh no_ssh_check force_multi save_pid ssh_port start_method"
     ),
-    **each(
-        NOT_NEEDED,
-        """
-        module m no_python no_local_rank no_ssh no_ssh_check force_multi save_pid ssh_port start_method role use_env
-        run_path same_network main_training_function""",
-    ),
-    **each(
-        BY_TORCHRUN,
-        """
-        hostfile H launcher launcher_args mpirun_hostfile deepspeed_hostfile deepspeed_multinode_launcher
-        """,
-    ),
-    **each(unsupported("bind with numactl or the scheduler"), "bind_cores_to_rank bind_core_list"),
+    **each(NOT_NEEDED, "role use_env run_path same_network main_training_function"),
+    **each(BY_TORCHRUN, "hostfile H launcher launcher_args mpirun_hostfile deepspeed_hostfile"),
+    **each(BY_TORCHRUN, "deepspeed_multinode_launcher"),
+    **each(OUTSIDE, "exclude e bind_cores_to_rank bind_core_list venv_script"),
     "autotuning": unsupported("python -m llava_fsdp.sweep runs the configurations that you name"),
-    "venv_script": unsupported("activate the environment before the command"),
 }

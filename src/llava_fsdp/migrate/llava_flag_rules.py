@@ -1,4 +1,4 @@
-"""Rules for those LLaVA training flags that need more than one override (`llava_flags.FLAGS` lists all flags)."""
+"""Rules for those flags of LLaVA that need more than one override (`llava_flags.FLAGS` has all flags)."""
 
 from collections.abc import Callable
 from pathlib import PurePosixPath
@@ -26,10 +26,8 @@ def version(context: Context, value: object) -> Outcome:
     if value in ("v0", "v0.5"):
         return mapped(f"{text}: LLaVA train.py:894-901 leaves the template at vicuna_v1 for {value}")
     if value not in TEMPLATES:
-        return unsupported(
-            f"no such template; the original silently trains with vicuna_v1 (train.py:908), which is data.template=v1; "
-            f"{text}"
-        )
+        why = "no such template; the original silently trains with vicuna_v1 (train.py:908), which is data.template=v1"
+        return unsupported(f"{why}; {text}")
     if value in ("mpt", "chatml_direct", "mistral_direct"):
         return mapped(f"{text}: with a Llama tokenizer the original masks every label of it")
     return mapped(text)
@@ -49,12 +47,10 @@ def projector(context: Context, value: object) -> Outcome:
 
 def projector_type(context: Context, value: object) -> Outcome:
     text = context.tell("model.projector_type")
-    if "export.enabled" not in context.decided:
-        return mapped(text)
-    return mapped(
-        f"{text}, {context.tell('export.enabled')}: transformers' LLaVA has no such projector; llava_fsdp.export "
-        "format=llava writes it"
-    )
+    if "export.enabled" in context.decided:
+        text += f", {context.tell('export.enabled')}: transformers' LLaVA has no such projector; llava_fsdp.export "
+        text += "format=llava writes it"
+    return mapped(text)
 
 
 def bits(context: Context, value: object) -> Outcome:
@@ -77,7 +73,7 @@ def lora_enable(context: Context, value: object) -> Outcome:
 
 
 def of_optimizer(key: str, note: str = "") -> Function:
-    """A rule for a flag whose value counts only if the DeepSpeed configuration does not set another one."""
+    """A rule for a flag whose value counts if DeepSpeed's configuration has no other."""
 
     def rule(context: Context, value: object) -> Outcome:
         text = context.tell(key)
@@ -114,10 +110,10 @@ def half(context: Context, value: object) -> Outcome:
         return OFF if context.key == "fp16" else mapped(text)
     if context.key == "bf16":
         return mapped(f"{text}: fp32 masters, moments and sums of gradients, with and without DeepSpeed")
-    if "precision.scaler.window" in context.decided and not context.run.uses_deepspeed:
-        scaler = ", ".join(context.tell(f"precision.scaler.{key}") for key in ("window", "hysteresis"))
-        return mapped(f"{text}, {scaler}: as torch's GradScaler, which transformers uses without DeepSpeed")
-    return mapped(f"{text}: fp32 masters and norms, a loss scale as DeepSpeed's")
+    if context.run.uses_deepspeed or "precision.scaler.window" not in context.decided:
+        return mapped(f"{text}: fp32 masters and norms, a loss scale as DeepSpeed's")
+    scaler = ", ".join(context.tell(f"precision.scaler.{key}") for key in ("window", "hysteresis"))
+    return mapped(f"{text}, {scaler}: as torch's GradScaler, which transformers uses without DeepSpeed")
 
 
 def deepspeed_file(context: Context, value: object) -> Outcome:
@@ -161,12 +157,11 @@ def report_to(context: Context, value: object) -> Outcome:
 
 def torch_compile(context: Context, value: object) -> Outcome:
     """Rule for four flags, each of which turns on torch.compile in transformers."""
+    text = context.tell("compile")
     if value in (None, False, ""):
         if context.key != "torch_compile" or "torch_compile" not in context.run.flags:
             return implied("off; compile=auto compiles blocks on CUDA all the same")
-        if context.decided.get("compile"):
-            return no_effect(f"a backend or a mode switches it on: {context.tell('compile')}")
-        return mapped(context.tell("compile"))
+        return no_effect(f"a backend or a mode switches it on: {text}") if context.decided["compile"] else mapped(text)
     if value is True or value in ("inductor", "default"):
-        return mapped(f"{context.tell('compile')}: blocks of layers, one at a time, with inductor")
-    return unsupported(f"{value}: blocks are compiled with inductor in its default mode; {context.tell('compile')}")
+        return mapped(f"{text}: blocks of layers, one at a time, with inductor")
+    return unsupported(f"{value}: blocks are compiled with inductor in its default mode; {text}")

@@ -1,5 +1,5 @@
-"""What each flag of LLaVA's train program becomes in llava_fsdp: LLaVA's own flags (train.py:53-112) and transformers
-4.37's TrainingArguments, with the defaults of LLaVA's argument parser."""
+"""What each flag of LLaVA's train program becomes here: LLaVA's own (train.py:53-112) and transformers 4.37's
+TrainingArguments, with the defaults of its parser."""
 
 from collections.abc import Mapping
 
@@ -8,18 +8,16 @@ from llava_fsdp.migrate.keys import OFF, Rule, Usual, Where, implied, no_effect,
 from llava_fsdp.migrate.source_run import Flag
 
 NO_EVALUATION = no_effect("the original has no evaluation data; val.every measures held-out records")
-HUB_DETAIL = no_effect("only with push_to_hub")
 DEVICE = off("a run uses CUDA where there is a GPU, else the CPU; CUDA_VISIBLE_DEVICES= before the command hides GPUs")
 DDP_DETAIL = implied("FSDP2 has its own communication, without DDP's settings")
-LOG_DETAIL = implied("rank 0 prints; other ranks print only errors")
 BITS = no_effect("only with 4-bit weights under adapters or a projector")
 ADAPTERS = no_effect("only with adapters")
-LAST = "no sample is dropped; the last step of an epoch is smaller"
-METRICS = implied("metrics.jsonl has loss, tokens, seconds and memory of every step")
+METRICS = implied("metrics.jsonl has loss, tokens, seconds and memory of every step; rank 0 prints")
+ADAMW = "AdamW is the optimizer; its settings are optim.beta1, optim.beta2, optim.eps"
 
 
 def same(rule: Rule, **defaults: object) -> dict[str, Flag]:
-    """Flags that share a rule: name=default value, or name=type if the default is None."""
+    """Flags that share a rule: name=default, or name=type if the default is None."""
     return {
         name: Flag(None, rule, default) if isinstance(default, type) else Flag(default, rule)
         for name, default in defaults.items()
@@ -76,10 +74,8 @@ FLAGS: Mapping[str, Flag] = {
     "gradient_accumulation_steps": Flag(1, to("global_batch_size", note="a factor of it")),
     "num_train_epochs": Flag(3.0, Where("epochs", unsupported("epochs are whole; give max_steps=N"))),
     "max_steps": Flag(-1, Where("max_steps", implied("whole epochs"))),
-    "per_gpu_train_batch_size": Flag(None, off("deprecated; give --per_device_train_batch_size"), int),
-    "auto_find_batch_size": Flag(False, off("choose micro_batch_size; accumulation follows from global_batch_size")),
-    "split_batches": Flag(False, off("global_batch_size counts the samples of all ranks")),
-    "dispatch_batches": Flag(None, off("every rank prepares its own part of a step"), bool),
+    **same(off("choose micro_batch_size and global_batch_size, of all ranks; accumulation follows"),
+           per_gpu_train_batch_size=int, auto_find_batch_size=False, split_batches=False, dispatch_batches=bool),
     # optimizer and schedule
     "learning_rate": Flag(5e-5, rules.of_optimizer("optim.lr")),
     "weight_decay": Flag(0.0, rules.of_optimizer("optim.weight_decay", rules.DECAYS)),
@@ -92,9 +88,8 @@ FLAGS: Mapping[str, Flag] = {
     "warmup_ratio": Flag(0.0, rules.warmup_ratio),
     "warmup_steps": Flag(0, Where("optim.warmup_steps", implied("by --warmup_ratio, or none"))),
     "optim": Flag("adamw_torch", Usual(
-        ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused"), "AdamW, fused", "AdamW is the optimizer")),
-    "optim_args": Flag(None, off("AdamW's settings are optim.beta1, optim.beta2, optim.eps"), str),
-    "adafactor": Flag(False, off("AdamW is the optimizer")),
+        ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused"), "AdamW, fused", ADAMW)),
+    **same(off(ADAMW), optim_args=str, adafactor=False),
     "label_smoothing_factor": Flag(0.0, off("the loss is plain cross entropy", 0.0)),
     "neftune_noise_alpha": Flag(None, off("embeddings get no noise"), float),
     # precision and memory
@@ -102,8 +97,8 @@ FLAGS: Mapping[str, Flag] = {
     "fp16": Flag(False, rules.half),
     "tf32": Flag(None, implied(
         "16-bit products do not use it; with precision=fp32 set NVIDIA_TF32_OVERRIDE=1"), bool),
-    **same(no_effect("only for apex, or deprecated"), fp16_opt_level="O1", half_precision_backend="auto",
-           fp16_backend="auto"),
+    **same(no_effect("only for apex, SageMaker or hyperparameter searches, or deprecated"), fp16_opt_level="O1",
+           half_precision_backend="auto", fp16_backend="auto", mp_parameters="", past_index=-1, ray_scope="last"),
     "gradient_checkpointing": Flag(False, to("activation_checkpointing")),
     "gradient_checkpointing_kwargs": Flag(None, implied("never the reentrant kind"), str),
     **same(rules.torch_compile, torch_compile=False, torch_compile_backend=str, torch_compile_mode=str,
@@ -114,19 +109,18 @@ FLAGS: Mapping[str, Flag] = {
     **same(implied("FSDP2 shards every block of layers as one unit"), fsdp_config=str, fsdp_min_num_params=0,
            fsdp_transformer_layer_cls_to_wrap=str),
     "ddp_timeout": Flag(1800, to("comm.timeout")),
-    "ddp_backend": Flag(None, implied("NCCL with CUDA, gloo without"), str),
-    **same(DDP_DETAIL, ddp_find_unused_parameters=bool, ddp_bucket_cap_mb=int, ddp_broadcast_buffers=bool),
+    **same(DDP_DETAIL, ddp_backend=str, ddp_find_unused_parameters=bool, ddp_bucket_cap_mb=int,
+           ddp_broadcast_buffers=bool),
     "local_rank": Flag(-1, implied("torchrun gives every process its rank")),
-    "mp_parameters": Flag("", no_effect("only for SageMaker")),
     **same(DEVICE, tpu_num_cores=int, tpu_metrics_debug=False, no_cuda=False, use_cpu=False, use_mps_device=False,
            use_ipex=False),
     # data
     "dataloader_num_workers": Flag(0, to("data.workers")),
     "dataloader_drop_last": Flag(False, Usual(
-        (False,), f"{LAST}, where the original fills it up with repeated samples", LAST)),
-    "dataloader_pin_memory": Flag(True, implied("steps are pinned where there is a GPU")),
-    "dataloader_persistent_workers": Flag(False, implied("workers live through all epochs")),
-    "remove_unused_columns": Flag(False, implied("records are read as they are")),
+        (False,), "no sample is dropped, where the original fills the last step up with repeated samples",
+        "no sample is dropped; the last step of an epoch is smaller")),
+    **same(implied("steps are pinned, workers live through all epochs, and records are read as they are"),
+           dataloader_pin_memory=True, dataloader_persistent_workers=False, remove_unused_columns=False),
     "group_by_length": Flag(False, off("samples are packed instead of grouped by length")),
     **same(no_effect("only with group_by_length, or for evaluation"), length_column_name="length", label_names=str),
     "seed": Flag(42, to("seed", note="also of the projector, which the original draws before it seeds")),
@@ -149,16 +143,15 @@ FLAGS: Mapping[str, Flag] = {
     "resume_from_checkpoint": Flag(None, no_effect(
         "LLaVA train.py:966 looks for checkpoint-* instead; checkpoint.resume=auto does the same"), str),
     "push_to_hub": Flag(False, off("exports are folders; upload one with the hub's own tools")),
-    **same(HUB_DETAIL, hub_model_id=str, hub_strategy="every_save", hub_token=str, hub_private_repo=False,
-           hub_always_push=False, push_to_hub_model_id=str, push_to_hub_organization=str, push_to_hub_token=str),
+    **same(no_effect("only with push_to_hub"), hub_model_id=str, hub_strategy="every_save", hub_token=str,
+           hub_private_repo=False, hub_always_push=False, push_to_hub_model_id=str, push_to_hub_organization=str,
+           push_to_hub_token=str),
     # logging
-    "logging_steps": Flag(500.0, Where("log_every", METRICS)),
-    "logging_strategy": Flag("steps", Where("log_every", METRICS)),
-    "logging_dir": Flag(None, implied("metrics.jsonl lies in output_dir"), str),
+    **same(Where("log_every", METRICS), logging_steps=500.0, logging_strategy="steps"),
     "logging_nan_inf_filter": Flag(True, implied("a step with a loss that is not finite is skipped")),
-    **same(METRICS, logging_first_step=False, include_tokens_per_second=False, include_num_input_tokens_seen=False,
-           skip_memory_metrics=True),
-    **same(LOG_DETAIL, log_level="passive", log_level_replica="warning", log_on_each_node=True),
+    **same(METRICS, logging_dir=str, logging_first_step=False, include_tokens_per_second=False,
+           include_num_input_tokens_seen=False, skip_memory_metrics=True, log_level="passive",
+           log_level_replica="warning", log_on_each_node=True),
     "disable_tqdm": Flag(None, implied("a progress bar where there is a terminal"), bool),
     "report_to": Flag(None, rules.report_to, str),
     "run_name": Flag(None, Where("track.name", implied("a run is named by output_dir")), str),
@@ -173,13 +166,11 @@ FLAGS: Mapping[str, Flag] = {
            prediction_loss_only=False, include_inputs_for_metrics=False, metric_for_best_model=str,
            greater_is_better=bool, use_legacy_prediction_loop=False, bf16_full_eval=False, fp16_full_eval=False,
            jit_mode_eval=False),
-    **same(no_effect("only for models with a memory, or for hyperparameter searches"), past_index=-1, ray_scope="last"),
 }  # fmt: skip
 
 
 def canonical(name: str, table: Mapping[str, Flag]) -> str | None:
-    """The full name of a flag on the command line: exact, with `-` instead of `_`, or abbreviated as argparse allows;
-    None if unknown."""
+    """The flag that a word of the command line means: exact, with `-` for `_`, or abbreviated; None if unknown."""
     name = name.replace("-", "_")
     if name in table:
         return name

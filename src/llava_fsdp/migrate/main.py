@@ -1,7 +1,6 @@
 """Translate a LLaVA, DeepSpeed or Accelerate training: `python -m llava_fsdp.migrate finetune.sh zero3.json gpus=8`.
 
-Reads training scripts with their DeepSpeed JSON and Accelerate YAML files; prints the llava_fsdp command that does the
-same, and a table of what every key became, or why it has no equivalent. Runs nothing, and imports neither torch nor
+Prints the llava_fsdp command that does the same, and what every key became. Runs nothing, imports neither torch nor
 transformers.
 """
 
@@ -9,6 +8,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from llava_fsdp.config.cli import until_reader_leaves
 from llava_fsdp.migrate.command import Migration, lines, migrate
-from llava_fsdp.migrate.inputs import read_runs, sort_paths
+from llava_fsdp.migrate.inputs import read_runs
 from llava_fsdp.migrate.keys import Row, Verdict, written
 from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError
@@ -55,7 +55,7 @@ def main() -> None:
     try:
         request = parse(sys.argv[1:])
         check_variables(request)
-        found = [migrate(run) for run in read_runs(sort_paths(request.paths), request.variables, request.gpus)]
+        found = [migrate(run) for run in read_runs(request.paths, request.variables, request.gpus)]
     except LlavaFsdpError as error:
         log().error("%s: %s", type(error).__name__, error)
         sys.exit(error.exit_code)
@@ -98,8 +98,7 @@ def parse(arguments: list[str]) -> Request:
 
 
 def check_variables(request: Request) -> None:
-    """Raise ConfigError if no file reads a variable given as NAME=VALUE: the name is then a misspelled option or
-    variable."""
+    """Raise ConfigError for a NAME=VALUE that no file reads: the name is then misspelled."""
     paths = [Path(path) for path in request.paths]
     text = "".join(path.read_text(errors="replace") for path in paths if path.is_file())
     for name, value in request.variables.items():
@@ -108,22 +107,18 @@ def check_variables(request: Request) -> None:
 
 
 def as_json(migration: Migration) -> dict[str, object]:
-    run = migration.run
     return {
-        "name": run.name,
+        "name": migration.run.name,
         "command": lines(migration.words, width=sys.maxsize),
         "overrides": {key: plain(value) for key, value in migration.kept.items()},
-        "same_as_recipe": sorted(migration.decided.keys() - migration.kept.keys()),
-        "gpus": run.gpus,
-        "notes": list(run.notes),
+        "gpus": migration.run.gpus,
+        "notes": list(migration.run.notes),
         "incomplete": migration.lacks,
         "cautions": migration.cautions,
-        "counts": {verdict.value: migration.count(verdict) for verdict in Verdict},
-        "unknown": [row.key for row in migration.unknown],
         "keys": [
             {
                 "source": row.source, "key": row.key, "value": shown(row, row.value), "verdict": row.verdict.value,
-                "resolved": shown(row, row.outcome.resolved), "text": redact(row.text),
+                "resolved": shown(row, row.outcome.resolved), "text": redact(row.text), "known": row.known,
             }
             for row in migration.rows
         ],
@@ -153,24 +148,26 @@ def comment(text: str) -> str:
 
 def show(migration: Migration) -> None:
     """Print the command, remarks about it, and the table of keys."""
-    run = migration.run
-    print(f"# {comment(run.name)}")
-    remarks = {"note": run.notes, "caution": migration.cautions, "incomplete": migration.lacks}
+    rows = migration.rows
+    print(f"# {comment(migration.run.name)}")
+    remarks = {"note": migration.run.notes, "caution": migration.cautions, "incomplete": migration.lacks}
     for kind, texts in remarks.items():
         for text in texts:
             print(f"# {kind}: {comment(text)}")
-    without = [row.key for row in migration.rows if row.verdict is Verdict.unsupported]
+    without = [row.key for row in rows if row.verdict is Verdict.unsupported]
     if without:
         print(f"# without: {comment(', '.join(without))} (see the table)")
     print(lines(migration.words))
-    if run.launch.is_original:
+    if migration.run.launch.is_original:
         print(f"# {PARITY}")
     if "compile" not in migration.decided:
         print(f"# {COMPILED}")
     print()
-    TextConsole(width=None if sys.stdout.isatty() else 140).print(table(migration.rows))
-    counts = ", ".join(f"{migration.count(v)} {v.value}" for v in Verdict if migration.count(v))
-    print(f"{len(migration.rows)} keys: {counts}")
+    TextConsole(width=None if sys.stdout.isatty() else 140).print(table(rows))
+    count = Counter(row.verdict for row in rows)
+    print(
+        f"{len(rows)} keys: {', '.join(f'{count[verdict]} {verdict.value}' for verdict in Verdict if count[verdict])}"
+    )
     print()
 
 

@@ -1,7 +1,6 @@
 """Decide the Hydra overrides with which llava_fsdp trains as another system's training does.
 
-The overrides are decided for the training as a whole, because one key's meaning depends on others; the tables of keys
-only explain them. A flag that a LLaVA script does not give has LLaVA's default.
+They are decided for the training as a whole, as one key's meaning depends on others; the tables only explain them.
 """
 
 from collections.abc import Mapping
@@ -33,35 +32,23 @@ TEMPLATES = {
     "mpt": "mpt", "chatml_direct": "chatml", "mistral_direct": "chatml",
 }  # fmt: skip
 # transformers' names of schedules -> llava_fsdp's; transformers' `constant` has no warm-up.
-SCHEDULES = {
-    "cosine": "cosine", "linear": "linear", "constant_with_warmup": "constant", "constant": "constant",
-}  # fmt: skip
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant_with_warmup": "constant", "constant": "constant"}
 # DeepSpeed's schedules: (type, kind of warm-up) -> llava_fsdp's (lr_schedules.py).
 DS_SCHEDULES = {
     ("WarmupLR", "log"): "warmup_log", ("WarmupLR", "linear"): "constant",
     ("WarmupDecayLR", "log"): "warmup_decay", ("WarmupDecayLR", "linear"): "linear",
 }  # fmt: skip
-# Keys of DeepSpeed's block `fp16`.
-SCALER = {
-    "loss_scale": "precision.scaler.scale",
-    "initial_scale_power": "precision.scaler.initial_power",
-    "loss_scale_window": "precision.scaler.window",
-    "hysteresis": "precision.scaler.hysteresis",
-    "min_loss_scale": "precision.scaler.minimum",
-}
 HALF = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # DeepSpeed's blocks, and what each switches on
 DS_ADAM = frozenset({"adam", "adamw"})
 LEAST_WARMUP = 2  # DeepSpeed's minimum of warm-up steps
 LEAST_KEPT = 2
 TRACKERS: Mapping[str, tuple[str, object]] = {
-    "wandb": ("track.wandb", "online"),
-    "tensorboard": ("track.tensorboard", True),
-}
+    "wandb": ("track.wandb", "online"), "tensorboard": ("track.tensorboard", True),
+}  # fmt: skip
 
 
 def decide(run: Run) -> Overrides:
-    """All overrides of the training, including those that a stage or a recipe already has (`command.reduce` removes
-    these)."""
+    """All overrides of the training, also those that the stage or the recipe has anyway (`command.reduce`)."""
     found = model(run) | data(run) if run.launch.is_original else other_program(run)
     found |= writing(run) | tracking(run) | sharding(run) | offload(run) | precision(run) | compiling(run)
     checkpointing = run.hf("gradient_checkpointing") or plain(run.launched("fsdp_activation_checkpointing")) is True
@@ -71,19 +58,19 @@ def decide(run: Run) -> Overrides:
 
 
 def model(run: Run) -> Overrides:
-    name, stage = run.hf("model_name_or_path"), run.stage
+    name, stage, projector = run.hf("model_name_or_path"), run.stage, run.hf("mm_projector_type")
     adapted = "qlora" if run.bits is not None and stage == "finetune" else "lora"
-    found: Overrides = {"stage": f"{stage}_{adapted}" if run.is_lora else stage, "model": model_choice(str(name))}
-    found["model.checkpoint" if stage == "finetune_task" else "model.language"] = name
-    if run.hf("vision_tower"):
-        found["model.vision"] = run.hf("vision_tower")
-    projector = run.hf("mm_projector_type")
-    found |= {
+    found: Overrides = {
+        "stage": f"{stage}_{adapted}" if run.is_lora else stage,
+        "model": model_choice(str(name)),
+        "model.checkpoint" if stage == "finetune_task" else "model.language": name,
         "model.projector_type": projector,
         "model.select_layer": run.hf("mm_vision_select_layer"),
         "model.select_feature": "full" if run.hf("mm_vision_select_feature") == "cls_patch" else "patch",
         "model.train": trained(run),
     }
+    if run.hf("vision_tower"):
+        found["model.vision"] = run.hf("vision_tower")
     if stage == "finetune":
         found["model.projector"] = run.hf("pretrain_mm_mlp_adapter") or "random"
     if stage == "finetune_task":
@@ -96,15 +83,18 @@ def model(run: Run) -> Overrides:
 
 
 def other_program(run: Run) -> Overrides:
-    """Overrides for model and data of a program other than LLaVA's: what its flags give, else the stage's values.
-
-    Model names are taken for whole checkpoints, like those of llava-hf. With peft only the adapters train.
-    """
+    """Overrides for model and data of a program other than LLaVA's: what its flags give, else the stage's values. Names
+    with llava in them are whole checkpoints, like those of llava-hf; with peft only the adapters train."""
     name = run.hf("model_name_or_path")
-    found: Overrides = {"stage": "finetune_task_lora" if run.is_lora else "finetune_task", "data": "llava_json"}
-    found["model"] = model_choice(str(name))
-    flags = {"data.path": "data_path", "data.images": "image_folder", "data.max_length": "model_max_length"}
-    flags["data.workers"] = "dataloader_num_workers"
+    found: Overrides = {
+        "stage": "finetune_task_lora" if run.is_lora else "finetune_task",
+        "data": "llava_json",
+        "model": model_choice(str(name)),
+    }
+    flags = {
+        "data.path": "data_path", "data.images": "image_folder", "data.max_length": "model_max_length",
+        "data.workers": "dataloader_num_workers",
+    }  # fmt: skip
     if "llava" in str(name).lower():
         flags["model.checkpoint"] = "model_name_or_path"
     if run.is_lora:
@@ -124,8 +114,7 @@ def quantized(run: Run) -> Overrides:
 
 
 def model_choice(name: str) -> str:
-    """The value for `model=` whose language model is `name`; if there is none, the LLaVA model of the same size (13B,
-    else 7B)."""
+    """The value for `model=` with this language model; else the LLaVA model of the same size (13B or 7B)."""
     for path in sorted((config_dir() / "model").glob("*.yaml")):
         if OmegaConf.select(OmegaConf.load(path), "language") == name:
             return path.stem
@@ -133,8 +122,7 @@ def model_choice(name: str) -> str:
 
 
 def trained(run: Run) -> list[str]:
-    """The parts of the model that train, as in LLaVA train.py:843-845, 926-935. With a frozen backbone LLaVA also
-    trains lm_head, which model.train cannot select."""
+    """The parts that train, as in LLaVA train.py:843-845, 926-935, without lm_head, which model.train cannot select."""
     if run.stage == "pretrain" or (run.hf("freeze_backbone") and not run.is_lora):
         return ["projector"]
     return ["language"] if run.hf("freeze_mm_mlp_adapter") else ["projector", "language"]
@@ -179,8 +167,7 @@ def writing(run: Run) -> Overrides:
 
 
 def tracking(run: Run) -> Overrides:
-    """Overrides for experiment trackers. Without `--report_to`, transformers uses all installed trackers, which are not
-    known here."""
+    """Overrides for experiment trackers; `all` means those that transformers knows."""
     names = str(run.hf("report_to") or "").split()
     found = dict(TRACKERS[name] for name in TRACKERS if name in names or "all" in names)
     if "track.wandb" in found and run.hf("run_name"):
@@ -189,10 +176,7 @@ def tracking(run: Run) -> Overrides:
 
 
 def compiling(run: Run) -> Overrides:
-    """Override for torch.compile, from the script's torch_compile flags or the launcher's dynamo_backend.
-
-    If a script gives none of these, compile=auto is kept, and `migrate` prints a note about that.
-    """
+    """Override for torch.compile. Without flags of script or launcher compile=auto stays, and a note says so."""
     launched = run.launched("dynamo_backend")
     names = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
     if str(launched or "no").lower() not in ("no", "none", "false") or any(map(run.hf, names)):
@@ -205,25 +189,13 @@ def sharding(run: Run) -> Overrides:
         return {}
     if run.uses_deepspeed:
         stage = run.ds_or_default("zero_optimization.stage")
-        group = run.ds("zero_optimization.zero_hpz_partition_size", 1)
-        group = group if isinstance(group, int) and group > 1 else run.ds("zero_optimization.mics_shard_size", -1)
-        if stage == 3 and isinstance(group, int) and group > 1 and divides(group, run.gpus):
-            return {"sharding": "hybrid", "sharding.shard_size": group}
         return {"sharding": STAGES[stage]} if isinstance(stage, int) and stage in STAGES else {}
     return {"sharding": fsdp_strategy(run) or "zero0"}
 
 
-def divides(group: int, gpus: int | None) -> bool:
-    """Whether the ranks can be split into several groups of this size; True if their number is unknown."""
-    return gpus is None or (group < gpus and gpus % group == 0)
-
-
 def offload(run: Run) -> Overrides:
-    """Overrides for offloading to host memory or disk. DeepSpeed's optimizer offload keeps master weights, gradients
-    and moments in host memory and updates them there, which is `offload=params` in llava_fsdp.
-
-    ZeRO-1 keeps whole gradients on the GPU in both systems; only the moments are offloaded then.
-    """
+    """Overrides for offloading. DeepSpeed's optimizer offload keeps master weights, gradients and moments in host
+    memory, which is `offload=params`; at stage 1 gradients stay on the GPU in both systems, so that only moments go."""
     if run.lacks_deepspeed:
         return {}
     if run.uses_deepspeed:
@@ -243,13 +215,12 @@ def offload(run: Run) -> Overrides:
 
 
 def fsdp_words(run: Run) -> list[str]:
-    """The words of transformers' flag `--fsdp "full_shard auto_wrap"`, in upper case."""
+    """The words of `--fsdp "full_shard auto_wrap"`, in upper case."""
     return str(run.hf("fsdp") or "").upper().split()
 
 
 def fsdp_strategy(run: Run) -> str | None:
-    """The `sharding=` choice for an FSDP strategy, from Accelerate's `fsdp_config` or from the script's --fsdp; None if
-    neither gives one."""
+    """The `sharding=` choice of Accelerate's `fsdp_config` or of --fsdp; None if there is none."""
     if run.distributed_type == "FSDP":
         reshard = plain(run.launched("fsdp_reshard_after_forward"))
         if isinstance(reshard, bool):
@@ -260,48 +231,21 @@ def fsdp_strategy(run: Run) -> str | None:
 
 
 def precision(run: Run) -> Overrides:
-    """Overrides for the precision. If both bf16 and fp16 are given, which the original refuses, bf16 is used."""
-    half = half_precision(run)
-    if half == "bf16":
-        return bf16(run)
-    if half == "fp16":
-        return {"precision": "fp16"} | scaler(run)
-    return {"precision": half or "fp32"}
-
-
-def half_precision(run: Run) -> str | None:
-    """The 16-bit or 8-bit precision that DeepSpeed's blocks, the script's flags or Accelerate's file turn on: bf16,
-    fp16, fp8 or None."""
+    """Overrides for the precision; bf16 where both bf16 and fp16 are given, which the original refuses."""
     on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
     on |= {flag for flag in ("bf16", "fp16") if run.hf(flag)}
     on.add(str(run.launched("mixed_precision")))
-    return next((half for half in ("bf16", "fp16", "fp8") if half in on), None)
-
-
-def bf16(run: Run) -> Overrides:
-    """Overrides for bf16. DeepSpeed rounds bf16 master weights and moments to nearest, llava_fsdp rounds them
-    stochastically."""
-    if run.ds("bf16.bf16_master_weights_and_grads") is not True:
-        return {"precision": "bf16"}
-    if run.ds("bf16.bf16_optimizer_states") is True:
-        return {"precision": "bf16_pure"}
-    return {"precision": "bf16_pure", "precision.moment_dtype": "fp32"}
-
-
-def scaler(run: Run) -> Overrides:
-    """Overrides for the fp16 loss scale: DeepSpeed's settings if given; without DeepSpeed, those of GradScaler in
-    torch."""
-    if not run.uses_deepspeed:
-        return {"precision.scaler.window": 2000, "precision.scaler.hysteresis": 1}
-    given = {ours: run.ds(f"fp16.{theirs}") for theirs, ours in SCALER.items()}
-    numbers: Overrides = {key: value for key, value in given.items() if isinstance(value, int | float)}
-    fixed = numbers.pop("precision.scaler.scale", 0)
-    return {"precision.scaler.scale": fixed} if fixed else numbers
+    half = next((half for half in ("bf16", "fp16", "fp8") if half in on), "fp32")
+    if half == "bf16" and run.ds("bf16.bf16_master_weights_and_grads") is True:
+        moments = {} if run.ds("bf16.bf16_optimizer_states") is True else {"precision.moment_dtype": "fp32"}
+        return {"precision": "bf16_pure"} | moments
+    if half == "fp16" and not run.uses_deepspeed:  # transformers then uses torch's GradScaler
+        return {"precision": "fp16", "precision.scaler.window": 2000, "precision.scaler.hysteresis": 1}
+    return {"precision": half}
 
 
 def optimizer(run: Run) -> Overrides:
-    """Overrides for the optimizer: from DeepSpeed's `optimizer` entry, or the script's flags if that is missing or
-    `auto`."""
+    """Overrides for the optimizer: from DeepSpeed's `optimizer` entry, or the script's flags."""
     values = {
         "optim.lr": ("optimizer.params.lr", "learning_rate"),
         "optim.weight_decay": ("optimizer.params.weight_decay", "weight_decay"),
@@ -321,15 +265,13 @@ def optimizer(run: Run) -> Overrides:
 
 
 def filled(run: Run, key: str, flag: str) -> object:
-    """A value of DeepSpeed's optimizer or scheduler; the script's flag if the value is `auto` or there is no such
-    block."""
+    """A value of DeepSpeed's optimizer or scheduler; the script's flag where that is `auto` or absent."""
     value = AUTO if run.ds(key.partition(".")[0] + ".type") is None else run.ds_or_default(key)
     return run.hf(flag) if value == AUTO else value
 
 
 def clip(run: Run) -> object:
-    """Gradient clipping norm. DeepSpeed uses its own key (default: no clipping); the script's flag counts only if that
-    is `auto`, or without DeepSpeed."""
+    """The clipping norm. With DeepSpeed its own key counts, whose default is not to clip."""
     value = run.ds("gradient_clipping", 0) if run.uses_deepspeed else run.hf("max_grad_norm")
     return (run.hf("max_grad_norm") if value == AUTO else value) or None
 

@@ -22,7 +22,7 @@ DS_DEFAULTS: Mapping[str, object] = {
     "scheduler.params.warmup_type": "log",
     "bf16.enabled": False,
 }
-TORCH_ADAMW_DECAY = 0.01
+TORCH_ADAMW_DECAY = 0.01  # DeepSpeed's default with torch_adam
 # DeepSpeed's keys -> Accelerate's names for them.
 ACCELERATE_NAMES = {
     "zero_optimization.stage": "zero_stage",
@@ -59,7 +59,7 @@ class Flag:
 
     default: object
     rule: object
-    """The rule for what the flag becomes: an `Outcome`, or a function that returns one for a value (`keys.Rule`)."""
+    """What the flag becomes: a `keys.Rule`."""
     kind: type | None = None
     """Type of the value if the default value does not show it."""
 
@@ -75,31 +75,29 @@ class Run:
     table: Mapping[str, Flag]
     """The flags that the training program accepts."""
     flags: Mapping[str, object]
-    """The flags' values as given on the command line, not yet converted to their types."""
+    """The flags' values as given, not yet converted to their types."""
     given_gpus: int | None = None
-    """Number of GPUs that the user gave (`gpus=N`); takes precedence over the launcher's."""
+    """`gpus=N`, which wins over the launcher's number."""
     deepspeed: Block | None = None
     accelerate: Block | None = None
     notes: tuple[str, ...] = ()
-    """Remarks on what was assumed or chosen while reading the files."""
     missing: tuple[str, ...] = ()
-    """Names of files that the script mentions and that were not found."""
+    """Files that the script names and that were not found."""
 
     def given(self, name: str) -> str | None:
-        """The spelling (name or alias) with which a flag was given on the command line; None if it was not given."""
+        """The spelling (name or alias) with which a flag was given; None if it was not given."""
         names = (name,) if self.launch.is_original else (name, *ALIASES.get(name, ()))
         return next((spelling for spelling in names if spelling in self.flags), None)
 
     def hf(self, name: str) -> object:
         """A flag's value as the training program would see it."""
         flag, spelling = self.table[name], self.given(name)
-        return (
-            flag.default if spelling is None else parse(self.flags[spelling], flag.type, f"{self.name}: --{spelling}")
-        )
+        if spelling is None:
+            return flag.default
+        return parse(self.flags[spelling], flag.type, f"{self.name}: --{spelling}")
 
     def launched(self, name: str) -> object:
-        """The value of an Accelerate setting: the launcher's flag, or the key in any block of Accelerate's file; None
-        if not set."""
+        """An Accelerate setting: the launcher's flag, or the key in any block of Accelerate's file; None if not set."""
         if self.launch.launcher == "accelerate" and name in self.launch.flags:
             return self.launch.flags[name]
         for prefix in ("", "deepspeed_config.", "fsdp_config.", "dynamo_config."):
@@ -109,7 +107,7 @@ class Run:
 
     @property
     def distributed_type(self) -> str:
-        """Accelerate's type of distributed training (DEEPSPEED, FSDP, MULTI_GPU ...); empty if it is not set."""
+        """Accelerate's DEEPSPEED, FSDP, MULTI_GPU ...; empty if it is not set."""
         for flag, name in (("use_deepspeed", "DEEPSPEED"), ("use_fsdp", "FSDP")):
             if self.launched(flag):
                 return name
@@ -121,12 +119,11 @@ class Run:
 
     @property
     def lacks_deepspeed(self) -> bool:
-        """Whether the DeepSpeed configuration file is named but was not found, so that its settings are unknown."""
+        """Whether a DeepSpeed configuration is named and was not found, so that its settings are unknown."""
         return self.uses_deepspeed and self.deepspeed is None and self.distributed_type != "DEEPSPEED"
 
     def ds(self, key: str, default: object = None) -> object:
-        """A value of the DeepSpeed configuration: from the JSON file, else from the settings from which Accelerate
-        creates one."""
+        """A value of the JSON file, else of the settings from which Accelerate creates one."""
         if self.deepspeed is not None:
             return plain(self.deepspeed.values.get(key, default))
         found = self.launched(ACCELERATE_NAMES[key]) if key in ACCELERATE_NAMES else None
@@ -135,7 +132,6 @@ class Run:
         return plain(default if found is None else found)
 
     def ds_or_default(self, key: str) -> object:
-        """A value of the DeepSpeed configuration, or DeepSpeed's default if it is not set."""
         torch_adam = key == "optimizer.params.weight_decay" and self.ds("optimizer.params.torch_adam") is True
         return self.ds(key, TORCH_ADAMW_DECAY if torch_adam else DS_DEFAULTS[key])
 
@@ -145,21 +141,19 @@ class Run:
 
     @property
     def has_ds_warmup(self) -> bool:
-        """Whether the scheduler is one of DeepSpeed's warm-up schedulers, which give all parameter groups the same
-        learning rate."""
+        """Whether DeepSpeed's scheduler gives all parameter groups the same learning rate."""
         return self.ds("scheduler.type") in ("WarmupLR", "WarmupDecayLR")
 
     @property
     def devices(self) -> str | None:
-        """Value of CUDA_VISIBLE_DEVICES, as the launcher chooses it or the script sets it; None if neither does."""
+        """CUDA_VISIBLE_DEVICES, as the launcher chooses it or the script sets it; None if neither does."""
         chosen = self.launched("gpu_ids")
         ids = str(chosen) if chosen not in (None, "all") else None
         return self.ranks.devices or ids or self.launch.devices
 
     @property
     def ranks(self) -> Ranks:
-        """Number of ranks, from the launcher's flags and Accelerate's file, unless the user gave another number of
-        GPUs."""
+        """The number that the user gave, else that of the launcher's flags or of Accelerate's file."""
         found = ranks_of(self.launch)
         if self.launch.launcher == "accelerate" and not found.per_node:
             total, nodes = number(str(self.launched("num_processes"))), number(str(self.launched("num_machines") or 1))
@@ -205,7 +199,7 @@ class Run:
 
 
 def plain(value: object) -> object:
-    """A value of a JSON or YAML file; text that spells a boolean or a number is converted to it."""
+    """A value of a JSON or YAML file; text that spells a boolean or a number becomes it."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):
@@ -219,19 +213,12 @@ def plain(value: object) -> object:
 
 
 def parse(given: object, kind: type, where: str) -> object:
-    """Convert a flag's text to the flag's type.
-
-    Raises:
-        ConfigError: the text is not of that type; the program's own parser would have refused it too.
-    """
+    """A flag's value in the flag's type. Raises ConfigError where the program's own parser would refuse it too."""
     if given is True:
         if kind is bool:
             return True
         raise ConfigError(f"{where} has no value")
-    text = " ".join(given) if isinstance(given, list) else given
-    assert isinstance(text, str), text
-    if kind is str:
-        return text
+    text = " ".join(given) if isinstance(given, list) else str(given)
     if kind is bool:
         if text.lower() in TRUE | FALSE:
             return text.lower() in TRUE

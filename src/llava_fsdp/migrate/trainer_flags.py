@@ -1,8 +1,5 @@
-"""What each flag of training programs other than LLaVA's becomes in llava_fsdp: names of transformers' Trainer, peft
-and TRL.
-
-A flag that is not listed here is reported as unknown: only the program itself defines what it means.
-"""
+"""What flags of programs other than LLaVA's become here: names of transformers' Trainer, peft and TRL. Other flags are
+unknown, because only the program defines what they mean."""
 
 from collections.abc import Mapping
 
@@ -35,12 +32,8 @@ TRAINER = """
     save_safetensors save_only_model logging_steps logging_strategy logging_dir logging_first_step log_level
     disable_tqdm report_to run_name push_to_hub evaluation_strategy load_best_model_at_end do_train
 """.split()
-# Flags that must be given: without them the command would use the stage's values instead of the program's.
-NEEDED = {
-    "data_path": "data.path",
-    "model_name_or_path": "model.checkpoint",
-    "model_max_length": "data.max_length",
-}
+# Flags that must be given, because the stage's values are not the program's.
+NEEDED = {"data_path": "data.path", "model_name_or_path": "model.checkpoint", "model_max_length": "data.max_length"}
 NEEDED_BY_LORA = {"lora_r": "model.lora.r", "lora_alpha": "model.lora.alpha", "lora_dropout": "model.lora.dropout"}
 OTHER_PROGRAM = (
     "not the original LLaVA's program, so only its flags are read. Which parts train, the prompts, the labels and the "
@@ -60,9 +53,9 @@ def targets(context: Context, value: object) -> Outcome:
 def bits(context: Context, value: object) -> Outcome:
     if not value:
         return OFF
-    if "model.quantize.mode" not in context.decided:
-        return unsupported("without adapters weights in few bits cannot be trained")
-    return mapped(context.tell("model.quantize.mode"))
+    if "model.quantize.mode" in context.decided:
+        return mapped(context.tell("model.quantize.mode"))
+    return unsupported("without adapters weights in few bits cannot be trained")
 
 
 def lora(key: str) -> Where:
@@ -76,10 +69,8 @@ OWN: Mapping[str, Flag] = {
     "image_folder": Flag(None, to("data.images"), str),
     "lora_enable": Flag(False, to("stage", "model.train")),
     "lora_r": Flag(None, lora("r"), int),
-    "lora_alpha": Flag(None, lora("alpha"), float),
-    "lora_dropout": Flag(None, lora("dropout"), float),
-    "use_dora": Flag(False, lora("use_dora")),
-    "use_rslora": Flag(False, lora("use_rslora")),
+    **{f"lora_{key}": Flag(None, lora(key), float) for key in ("alpha", "dropout")},
+    **{key: Flag(False, lora(key)) for key in ("use_dora", "use_rslora")},
     "lora_target_modules": Flag(None, targets, str),
     "lora_task_type": Flag("CAUSAL_LM", off("adapters are of a causal language model", "CAUSAL_LM")),
     **same(bits, load_in_4bit=False, load_in_8bit=False),
