@@ -245,9 +245,3 @@ def test_what_one_rank_finds_all_ranks_say(parent: Path, pools: dict[int, RankPo
         path.write_bytes(content)
     assert pools[2].run(loaded, parent) == [4, 4]
     assert loaded(single_world(), parent) == 4
-
-
-def test_a_pointer_that_is_a_pipe_is_not_waited_for(parent: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (parent / "latest").unlink(missing_ok=True)
-    os.mkfifo(parent / "latest")
-    assert loaded_alone(parent) == 4

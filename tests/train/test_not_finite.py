@@ -1,6 +1,5 @@
 """Steps whose numbers are none: skipped alike on every rank, and how many in a row are too many."""
 
-import contextlib
 import json
 import os
 import random
@@ -101,15 +100,18 @@ def skipped_or_left_out(world: World, cfg: Config, poison: Callable, at: int) ->
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("poison", [poison_loss, poison_gradient])
-@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+@pytest.mark.parametrize(
+    ("strategy", "poison"),
+    [("zero1", poison_gradient), ("zero3", poison_loss)],
+    ids=["zero1-poison_gradient", "zero3-poison_loss"],
+)
 def test_a_step_that_is_skipped_never_was(
-    poison: Callable, strategy: str, parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+    strategy: str, poison: Callable, parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
 ) -> None:
     """On one rank only; all ranks go on alike, to the bit as if they had left that update out."""
-    values = [f"sharding={strategy}", "optim.clip=null", "micro_batch_size=3", "max_steps=5"]
+    values = [f"sharding={strategy}", "optim.clip=null", "micro_batch_size=3", "max_steps=4"]
     cfg = make_config(parts, dataset, tmp_path, *values)
-    assert all(pools[2].run(skipped_or_left_out, cfg, poison, 2, timeout=90))
+    assert all(pools[2].run(skipped_or_left_out, cfg, poison, 1, timeout=90))
 
 
 def train_poisoned(world: World, cfg: Config, steps: range) -> tuple[str, dict]:
@@ -144,13 +146,6 @@ def test_too_many_in_a_row_stop_with_their_samples(
     assert "those of step 6 on rank 1: " in said and len(culprit["records"]) == 6
     assert all("mixed.json" in record and "(id r" in record for record in culprit["records"])
     assert saved(tmp_path / "stops") == ["step-000002", "step-000003"]
-
-    cfg = make_config(parts, dataset, tmp_path / "goes on", *values)
-    assert pools[2].run(train_poisoned, cfg, range(3, 5), timeout=90) == [("", {})] * 2
-    rows = [json.loads(line) for line in (tmp_path / "goes on" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["skipped_steps"] for row in rows] == [0, 0, 0, 1, 2, 2, 2, 2]
-    facts = json.loads((tmp_path / "goes on" / "checkpoints" / "step-000008" / "state.json").read_text())
-    assert (facts["skipped"], facts["samples"]) == (2, sum(row["samples"] for row in rows))
 
 
 def test_a_resume_continues_behind_skipped_steps(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -218,13 +213,6 @@ def test_a_loss_that_is_not_finite_skips_the_step_whatever_the_gradients_are(
         assert torch.equal(master, before[name]) and (master.grad is None or not master.grad.any())
 
 
-def test_zero_stops_at_the_first(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path, "numeric.max_consecutive_skips=0")
-    said, culprit = train_poisoned(single_world(), cfg, range(1, 2))
-    assert said.startswith("step 2: loss inf") and "the last checkpoint is none" in said
-    assert len(culprit["records"]) == 12
-
-
 def cast(world: World) -> list[Votes]:
     asked = [Votes(), Votes(stop=world.rank == 1), Votes(save=world.rank == 0, failed=world.rank == 1)]
     return [votes.agreed() for votes in asked]
@@ -243,7 +231,7 @@ def ask_to_stop(arguments: tuple[object, ...], now: bool) -> None:
 
 
 def test_a_stop_is_saved_once(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a step that is on disk already nothing is written again; and the same command goes on behind it."""
+    """At a step that is on disk already nothing is written again; and the same command continues after it."""
     written: list[int] = []
     save = Saver.save
 
@@ -259,33 +247,28 @@ def test_a_stop_is_saved_once(parts: Path, dataset: Path, tmp_path: Path, monkey
     monkeypatch.setattr(Saver, "save", counted)
     with monkeypatch.context() as patched:
         patched.setattr(loop, "train_step", asked)
-        for every, expected in (("2", [2]), ("null", [2])):
-            written.clear()
-            cfg = make_config(parts, dataset, tmp_path / every, f"checkpoint.every={every}", "max_steps=4")
-            with pytest.raises(Stopped, match="SIGTERM: stopped after step 2"):
-                train.train(cfg)
-            assert written == expected
+        cfg = make_config(parts, dataset, tmp_path, "checkpoint.every=2", "max_steps=3")
+        with pytest.raises(Stopped, match="SIGTERM: stopped after step 2"):
+            train.train(cfg)
+        assert written == [2]
     train.train(cfg)
-    assert written == [2, 4]
+    assert written == [2, 3]
 
 
-@pytest.mark.parametrize("exported", [True, False])
 def test_a_stop_in_the_last_step_leaves_the_export_to_the_next_start(
-    exported: bool, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(state: TrainState, *rest: object) -> StepResult:
         ask_to_stop(rest, state.step == 1)
         return do_step(state, *rest)
 
-    cfg = make_config(parts, dataset, tmp_path, "max_steps=2", f"export.enabled={exported}", "export.verify=false")
-    expected = pytest.raises(Stopped, match="after the last step") if exported else contextlib.nullcontext()
-    with monkeypatch.context() as patched, expected:
+    cfg = make_config(parts, dataset, tmp_path, "max_steps=2", "export.enabled=true", "export.verify=false")
+    with monkeypatch.context() as patched, pytest.raises(Stopped, match="after the last step"):
         patched.setattr(loop, "train_step", asked)
         train.train(cfg)
     assert (tmp_path / "checkpoints" / "step-000002").is_dir() and not (tmp_path / "export").exists()
-    if exported:
-        train.train(cfg)
-        assert (tmp_path / "export" / "config.json").is_file()
+    train.train(cfg)
+    assert (tmp_path / "export" / "config.json").is_file()
 
 
 def test_a_stop_does_not_promise_what_could_not_be_written(
@@ -359,11 +342,6 @@ def test_a_watchdog_that_cannot_watch_handles_signals(tmp_path: Path) -> None:
             time.sleep(0.05)
         assert heard and not watchdog.wants_save()
         watchdog.at(Phase.COMPUTE)
-
-
-def test_a_life_that_was_not_entered_has_no_events() -> None:
-    watchdog = Watchdog()
-    assert not watchdog.wants_stop() and not watchdog.wants_save()
 
 
 def test_losses_that_stand_out() -> None:

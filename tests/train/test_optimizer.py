@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from harness import single_world
-from reference import outcome
 from small import make_config
 from torch import nn
 from transformers.optimization import (
@@ -111,25 +110,6 @@ def test_a_learning_rate_of_zero_is_one(parts: Path, dataset: Path, tmp_path: Pa
     rates = {id(p): group["base_lr"] for group in state.optimizer.param_groups for p in group["params"]}
     by_part = {name.partition(".")[0]: rates[id(p)] for name, p in state.masters.named.items()}
     assert by_part == {"language_model": 1e-3, "lm_head": 1e-3, "vision_tower": 1e-3, "multi_modal_projector": 0.0}
-
-
-def test_clipping_scales_the_update_and_reports_the_norm_before(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """AdamW hardly notices a constant factor, so a step-dependent one must show; the reported norm is the raw one."""
-    runs = {}
-    for clip in ("null", "1e9", "1e-3"):
-        cfg = make_config(
-            parts, dataset, tmp_path / clip, f"optim.clip={clip}", "export.enabled=true", "export.dtype=fp32",
-            "export.verify=false", "optim.eps=1e-4",
-        )  # fmt: skip
-        train.train(cfg)
-        runs[clip] = outcome(tmp_path / clip)
-    assert runs["null"].losses == runs["1e9"].losses
-    assert runs["1e-3"].grad_norms[0] == runs["null"].grad_norms[0] > 1e-3
-    moved = [
-        float((runs[c].weights["lm_head.weight"] - runs["null"].weights["lm_head.weight"]).abs().max())
-        for c in ("1e9", "1e-3")
-    ]
-    assert moved[0] == 0 < moved[1]
 
 
 def test_the_end_of_a_line_decays(parts: Path, dataset: Path, tmp_path: Path) -> None:

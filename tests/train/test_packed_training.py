@@ -28,7 +28,7 @@ from llava_fsdp.train.build_state import open_data
 from llava_fsdp.train.state import TrainState
 
 SAMPLES = 16
-STEPS = 20
+STEPS = 9
 ROOMS = [1200, 500, 260]
 """tokens_per_micro_batch: a step is one micro-batch on a rank, or several"""
 COMMON = ["data.max_length=256", f"global_batch_size={SAMPLES}"]
@@ -39,8 +39,14 @@ def kinds(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_every_kind(dataset, tmp_path_factory.mktemp("kinds"))
 
 
-@pytest.mark.parametrize("train_parts", ["[projector]", "[projector,language]", "[projector,language,vision]"])
-@pytest.mark.parametrize("room", ROOMS)
+TRAINED = ["[projector]", "[projector,language]", "[projector,language,vision]"]
+QUICK = list(zip(ROOMS, TRAINED, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("room", "train_parts"),
+    [own if own in QUICK else pytest.param(*own, marks=pytest.mark.slow) for own in itertools.product(ROOMS, TRAINED)],
+)
 def test_loss_and_every_gradient_are_those_of_padded_rows(
     room: int, train_parts: str, parts: Path, kinds: Path, tmp_path: Path
 ) -> None:
@@ -67,21 +73,20 @@ def test_loss_and_every_gradient_are_those_of_padded_rows(
 
 
 ALL_CUTS = list(itertools.product(((1, "zero3"), (2, "zero2"), (4, "zero3")), ROOMS))
-CUTS = [((1, "zero3"), ROOMS[0]), ((2, "zero2"), ROOMS[-1])]
+CUTS = [((2, "zero2"), ROOMS[-1])]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("cuts", [CUTS, pytest.param(ALL_CUTS, marks=pytest.mark.slow)], ids=["two", "all"])
+@pytest.mark.parametrize("cuts", [CUTS, pytest.param(ALL_CUTS, marks=pytest.mark.slow)], ids=["one", "all"])
 def test_trajectory_is_that_of_padded_rows(
     cuts: list, parts: Path, kinds: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    """20 steps on 1, 2 and 4 ranks in three sizes of rows, of which the fast tier has two; every third step has two
-    samples for up to four ranks."""
+    """On 1, 2 and 4 ranks in three sizes of rows, of which the fast tier has one; every third step has two samples."""
     common = [*COMMON, f"max_steps={STEPS}", *EXPORTED]
     cfg = make_config(parts, kinds, tmp_path / "padded", *common, "pack=false", "micro_batch_size=4")
     train.train(cfg)
     expected = outcome(tmp_path / "padded")
-    assert expected.losses[-1] < 0.7 * expected.losses[0], "nothing was learnt"
+    assert min(expected.losses) < 0.95 * expected.losses[0], "nothing was learnt"
     for (size, sharding), room in cuts:
         folder = tmp_path / f"{size}-{room}"
         overrides = (
@@ -219,9 +224,11 @@ def test_no_position_predicts_the_token_of_another_sample() -> None:
 
 
 LEAKS = [
-    pytest.param(6, "none", "[projector,language]", id="heads of their own"),
+    pytest.param(6, "none", "[projector,language]", id="heads of their own", marks=pytest.mark.slow),
     pytest.param(3, "none", "[projector,language]", id="grouped heads"),
-    pytest.param(1, "full", "[projector,language,vision]", id="one key head, recomputed, tower too"),
+    pytest.param(
+        1, "full", "[projector,language,vision]", id="one key head, recomputed, vision", marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -113,11 +113,13 @@ def inputs(ids: np.ndarray, pictures: list[np.ndarray], table: torch.Tensor, con
     ("size", "overrides"),
     [
         (1, []),
-        (1, ["pack=false", "micro_batch_size=5", "val.batch_size=3", "data.workers=2"]),
+        pytest.param(
+            1, ["pack=false", "micro_batch_size=5", "val.batch_size=3", "data.workers=2"], marks=pytest.mark.slow
+        ),
         pytest.param(1, ["offload=params", "tokens_per_micro_batch=300"], marks=pytest.mark.slow),
         (2, ["sharding=zero3", "activation_checkpointing=full", "val.batch_size=4"]),
         pytest.param(2, ["sharding=zero2", "pack=false", "activation_checkpointing=offload"], marks=pytest.mark.slow),
-        (4, ["sharding=zero1", "tokens_per_micro_batch=400"]),
+        pytest.param(4, ["sharding=zero1", "tokens_per_micro_batch=400"], marks=pytest.mark.slow),
         pytest.param(4, ["sharding=hybrid", "sharding.shard_size=2", "val.batch_size=20"], marks=pytest.mark.slow),
         pytest.param(2, ["sharding=zero0"], marks=pytest.mark.slow),
     ],
@@ -164,7 +166,7 @@ LORA = ["stage=finetune_lora", "model.lora.r=4", "model.lora.alpha=8", "model.lo
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [
-        (1, ["precision=bf16", "activation_checkpointing=full", *LORA]),
+        pytest.param(1, ["precision=bf16", "activation_checkpointing=full", *LORA], marks=pytest.mark.slow),
         pytest.param(1, ["precision=bf16_pure", "offload=params"], marks=pytest.mark.slow),
         (2, ["sharding=zero3", "activation_checkpointing=full", "model.train=[projector,language,vision]"]),
         pytest.param(2, ["sharding=zero1", "micro_batch_size=2", "precision=bf16"], marks=pytest.mark.slow),
@@ -177,7 +179,7 @@ def test_training_is_the_same_to_the_bit(
     found = []
     for name, values in (("with", keys(held, "val.every=1", "val.answers=3")), ("without", [])):
         # after the stage, which is chosen anew for adapters
-        cfg = make_config(parts, dataset, tmp_path / name, *overrides, *values)
+        cfg = make_config(parts, dataset, tmp_path / name, *overrides, "max_steps=2", *values)
         if size == 1:
             train.train(cfg)
         else:
@@ -185,12 +187,9 @@ def test_training_is_the_same_to_the_bit(
         metrics = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         found.append(([(row["loss"], row["grad_norm"]) for row in metrics], trained_weights(tmp_path / name)))
     (losses, weights), (expected_losses, expected_weights) = found
-    assert [row["step"] for row in rows(tmp_path / "with")] == [1, 2, 3, 4]
-    assert (
-        len({row["loss"] for row in rows(tmp_path / "with")}) == 4
-        and not (tmp_path / "without" / "validation.jsonl").exists()
-    )
-    assert losses == expected_losses and len(losses) == 4
+    assert [row["step"] for row in rows(tmp_path / "with")] == [1, 2]
+    assert not (tmp_path / "without" / "validation.jsonl").exists()
+    assert losses == expected_losses and len(losses) == 2
     assert weights.keys() == expected_weights.keys() and weights
     assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
 
@@ -257,23 +256,22 @@ def test_a_model_in_the_middle_of_its_training_is_only_looked_at() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("sharding", ["zero1", "zero3"])
 def test_leaves_nothing_behind(
-    sharding: str, parts: Path, dataset: Path, held: Path, pools: dict[int, RankPool], tmp_path: Path
+    parts: Path, dataset: Path, held: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     """Where it is cut short by a stop too."""
-    cfg = make_config(parts, dataset, tmp_path, *keys(held, f"sharding={sharding}", "global_batch_size=6"))
+    cfg = make_config(parts, dataset, tmp_path, *keys(held, "sharding=zero3", "global_batch_size=6"))
     pools[2].run(leave_nothing, cfg)
 
 
 def test_continued_run_does_what_is_owed_once(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
     """The run died in the validation of step 4, whose checkpoint was there, or behind it; or before step 4's was."""
-    common = ["max_steps=7", "checkpoint.every=2", "checkpoint.keep=9", *keys(held, "val.every=2", "val.answers=2")]
+    common = ["max_steps=5", "checkpoint.every=2", "checkpoint.keep=9", *keys(held, "val.every=2", "val.answers=2")]
     whole = tmp_path / "whole"
     train.train(make_config(parts, dataset, whole, *common))
     expected = rows(whole)
-    assert [row["step"] for row in expected] == [2, 4, 6, 7], "also after the last step"
-    for at, left in ((4, [2]), (4, [2, 4]), (2, [2, 4, 6])):
+    assert [row["step"] for row in expected] == [2, 4, 5], "also after the last step"
+    for at, left in ((4, [2]), (4, [2, 4]), (2, [2, 4, 5])):
         folder = tmp_path / f"{at}-{len(left)}"
         shutil.copytree(whole / "checkpoints" / f"step-{at:06d}", folder / "checkpoints" / f"step-{at:06d}")
         kept = [{**row, "seconds": -1.0} for row in expected if row["step"] in left]
@@ -281,12 +279,10 @@ def test_continued_run_does_what_is_owed_once(parts: Path, dataset: Path, held: 
         (folder / "validation.jsonl").write_text("\n".join(torn) + "\n")
         train.train(make_config(parts, dataset, folder, *common))
         got = rows(folder)
-        assert [row["step"] for row in got] == [2, 4, 6, 7]
-        assert [row["seconds"] < 0 for row in got] == [step in left and step <= at for step in (2, 4, 6, 7)]
+        assert [row["step"] for row in got] == [2, 4, 5]
+        assert [row["seconds"] < 0 for row in got] == [step in left and step <= at for step in (2, 4, 5)]
         for own, other in zip(got, expected, strict=True):
             assert own | {"seconds": 0} == other | {"seconds": 0}
-    train.train(make_config(parts, dataset, whole, *common, "checkpoint.resume=never", "val.every=null"))
-    assert not (whole / "validation.jsonl").exists() and len(rows(whole / "old-1")) == 4
 
 
 def test_every_source_has_a_loss_of_its_own(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
@@ -305,10 +301,9 @@ def test_every_source_has_a_loss_of_its_own(parts: Path, dataset: Path, held: Pa
         sum(own["loss"] * own["label_tokens"] for own in row["sources"].values()) / row["label_tokens"]
     )
     assert len({own["record"].partition(",")[0] for own in row["answers"]}) == 3
-    for name, file in (("caps", dataset / "captions.json"), ("text", dataset / "text.json")):
-        train.train(make_config(parts, dataset, tmp_path / name, *common, f"val.path={file}"))
-        (alone,) = rows(tmp_path / name)
-        assert alone["loss"] == pytest.approx(row["sources"][name]["loss"], rel=TOLERANCE)
+    train.train(make_config(parts, dataset, tmp_path / "alone", *common, f"val.path={dataset / 'captions.json'}"))
+    (alone,) = rows(tmp_path / "alone")
+    assert alone["loss"] == pytest.approx(row["sources"]["caps"]["loss"], rel=TOLERANCE)
 
 
 def test_order_is_spread_and_of_one_source_a_step() -> None:
@@ -444,14 +439,6 @@ def test_one_is_warned_of_measuring_what_is_trained_on(
         caplog.clear()
         warn_of_trained(make_config(parts, dataset, tmp_path / "run", "val.every=1", f"val.path={path}"))
         assert [f"val reads {alias}, which is trained on" in r.getMessage() for r in caplog.records] == [True] * warned
-
-
-def test_the_loss_alone(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
-    train.train(
-        make_config(parts, dataset, tmp_path / "run", *keys(held, "max_steps=1", "val.every=1", "val.answers=0"))
-    )
-    (row,) = rows(tmp_path / "run")
-    assert row["loss"] > 0 and (row["questions"], row["score"], row["metric"], row["answers"]) == (0, None, None, [])
 
 
 def test_blocks_run_as_they_are_without_gradients() -> None:

@@ -88,11 +88,7 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
 
 
 def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = None) -> Loader:
-    """Open the dataset. The embedded toy dataset is generated first, by one rank.
-
-    Args:
-        choose: builds the sampler; None takes that of the configuration.
-    """
+    """Open the dataset; `choose` builds its sampler if it is not the configured one. One rank draws the toy images."""
     if cfg.data.source is Source.shapes:
         with first_rank_first(world):
             draw_shapes(cfg.data)
@@ -111,16 +107,13 @@ def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
 
 
 def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> None:
-    """Check that all ranks see the same records: machines may read different copies of the files. A collective.
-
-    Raises:
-        DataError: on every rank, naming the ranks that differ from rank 0.
-    """
+    """Check that all ranks see the same records: machines may read different copies of the files. A collective. Raises
+    DataError, on every rank, naming the ranks that differ from rank 0."""
     found = gather_lists([loader.steps.fingerprints()])
     differing = [rank for rank, other in enumerate(found) if other != found[0]]
     if differing:
         raise DataError(
-            f"ranks {differing} have other records, tokenizers or pictures' preparation than rank 0: are {keys} "
+            f"ranks {differing} have other records, tokenizers or image preparation than rank 0: are {keys} "
             "and the model the same files on every machine, and unchanged while the run began? Run it again"
         )
 
@@ -134,12 +127,9 @@ def assemble(
     plan: ShardPlan,
     mesh: DeviceMesh | None,
 ) -> TrainState:
-    """Parallelize a meta-device model, load its weights and build its optimizer: a run at step 0.
+    """Parallelize a meta-device model, load its weights by `fill` and build its optimizer: a run at step 0.
 
     The order matters: what trains, activation checkpointing, sharding, weights into shards, optimizer.
-
-    Args:
-        fill: loads values into the shards.
     """
     buffers = computed_buffers(model)
     offload = Offload(cfg, world.device)

@@ -41,16 +41,16 @@ from llava_fsdp.train.build_model import build_model, shape_of
 from llava_fsdp.train.build_state import assemble
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.peak_memory import PeakMeter
+from llava_fsdp.train.run_info import device_name
 from llava_fsdp.train.state import TrainState
 
 STEPS = 2
-"""Number of steps that are run: the first creates the optimizer's states, the second is measured with them."""
+"""The first step creates the optimizer's states, the second is measured with them."""
 STATES = ("parameters", "gradients", "optimizer")
 
 
 def dry_run(cfg: Config) -> None:
-    """Measure the memory of a simulated rank, and print a table, or one JSON object with format=json. Leaves no
-    files."""
+    """Measure the memory of a simulated rank, and print a table or, with format=json, JSON. Leaves no files."""
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # the folder's default is output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
@@ -117,7 +117,13 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         "activation_checkpointing": cfg.activation_checkpointing.mode.value,
         "device": device_name(world.device),
         "micro_batches": len(step.micro_batches),
-        "micro_batch": described(contents),
+        "micro_batch": {
+            "positions": contents.tokens,
+            "samples": len(contents.lengths),
+            "pictures": contents.images,
+            "tiles": contents.tiles,
+            "labels": contents.labels,
+        },
         "bytes": {name: {"measured": held[name], "planned": planned.at_rest[name]} for name in STATES},
         "peak": peak | {"planned": planned.bytes["total"]},
         "plan": {"moment": planned.moment, "bytes": planned.bytes},
@@ -159,27 +165,13 @@ def draw_shards(model: Llava, masters: MasterWeights) -> None:
 
 
 def states(state: TrainState) -> dict[str, int]:
-    """Bytes of this rank's parameters, gradients and optimizer states, after an update, with gradients still held."""
+    """Bytes of this rank's parameters, gradients and optimizer states, while gradients are still held."""
     unpacking = [t for layer in quantized_weights(state.model).values() for t in layer.statistics]
     weights = {id(p): p for p in [*state.model.parameters(), *unpacking, *state.masters.named.values()]}
     gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]
     moments = [v for own in state.optimizer.state.values() for key, v in own.items() if key != "step"]
     tensors = zip(STATES, (weights.values(), gradients, moments), strict=True)
     return {name: sum(local(t).nbytes for t in held) for name, held in tensors}
-
-
-def described(contents: Contents) -> dict[str, int]:
-    return {
-        "positions": contents.tokens,
-        "samples": len(contents.lengths),
-        "pictures": contents.images,
-        "tiles": contents.tiles,
-        "labels": contents.labels,
-    }
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def show(report: dict[str, Any]) -> None:
@@ -197,7 +189,7 @@ def show(report: dict[str, Any]) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for name, own in report["bytes"].items():
-        table.add_row(f"{name} at rest", f"{own['measured']:,}", f"{own['planned']:,}")
+        table.add_row(f"{name} between steps", f"{own['measured']:,}", f"{own['planned']:,}")
     planned = report["peak"]["planned"]
     for number, (name, value) in enumerate((n, v) for n, v in report["peak"].items() if n != "planned"):
         table.add_row(name.replace("_", " "), f"{value:,}", "" if number else f"{planned:,}")

@@ -84,11 +84,8 @@ def train_step(
     watchdog: Watchdog | None = None,
     profiler: NoProfiler | None = None,
 ) -> StepResult:
-    """Run one optimizer step, or skip the update where the loss or the gradients' norm is not finite.
-
-    Raises:
-        NumericError: in fp16, where the loss scale cannot be lowered any more.
-    """
+    """Run one optimizer step, or skip the update where the loss or the gradients' norm is not finite. Raises
+    NumericError if in fp16, where the loss scale cannot be lowered any more."""
     profiler = profiler or NoProfiler()
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
@@ -134,11 +131,8 @@ def train_step(
 
 def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> None:
     """Update the weights and release the gradients. A step that is not finite is skipped: weights and moments keep
-    their bits, the learning rate schedule does not advance, and the step's samples count as consumed.
-
-    Raises:
-        NumericError: in fp16, where the loss scale cannot be lowered any more.
-    """
+    their bits, the learning rate schedule does not advance, and the step's samples count as consumed. Raises
+    NumericError if in fp16, where the loss scale cannot be lowered any more."""
     if state.scaler is not None:
         state.scaler.update(overflowed=not is_finite, step=state.step + 1)
     if is_finite:
@@ -156,8 +150,7 @@ def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> 
 class SourceSums:
     """Losses of a step by data source, kept on the device until the host reads the step's loss.
 
-    With one source this is the step's loss: nothing is computed or sent. With several, the loss itself is computed
-    as with one, and one more small collective carries the sums by source.
+    With one source this is the step's loss, and nothing is computed or sent. Several need one more small collective.
     """
 
     def __init__(self, facts: StepFacts, device: torch.device):
@@ -166,7 +159,7 @@ class SourceSums:
         """Sum of the losses of each data source, float32 [sources]; [0] with one source."""
 
     def each(self) -> Each | None:
-        """Create a collector of the losses by token of one forward pass; None with one source."""
+        """A collector of the losses by token of one forward pass; None with one source."""
         return Each() if len(self.sums) else None
 
     def add(self, micro: MicroBatch, each: Each | None) -> None:

@@ -46,7 +46,7 @@ from llava_fsdp.train.resume import check_settings, continues, resume
 from llava_fsdp.train.same_software import check_same_software
 from llava_fsdp.train.save_and_stop import RunController, open_saver
 from llava_fsdp.train.state import StepResult, TrainState
-from llava_fsdp.train.trackers import check_installed
+from llava_fsdp.train.trackers import HURRY, check_installed
 from llava_fsdp.train.validation import open_validation
 
 
@@ -73,7 +73,7 @@ class RunParts(Run):
 
     def last_words(self) -> None:
         if self.reporter is not None:
-            self.reporter.last_words()
+            self.reporter.end(HURRY)
         elif ranks.own_rank() == 0:
             rewrite_page(self.folder)
 
@@ -151,10 +151,12 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
             if state.step == first_step + 1:  # weights are loaded and kernels compiled
                 ranks.shorten_timeout(mesh, cfg.comm.timeout)
                 watchdog.limit = cfg.comm.timeout
-            validation.after_step()
+            if validation is not None and validation.is_due():
+                validation.measure()
 
         with watchdog.steps():
-            validation.catch_up()
+            if validation is not None:
+                validation.catch_up()
             fit(state, plan, cfg, after_step, controller.between_steps, watchdog, profiler)
             controller.close()
         reporter.close()

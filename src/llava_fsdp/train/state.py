@@ -44,7 +44,6 @@ class TrainState:
     step: int = 0
     """Finished steps, skipped ones included."""
     samples: int = 0
-    """Samples consumed by the finished steps."""
     scaler: LossScaler | None = None
     """Loss scaler; None unless the precision is fp16."""
     skipped: int = 0

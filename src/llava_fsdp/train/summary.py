@@ -28,15 +28,13 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.distributed.compile import Compiling, choose_compiling
-from llava_fsdp.distributed.memory import Weight, bytes_per_rank
+from llava_fsdp.distributed.memory import Weight
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.offload import describe_offload
 from llava_fsdp.distributed.parallelize import describe_units
-from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.model.lora_names import LORA_A, module_of
 from llava_fsdp.runtime.console import TextConsole
-from llava_fsdp.runtime.humanize import readable
 
 
 def unlike_original(cfg: Config, compiles: bool = False) -> str:
@@ -72,7 +70,7 @@ def show_run(
     kernel: Kernel | None,
     peak: str,
 ) -> None:
-    """Print model, data, packing of a step, trainable parts, and memory of a rank.
+    """Print model, data, packing of a step, and trainable parts.
 
     Args:
         peak: text that names the peak FLOP/s that MFU refers to.
@@ -117,12 +115,13 @@ def show_run(
         facts.add_row("offload", describe_offload(cfg, world.device))
     facts.add_row("unlike LLaVA", unlike_original(cfg, compiling.on))
     console.print(facts)
-    console.print(trains_table(weights), bytes_table(cfg, world, weights.values()))
+    table = Table("part", "trains", "frozen", title="parameters", title_justify="left")
+    for part, counts in trained_counts(weights).items():
+        table.add_row(part, *(f"{count:,}" for count in counts))
+    console.print(table)
 
 
 def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
-    """Text with rank and scale of the adapters, and the modules that have one; layers are listed without their
-    number."""
     modules = [module_of(name) for name in names if name.endswith(LORA_A)]
     kinds = Counter(re.sub(r"\.\d+\.", ".*.", module) for module in modules)
     found = f"rank {lora.r}, scale {lora.scaling:g}, dropout {lora.dropout:g}"
@@ -133,7 +132,6 @@ def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
 
 
 def describe_packed(cfg: Config, weights: Iterable[Weight]) -> str:
-    """Text with the number of quantized weights, and bits per weight, quantization statistics included."""
     packed = [w for w in weights if w.per_element > 1]
     held = sum(w.numel * w.item_size(cfg.precision) + w.statistics for w in packed)
     count, quantize = sum(w.count for w in packed), cfg.model.quantize
@@ -201,13 +199,6 @@ def describe_activation_checkpointing(cfg: Config, world: World) -> str:
     return mode.value
 
 
-def trains_table(weights: dict[str, Weight]) -> Table:
-    table = Table("part", "trains", "frozen", title="parameters", title_justify="left")
-    for part, counts in trained_counts(weights).items():
-        table.add_row(part, *(f"{count:,}" for count in counts))
-    return table
-
-
 def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
     """Numbers of trainable and of frozen parameters, by part of the model."""
     found = {}
@@ -217,23 +208,3 @@ def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
             trains = sum(w.count for w in own if w.trainable)
             found[part] = trains, sum(w.count for w in own) - trains
     return found
-
-
-def bytes_table(cfg: Config, world: World, weights: Iterable[Weight]) -> Table:
-    """Table with the bytes of model and optimizer states on rank 0, which holds most, for every sharding strategy."""
-    weights = list(weights)
-    table = Table(
-        "sharding", "strategy", "parameters", "gradients", "optimizer", "sum",
-        title="what rank 0 holds at rest", title_justify="left",
-    )  # fmt: skip
-    for strategy, plan in SHARD_PLANS.items():
-        shard_size = cfg.sharding.shard_size or world.local_size
-        if plan.mesh is Mesh.HYBRID and world.size % shard_size:
-            continue
-        held = bytes_per_rank(weights, strategy, cfg.precision, world.size, shard_size, offload=cfg.offload.mode)
-        parts = (held.parameters, held.gradients, held.optimizer)
-        mark = " <" if strategy is cfg.sharding.strategy else ""
-        table.add_row(plan.zero + mark, strategy.value, *(readable(b) for b in (*parts, sum(parts))))
-    if world.size == 1:
-        table.caption = "one rank: nothing is sharded, and every row is the same"
-    return table

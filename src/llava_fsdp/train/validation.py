@@ -39,28 +39,16 @@ class Loss:
     """Sum of the losses of label tokens, and the number of these tokens."""
 
     total: float
-    """Sum of the losses of label tokens."""
     label_tokens: int
 
     @property
     def row(self) -> dict[str, Any]:
-        """Values for a row of `validation.jsonl`: mean loss per label token (None if it is not finite), and number
-        of label tokens."""
+        """Values for a row of `validation.jsonl`: mean loss per label token (None: not finite), and label tokens."""
         mean = self.total / self.label_tokens if self.label_tokens else math.nan
         return {"loss": finite(mean), "label_tokens": self.label_tokens}
 
 
-class NoValidation:
-    """Validation of a run without validation data: does nothing."""
-
-    def after_step(self) -> None:
-        """Do nothing."""
-
-    def catch_up(self) -> None:
-        """Do nothing."""
-
-
-class Validation(NoValidation):
+class Validation:
     """Validates a run at the steps where it is due; rank 0 writes the results."""
 
     def __init__(
@@ -106,16 +94,6 @@ class Validation(NoValidation):
         step, every = self.state.step, self.cfg.val.every
         return every is not None and step > 0 and (step % every == 0 or step >= self.last_step)
 
-    def after_step(self) -> None:
-        """Validate if it is due after this step. A collective.
-
-        Raises:
-            Stopped: a stop was asked for; the resumed run begins with this validation.
-            DataError: a held-out record turned bad after the run began, and `data.bad_records` does not allow it.
-        """
-        if self.is_due():
-            self.measure()
-
     def catch_up(self) -> None:
         """Do the validation of the present step if the run stopped before it was finished. A collective."""
         if self.is_due() and not self.done:
@@ -127,6 +105,12 @@ class Validation(NoValidation):
         self.watchdog.at(Phase.VALIDATION, self.state.step)
 
     def measure(self) -> None:
+        """Validate. A collective.
+
+        Raises:
+            Stopped: a stop was asked for; the resumed run begins with this validation.
+            DataError: a held-out record turned bad after the run began, and `data.bad_records` does not allow it.
+        """
         started = time.perf_counter()
         self.watchdog.at(Phase.VALIDATION, self.state.step)
         device = self.held_out.loader.device
@@ -186,7 +170,6 @@ def row_of(step: int, losses: dict[str, Loss], answers: list[Answered], seconds:
 
 
 def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
-    """Convert an answer to an object of `validation.jsonl`."""
     return {
         "record": question.record,
         "question": question.question,
@@ -219,8 +202,8 @@ def open_validation(
     watchdog: Watchdog,
     pause: Callable[[], None],
     note: Callable[[str], None],
-) -> NoValidation:
-    """Build the validation of a run; it does nothing with `val.every=null`.
+) -> Validation | None:
+    """Build the validation of a run; None with `val.every=null`.
 
     Raises:
         ConfigError: the model cannot generate answers.
@@ -229,5 +212,5 @@ def open_validation(
     if state.held_out is None:
         if cfg.val.is_named and own_rank() == 0:
             log().warning("held-out records are named, and val.every=null never looks at them; set val.every=STEPS")
-        return NoValidation()
+        return None
     return Validation(state, state.held_out, cfg, last_step, watchdog, pause, note)

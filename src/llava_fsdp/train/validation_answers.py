@@ -79,12 +79,8 @@ class AnswerGenerator:
         return max(1, min(self.cfg.val.batch_size, self.cfg.row_tokens // 2 // longest))
 
     def answers(self) -> list[Answered]:
-        """Answer all questions, each on one rank; returns the answers in the order of the questions, on every rank.
-        A collective.
-
-        Raises:
-            ImageError: an image cannot be read any more, and `data.bad_records=fail`.
-        """
+        """Answer all questions, each on one rank; returns the answers in the order of the questions, on every rank. A
+        collective. Raises ImageError if an image cannot be read any more, and `data.bad_records=fail`."""
         if not self.questions:
             return []
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
