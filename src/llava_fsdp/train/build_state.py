@@ -78,13 +78,12 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
 
 
 def describe_projector(cfg: Config, projector: Path | None) -> str:
-    if projector is None and cfg.model.projector == "auto" and cfg.model.lora.checkpoint is not None:
+    is_missing = projector is None and cfg.model.projector == "auto"
+    if is_missing and cfg.model.lora.checkpoint is not None:
         return f"of the adapter {cfg.model.lora.checkpoint}"
     if cfg.model.checkpoint is not None:
         return "of the checkpoint"
-    if projector is None and cfg.model.projector == "auto":
-        return "random: there is no stage=pretrain run beside output_dir"
-    return str(projector or "random")
+    return "random: there is no stage=pretrain run beside output_dir" if is_missing else str(projector or "random")
 
 
 def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = None) -> Loader:

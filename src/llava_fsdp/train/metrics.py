@@ -8,7 +8,7 @@ import resource
 import statistics
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,10 @@ class Reporter:
         if not self.enabled:
             return
         self.metrics, self.skipped_records = Rows(folder / METRICS_FILE), Rows(folder / SKIPPED_FILE)
-        try:
+        with storing(folder):
             rename_old_files(folder)
             cut_back(self.metrics.path, first_step)
             begin_skipped_records(self.skipped_records.path, first_step, left_out)
-        except OSError as error:
-            raise StorageError(f"output_dir={cfg.output_dir} cannot be written ({why(error, folder)})") from error
         about = {**(about or {}), "run": run, "total_steps": total_steps}
         self.page = LivePage(cfg, first_step, about)
         self.trackers = Trackers(cfg, first_step, run, about, self.page.run.config)
@@ -199,6 +197,15 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
         "recompiles": result.recompiles,
         "peak_memory_bytes": peak_memory(),
     }
+
+
+@contextlib.contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names the file or folder of the run."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written ({why(error, path)})") from error
 
 
 def finite(value: float) -> float | None:

@@ -27,7 +27,7 @@ from llava_fsdp.config import (
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.validation_set import HeldOut
-from llava_fsdp.distributed.compile import Compiling, choose_compiling
+from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.distributed.memory import Weight
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.offload import describe_offload
@@ -95,7 +95,8 @@ def show_run(
     facts.add_row("batch", describe_batch(cfg, world, loader))
     if held_out is not None:
         facts.add_row("validation", describe_held_out(cfg, held_out))
-    facts.add_row("attention", describe_attention(kernel))
+    reason = "SDPA over padded rows: pack=false" if kernel is None else f"{kernel.attention.value} ({kernel.reason})"
+    facts.add_row("attention", reason)
     facts.add_row(
         "compute",
         f"{world.device.type}, {cfg.precision.param_dtype.value}, "
@@ -103,7 +104,8 @@ def show_run(
     )
     facts.add_row("peak", peak)
     compiling = choose_compiling(cfg, world.device, kernel and kernel.attention)
-    facts.add_row("compile", describe_compiling(compiling))
+    blocks = "the language model's blocks, when they first run, which takes a while" if compiling.on else "no"
+    facts.add_row("compile", f"{blocks} ({compiling.reason})")
     if cfg.model.lora.enabled:
         facts.add_row("adapters", describe_adapters(cfg.model.lora, list(weights)))
     if cfg.model.quantize.mode is not Quantizer.none:
@@ -178,16 +180,6 @@ def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
         f"{cfg.micro_batch_size * count * world.size} rows for a global batch of {cfg.global_batch_size}"
         + (", each micro-batch's packed into one" if cfg.pack else "")
     )
-
-
-def describe_attention(kernel: Kernel | None) -> str:
-    return "SDPA over padded rows: pack=false" if kernel is None else f"{kernel.attention.value} ({kernel.reason})"
-
-
-def describe_compiling(found: Compiling) -> str:
-    if not found.on:
-        return f"no ({found.reason})"
-    return f"the language model's blocks, when they first run, which takes a while ({found.reason})"
 
 
 def describe_activation_checkpointing(cfg: Config, world: World) -> str:

@@ -91,14 +91,14 @@ class Trackers:
         self.dropped = 0
 
     def step(self, row: dict[str, Any]) -> None:
-        if self.wanted:
-            self.put(row["step"], values_of_step(row))
+        self.put(row["step"], values_of_step(row))
 
     def validation(self, row: dict[str, Any]) -> None:
-        if self.wanted:
-            self.put(row["step"], values_of_validation(row))
+        self.put(row["step"], values_of_validation(row))
 
     def put(self, step: int, values: dict[str, float]) -> None:
+        if not self.wanted:
+            return
         if self.thread is None:
             self.thread = threading.Thread(target=self.work, name="tracking", daemon=True)
             self.thread.start()

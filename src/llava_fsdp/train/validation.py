@@ -23,13 +23,11 @@ from llava_fsdp.distributed.eval_mode import evaluating
 from llava_fsdp.distributed.mesh import own_rank
 from llava_fsdp.model.generation import check_answers
 from llava_fsdp.report.run_reader import VALIDATION_FILE
-from llava_fsdp.runtime.errors import StorageError
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.jsonl import Rows
 from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.runtime.watchdog import Watchdog
-from llava_fsdp.train.metrics import cut_back, finite, rows_of
+from llava_fsdp.train.metrics import cut_back, finite, rows_of, storing
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
 
@@ -84,10 +82,8 @@ class Validation:
 
     def begin_file(self) -> bool:
         """Drop rows of steps that the run repeats; return whether the present step has a row."""
-        try:
+        with storing(self.rows.path):
             cut_back(self.rows.path, self.state.step)
-        except OSError as error:
-            raise StorageError(f"{self.rows.path} cannot be written ({why(error, self.rows.path)})") from error
         return self.rows.path.is_file() and bool(rows_of(self.rows.path, range(self.state.step, self.state.step + 1)))
 
     def is_due(self) -> bool:
