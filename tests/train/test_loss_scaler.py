@@ -1,14 +1,13 @@
 """fp16: the loss scale is DeepSpeed's, an overflow skips the step on every rank alike, and nothing of it is lost."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import RankPool, single_world
 from loaders import agreed_steps
-from small import make_config
+from small import Configure
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -137,11 +136,11 @@ FORCED = {
 
 
 @pytest.mark.parametrize("name", FORCED)
-def test_every_setting_by_a_forced_overflow(name: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_every_setting_by_a_forced_overflow(name: str, configure: Configure) -> None:
     """In training. A skipped step leaves weights, moments and the schedule as they were; the loss is without scale."""
     overrides, powers, marks = FORCED[name]
     values = [*FP16, f"max_steps={len(powers) + 1}", *(f"precision.scaler.{value}" for value in overrides)]
-    cfg = make_config(parts, dataset, tmp_path, *values)
+    cfg = configure(*values)
     first = built(cfg, single_world())
     if name == "minimum":
         with pytest.raises(NumericError, match=r"step 2: .*precision\.scaler\.minimum"):
@@ -208,14 +207,14 @@ def collectives(world: World, cfg: Config) -> int:
 @pytest.mark.ranks
 @pytest.mark.parametrize("sharding", [pytest.param("zero0", marks=pytest.mark.slow), "zero3"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
-    sharding: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    sharding: str, configure: Configure, pools: dict[int, RankPool]
 ) -> None:
     """Told by the norm, which is reduced anyway: as many collectives as in bf16."""
     values = [*FP16, f"sharding={sharding}", "precision.scaler.hysteresis=1"]
-    cfg = make_config(parts, dataset, tmp_path, *values)
+    cfg = configure(*values)
     mine, other = pools[2].run(one_rank_overflows, cfg, 1)
     for found in (mine, other):
         assert found["skipped"] == (True, False) and found["unchanged"] and found["scale"] == 2**15
     assert mine["norm"] == other["norm"] > 0
-    bf16 = make_config(parts, dataset, tmp_path, *values[1:-1], "precision=bf16")
+    bf16 = configure(*values[1:-1], "precision=bf16")
     assert mine["collectives"] == pools[2].run(collectives, bf16)[0] > 0

@@ -261,16 +261,3 @@ def test_no_sample_sees_another(
                 same = all(torch.equal(found[n], own[other][n]) for n in found)
                 assert same != (other == changed), f"{name} of {changed} in gradients of {other}"
     assert pictures == leak.tiles
-
-
-def test_samples_that_are_not_kept_apart_would_be_noticed(parts: Path, kinds: Path, tmp_path: Path) -> None:
-    leak = Leak(build(make_config(parts, kinds, tmp_path, *COMMON, "tokens_per_micro_batch=4000")), 3)
-    total = sum(leak.row.lengths)
-
-    def as_one(row: MicroBatch) -> list[torch.Tensor]:
-        whole = replace(row, lengths=(total,), cu_seqlens=torch.tensor([0, total], dtype=torch.int32))
-        return list(leak.logits(whole)[0].split(leak.row.lengths))
-
-    before = as_one(leak.row)
-    after = as_one(leak.changes(0)["first token"])
-    assert not torch.equal(before[2], after[2])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from machine import ROOT
-from small import make_config
+from small import Configure, make_config
 
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import same_software
@@ -88,12 +88,12 @@ def test_many_ranks_are_named_in_stretches() -> None:
     assert lacks.endswith("unknown on rank 11 (node2)")
 
 
-def test_which_software_must_be_the_same(parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_which_software_must_be_the_same(configure: Configure) -> None:
     """What computes, and what is used only where it is switched on."""
     always = {"llava_fsdp", FILES, "Python", "torch", "transformers", "tokenizers", "pillow"}
 
     def more(*values: str) -> set[str]:
-        found = must_agree(make_config(parts, dataset, tmp_path, *values)).keys()
+        found = must_agree(configure(*values)).keys()
         assert always <= found
         return found - always
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import RankPool, single_world
 from loaders import agreed_steps
-from small import make_config
+from small import Configure, make_config
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
 from llava_fsdp.data.batching.batch import StepFacts
@@ -49,8 +49,8 @@ def test_the_parts_are_the_whole(parts: Path, dataset: Path, tmp_path: Path) -> 
     json.dumps(rows)
 
 
-def test_every_record_is_of_the_file_that_it_lies_in(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path, *sources(dataset), *SEVERAL)
+def test_every_record_is_of_the_file_that_it_lies_in(configure: Configure, dataset: Path) -> None:
+    cfg = configure(*sources(dataset), *SEVERAL)
     steps = build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None).loader.steps
     numbers = range(len(steps.records))
     found = [steps.sources[source] for source in steps.sources_of([*numbers])]
@@ -92,8 +92,8 @@ def test_a_source_without_labels_has_no_loss(labels: dict[str, int]) -> None:
     assert found == {name: 0.0 if own else None for name, own in labels.items()}
 
 
-def test_samples_that_turn_out_broken_are_in_no_source(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path, *SEVERAL, *sources(dataset), "data.bad_records=skip")
+def test_samples_that_turn_out_broken_are_in_no_source(configure: Configure, dataset: Path) -> None:
+    cfg = configure(*SEVERAL, *sources(dataset), "data.bad_records=skip")
     plan = SHARD_PLANS[cfg.sharding.strategy]
     steps = build_state(cfg, single_world(), plan, None).loader.steps
     number = steps.sampler.samples(0)[0]

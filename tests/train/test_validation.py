@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 from harness import RankPool, single_world
-from loaders import agreed_steps
 from packed import write_every_kind
 from reference import TOLERANCE, open_steps, run_ranks, trained_weights
-from small import config_of, make_config, write_json
+from small import Configure, config_of, make_config, write_json
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
@@ -36,7 +35,6 @@ from llava_fsdp.model.generation import Sampling, write_tokens
 from llava_fsdp.runtime.errors import ConfigError, DataError, Stopped
 from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train import main as train
-from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation import Validation
 
@@ -125,19 +123,12 @@ def inputs(ids: np.ndarray, pictures: list[np.ndarray], table: torch.Tensor, con
     ],
 )
 def test_numbers_are_those_of_transformers(
-    size: int,
-    overrides: list[str],
-    expected: tuple[float, int, list[str]],
-    trained: Path,
-    parts: Path,
-    dataset: Path,
-    held: Path,
-    pools: dict[int, RankPool],
-    tmp_path: Path,
-) -> None:
+    size: int, overrides: list[str], expected: tuple[float, int, list[str]], trained: Path, configure: Configure,
+    held: Path, pools: dict[int, RankPool], tmp_path: Path,
+) -> None:  # fmt: skip
     """The run has finished: the same command with `val.every` measures it once, whatever ranks it has now."""
     folder = shutil.copytree(trained, tmp_path / "run")
-    cfg = make_config(parts, dataset, folder, *LEARNT, *keys(held), *overrides)
+    cfg = configure(*LEARNT, *keys(held), *overrides, to=folder)
     if size == 1:
         train.train(cfg)
     else:
@@ -155,7 +146,7 @@ def test_numbers_are_those_of_transformers(
     with_picture = [own for own in row["answers"] if own["picture"]]
     assert len(with_picture) > 20 and all(Path(own["picture"]).is_absolute() for own in with_picture)
     assert all(Path(own["picture"]).is_file() and "<image>" not in own["question"] for own in with_picture)
-    train.train(make_config(parts, dataset, folder, *LEARNT, *keys(held))) if size == 1 else None
+    train.train(configure(*LEARNT, *keys(held), to=folder)) if size == 1 else None
     assert len(rows(folder)) == 1, "a run that has been measured is measured again"
 
 
@@ -174,12 +165,12 @@ LORA = ["stage=finetune_lora", "model.lora.r=4", "model.lora.alpha=8", "model.lo
     ],
 )
 def test_training_is_the_same_to_the_bit(
-    size: int, overrides: list[str], parts: Path, dataset: Path, held: Path, pools: dict[int, RankPool], tmp_path: Path
+    size: int, overrides: list[str], configure: Configure, held: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     found = []
     for name, values in (("with", keys(held, "val.every=1", "val.answers=3")), ("without", [])):
         # after the stage, which is chosen anew for adapters
-        cfg = make_config(parts, dataset, tmp_path / name, *overrides, "max_steps=2", *values)
+        cfg = configure(*overrides, "max_steps=2", *values, to=name)
         if size == 1:
             train.train(cfg)
         else:
@@ -256,19 +247,17 @@ def test_a_model_in_the_middle_of_its_training_is_only_looked_at() -> None:
 
 
 @pytest.mark.ranks
-def test_leaves_nothing_behind(
-    parts: Path, dataset: Path, held: Path, pools: dict[int, RankPool], tmp_path: Path
-) -> None:
+def test_leaves_nothing_behind(configure: Configure, held: Path, pools: dict[int, RankPool]) -> None:
     """Where it is cut short by a stop too."""
-    cfg = make_config(parts, dataset, tmp_path, *keys(held, "sharding=zero3", "global_batch_size=6"))
+    cfg = configure(*keys(held, "sharding=zero3", "global_batch_size=6"))
     pools[2].run(leave_nothing, cfg)
 
 
-def test_continued_run_does_what_is_owed_once(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
+def test_continued_run_does_what_is_owed_once(configure: Configure, held: Path, tmp_path: Path) -> None:
     """The run died in the validation of step 4, whose checkpoint was there, or behind it; or before step 4's was."""
     common = ["max_steps=5", "checkpoint.every=2", "checkpoint.keep=9", *keys(held, "val.every=2", "val.answers=2")]
     whole = tmp_path / "whole"
-    train.train(make_config(parts, dataset, whole, *common))
+    train.train(configure(*common, to=whole))
     expected = rows(whole)
     assert [row["step"] for row in expected] == [2, 4, 5], "also after the last step"
     for at, left in ((4, [2]), (4, [2, 4]), (2, [2, 4, 5])):
@@ -277,7 +266,7 @@ def test_continued_run_does_what_is_owed_once(parts: Path, dataset: Path, held: 
         kept = [{**row, "seconds": -1.0} for row in expected if row["step"] in left]
         torn = [*map(json.dumps, kept), '{"step": 4, "lo']
         (folder / "validation.jsonl").write_text("\n".join(torn) + "\n")
-        train.train(make_config(parts, dataset, folder, *common))
+        train.train(configure(*common, to=folder))
         got = rows(folder)
         assert [row["step"] for row in got] == [2, 4, 5]
         assert [row["seconds"] < 0 for row in got] == [step in left and step <= at for step in (2, 4, 5)]
@@ -317,10 +306,10 @@ def test_order_is_spread_and_of_one_source_a_step() -> None:
 ANYRES = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad", "data.max_length=400"]
 
 
-def test_answers_about_tiles_are_those_of_whole_passes(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
+def test_answers_about_tiles_are_those_of_whole_passes(configure: Configure, held: Path) -> None:
     """anyres, which transformers' LLaVA has not: every token is the likeliest of a pass over all before it."""
     values = keys(held, "val.answers=9", "model.train=[projector,language,vision]", *ANYRES)
-    cfg = make_config(parts, dataset, tmp_path, *values)
+    cfg = configure(*values)
     state, validation = open_state(single_world(), cfg)
     held_out, model = validation.held_out, state.model
     loader = held_out.loader
@@ -362,9 +351,9 @@ def test_answers_about_tiles_are_those_of_whole_passes(parts: Path, dataset: Pat
         (["+val.ptah=2"], "val.ptah is not a key of the configuration; did you mean val.path"),
     ],
 )
-def test_keys_are_checked(values: list[str], message: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_keys_are_checked(values: list[str], message: str, configure: Configure) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_config(parts, dataset, tmp_path, *values)
+        configure(*values)
 
 
 def test_held_out_records_are_checked_before_the_first_step(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -449,20 +438,3 @@ def test_blocks_run_as_they_are_without_gradients() -> None:
     with torch.no_grad():
         ran = run_block(torch.nn.Identity(), lambda x: x + 1, refuse, None, True, hidden)
     assert torch.equal(ran, hidden + 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pack", ["pack=true", "pack=false"])
-def test_compiles_nothing_and_nothing_anew(pack: str, parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
-    torch._dynamo.reset()
-    cfg = make_config(parts, dataset, tmp_path, *keys(held, "compile=true", pack, "val.answers=5"))
-    state, validation = open_state(single_world(), cfg)
-    assert state.compilations is not None
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    graphs, losses = [], []
-    for step in agreed_steps(state.loader):
-        losses.append(train_step(state, step, plan, cfg, 0.0).loss)
-        graphs.append(state.compilations.total)
-        validation.measure()
-    assert graphs[0] > 0 and len({*graphs}) == 1 and state.compilations.total == graphs[0]
-    assert len({row["loss"] for row in rows(tmp_path)}) == 4 and losses[-1] < losses[0]

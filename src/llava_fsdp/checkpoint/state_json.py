@@ -29,7 +29,7 @@ def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
     """Parse the content of `state.json`, and check its types and that it agrees with the manifest. Raises
     CheckpointError if it is invalid in any way, whatever its bytes are."""
     try:
-        facts = {"consecutive": 0} | parse_object(content)  # older checkpoints lack it
+        facts: dict[str, Any] = {"consecutive": 0} | parse_object(content)  # older checkpoints lack it
         require_types(facts, TYPES)
         if facts["scaler"] is not None:
             require_types(facts["scaler"], SCALER)
