@@ -67,10 +67,8 @@ class AdapterFolder:
     """How rank 0 writes a run's adapters into each of its checkpoints, in a format that other programs can read."""
 
     nbytes: int
-    """Bytes of disk space that the adapter folder takes."""
     write: Callable[[Path, Checkpoint], None]
-    """Function that writes the adapter folder, given its path and a checkpoint whose rank files are complete but
-    whose manifest does not list the folder yet."""
+    """Writes the folder, given its path and a checkpoint whose manifest does not list it yet."""
 
 
 @dataclass
@@ -90,11 +88,7 @@ class Committer:
     """Names of the checkpoints that this process has written or verified."""
 
     def write(self, facts: dict[str, Any], entries: Entries, values: Mapping[str, torch.Tensor]) -> Path:
-        """Write one checkpoint. A collective of the process group.
-
-        Args:
-            entries: the rows that this rank writes, by the tensors' names.
-            values: their values.
+        """Write one checkpoint, of which this rank has the rows `entries` and their values. A collective of the group.
 
         Raises:
             CheckpointError: it could not be written; NumericError: something is not finite. Both are raised on every
@@ -133,11 +127,7 @@ class Committer:
         return digest
 
     def complete(self, staged: Path, final: Path, facts: dict[str, Any], written: list[tuple[Digest, Entries]]) -> None:
-        """Write everything but the ranks' tensor files, and give the checkpoint its final name (on rank 0).
-
-        Args:
-            written: each rank's file and what is in it.
-        """
+        """Write all but the ranks' tensor files, given by `written`, and give the checkpoint its name (on rank 0)."""
         content = render_facts(facts)
         write_durably(staged / STATE_FILE, content)
         self.at("state written")

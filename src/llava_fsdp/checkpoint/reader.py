@@ -45,10 +45,9 @@ def require_same(manifest: Manifest, expected: dict[str, tuple[torch.dtype, tupl
 
 
 def fill(folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tuple[int, torch.Tensor]]) -> None:
-    """Read rows of tensors from all checkpoint files that hold some of them; each file is opened once.
+    """Read rows from all checkpoint files that hold some of them; each file is opened once.
 
-    Args:
-        targets: by tensor name, the index of the first row to read and the tensor to fill [rows, ...].
+    `targets` has, by tensor name, the index of the first row and the tensor to fill [rows, ...].
     """
     by_file: dict[str, list[tuple[str, int, int, int]]] = {}
     for name, (first, values) in targets.items():

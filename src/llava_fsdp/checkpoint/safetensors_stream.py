@@ -71,8 +71,7 @@ def write_tensors(
     read: Callable[[str], torch.Tensor],
     hasher: Executor,
 ) -> Digest:
-    """Write tensors to a new file, force it to the disk, and return its digest. Only one chunk at a time is in host
-    memory.
+    """Write tensors to a new file, a chunk at a time, force it to the disk, and return its digest.
 
     Args:
         tensors: dtype and shape by name.

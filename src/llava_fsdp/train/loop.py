@@ -41,7 +41,6 @@ def fit(
         after_step: runs on every rank, after the weights have been updated.
         between_steps: runs on every rank once the data of the next step are there, and ends the run where a stop was
             asked for: a rank whose data do not come is asked then too, while the others wait for its answer.
-        profiler: profiles a few steps; None disables profiling.
     """
     state.model.train()
     started = time.perf_counter()
@@ -176,15 +175,9 @@ class SourceSums:
         return summed(self.sums) if len(self.sums) else self.sums
 
     def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
-        """Mean loss of each data source by name: with one source the step's loss, else the mean over the source's
-        label tokens.
+        """Mean loss of each data source by name, from the step's loss and the result of `summed` on the host.
 
-        Args:
-            loss: the whole step's, normalized as `loss.normalize` asks.
-            sums: the result of `summed`, on the host.
-
-        Returns:
-            None for a source without label tokens; nan where the loss kernel gives only the sum over all sources.
+        None for a source without label tokens; nan where the loss kernel gives only the sum over all sources.
         """
         if not sums:
             return {name: loss if labels else None for name, labels in self.labels.items()}
@@ -194,11 +187,7 @@ class SourceSums:
 
 @torch.no_grad()
 def clip_gradients(masters: MasterWeights, largest: float | None, scale: float = 1.0) -> torch.Tensor:
-    """Divide gradients by the loss scale, then scale them down to a norm of at most `largest`.
-
-    Args:
-        largest: None does not clip.
-        scale: the factor that the loss was multiplied with.
+    """Divide gradients by the loss scale, then scale them down to a norm of at most `largest`; None does not clip.
 
     Returns:
         float32 []: norm of all gradients over all ranks, after the division by `scale` and before clipping.

@@ -54,8 +54,6 @@ class Reporter:
 
         Args:
             left_out: records skipped before training (record, kind, reason), listed with step 0.
-            utilization: computes FLOPs and MFU of a step; None leaves them out.
-            run: identifier of the run, kept when it resumes.
             about: description of this start, from `run_info.py`.
         """
         self.cfg = cfg
@@ -122,7 +120,7 @@ class Reporter:
         self.show(row)
 
     def warn_of_compiling(self, result: StepResult) -> None:
-        """Warn when a step compiled again, on any rank: all ranks wait for the one that compiles."""
+        """Warn when a step compiled again; on any rank, as all wait for the one that compiles."""
         if result.recompiles > self.recompiles:
             log().warning(
                 "step %d: %d graphs were compiled anew, which the first steps should have seen to "

@@ -37,12 +37,7 @@ class RunController:
         watchdog: Watchdog,
         hold: Hold | None = None,
     ):
-        """Create the controller of a run.
-
-        Args:
-            saver: None if no step is left.
-            hold: the lock on the run's folder; None on other ranks than 0.
-        """
+        """Create the controller of a run: without a saver if no step is left, with a lock `hold` on rank 0."""
         self.hold = hold
         self.state = state
         self.saver = saver
@@ -209,11 +204,7 @@ def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
 def open_saver(
     state: TrainState, cfg: Config, resumed: Path | None = None, adapter_folder: AdapterFolder | None = None
 ) -> "Saver":
-    """Create the saver of a run that is about to begin or to continue. A collective.
-
-    Args:
-        resumed: the checkpoint that it continues from, which has been verified.
-        adapter_folder: what writes adapters into each checkpoint, on rank 0.
+    """Create the saver of a run that begins, or continues from the verified checkpoint `resumed`. A collective.
 
     Raises:
         CheckpointError: there is no room for a checkpoint, or no permission.

@@ -38,11 +38,7 @@ from llava_fsdp.runtime.console import TextConsole
 
 
 def unlike_original(cfg: Config, compiles: bool = False) -> str:
-    """One line with the settings that make numbers differ from the original trainer's.
-
-    Args:
-        compiles: whether blocks are compiled, which changes rounding.
-    """
+    """One line with the settings that make numbers differ from the original trainer's; compilation changes rounding."""
     precision = cfg.precision
     # key, value, whether it equals the original's
     choices = [
@@ -70,11 +66,7 @@ def show_run(
     kernel: Kernel | None,
     peak: str,
 ) -> None:
-    """Print model, data, packing of a step, and trainable parts.
-
-    Args:
-        peak: text that names the peak FLOP/s that MFU refers to.
-    """
+    """Print model, data, packing of a step, and trainable parts; `peak` names the FLOP/s that MFU refers to."""
     console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
     toys = ["a model with random weights"] if cfg.model.random_weights and cfg.model.checkpoint is None else []
     toys += ["the embedded pictures of shapes"] if cfg.data.source is Source.shapes else []

@@ -61,9 +61,8 @@ class Validation:
     ):
         """Prepare the validation of a run.
 
-        Args:
-            pause: a collective between two batches; saves or stops the run if any rank was asked to.
-            note: shows the progress.
+        `pause` is a collective between two batches that saves or stops the run if any rank was asked to; `note` shows
+        the progress.
         """
         self.state = state
         self.held_out = held_out
