@@ -51,7 +51,7 @@ class AnswerGenerator:
         wants_stop: Callable[[], bool],
         pause: Callable[[], None],
     ):
-        """Create a generator; `pause` is a collective that stops the run between two batches if any rank was asked to."""
+        """Create a generator; `pause` is a collective between batches that stops the run if any rank was asked to."""
         assert isinstance(model, Llava)  # FSDP changes the model's class to a subclass
         self.model = model
         self.loader = held_out.loader
