@@ -94,7 +94,7 @@ def test_a_checkpoint_put_aside_is_not_swept_away(tmp_path: Path) -> None:
 
 
 def test_what_changes_next_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps go on while the copy is made, up to the update."""
+    """Steps continue while the copy is made, up to the update."""
     tensors, fill, may_copy = cut(whole_tensors(2), single_world(), "shard"), Snapshot.fill, threading.Event()
 
     def late(snapshot: Snapshot, tensors: dict[str, torch.Tensor]) -> None:

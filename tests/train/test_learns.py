@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_embedded_default_learns_to_see(tmp_path: Path) -> None:
-    """Both stages as a newcomer runs them: at least 90 % on held-out pictures, at most half of that on blank ones.
+    """Both stages as a newcomer runs them: at least 90 % on held-out images, at most half of that on blank ones.
     A browser shows every curve on each stage's page."""
     for stage in ("pretrain", "finetune"):
         ran = command("llava_fsdp.train", f"stage={stage}", cwd=tmp_path, timeout=600)

@@ -1,4 +1,4 @@
-"""Steps whose numbers are none: skipped alike on every rank, and how many in a row are too many."""
+"""Steps whose loss or gradients are not finite: skipped alike on every rank, and how many in a row are too many."""
 
 import json
 import os
@@ -108,7 +108,7 @@ def skipped_or_left_out(world: World, cfg: Config, poison: Callable, at: int) ->
 def test_a_step_that_is_skipped_never_was(
     strategy: str, poison: Callable, configure: Configure, pools: dict[int, RankPool]
 ) -> None:
-    """On one rank only; all ranks go on alike, to the bit as if they had left that update out."""
+    """On one rank only; all ranks continue alike, to the bit as if they had left that update out."""
     values = [f"sharding={strategy}", "optim.clip=null", "micro_batch_size=3", "max_steps=4"]
     cfg = configure(*values)
     assert all(pools[2].run(skipped_or_left_out, cfg, poison, 1, timeout=90))

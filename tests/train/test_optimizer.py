@@ -71,7 +71,7 @@ def test_a_number_of_warmup_steps_wins_over_the_ratio(override: str, expected: i
 
 
 def test_groups(configure: Configure) -> None:
-    """No decay for norms and biases; the projector and the tower with their own learning rates."""
+    """No decay for norms and biases; the projector and the vision tower with their own learning rates."""
     cfg = configure("model.train=[projector,language,vision]", "optim.lr=1e-3", "optim.weight_decay=0.1",
         "optim.projector_lr=2e-3", "optim.vision_lr=3e-4")  # fmt: skip
     state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)

@@ -185,25 +185,25 @@ class Leak:
         return gradients(self.state)
 
     def changes(self, sample: int) -> dict[str, MicroBatch]:
-        """The row with something of one sample changed: each of its texts' tokens, and each of its pictures."""
+        """The row with something of one sample changed: each of its texts' tokens, and each of its images."""
         begin, end = self.bounds[sample]
         inside = (self.row.image_positions >= begin) & (self.row.image_positions < end)
-        pictures = sorted({int(r) // 4 for r in self.row.image_rows[inside]})
+        numbers = sorted({int(r) // 4 for r in self.row.image_rows[inside]})
         text = [p for p in range(begin, end) if p not in set(self.row.image_positions.tolist())]
         found = {}
         for name, places in {"first": text[:1], "last": text[-1:], "every": text}.items():
             ids = self.row.input_ids.clone()
             ids[0, places] = (ids[0, places] + 7) % 100 + 3
             found[f"{name} token"] = replace(self.row, input_ids=ids)
-        for tile in pictures:
+        for tile in numbers:
             images = self.row.images.clone()
             images[tile] = images[tile].flip(-1) + 0.5
-            found[f"picture {tile}"] = replace(self.row, images=images)
+            found[f"image {tile}"] = replace(self.row, images=images)
         return found
 
 
-def count_pictures(leak: Leak) -> list[int]:
-    return [sum(name.startswith("picture") for name in leak.changes(n)) for n in range(len(leak.bounds))]
+def count_images(leak: Leak) -> list[int]:
+    return [sum(name.startswith("image") for name in leak.changes(n)) for n in range(len(leak.bounds))]
 
 
 def test_positions_begin_anew_with_every_sample() -> None:
@@ -245,19 +245,19 @@ def test_no_sample_sees_another(
         f"model.train={train_parts}",
     ]
     leak = Leak(build(make_config(parts, kinds, tmp_path / "run", *overrides)), 5)
-    assert leak.tiles >= 3 and min(count_pictures(leak)) == 0 and max(count_pictures(leak)) > 1
+    assert leak.tiles >= 3 and min(count_images(leak)) == 0 and max(count_images(leak)) > 1
     logits = leak.logits(leak.row)
     own = [leak.gradients_of(leak.row, n) for n in range(len(leak.bounds))]
-    pictures = 0
+    images_seen = 0
     for changed in range(len(leak.bounds)):
         for name, row in leak.changes(changed).items():
-            pictures += name.startswith("picture")
+            images_seen += name.startswith("image")
             for other, found in enumerate(leak.logits(row)):
                 same = torch.equal(found, logits[other])
                 assert same != (other == changed), f"{name} of {changed} in logits of {other}"
-            for other in range(len(leak.bounds)) if "every" in name or "picture" in name else ():
+            for other in range(len(leak.bounds)) if "every" in name or "image" in name else ():
                 found = leak.gradients_of(row, other)
                 assert found.keys() == own[other].keys()
                 same = all(torch.equal(found[n], own[other][n]) for n in found)
                 assert same != (other == changed), f"{name} of {changed} in gradients of {other}"
-    assert pictures == leak.tiles
+    assert images_seen == leak.tiles

@@ -138,7 +138,7 @@ def test_another_dataset_is_refused_and_a_moved_one_is_not(
 def test_another_model_is_refused(
     whole_run: Path, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frozen weights are in no checkpoint, so another tower of the same shape must be noticed."""
+    """Frozen weights are in no checkpoint, so another vision tower of the same shape must be noticed."""
     first = tmp_path / "first"
     values = ["max_steps=2", *EXPORTED]
     train.train(configure(*values, stage="pretrain", to=first))

@@ -55,7 +55,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def held(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Records of one picture, of several and of none, of very different lengths."""
+    """Records of one image, of several and of none, of very different lengths."""
     return write_every_kind(dataset, tmp_path_factory.mktemp("held"))
 
 
@@ -86,24 +86,24 @@ def expected(trained: Path, parts: Path, dataset: Path, held: Path) -> tuple[flo
     ends = sorted({model.generation_config.eos_token_id, tokenizer.encode(stop)[-1].id})
     total, labels, answers = 0.0, 0, []
     for number in range(len(steps.records)):
-        sample, pictures = steps.load(number)
+        sample, images = steps.load(number)
         asked = ask(steps.records[number], steps.encoder.tokenizer, steps.image_reader, cfg)
         with torch.no_grad():
-            logits = model(**inputs(sample.input_ids, pictures, table, config)).logits[0, :-1]
+            logits = model(**inputs(sample.input_ids, images, table, config)).logits[0, :-1]
             total += float(functional.cross_entropy(logits, torch.from_numpy(sample.labels[1:]), reduction="sum"))
             labels += int((sample.labels[1:] != IGNORE).sum())
-            shown = inputs(asked.sample.input_ids, pictures[: len(asked.images)], table, config)
+            shown = inputs(asked.sample.input_ids, images[: len(asked.images)], table, config)
             written = model.generate(**shown, max_new_tokens=MOST, do_sample=False, pad_token_id=0, eos_token_id=ends)
         answer = [token for token in written[0, len(asked.sample.input_ids) :].tolist() if token not in ends]
         answers.append(tokenizer.decode(answer).strip())
     return total / labels, labels, answers
 
 
-def inputs(ids: np.ndarray, pictures: list[np.ndarray], table: torch.Tensor, config: LlavaConfig) -> dict[str, Any]:
+def inputs(ids: np.ndarray, images: list[np.ndarray], table: torch.Tensor, config: LlavaConfig) -> dict[str, Any]:
     tokens = torch.from_numpy(ids)[None]
     found = {"input_ids": torch.where(tokens == IMAGE_ID, config.image_token_id, tokens)}
     found["attention_mask"] = torch.ones_like(tokens)
-    return found | ({"pixel_values": normalize(torch.from_numpy(np.concatenate(pictures)), table)} if pictures else {})
+    return found | ({"pixel_values": normalize(torch.from_numpy(np.concatenate(images)), table)} if images else {})
 
 
 @pytest.mark.ranks
@@ -143,9 +143,9 @@ def test_numbers_are_those_of_transformers(
     right = [own["answer"].strip().lower() == own["references"][0].strip().lower() for own in row["answers"]]
     assert [own["score"] for own in row["answers"]] == right and row["score"] == sum(right) / 34
     assert row["metric"] == "exact" and row["seconds"] > 0
-    with_picture = [own for own in row["answers"] if own["picture"]]
-    assert len(with_picture) > 20 and all(Path(own["picture"]).is_absolute() for own in with_picture)
-    assert all(Path(own["picture"]).is_file() and "<image>" not in own["question"] for own in with_picture)
+    with_image = [own for own in row["answers"] if own["picture"]]
+    assert len(with_image) > 20 and all(Path(own["picture"]).is_absolute() for own in with_image)
+    assert all(Path(own["picture"]).is_file() and "<image>" not in own["question"] for own in with_image)
     train.train(configure(*LEARNT, *keys(held), to=folder)) if size == 1 else None
     assert len(rows(folder)) == 1, "a run that has been measured is measured again"
 
@@ -377,7 +377,7 @@ def test_held_out_records_are_checked_before_the_first_step(parts: Path, dataset
     refused(ConfigError, r"val.sources.a.path=x is not a file", good, "val.path=null", "++val.sources.a.path=x")
 
 
-def test_picture_that_breaks_later(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
+def test_image_that_breaks_later(parts: Path, dataset: Path, held: Path, tmp_path: Path) -> None:
     """Its records are left out of loss and answers alike, or it ends the run, by `data.bad_records`."""
     folder = tmp_path / "held"
     shutil.copytree(dataset / "images", folder / "images")

@@ -135,8 +135,8 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
 def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     """The planner's memory estimate for the same two steps."""
     rows = 1 if cfg.pack else len(contents.lengths)
-    samples, positions = len(contents.lengths), contents.tokens
-    micro = MicroBatch(rows, positions // rows, samples, contents.tiles, contents.labels)
+    samples, tokens = len(contents.lengths), contents.tokens
+    micro = MicroBatch(rows, tokens // rows, samples, contents.tiles, contents.labels)
     return plan_peak(cfg, world.size, world.device, [micro] * micro_batches_of(contents, cfg, world.size))
 
 
@@ -181,8 +181,8 @@ def show(report: dict[str, Any]) -> None:
     console.print(
         f"rank 0 of {report['ranks']} imagined ranks on {report['device']}: {report['strategy']}, "
         f"{report['precision']}, activation checkpointing {report['activation_checkpointing']}\n"
-        f"{report['micro_batches']} micro-batch{plural} of {micro['positions']:,} positions in {micro['samples']:,} "
-        f"samples, {micro['pictures']:,} pictures ({micro['tiles']:,} tiles), {micro['labels']:,} labels; "
+        f"{report['micro_batches']} micro-batch{plural} of {micro['positions']:,} tokens in {micro['samples']:,} "
+        f"samples, {micro['pictures']:,} images ({micro['tiles']:,} tiles), {micro['labels']:,} labels; "
         "random weights, synthetic samples, nothing written"
     )
     table = Table("", "measured", "planned", title="bytes of this rank", title_justify="left")

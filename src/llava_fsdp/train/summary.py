@@ -69,7 +69,7 @@ def show_run(
     """Print model, data, packing of a step, and trainable parts; `peak` names the FLOP/s that MFU refers to."""
     console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
     toys = ["a model with random weights"] if cfg.model.random_weights and cfg.model.checkpoint is None else []
-    toys += ["the embedded pictures of shapes"] if cfg.data.source is Source.shapes else []
+    toys += ["the embedded images of shapes"] if cfg.data.source is Source.shapes else []
     if toys:
         console.print(
             Panel(
@@ -163,7 +163,7 @@ def describe_precision(precision: PrecisionConfig) -> str:
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
     if cfg.sampler.name is SamplerName.shuffle and cfg.pack:
         return (
-            f"{cfg.global_batch_size} samples packed into rows of at most {cfg.row_tokens:,} positions, "
+            f"{cfg.global_batch_size} samples packed into rows of at most {cfg.row_tokens:,} tokens, "
             f"as few as they need on each of {world.size} ranks"
         )
     count = loader.num_micro_batches
