@@ -123,8 +123,6 @@ class EvaluateConfig:
     annotations: str | None
     """Files with the right answers, if the file of questions has none: VQAv2's or TextVQA's annotations, POPE's
     label file or the folder of them, ScienceQA's problems.json or its folder."""
-    split: str
-    """Split of ScienceQA's problems, if questions=problems.json: test, val, minival, ..."""
     suffix: bool
     """Whether to end every question with the last line that the original LLaVA uses for the task."""
     answers: str | None
