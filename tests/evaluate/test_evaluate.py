@@ -300,7 +300,7 @@ def test_another_evaluations_file_is_refused(
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     change(rows)
     write_lines(file, rows)
-    with pytest.raises(ConfigError, match=f"{file.name} .*{said}.*; name another file with answers=FILE"):
+    with pytest.raises(ConfigError, match=f"{file.name} .*{said}.*name another file with answers=FILE"):
         evaluate(cfg)
 
 

@@ -33,12 +33,7 @@ def main() -> None:
 
 
 def chat(cfg: ChatConfig) -> None:
-    """Answer the question given on the command line, or chat on the terminal, or serve a web page for chatting.
-
-    Raises:
-        ConfigError, ModelError, DataError: on the terminal only before the first question; later errors are logged
-            there.
-    """
+    """Answer the question given on the command line, or chat on the terminal, or serve a web page for chatting."""
     if cfg.serve:
         from llava_fsdp.chat.web.server import serve  # its package is optional, and takes seconds to load
 
@@ -66,21 +61,18 @@ def image_files(image: str | None) -> list[Path]:
         [names] = csv.reader([image[1:-1]], skipinitialspace=True) if image[1:-1].strip() else [[]]
     for name in names:
         if not Path(name).is_file():
-            raise ConfigError(f"image={name} is {'a folder, not a file' if Path(name).is_dir() else 'not a file'}")
+            raise ConfigError(f"image={name} is not a file")
     return [Path(name) for name in names]
 
 
 class Terminal:
-    """A chat on the terminal."""
-
     def __init__(self, conversation: Conversation, cfg: ChatConfig):
         self.conversation = conversation
         self.sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
         self.generator = seeded_generator(conversation.assistant.device, cfg.seed)
 
     def run(self) -> None:
-        """Read and answer lines until the end of the input or /quit. Errors of a line are logged, and the chat
-        continues."""
+        """Read and answer lines until the end of the input or /quit; errors of a line are logged."""
         if sys.stdin.isatty():
             assistant = self.conversation.assistant
             log().info("%s, template %s; /help lists all commands", assistant.checkpoint, assistant.template_name)
@@ -109,11 +101,7 @@ class Terminal:
             log().info("(cut at max_new_tokens=%d, or at the most that the model can read)", limit)
 
     def run_command(self, line: str) -> bool:
-        """Run a command line such as /image FILE; return True for the command that ends the program.
-
-        Raises:
-            DataError: the command does not exist, or cannot be run.
-        """
+        """Run a command line such as /image FILE; return True for the command that ends the program."""
         command, _, rest = line.partition(" ")
         match command:
             case "/quit" | "/exit":

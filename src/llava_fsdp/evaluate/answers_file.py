@@ -112,7 +112,7 @@ class AnswersFile:
         ):
             raise ConfigError(
                 f"{path} answers a question {number} (id {asked[0]}, {str(asked[1])[-100:]!r}) that is not among these "
-                f"{len(self.questions)}: another file of questions, suffix or limit? {cure}"
+                f"{len(self.questions)}: another file of questions, suffix or limit? Then {cure}"
             )
         return number, text
 

@@ -46,14 +46,17 @@ ROOM = 512
 
 @dataclass(frozen=True)
 class Base:
-    """The base model of an adapter: its configuration, seed and fingerprint."""
+    """The base model of an adapter.
+
+    Attributes:
+        model: configuration by which the base is found and built.
+        seed: seed of the base's randomly initialized weights, which are in no file.
+        fingerprint: hash of all weights that are not in the adapter's folder; see `base_fingerprint`.
+    """
 
     model: ModelConfig
-    """Model configuration by which the base is found and built."""
     seed: int
-    """Seed of the base's randomly initialized weights, which are in no file."""
     fingerprint: str
-    """Hash of all weights that are not in the adapter's folder; see `base_fingerprint`."""
 
     @property
     def name(self) -> str:
@@ -62,16 +65,18 @@ class Base:
 
 @dataclass(frozen=True)
 class AdapterWriter:
-    """Writer of an adapter's folder at several steps of a run; it holds everything that does not change between the
-    steps."""
+    """Writer of an adapter's folder: what does not change between the steps of a run.
+
+    Attributes:
+        modules: our names of the modules that have adapters.
+        small: contents of the small files that the original LLaVA reads, by their paths in the adapter folder.
+    """
 
     source: SourceModel
     lora: LoraConfig
     modules: list[str]
-    """Names of the modules that have adapters, in our naming."""
     base: Base
     small: dict[str, bytes]
-    """Contents of the small files that the original LLaVA reads, by their paths in the adapter folder."""
 
     def write(
         self,
@@ -112,8 +117,7 @@ class AdapterWriter:
         shutil.copymode(folder / ADAPTER_CONFIG, file)  # by the umask, instead of for its owner alone
 
     def write_others(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
-        """Write the projector's `non_lora_trainables` files, which the original LLaVA needs even if only adapters were
-        trained."""
+        """Write the projector's `non_lora_trainables` files, which the original LLaVA always needs."""
         renamed = {self.rename(name): whole(tensor).contiguous().clone() for name, tensor in tensors.items()}
         save_file(renamed, folder / OTHERS_FILES[0], metadata={"format": "pt"})
         torch.save(renamed, folder / OTHERS_FILES[1])
@@ -124,8 +128,7 @@ class AdapterWriter:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Contents of adapter_config.json; keys that the original's peft (0.7) does not know are included only if they
-        are needed."""
+        """Contents of adapter_config.json; keys that the original's peft (0.7) lacks only if they are needed."""
         named = partial(original, projector_type=self.source.model.cfg.projector_type)
         alpha = self.lora.alpha
         newer = {"use_dora": self.lora.use_dora, "use_rslora": self.lora.use_rslora}
@@ -152,15 +155,13 @@ class AdapterWriter:
         }
 
     def nbytes(self, tensors: Mapping[str, Stored]) -> int:
-        """Estimate the bytes of an adapter folder on disk."""
         sizes = {name: torch.Size(t.shape).numel() * t.dtype.itemsize + ROOM for name, t in tensors.items()}
         twice = sum(size for name, size in sizes.items() if is_projector(name))
         return sum(sizes.values()) + twice + sum(len(content) for content in self.small.values())
 
 
 def is_projector(name: str) -> bool:
-    """Return whether a parameter is the projector's, or the end-of-line vector, and so belongs in
-    `non_lora_trainables`."""
+    """Return whether a parameter belongs in `non_lora_trainables`."""
     return name.startswith(PROJECTOR_PREFIX) or name == NEWLINE
 
 
@@ -169,8 +170,7 @@ def whole(tensor: Stored) -> torch.Tensor:
 
 
 def small_files(source: SourceModel, dtype: torch.dtype) -> dict[str, bytes]:
-    """Return the contents of the small files that the original LLaVA reads in an adapter folder; log those that this
-    model cannot have."""
+    """Return the small files that the original LLaVA reads in an adapter folder; log those that cannot be made."""
     steps = {"config.json": lambda made: write_configs(source, dtype, made)}
     steps["tokenizer"] = lambda made: write_originals_tokenizer(source, made)
     with tempfile.TemporaryDirectory() as made:
@@ -225,11 +225,7 @@ def check_base(model: nn.Module, cfg: ModelConfig, digests: Mapping[str, str]) -
 
 
 def prove_adapter(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Read an adapter folder again and compare every tensor bit for bit with the one that was to be written.
-
-    Raises:
-        ModelError: a tensor is missing or differs.
-    """
+    """Read an adapter folder again, and raise ModelError if a tensor is not the one that was to be written."""
     written = open_adapter(folder).tensors
     pickled = open_file(folder / OTHERS_FILES[1])
     stored = {tensor.name: tensor for tensor in written.values()}

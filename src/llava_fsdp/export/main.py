@@ -41,8 +41,7 @@ def main() -> None:
 
 @torch.no_grad()
 def export(cfg: ConversionConfig) -> Path:
-    """Convert the model `source` to the folder `to`, and compare the logits of both before the folder gets its final
-    name. With `accept`, only record new digests of files in `source` that were changed on purpose.
+    """Convert the model `source` to the folder `to`, after comparing the logits of both; or record digests (`accept`).
 
     Raises:
         ConfigError: a key is wrong, or `to` is taken.
@@ -88,8 +87,7 @@ def export(cfg: ConversionConfig) -> Path:
 
 
 def export_adapter(opened: Opened, final: Path, staged: Path, cfg: ConversionConfig) -> Path:
-    """Write only the adapter to its own folder, in the original LLaVA's names, and compare it bit for bit after reading
-    it again.
+    """Write only the adapter, in the original LLaVA's names, and compare it bit for bit after reading it again.
 
     Raises:
         ConfigError: the source has no adapter, or format=projector.
@@ -130,8 +128,7 @@ def chosen_dtype(choice: KeptDType) -> torch.dtype | None:
 
 
 def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
-    """Raise ConfigError unless the folder `to` is free or a model folder that may be replaced, and no input is inside
-    it or inside the temporary folder."""
+    """Raise ConfigError unless `to` is free or a model folder that may be replaced, and no input is inside it."""
     inputs = {"source": cfg.source, "base": cfg.base, "language": cfg.language, "vision": cfg.vision}
     for key, name in inputs.items():
         read = Path(name).resolve() if name and not name.startswith(PACKAGE) else None
@@ -153,7 +150,6 @@ def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
 
 
 def show(opened: Opened, final: Path, cfg: ConversionConfig) -> None:
-    """Print a table of the exported files and their sizes, and log a summary line."""
     console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
     table = Table("file", "size")
     for path in sorted(p for p in final.rglob("*") if p.is_file()):

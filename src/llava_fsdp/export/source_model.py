@@ -55,24 +55,21 @@ from llava_fsdp.runtime.safe_load import SMALL
 
 @dataclass(frozen=True)
 class Opened:
-    """A model opened for export: its settings, and where its weights come from."""
+    """A model opened for export: its settings, the stored values of every parameter by name, the folder that was
+    opened, and the adapter that is merged into `sources`."""
 
     source: SourceModel
     sources: dict[str, Stored]
-    """Stored values of every parameter, by name; with the adapter merged if there is one."""
     folder: Path
-    """The checkpoint, model or adapter folder that was opened."""
     adapter: "OpenedAdapter | None" = None
-    """The adapter that is merged into `sources`; None if there is none."""
 
 
 @dataclass(frozen=True)
 class OpenedAdapter:
-    """An adapter opened for export, and its base model."""
+    """An adapter opened for export, the names of the tensors to save in its folder, and its base model."""
 
     adapted: Adapted
     names: list[str]
-    """Names of the tensors to save in the adapter's folder."""
     base: Base
 
 
@@ -98,7 +95,6 @@ def open_source(cfg: ConversionConfig) -> Opened:
 
 
 def refuse_base(cfg: ConversionConfig, what: str) -> None:
-    """Raise ConfigError if `base` is set although the source is not an adapter folder."""
     if cfg.base is not None:
         raise ConfigError(f"base={cfg.base} is for the folder of an adapter, and source={cfg.source} is {what}")
 
@@ -121,8 +117,7 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
 
 
 def open_export(run: Path, newest: Checkpoint | None, cfg: ConversionConfig) -> Opened | None:
-    """Open the export (or adapter folder) that a run wrote at its end; None if the newest checkpoint is to be opened
-    instead.
+    """Open the export or adapter that a run wrote at its end; None if the newest checkpoint is to be opened instead.
 
     Raises:
         CheckpointError: the run has neither a checkpoint nor an export.
@@ -144,8 +139,7 @@ def open_export(run: Path, newest: Checkpoint | None, cfg: ConversionConfig) -> 
 
 
 def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
-    """Open a checkpoint for export: trained weights from the checkpoint, frozen ones from the files that the run read
-    them from.
+    """Open a checkpoint for export: trained weights from it, frozen ones from where the run read them.
 
     Raises:
         CheckpointError: the frozen weights have changed since the run.
@@ -219,8 +213,7 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
 
 
 def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -> None:
-    """Raise ModelError if neither the adapter nor its base has a projector, which would then be initialized at
-    random."""
+    """Raise ModelError if neither the adapter nor its base has a projector, which would then be random."""
     names = {without_base(name) for name in found.tensors}
     drawn = [
         name
@@ -235,7 +228,7 @@ def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -
 
 
 def with_adapters(base: dict[str, Stored], found: AdapterFolder) -> dict[str, Stored]:
-    """Combine base and adapter: stored values of every parameter of the model with adapters, by its names."""
+    """Return the stored values of every parameter of the model with adapters, by its names."""
     adapted = set(found.modules)
     whole = {without_base(name): tensor for name, tensor in found.tensors.items() if not is_adapter(name)}
     sources: dict[str, Stored] = {}
@@ -246,8 +239,8 @@ def with_adapters(base: dict[str, Stored], found: AdapterFolder) -> dict[str, St
 
 
 def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
-    """Open a model folder of ours, transformers' or the original's, or a projector with the language model and vision
-    tower it was made for."""
+    """Open a model folder of ours, transformers' or the original's, or a projector with its language model and vision
+    tower."""
     check_folder(folder, SMALL)
     model_config = read_model(folder, cfg.language, cfg.vision)
     parts = find_parts(model_config)
@@ -282,11 +275,7 @@ C = TypeVar("C", bound=Enum)
 
 
 def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder: Path) -> C:
-    """Read a key of a folder's notes (`llava_fsdp.json`) as a value of an enumeration.
-
-    Raises:
-        ModelError: the value is not one of `kind`.
-    """
+    """Read a key of a folder's notes as a value of an enumeration; raise ModelError if it is none of `kind`."""
     value = notes.get(key, default.value)
     value = VALUES.get((f"data.{key}", str(value)), value)
     if value not in [choice.value for choice in kind]:
@@ -295,8 +284,7 @@ def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder
 
 
 def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> AspectRatio:
-    """Read how images are fitted into a square: from our notes, the original's config.json, or transformers'
-    preprocessor."""
+    """Read how images become square, from our notes, the original's config.json, or transformers' preprocessor."""
     value = notes.get("image_aspect_ratio")
     if value is None and is_original(raw):
         value = raw.get("image_aspect_ratio", "square")

@@ -22,13 +22,11 @@ MAX_QUESTION_LENGTH = 20_000
 
 @dataclass
 class Session:
-    """The conversation of a browser tab."""
+    """The conversation of a browser tab, its random generator, and the generator of its latest answer."""
 
     conversation: Conversation
     generator: torch.Generator
-    """Random generator of sampled answers, seeded with `seed` for every new conversation."""
     answer: Generator[str, None, None] | None = None
-    """Generator of the most recent answer; None before the first."""
 
 
 class Sessions:
@@ -43,7 +41,6 @@ class Sessions:
         self._has_ended = False
 
     def get(self, key: str) -> Session:
-        """Return the session of a browser tab; create it if there is none."""
         with self._model_lock:
             if key not in self._sessions:
                 generator = seeded_generator(self.assistant.device, self.cfg.seed)
@@ -57,8 +54,7 @@ class Sessions:
         """Ask a question in a session and yield pieces of the answer, until it ends or is stopped.
 
         Raises:
-            DataError: a file is not an image, or the question is refused; the conversation is unchanged.
-            OutOfMemory: the conversation does not fit into memory.
+            DataError, OutOfMemory: as `Conversation.ask` and `add`, without the server's folders in the message.
         """
         if len(text) > MAX_QUESTION_LENGTH:
             raise DataError(f"the question has {len(text)} characters; at most {MAX_QUESTION_LENGTH} are taken")
@@ -98,7 +94,6 @@ class Sessions:
 
 
 def without_folders(message: str, files: list[Path]) -> str:
-    """Remove the server's folders from a message about uploaded files, leaving the file names."""
     for path in files:
         message = message.replace(f"image {path} ", "").replace(f"{path} ", f"{path.name} ").replace(str(path), "")
     return message
