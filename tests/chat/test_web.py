@@ -368,26 +368,19 @@ def test_without_the_package(noise: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_who_may_ask() -> None:
     """By the names that other sites can give themselves, and those that they cannot."""
-    fine: list[dict[str, str]] = [
-        {"host": "localhost:7860"},
-        {"host": "127.0.0.1:9000", "origin": "http://127.0.0.1:9000"},
-        {"host": "[::1]:7860", "sec-fetch-site": "same-origin"},
+    link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+    for headers in (
+        {"host": "localhost:7860"}, {"host": "127.0.0.1:9000", "origin": "http://127.0.0.1:9000"},
+        {"host": "[::1]:7860", "sec-fetch-site": "same-origin"}, {"host": "localhost", **link},
         {"host": "10.0.0.7:7860", "origin": "https://10.0.0.7:7860"},
-        {
-            "host": "localhost",
-            "sec-fetch-site": "cross-site",
-            "sec-fetch-mode": "navigate",
-            "sec-fetch-dest": "document",
-        },
-    ]
-    for headers in fine:
+    ):  # fmt: skip
         check_names(headers, "127.0.0.1")
     for headers in (
         {}, {"host": "evil.example:7860"}, {"host": "localhost.evil.example"}, {"host": "localhost@evil.example"},
         {"host": "localhost:7860", "origin": "http://evil.example"}, {"host": "localhost:7860", "origin": "null"},
         {"host": "localhost:7860", "origin": "http://localhost:8888"},
         {"host": "localhost:7860", "sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
-        {"host": "localhost", "sec-fetch-site": "same-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"},
+        {"host": "localhost", **link, "sec-fetch-dest": "iframe"}, {"host": "localhost", **link, "sec-fetch-mode": "cors"},
     ):  # fmt: skip
         with pytest.raises(RequestRefused) as refusal:
             check_names(headers, "127.0.0.1")

@@ -19,7 +19,6 @@ from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.export import formats, weights_writer
 from llava_fsdp.export.main import export
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.llava_v1_5_config import generation_config, known_tower, language_config, original_config
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.pretrained_config import read_model
 from llava_fsdp.model.weight_names import original, ours
@@ -286,15 +285,10 @@ def test_tower_inside_wins(llava: Path, run: Path, tmp_path: Path) -> None:
     ("source", "keys", "message"),
     [
         ("llava", {"s2": True}, "has s2=True; only False is supported"),
-        ("llava", {"mm_patch_merge_type": "maxpool"}, "=maxpool; supported: flat, spatial, spatial_unpad"),
         ("llava", {"model_type": "llava_mpt"}, "=llava_mpt; of the original's models, llava_llama is supported"),
-        ("llava", {"mm_vision_select_layer": None}, "has no mm_vision_select_layer"),
-        ("llava", {"mm_vision_select_feature": "cls"}, "mm_vision_select_feature=cls; known: patch, cls_patch"),
         ("llava", {"image_aspect_ratio": "highres"}, "=highres; give image_aspect_ratio=square or pad"),
         ("llava", {"vocab_size": 99}, r"lm_head\.weight|embed_tokens\.weight has shape"),
         ("hf", {"model_type": "llava_next"}, "is a llava_next model, not a LLaVA one"),
-        ("hf", {"projector_hidden_act": "relu"}, "has projector_hidden_act=relu; only gelu is supported"),
-        ("hf", {"multimodal_projector_bias": False}, "multimodal_projector_bias=False; only True is supported"),
         ("hf", {"vision_feature_layer": [-2, -1]}, r"takes tower layers \[-2, -1\]; only one is supported"),
     ],
 )
@@ -335,7 +329,7 @@ def test_projector_with_rows_of_the_vocabulary_is_refused(parts: Path, dataset: 
 
 
 def test_a_projector_alone_needs_a_language_model(llava: Path, tmp_path: Path) -> None:
-    made = export(conversion(llava, tmp_path / "projector", "format=projector"))
+    made = export(conversion(llava, tmp_path / "projector", "format=projector", "verify=false"))
     with pytest.raises(ConfigError, match="holds a projector alone; give the language model with language=PATH"):
         export(conversion(made, tmp_path / "made"))
 
@@ -396,39 +390,6 @@ def test_other_versions_configuration(run: Path, tmp_path: Path) -> None:
     forge_facts(step, lambda facts: facts["config"]["optim"].pop("lr"))
     with pytest.raises(CheckpointError, match=r"a configuration of another version: optim\.lr is not set"):
         export(conversion(step, tmp_path / "made"))
-
-
-def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"source=.*nowhere/at/all is not a folder"):
-        export(conversion(tmp_path / "nowhere" / "at" / "all", tmp_path / "made"))
-
-
-def test_configurations_there_and_back(llava: Path) -> None:
-    """What is written for the original is what is read of it, rotary scaling and all."""
-    raw = json.loads((llava / "config.json").read_text())
-    for scaling in (None, {"type": "linear", "factor": 2.0}, {"type": "dynamic", "factor": 4.0}):
-        wanted = {**raw, "rope_scaling": scaling, "rope_theta": 50000.0}
-        cfg = read_model(llava, None, None)
-        made = original_config(language_config(wanted), raw["mm_hidden_size"], cfg, raw["mm_vision_tower"], 256)
-        assert {k: wanted[k] for k in made} == made
-    language = language_config({**raw, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
-    with pytest.raises(ModelError, match="no rotary embedding of type yarn"):
-        original_config(language, 20, read_model(llava, None, None), "tower", 256)
-
-
-def test_sampling_values_without_sampling_are_left_out() -> None:
-    """Vicuna's generation_config: transformers refuses to save it after training (LLaVA#1144)."""
-    vicuna = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": 2}
-    assert generation_config(vicuna) == {"eos_token_id": 2}
-    assert generation_config({**vicuna, "do_sample": True}) == {**vicuna, "do_sample": True}
-
-
-def test_tower_of_llava_1_5_is_known() -> None:
-    from transformers import CLIPVisionConfig
-
-    large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
-    assert known_tower(CLIPVisionConfig(image_size=336, patch_size=14, **large)) == "openai/clip-vit-large-patch14-336"
-    assert known_tower(CLIPVisionConfig(image_size=224, patch_size=14, **large)) is None
 
 
 def test_without_a_name_for_the_tower(run: Path, tmp_path: Path) -> None:

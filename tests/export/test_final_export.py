@@ -376,14 +376,6 @@ def test_checkpoint_brings_its_projector(noise: Path, parts: Path, dataset: Path
         train.train(make_config(parts, dataset, tmp_path, *values))
 
 
-def test_original_with_other_features_is_refused(noise: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
-    folder = write_original(noise / "export", tmp_path / "original", "safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    write_json(folder / "config.json", {**config, "mm_vision_select_layer": -1})
-    with pytest.raises(ConfigError, match="has mm_vision_select_layer=-1, and this configuration means -2"):
-        train.train(make_config(parts, dataset, tmp_path / "run", *start(folder)))
-
-
 def test_samples_without_labels_can_still_be_verified(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """All answers are cut off, and the original trains on that; the proof compares every token, so it needs none."""
     values = [*EXPORTED, "export.verify=true", "max_steps=1", "data.max_length=40", "labels=llava_v1_5"]

@@ -30,7 +30,7 @@ def open_model(checkpoint: str, default_template: str) -> Opened:
     if source != checkpoint:
         warn_of_later_checkpoint(Path(checkpoint))
     cfg = ConversionConfig(
-        source=source, to=None, accept=[], format=FolderFormat.hf, dtype=KeptDType.keep, merge=True, base=None,
+        source=source, to=None, accept=[], format=FolderFormat.hf, dtype=KeptDType.keep, base=None,
         language=None, vision=None, template=default_template, image_aspect_ratio=None, overwrite=False, verify=False,
     )  # fmt: skip
     try:

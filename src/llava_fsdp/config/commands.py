@@ -224,8 +224,6 @@ class ConversionConfig:
     """Program that the written folder is for."""
     dtype: KeptDType
     """Dtype of the written weights; keep: as in the source."""
-    merge: bool
-    """Whether to merge the source's adapters into a whole model; false writes a folder of adapters."""
     base: str | None
     """Language model or whole LLaVA model that the source's adapters belong to; null: the one that the source names."""
     language: str | None

@@ -29,6 +29,7 @@ from llava_fsdp.model.lora_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
     OTHERS_FILES,
+    AdapterFolder,
     adapter_folders,
     find_adapter,
     open_adapter,
@@ -83,14 +84,12 @@ class AdapterWriter:
         folder: Path,
         tensors: Mapping[str, Stored],
         history: dict[str, Any],
-        dtype: KeptDType = KeptDType.keep,
     ) -> None:
         """Write an adapter folder, which must be empty or absent, with one adapter tensor in memory at a time.
 
         Args:
             tensors: all tensors of the folder, by the names of our parameters.
             history: the run, stage and step that made the adapter.
-            dtype: dtype to which the tensors have been rounded, for the notes.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.small.items():
@@ -100,7 +99,7 @@ class AdapterWriter:
         self.write_adapters(folder, {n: t for n, t in tensors.items() if not is_projector(n)})
         self.write_others(folder, {n: t for n, t in tensors.items() if is_projector(n)})
         notes = {
-            "dtype": dtype.value,
+            "dtype": KeptDType.keep.value,
             "lora": jsonable(asdict(self.lora)),
             "model": jsonable(asdict(self.base.model)),
             "seed": self.base.seed,
@@ -210,17 +209,23 @@ def check_base(model: nn.Module, cfg: ModelConfig, digests: Mapping[str, str]) -
     if cfg.lora.checkpoint is None:
         return
     adapter = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
-    recorded = read_notes(adapter.folder).get("base")
     names = {without_base(name) for name in adapter.tensors}
     base = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)} - names
-    if recorded is None or not base <= {without_base(name) for name in digests}:
-        return
-    actual = base_fingerprint(digests, adapter.tensors)
-    if actual != recorded:
+    if base <= {without_base(name) for name in digests}:
+        where = cfg.checkpoint or cfg.language
+        check_fingerprint(
+            adapter, base_fingerprint(digests, adapter.tensors), where, "model.checkpoint or model.language"
+        )
+
+
+def check_fingerprint(adapter: AdapterFolder, actual: str, where: str, key: str) -> None:
+    """Raise ModelError if an adapter's notes have another fingerprint of its base than that of the model `where`."""
+    recorded = read_notes(adapter.folder).get("base")
+    if recorded not in (None, actual):
         raise ModelError(
-            f"model.lora.checkpoint={cfg.lora.checkpoint} is for another base: the weights of "
-            f"{cfg.checkpoint or cfg.language} have the fingerprint {actual}, and {adapter.folder / NOTES} has "
-            f"{recorded}; give the base that it was trained on, to the bit, without the adapter merged into it"
+            f"{adapter.folder} is for another base: the weights of {where} have the fingerprint {actual}, and "
+            f"{adapter.folder / NOTES} has {recorded}; give the base that it was trained on, to the bit, without the "
+            f"adapter merged into it: {key}"
         )
 
 
