@@ -254,8 +254,8 @@ def test_another_run_continues_from_it(made: Callable[[str], Made], dataset: Pat
     step = run.run / "checkpoints" / "step-000002"
     for source, found in ((run.run, run.adapter), (step, step / "adapter"), (run.adapter, run.adapter)):
         assert find_adapter(str(source), "model.lora.checkpoint") == found
-    more = ["model.projector=auto", "model.train=[language]", "max_steps=1", f"model.lora.checkpoint={step}"]
-    train_adapters(run.parts, dataset, tmp_path / "run", *more)
+    more = ["model.projector=auto", "model.train=[language]", "max_steps=1", "model.lora.alpha=12.5"]
+    train_adapters(run.parts, dataset, tmp_path / "run", *more, f"model.lora.checkpoint={step}")
     new = tmp_path / "run" / "adapter"
     for name in (ADAPTER_FILE, OTHERS[0]):
         before, after = load_file(run.adapter / name), load_file(new / name)
@@ -270,7 +270,7 @@ def test_a_random_projector_is_not_the_adapters(made: Callable[[str], Made], dat
     """`model.projector=random` beside an adapter: the adapter's weights, and a projector that is drawn."""
     run = made("all biases")
     values = ["model.projector=random", f"model.lora.checkpoint={run.adapter}", "optim.lr=0", "max_steps=1"]
-    train_adapters(run.parts, dataset, tmp_path, *values, "export.merge=false")
+    train_adapters(run.parts, dataset, tmp_path, *values, "model.lora.alpha=12.5", "export.merge=false")
     assert same(load_file(tmp_path / "adapter" / ADAPTER_FILE), load_file(run.adapter / ADAPTER_FILE))
     before, drawn = (load_file(folder / OTHERS[0]) for folder in (run.adapter, tmp_path / "adapter"))
     assert before.keys() == drawn.keys()
