@@ -418,9 +418,9 @@ def test_what_is_drawn_repeats_with_a_seed(
     talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = []
-    for words in (["temperature=1", "seed=1"], ["temperature=1", "seed=1"], ["temperature=1", "seed=2"], []):
-        talk.reset()
-        chat.Terminal(talk, configured("max_new_tokens=12", *words)).answer("what is it")
+    for heat, seed in ((1, 1), (1, 1), (1, 2), (0, 1)):
+        own = Conversation(talk.assistant, seed=seed)
+        chat.Terminal(own, configured("max_new_tokens=12", f"temperature={heat}")).answer("what is it")
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1] and len(set(answers)) == 3
 

@@ -468,11 +468,11 @@ def test_answers_end_with_their_tab(assistant: Assistant) -> None:
         part = [next(pieces) for _ in range(20)]
         leave()
         part.extend(pieces)
-        assert session.conversation.exchanges() == [("what", [], "".join(part))]
+        assert session.exchanges() == [("what", [], "".join(part))]
         assert whole.startswith("".join(part)) and 0 < len("".join(part)) < len(whole) / 4
     with pytest.raises(DataError, match="20001 characters; at most 20000"):
         next(sessions.ask(one, "x" * 20_001, [], long))
-    assert len(one.conversation.exchanges()) == 1
+    assert len(one.exchanges()) == 1
     for number in range(40):
         sessions.get(str(number))
     assert sessions.get("one") is not one, "the least recently used are dropped"

@@ -125,18 +125,14 @@ class Assistant:
 
     @torch.inference_mode()
     def stream(
-        self,
-        turns: Sequence[Turn],
-        images: Sequence[LoadedImage],
-        sampling: Sampling,
-        generator: torch.Generator | None = None,
+        self, turns: Sequence[Turn], images: Sequence[LoadedImage], sampling: Sampling, generator: torch.Generator
     ) -> Generator[str, None, bool]:
         """Answer a conversation's last question, token by token. Only tokens after the prefix shared with the
         previously answered conversation are read.
 
         Args:
             images: in the order of their tags in the turns.
-            generator: on `device`; None: torch's default.
+            generator: on `device`.
 
         Yields:
             the new final text after every token; it may be empty.

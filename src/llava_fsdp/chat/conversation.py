@@ -13,13 +13,19 @@ from llava_fsdp.runtime.errors import DataError
 
 
 class Conversation:
-    """The turns and images of a chat. An added image is shown with the next question, and stays in the conversation."""
+    """The turns and images of a chat. An added image is shown with the next question, and stays in the conversation.
 
-    def __init__(self, assistant: Assistant, max_images: int | None = None):
+    Args:
+        max_images: most images; None: any number.
+        seed: of sampled answers; None: another one every time.
+    """
+
+    def __init__(self, assistant: Assistant, max_images: int | None = None, seed: int | None = None):
         self.assistant = assistant
         self.max_images = max_images
-        self.was_cut = False
-        """Whether the last answer stopped before the model ended it."""
+        self.generator = torch.Generator(assistant.device)
+        self.generator.manual_seed(seed) if seed is not None else self.generator.seed()
+        self.was_cut = False  # whether the last answer stopped before the model ended it
         self.reset()
 
     def reset(self) -> None:
@@ -41,9 +47,7 @@ class Conversation:
             raise DataError(f"{where}: a conversation takes at most {self.max_images} images; begin a new one")
         self.next_images.append(self.assistant.load_image(path, where))
 
-    def ask(
-        self, text: str, sampling: Sampling, generator: torch.Generator | None = None
-    ) -> Generator[str, None, None]:
+    def ask(self, text: str, sampling: Sampling) -> Generator[str, None, None]:
         """Ask a question and yield its answer in pieces, one after every token, some of them empty.
 
         Closing the generator stops the answer, and what was generated of it stays. After any other error the
@@ -57,7 +61,7 @@ class Conversation:
         images = [*self.images, *self.next_images]
         before = self.turns, self.images, self.next_images
         self.was_cut, answer = True, ""
-        stream = self.assistant.stream(turns, images, sampling, generator)
+        stream = self.assistant.stream(turns, images, sampling, self.generator)
         try:
             while True:
                 piece = next(stream)
@@ -113,10 +117,3 @@ class Conversation:
 
     def tags(self, question: Turn) -> int:
         return question.text.count(IMAGE_TAG) if self.images else 0
-
-
-def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
-    """Return a random generator for sampled answers; without a seed, it is seeded differently every time."""
-    generator = torch.Generator(device)
-    generator.manual_seed(seed) if seed is not None else generator.seed()
-    return generator

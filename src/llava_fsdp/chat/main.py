@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llava_fsdp.chat.assistant import Assistant
-from llava_fsdp.chat.conversation import Conversation, seeded_generator
+from llava_fsdp.chat.conversation import Conversation
 from llava_fsdp.config import AspectRatio, ChatConfig, cli
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import ConfigError, DataError, OutOfMemory
@@ -39,7 +39,7 @@ def chat(cfg: ChatConfig) -> None:
 
         return serve(cfg)
     images = image_files(cfg.image)
-    conversation = Conversation(Assistant(cfg.model.checkpoint, "v1", AspectRatio.pad))
+    conversation = Conversation(Assistant(cfg.model.checkpoint, "v1", AspectRatio.pad), seed=cfg.seed)
     for path in images:
         conversation.add(path, "image")
     terminal = Terminal(conversation, cfg)
@@ -69,7 +69,6 @@ class Terminal:
     def __init__(self, conversation: Conversation, cfg: ChatConfig):
         self.conversation = conversation
         self.sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
-        self.generator = seeded_generator(conversation.assistant.device, cfg.seed)
 
     def run(self) -> None:
         """Read and answer lines until the end of the input or /quit; errors of a line are logged."""
@@ -88,7 +87,7 @@ class Terminal:
 
     def answer(self, question: str, stopped: threading.Event | None = None) -> None:
         """Print the answer to a question while it is generated, until `stopped` is set."""
-        pieces = self.conversation.ask(question, self.sampling, self.generator)
+        pieces = self.conversation.ask(question, self.sampling)
         for piece in pieces:
             print(shown_text(piece), end="", flush=True)
             if stopped is not None and stopped.is_set():

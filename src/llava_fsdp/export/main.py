@@ -5,11 +5,9 @@ LLaVA's); writes a folder of transformers' or the original's, or the original's 
 """
 
 import shutil
-import sys
 from pathlib import Path
 
 import torch
-from rich.table import Table
 
 from llava_fsdp.config import ConversionConfig, DType, FolderFormat, KeptDType, cli
 from llava_fsdp.data.text.templates import template
@@ -22,7 +20,6 @@ from llava_fsdp.export.verify_logits import prove, prove_merge
 from llava_fsdp.export.weights_writer import Weights, publish_folder
 from llava_fsdp.model.lora_files import ADAPTER_CONFIG
 from llava_fsdp.model.pretrained import PACKAGE
-from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.log import log
@@ -77,7 +74,7 @@ def export(cfg: ConversionConfig) -> Path:
         except ModelError as error:
             raise ModelError(f"{error}\n{final} was not made; {staged} has what was written") from error
     publish_folder(staged, final)
-    show(opened, final, cfg)
+    report(opened, final, cfg)
     return final
 
 
@@ -103,13 +100,9 @@ def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
         raise ConfigError(f"to={final} is not a model folder, so overwrite=true keeps it; give another folder")
 
 
-def show(opened: Opened, final: Path, cfg: ConversionConfig) -> None:
-    console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
-    table = Table("file", "size")
-    for path in sorted(p for p in final.rglob("*") if p.is_file()):
-        table.add_row(str(path.relative_to(final)), readable(path.stat().st_size))
-    console.print(table)
+def report(opened: Opened, final: Path, cfg: ConversionConfig) -> None:
     checked = "its logits are the source's" if cfg.verify else "not verified"
     kinds = {FolderFormat.hf: "transformers", FolderFormat.llava: "the original LLaVA"}
     kind = kinds.get(cfg.format, "stage 2 of LLaVA")
-    log().info("%s, for %s, from %s; %s", final, kind, opened.folder, checked)
+    size = readable(sum(path.stat().st_size for path in final.rglob("*")))
+    log().info("%s (%s), for %s, from %s; %s", final, size, kind, opened.folder, checked)

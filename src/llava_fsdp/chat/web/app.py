@@ -149,7 +149,7 @@ def checked_sampling(temperature: float, top_p: float, max_new_tokens: float) ->
 def history(session: Session) -> list[Any]:
     """Return a session's conversation as messages for gr.Chatbot."""
     found = []
-    for question, files, reply in session.conversation.exchanges():
+    for question, files, reply in session.exchanges():
         found += [message("user", question, files), message("assistant", reply, [])]
     return found
 

@@ -3,13 +3,10 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from llava_fsdp.chat.assistant import Assistant
-from llava_fsdp.chat.conversation import Conversation, seeded_generator
+from llava_fsdp.chat.conversation import Conversation
 from llava_fsdp.config import ChatConfig
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import DataError
@@ -20,12 +17,9 @@ MAX_QUESTION_LENGTH = 20_000
 """Greatest number of characters of a question: more than any model here can read."""
 
 
-@dataclass
-class Session:
-    """The conversation of a browser tab, its random generator, and the generator of its latest answer."""
+class Session(Conversation):
+    """The conversation of a browser tab, and the generator of its latest answer."""
 
-    conversation: Conversation
-    generator: torch.Generator
     answer: Generator[str, None, None] | None = None
 
 
@@ -43,8 +37,7 @@ class Sessions:
     def get(self, key: str) -> Session:
         with self._model_lock:
             if key not in self._sessions:
-                generator = seeded_generator(self.assistant.device, self.cfg.seed)
-                self._sessions[key] = Session(Conversation(self.assistant, self.cfg.max_images), generator)
+                self._sessions[key] = Session(self.assistant, self.cfg.max_images, self.cfg.seed)
                 while len(self._sessions) > MAX_SESSIONS:
                     self._sessions.popitem(last=False)
             self._sessions.move_to_end(key)
@@ -58,12 +51,11 @@ class Sessions:
         """
         if len(text) > MAX_QUESTION_LENGTH:
             raise DataError(f"the question has {len(text)} characters; at most {MAX_QUESTION_LENGTH} are taken")
-        conversation = session.conversation
         try:
             with self._model_lock:
                 for path in files:
-                    conversation.add(path, path.name)
-                session.answer = answer = conversation.ask(text, sampling, session.generator)
+                    session.add(path, path.name)
+                session.answer = answer = session.ask(text, sampling)
             while not self._has_ended:
                 with self._model_lock:
                     piece = next(answer, None)
@@ -73,7 +65,7 @@ class Sessions:
         except DataError as error:
             raise DataError(without_folders(str(error), files), error.kind) from error
         finally:
-            conversation.next_images = []
+            session.next_images = []
 
     def stop(self, key: str) -> None:
         """Stop the answer in a browser tab; what was generated of it stays."""
