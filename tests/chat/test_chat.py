@@ -29,7 +29,7 @@ from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.export.formats import source_of_run
 from llava_fsdp.export.main import export
-from llava_fsdp.model.generation import PrefixCache, Sampling, choose
+from llava_fsdp.model.generation import PrefixCache, Sampling
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError, ModelError
@@ -274,23 +274,6 @@ def test_streamed_text_of_a_real_tokenizer() -> None:
         ids = [token.id for token in tokenizer.encode(written)]
         found = pieces(AnswerText(tokenizer, "</s>", frozenset()), ids)
         assert "".join(found) == tokenizer.decode(ids).strip() and sum(map(bool, found)) > 1
-
-
-def test_what_is_drawn() -> None:
-    """By temperature and share of the probability; the same dice, the same tokens."""
-    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]]).expand(4000, 4).contiguous()
-
-    def drawn(seed: int, **how: float) -> torch.Tensor:
-        return choose(logits, Sampling(1, **how), torch.Generator().manual_seed(seed))
-
-    assert set(drawn(0).tolist()) == {1}
-    warm = drawn(0, temperature=1.0)
-    assert torch.equal(warm, drawn(0, temperature=1.0)) and not torch.equal(warm, drawn(1, temperature=1.0))
-    shares = torch.bincount(warm, minlength=4) / 4000
-    torch.testing.assert_close(shares, torch.softmax(logits[0], -1), atol=0.03, rtol=0)
-    assert set(drawn(0, temperature=1.0, top_p=0.6).tolist()) == {1}, "the first alone has 0.64"
-    assert set(drawn(0, temperature=1.0, top_p=0.7).tolist()) == {1, 2}
-    assert set(drawn(0, temperature=1e-3, top_p=0.99).tolist()) == {1}
 
 
 def test_a_conversation_that_is_too_long(talk: Conversation, pictures: list[Path]) -> None:

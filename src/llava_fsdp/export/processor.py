@@ -95,12 +95,15 @@ def from_file(folder: Path) -> Any:
 
 def keep_llama(folder: Path, staged: Path) -> None:
     """Copy the SentencePiece model, and those values of its configuration that transformers 5 does not write."""
-    shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
     old, path = read_optional(folder / "tokenizer_config.json"), staged / "tokenizer_config.json"
     config = {**read_optional(path), "legacy": is_legacy(old), "add_bos_token": old.get("add_bos_token", True)}
     config["tokenizer_class"] = old.get("tokenizer_class", "LlamaTokenizer")
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    added = added_tokens(folder, old)
+    copy_sentencepiece(folder, staged, added_tokens(folder, old))
+
+
+def copy_sentencepiece(folder: Path, staged: Path, added: dict[str, int]) -> None:
+    shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
     if added:
         (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
 
@@ -224,13 +227,11 @@ def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_le
     config |= {"model_max_length": max_length, "padding_side": "right", "legacy": is_legacy(old)}
     config["pad_token"] = old.get("unk_token") or old.get("eos_token")
     if (folder / "tokenizer.model").is_file():
-        shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
         config["tokenizer_class"] = "LlamaTokenizer"
         config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **config}
         config["pad_token"] = config["unk_token"]
-        added = {text: i for text, i in added_tokens(folder, old).items() if i < vocab_size}
-        if added:
-            (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
+        added = added_tokens(folder, old).items()
+        copy_sentencepiece(folder, staged, {text: number for text, number in added if number < vocab_size})
     else:
         frozen = as_older_release(read_json(folder / "tokenizer.json", largest=LARGE), vocab_size)
         (staged / "tokenizer.json").write_text(json.dumps(frozen, ensure_ascii=False))
