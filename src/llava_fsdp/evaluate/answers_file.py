@@ -105,11 +105,8 @@ class AnswersFile:
         if settings != self.settings:
             other = [f"{k}={settings.get(k)} there, {v} here" for k, v in self.settings.items() if settings.get(k) != v]
             raise ConfigError(f"{path} was answered with other settings: {', '.join(other) or settings}; {cure}")
-        if (
-            question is None
-            or not isinstance(text, str)
-            or asked != (question.id, question.prompt, list(question.images))
-        ):
+        here = None if question is None else (question.id, question.prompt, list(question.images))
+        if asked != here or not isinstance(text, str):
             raise ConfigError(
                 f"{path} answers a question {number} (id {asked[0]}, {str(asked[1])[-100:]!r}) that is not among these "
                 f"{len(self.questions)}: another file of questions, suffix or limit? Then {cure}"
