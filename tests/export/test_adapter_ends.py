@@ -11,7 +11,7 @@ import torch
 from forged import forge_facts, forge_notes
 from reference import EXPORTED
 from safetensors.torch import load_file
-from small import config_of, conversion, make_config, write_json, write_parts
+from small import config_of, conversion, make_config, write_json
 from weights import same, weights
 
 from llava_fsdp.config import Quantizer
@@ -27,11 +27,6 @@ SMALL = [
     *EXPORTED, "model.lora.r=4", "model.lora.alpha=12", "model.lora.dropout=0", "global_batch_size=4",
     "micro_batch_size=4", "optim.warmup_ratio=0", "optim.lr=0.1", "data.max_length=160", "max_steps=2",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_parts(tmp_path_factory.mktemp("parts"))
 
 
 @pytest.fixture(scope="module")
