@@ -11,7 +11,7 @@ import torch
 from forged import forge_facts, forge_notes
 from reference import EXPORTED
 from safetensors.torch import load_file
-from small import config_of, conversion, make_config, write_json
+from small import config_of, conversion, make_config, write_json, write_parts
 from weights import same, weights
 
 from llava_fsdp.config import Quantizer
@@ -27,6 +27,11 @@ SMALL = [
     *EXPORTED, "model.lora.r=4", "model.lora.alpha=12", "model.lora.dropout=0", "global_batch_size=4",
     "micro_batch_size=4", "optim.warmup_ratio=0", "optim.lr=0.1", "data.max_length=160", "max_steps=2",
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_parts(tmp_path_factory.mktemp("parts"))
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +109,18 @@ def test_tiles_end_with_an_adapter_where_nothing_is_merged(
     assert "model.image_newline" in of_run
 
 
-def test_checkpoints_from_before_adapters_continue(noise: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """Their configuration has no keys of adapters."""
-    run = Path(shutil.copytree(noise, tmp_path / "run"))
+def test_checkpoints_from_before_adapters_continue(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Their configuration has no keys for what they had not."""
+    values = [*SMALL[: len(EXPORTED)], *SMALL[len(EXPORTED) + 3 :], "checkpoint.every=1"]
+    run = tmp_path / "run"
+    train.train(make_config(parts, dataset, run, *values))
 
     def older(facts: dict[str, Any]) -> None:
         del facts["config"]["model"]["lora"], facts["config"]["model"]["quantize"]
 
-    forge_facts(run / "checkpoints" / "step-000001", older)
-    train.train(make_config(parts, dataset, run, "max_steps=2"))
-    assert [json.loads(row)["step"] for row in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    forge_facts(run / "checkpoints" / "step-000002", older)
+    train.train(make_config(parts, dataset, run, *values, "max_steps=3"))
+    assert [json.loads(row)["step"] for row in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
 def test_a_source_that_the_run_would_move_away_is_refused(made: Path, parts: Path, dataset: Path) -> None:
