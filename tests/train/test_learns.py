@@ -74,7 +74,7 @@ def test_adapters_learn_to_see_and_answer_the_same_once_merged(tmp_path: Path) -
     questions = [with_paths(first_question(records[n]), str(runs / "shapes" / "images")) for n in range(60)]
     merged, beside = (Assistant(str(runs / r), "v1", AspectRatio.pad) for r in ("finetune_lora", "pretrain"))
     # a projector's stage has captions, and no questions
-    beside.form, beside.reader, beside.stops = merged.form, merged.reader, merged.stops
+    beside.template, beside.reader, beside.stops = merged.template, merged.reader, merged.stops
     cfg = config_of(["stage=finetune_lora", "model.lora.dropout=0"])
     Adapters(trained_weights(runs / "finetune_lora")).put_into(beside.model, cfg)
     beside.model.eval()
