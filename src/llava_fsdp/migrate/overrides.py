@@ -237,8 +237,9 @@ def precision(run: Run) -> Overrides:
     on.add(str(run.launched("mixed_precision")))
     half = next((half for half in ("bf16", "fp16", "fp8") if half in on), "fp32")
     if half == "bf16" and run.ds("bf16.bf16_master_weights_and_grads") is True:
-        same = run.ds("bf16.bf16_optimizer_states") is True
-        return {"precision": "bf16_pure"} | ({} if same else {"precision.moment_dtype": "fp32"})
+        if run.ds("bf16.bf16_optimizer_states") is True:
+            return {"precision": "bf16_pure"}
+        return {"precision": "bf16_pure", "precision.moment_dtype": "fp32"}
     if half == "fp16" and not run.uses_deepspeed:  # transformers then uses torch's GradScaler
         return {"precision": "fp16", "precision.scaler.window": 2000, "precision.scaler.hysteresis": 1}
     return {"precision": half}
