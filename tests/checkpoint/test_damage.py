@@ -189,11 +189,11 @@ def test_sixty_flips(parent: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_readers_raise_nothing_but_our_error(name: str, parent: Path) -> None:
-    """200 mutations of a file, of which the manifest's and the header's agree with their digests where they can."""
+    """60 mutations of a file, of which the manifest's and the header's agree with their digests where they can."""
     dice, folder = random.Random(name), parent / "step-000004"
     content = (folder / name).read_bytes()
     whole = (folder / MANIFEST_FILE).read_bytes()
-    for _ in range(200):
+    for _ in range(60):
         mutated = mutate(content, dice)
         if mutated == content:
             continue
@@ -245,9 +245,3 @@ def test_what_one_rank_finds_all_ranks_say(parent: Path, pools: dict[int, RankPo
         path.write_bytes(content)
     assert pools[2].run(loaded, parent) == [4, 4]
     assert loaded(single_world(), parent) == 4
-
-
-def test_a_pointer_that_is_a_pipe_is_not_waited_for(parent: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (parent / "latest").unlink(missing_ok=True)
-    os.mkfifo(parent / "latest")
-    assert loaded_alone(parent) == 4

@@ -1,7 +1,6 @@
 """A run that continues knows of itself what it knew when it was saved: every fact of a checkpoint that is no tensor."""
 
 import contextlib
-import json
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from harness import single_world
-from reference import outcome
 from saves import CONFIG as CHECKPOINTS
 from small import Configure
 
@@ -19,22 +17,19 @@ from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry, rank
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.state_json import parse_facts, render_facts
 from llava_fsdp.config import Config, SourceConfig, schema_keys
-from llava_fsdp.data.batching.batch import Step
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime import durable_files
 from llava_fsdp.runtime.durable_files import FILES
 from llava_fsdp.runtime.errors import CheckpointError
-from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoint_contents import facts_of
 from llava_fsdp.train.optimizer import prepare_moments
 from llava_fsdp.train.replica_check import counters
 from llava_fsdp.train.resume import changed_settings, is_fixed, resume, settings_then, start_over
 from llava_fsdp.train.save_and_stop import is_due, open_saver
-from llava_fsdp.train.state import StepResult, TrainState
+from llava_fsdp.train.state import TrainState
 
-do_step = loop.train_step
-FACTS: dict[str, Any] = {"step": 3, "samples": 35, "skipped": 2, "run": "an earlier start's", "broken": [4, 17]}
+FACTS: dict[str, Any] = {"step": 3, "samples": 35, "skipped": 2, "consecutive": 1, "run": "r", "broken": [4]}
 """Each is another than a new run's, and cannot be computed from the others."""
 SCALER = {"scale": 32.0, "hysteresis": 1, "steps": 9, "last_overflow": 5}
 
@@ -43,8 +38,9 @@ def test_every_fact_is_restored(configure: Configure) -> None:
     cfg = configure("precision=fp16", "checkpoint.every=1")
     plan = SHARD_PLANS[cfg.sharding.strategy]
     saved, resumed = (train.build_state(cfg, single_world(), plan, None) for _ in range(2))
-    saved.step, saved.samples, saved.skipped = FACTS["step"], FACTS["samples"], FACTS["skipped"]
-    saved.run, saved.loader.broken = FACTS["run"], set(FACTS["broken"])
+    for name in ("step", "samples", "skipped", "consecutive", "run"):
+        setattr(saved, name, FACTS[name])
+    saved.loader.broken = set(FACTS["broken"])
     assert saved.scaler is not None
     saved.scaler.restore(SCALER)
     prepare_moments(saved.optimizer)
@@ -77,37 +73,6 @@ def test_the_optimizer_waits_for_the_copy_of_a_save_before_it_changes_a_weight(
 
 def copy_of(state: TrainState) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in state.masters.named.items()}
-
-
-def test_a_run_with_skipped_steps_continues_as_if_it_had_not_stopped(
-    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The schedule stands where it stood; so learning rates, counts and weights are those of one run."""
-
-    def poisoned(state: TrainState, step: Step, *rest: Any) -> StepResult:
-        if state.step in (1, 4):
-            step.micro_batches[0].scale = float("inf")
-        return do_step(state, step, *rest)
-
-    monkeypatch.setattr(loop, "train_step", poisoned)
-    values = ["export.enabled=true", "export.dtype=fp32", "export.verify=false", "checkpoint.every=3", "max_steps=6"]
-    rows = {}
-    for name in ("whole", "cut"):
-        cfg = configure(*values, "checkpoint.keep=9", to=name)
-        if name == "cut":
-            kept = Path("checkpoints") / "step-000003"
-            (tmp_path / name / "checkpoints").mkdir(parents=True)
-            (tmp_path / "whole" / kept).rename(tmp_path / name / kept)
-        train.train(cfg)
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        rows[name] = [json.loads(line) for line in lines]
-    assert [row["skipped_steps"] for row in rows["whole"]] == [0, 1, 1, 1, 2, 2]
-    assert [row["step"] for row in rows["cut"]] == [4, 5, 6]
-    for row, wanted in zip(rows["cut"], rows["whole"][3:], strict=True):
-        for key in ("step", "loss", "lr", "grad_norm", "skipped", "skipped_steps"):
-            assert row[key] == wanted[key], (row["step"], key)
-    found, wanted = (outcome(tmp_path / name).weights for name in ("cut", "whole"))
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_of_a_source_only_its_places_may_change() -> None:
@@ -153,14 +118,16 @@ def test_a_key_of_one_side_alone_has_changed() -> None:
 
 
 WHOLE: dict[str, Any] = {
-    "format": 6, "run": "r", "step": 3, "samples": 24, "skipped": 0, "seed": 5, "scaler": SCALER, "broken": [4],
+    "format": 6, "run": "r", "step": 3, "samples": 24, "skipped": 0, "consecutive": 0, "seed": 5,
+    "scaler": SCALER, "broken": [4],
     "fingerprints": dict.fromkeys(("dataset", "encoding", "order", "model"), "f"), "trainable": ["a"], "versions": {},
     "written_by": {}, "config": {},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("change", [
-    {"step": 4}, {"step": 3.0}, {"step": True}, {"samples": -1}, {"skipped": -1}, {"seed": "5"}, {"run": None},
+    {"step": 4}, {"step": 3.0}, {"step": True}, {"samples": -1}, {"skipped": -1}, {"consecutive": -1},
+    {"seed": "5"}, {"run": None},
     {"broken": [4, "5"]}, {"broken": [True]}, {"trainable": ["a", 7]}, {"more": 1}, {"scaler": {**SCALER, "more": 1}},
     {"scaler": {**SCALER, "scale": 32}}, {"scaler": {k: v for k, v in SCALER.items() if k != "last_overflow"}},
     *({"fingerprints": {k: v for k, v in WHOLE["fingerprints"].items() if k != name}}
@@ -173,7 +140,9 @@ def test_facts_of_another_form_are_refused(change: dict[str, Any]) -> None:
     assert parse_facts(render_facts(WHOLE | {"scaler": None}), manifest)["scaler"] is None
     with pytest.raises(CheckpointError):
         parse_facts(render_facts(WHOLE | change), manifest)
-    for key in WHOLE:
+    older = {key: value for key, value in WHOLE.items() if key != "consecutive"}
+    assert parse_facts(render_facts(older), manifest) == WHOLE
+    for key in older:
         with pytest.raises(CheckpointError):
             parse_facts(render_facts({k: v for k, v in WHOLE.items() if k != key}), manifest)
 

@@ -23,7 +23,7 @@ from llava_fsdp.distributed.replicas import (
     shared_tensors,
     weighted_sum,
 )
-from llava_fsdp.runtime.errors import ENDINGS, ExitCode, ReplicaError
+from llava_fsdp.runtime.errors import ReplicaError
 from llava_fsdp.runtime.run_dir import FOLDER
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.replica_check import all_tensors, check_replicas
@@ -36,7 +36,7 @@ WHOLE = (f"optim.{WEIGHT}.step",)
 
 
 def flip(tensor: torch.Tensor, bit: int) -> None:
-    """One bit of this rank's rows; the same again mends it."""
+    """One bit of this rank's rows; the same again repairs it."""
     content = local(tensor).view(-1).view(torch.uint8)
     content[(len(content) // 2) // 4 * 4 + bit // 8] ^= 1 << bit % 8
 
@@ -124,12 +124,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(
         among = [1, 3] if name in SHARDED and sharding != "zero0" else list(range(size))
         assert (one.culprit["rank"], "rank 1 (" in one.message) == (1 if len(among) > 2 else among[0], True)
         assert ("rank 0 (" in one.message) == (len(among) == 2 and among[0] == 0)
-        assert "step-000001" in one.message, "where the run goes on"
-
-
-def test_the_ending_is_worth_a_restart() -> None:
-    ending = ENDINGS["corruption"]
-    assert (ending.exit_code, ending.is_permanent) == (ExitCode.NUMERIC, False)
+        assert "step-000001" in one.message, "where the run continues"
 
 
 @pytest.mark.parametrize("checksum", [lambda t: int(weighted_sum(t)), digest_on_host], ids=["GPU", "CPU"])

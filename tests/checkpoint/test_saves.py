@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import stat
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -95,7 +94,7 @@ def test_a_checkpoint_put_aside_is_not_swept_away(tmp_path: Path) -> None:
 
 
 def test_what_changes_next_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps go on while the copy is made, up to the update."""
+    """Steps continue while the copy is made, up to the update."""
     tensors, fill, may_copy = cut(whole_tensors(2), single_world(), "shard"), Snapshot.fill, threading.Event()
 
     def late(snapshot: Snapshot, tensors: dict[str, torch.Tensor]) -> None:
@@ -270,52 +269,12 @@ def test_no_room_is_said_before_the_first_step(tmp_path: Path, monkeypatch: pyte
     assert "4.688 KiB" in str(caught.value) and "4.687 KiB" in str(caught.value)
 
 
-def test_a_disk_that_fills_up(tmp_path: Path) -> None:
-    """A real one, of 3 MB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], check=False)
-    if mounted.returncode:
-        pytest.skip("no right to mount")
-    try:
-        saver = saver_of(folder, {"model.a": torch.ones(250_000)})
-        saver.save_step(1)
-        saver.wait()
-        (folder / "filler").write_bytes(b"x" * 1_500_000)
-        saver.save_step(2)
-        with pytest.raises(CheckpointError, match=r"No space left.*step-000002.*KiB, and .* are free"):
-            saver.close()
-        assert names(folder) == ["filler", "latest", "step-000001"]
-        verify(folder / "step-000001")
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_file_size_limit(tmp_path: Path) -> None:
-    saver = saver_of(tmp_path, {"model.a": torch.ones(250_000)})
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
-        saver.save_step(1)
-        with pytest.raises(CheckpointError, match=r"File too large.*rank-00000.*ulimit -f"):
-            saver.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert names(tmp_path) == []
-
-
 @pytest.mark.parametrize("place", ["file", "file/below", "x" * 300, "/proc/nothing"])
 def test_places_that_cannot_be_written_to(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written to") as caught:
         saver_of(tmp_path / place, {"model.a": torch.ones(3)})
     assert place.partition("/")[0] in str(caught.value)
-
-
-def test_spaces_and_signs_in_a_path(tmp_path: Path) -> None:
-    parent = tmp_path / "a run, spaced — größer\n"
-    save_steps(single_world(), parent, [1])
-    assert loaded_alone(parent) == 1
 
 
 def test_no_permission(tmp_path: Path) -> None:
@@ -372,29 +331,11 @@ def state_of(saver: Saver) -> tuple[int, int, int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", [1, 2])
-def test_fifty_saves_leave_nothing_behind(size: int, pools: dict[int, RankPool], tmp_path: Path) -> None:
-    ranks = [many(single_world(), tmp_path)] if size == 1 else pools[2].run(many, tmp_path)
-    for after_5, after_50, _, before, after in ranks:
+def test_fifty_saves_leave_nothing_behind(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    for after_5, after_50, _, before, after in pools[2].run(many, tmp_path):
         assert all(now <= then for now, then in zip(after_50, after_5, strict=True)), (after_5, after_50)
         assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
     assert names(tmp_path) == ["latest", "step-000052", "step-000053"]
-
-
-def test_a_forgiven_failure_is_no_save(tmp_path: Path) -> None:
-    def at(point: str) -> None:
-        if point == "file written" and saver.step == 2:
-            raise OSError(28, "No space left on device")
-
-    for asynchronous in (True, False):
-        tensors = cut(whole_tensors(1), single_world(), "shard")
-        parent = tmp_path / str(asynchronous)
-        saver = saver_of(parent, tensors, at=at, asynchronous=asynchronous, on_save_error=WARN)
-        for step in (1, 2):
-            saver.save_step(step)
-            saver.raise_if_failed()
-            assert saver.saved_step == (1 if step == 1 else None)
-        saver.close()
 
 
 def test_what_a_lost_group_raised_is_kept(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def configuration(name: str) -> Any:
             )  # fmt: skip
     assert name == "evaluate"
     return EvaluateConfig(
-        stage=cfg.stage, data=cfg.data, model=model, task=Task.vqa, questions="q.jsonl", annotations=None, split="test",
+        stage=cfg.stage, data=cfg.data, model=model, task=Task.vqa, questions="q.jsonl", annotations=None,
         suffix=False, answers=None, submission=None, limit=None, batch_size=1, max_new_tokens=1, show=0, blank=None,
         format=Format.text,
     )  # fmt: skip

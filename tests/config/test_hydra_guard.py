@@ -54,6 +54,19 @@ def test_words_that_are_refused(word: str, said: str) -> None:
         check_command_line([word])
 
 
+def test_a_text_may_hold_anything_but_an_interpolation() -> None:
+    """As a question does: Hydra gets it quoted. Without quotes it would be an object."""
+    word = "question={_target_: os.system}"
+    check_command_line([word, "question=what does _target_ mean?"], {"question"})
+    for words, texts in (
+        ([word], ()),
+        (["question=${oc.create:{_target_: a}}"], {"question"}),
+        (["_target_=x"], {"_target"}),
+    ):
+        with pytest.raises(ConfigError, match="Python to call"):
+            check_command_line(words, texts)
+
+
 GOOD = {
     "extra/mine.yaml": "# @package _global_\nseed: 7\n",
     "sweep/lr.yaml": "# @package _global_\nhydra:\n  sweeper:\n    params:\n      optim.lr: 1e-4,2e-4\n",

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from commands import TORCHRUN
 from PIL import Image
-from reference import EXPORTED
-from small import command_config, make_config, write_json
+from small import command_config, write_json
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_fsdp.chat.assistant import Assistant, Question
@@ -22,19 +21,10 @@ from llava_fsdp.evaluate.answers_file import AnswersFile, Shard
 from llava_fsdp.evaluate.main import AnswerGenerator, evaluate
 from llava_fsdp.evaluate.question import LETTER, SHORT
 from llava_fsdp.evaluate.read_questions import read_questions
-from llava_fsdp.runtime.errors import CommunicationError, ConfigError, DataError, LlavaFsdpError
-from llava_fsdp.train import main as train
+from llava_fsdp.runtime.errors import CommunicationError, ConfigError, DataError
 
 WORDS = "what colour is the circle", "is the square left of the triangle", "how many", "red or blue", "is it small"
 Reply = Callable[[EvaluateConfig, list[str]], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def model(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one step, with its export."""
-    folder = tmp_path_factory.mktemp("run")
-    train.train(make_config(parts, dataset, folder, "max_steps=1", *EXPORTED))
-    return folder
 
 
 def config(*overrides: str) -> EvaluateConfig:
@@ -58,7 +48,7 @@ def questions(folder: Path, **more: list[Any]) -> Path:
 
 
 @pytest.fixture
-def reply(model: Path, dataset: Path, capsys: pytest.CaptureFixture[str]) -> Reply:
+def reply(capsys: pytest.CaptureFixture[str]) -> Reply:
     """Scores of given answers: the file of answers is complete, so that no model is asked."""
 
     def score(cfg: EvaluateConfig, texts: list[str]) -> dict[str, Any]:
@@ -75,9 +65,9 @@ def reply(model: Path, dataset: Path, capsys: pytest.CaptureFixture[str]) -> Rep
 
 
 @pytest.fixture
-def keys(model: Path, dataset: Path, tmp_path: Path) -> list[str]:
+def keys(noise: Path, dataset: Path, tmp_path: Path) -> list[str]:
     return [
-        f"model.checkpoint={model}", f"data.images={dataset / 'images'}", f"answers={tmp_path / 'answers.jsonl'}",
+        f"model.checkpoint={noise}", f"data.images={dataset / 'images'}", f"answers={tmp_path / 'answers.jsonl'}",
         "format=json", "max_new_tokens=4", "batch_size=1",
     ]  # fmt: skip
 
@@ -103,7 +93,7 @@ def test_vqa_by_types(reply: Reply, keys: list[str], tmp_path: Path) -> None:
     assert found["accuracy"] == pytest.approx((1 + 0.6 + 0.3 + 1 + 0) / 5)
     assert found["groups"]["question type"]["how many"] == {"questions": 1, "accuracy": pytest.approx(0.6)}
     assert found["groups"]["question type"]["what"]["accuracy"] == pytest.approx(2.3 / 4)
-    assert found["questions"] == 5 and found["left_out"] == 0 and "accuracy_blank_pictures" not in found
+    assert found["questions"] == 5 and "accuracy_blank_pictures" not in found
     upload = json.loads((tmp_path / "upload.json").read_text())
     assert [row["answer"] for row in upload] == ["yes", "2", "red", "1000", "right"]
     assert [row["question_id"] for row in upload] == [100, 101, 102, 103, 104]
@@ -118,8 +108,8 @@ def test_vqav2s_own_questions(keys: list[str], tmp_path: Path) -> None:
     assert asked.text == f"<image>\nIs it?\n{SHORT}" and asked.id == 42000 and asked.references == ()
 
 
-def test_textvqa_is_found_by_picture_and_question(reply: Reply, keys: list[str], tmp_path: Path) -> None:
-    """The original's ids are those of pictures: two questions have one."""
+def test_textvqa_is_found_by_image_and_question(reply: Reply, keys: list[str], tmp_path: Path) -> None:
+    """The original's ids are those of images: two questions have one."""
     rows = [
         {"question_id": "a1", "image": "0.jpg", "text": f"What IS it?\nReference OCR token: x, y\n{SHORT}"},
         {"question_id": "a1", "image": "0.jpg", "text": f"How many?\n{SHORT}"},
@@ -138,27 +128,14 @@ def test_textvqa_is_found_by_picture_and_question(reply: Reply, keys: list[str],
     assert reply(cfg, ["dog's", "Two"])["accuracy"] == pytest.approx((0.9 + 1) / 2)
 
 
-@pytest.mark.parametrize("number", [1, 9, 11])
+@pytest.mark.parametrize("number", [9, 11])
 def test_textvqa_needs_ten_answers(number: int, keys: list[str], tmp_path: Path) -> None:
     """The original asserts it; fewer would score an answer that is right as wrong."""
     rows = [{"question_id": "a1", "image": "0.jpg", "text": "What?", "answers": ["dog"] * number}]
     path = write_lines(tmp_path / "q.jsonl", rows)
-    with pytest.raises(DataError, match=rf"q\.jsonl.* has {number} right answers; task=textvqa .* task=vqa"):
+    with pytest.raises(DataError, match=rf"has {number} right answers in .*q\.jsonl; task=textvqa"):
         read_questions(config(*keys, "task=textvqa", f"questions={path}"))
     assert len(read_questions(config(*keys, "task=vqa", f"questions={path}"))) == 1
-
-
-def test_questions_that_nobody_can_answer_are_counted(
-    reply: Reply, keys: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """VQAv2's rule: where all agree only the answer is prepared."""
-    answers = [["four"] * 10, ["4"] * 10, ["a cat"] * 10]
-    rows = [{"question_id": n, "image": "0.jpg", "text": "How?", "answers": own} for n, own in enumerate(answers)]
-    cfg = config(*keys, "task=vqa", f"questions={write_lines(tmp_path / 'q.jsonl', rows)}")
-    with caplog.at_level("WARNING"):
-        assert reply(cfg, ["four", "four", "cat"])["accuracy"] == pytest.approx(1 / 3)
-    [warning] = [r.getMessage() for r in caplog.records if "count as wrong" in r.getMessage()]
-    assert warning.startswith("2 of 3 questions") and '"4" is never "four"' in warning
 
 
 def test_pope_by_category(reply: Reply, keys: list[str], tmp_path: Path) -> None:
@@ -179,35 +156,6 @@ def test_pope_by_category(reply: Reply, keys: list[str], tmp_path: Path) -> None
     assert (found["true_yes"], found["false_yes"], found["true_no"], found["false_no"]) == (2, 1, 1, 1)
 
 
-def problems(folder: Path) -> Path:
-    """ScienceQA's files: two problems of the test split, one with a picture."""
-    whole = {
-        "9": {"question": "Which?", "choices": ["x", "y", "z"], "answer": 2, "hint": "Look.", "image": "image.png",
-              "subject": "natural science", "grade": "grade2"},
-        "3": {"question": "Why?", "choices": ["x", "y"], "answer": 0, "hint": "", "image": None,
-              "subject": "social science", "grade": "grade2"},
-    }  # fmt: skip
-    write_json(folder / "problems.json", whole)
-    write_json(folder / "pid_splits.json", {"test": ["9", "3"], "val": []})
-    return folder
-
-
-def test_scienceqas_own_problems(reply: Reply, keys: list[str], tmp_path: Path, dataset: Path) -> None:
-    folder = problems(tmp_path)
-    (folder / "9").mkdir()
-    (folder / "9" / "image.png").write_bytes((dataset / "images" / "1.png").read_bytes())
-    cfg = config(
-        *keys, "task=multiple_choice", f"questions={folder / 'problems.json'}", "suffix=true", f"data.images={folder}"
-    )
-    asked = read_questions(cfg)
-    assert asked[0].text == f"<image>\nContext: Look.\nWhich?\nA. x\nB. y\nC. z\n{LETTER}"
-    assert asked[1].prompt == f"Why?\nA. x\nB. y\n{LETTER}" and asked[1].images == ()
-    found = reply(cfg, ["The answer is C.", "C"])
-    assert (found["accuracy"], found["right"], found["invalid"]) == (0.5, 1, 1)
-    assert found["groups"]["picture"]["with"] == {"questions": 1, "accuracy": 1, "right": 1, "invalid": 0}
-    assert found["groups"]["subject"]["social science"]["accuracy"] == 0
-
-
 def test_scienceqa_as_the_original_converts_it(reply: Reply, keys: list[str], tmp_path: Path) -> None:
     rows = [
         {"id": "9", "image": "1.png", "conversations": [
@@ -220,8 +168,17 @@ def test_scienceqa_as_the_original_converts_it(reply: Reply, keys: list[str], tm
     cfg = config(*base)
     assert [a.prompt for a in read_questions(cfg)] == ["<image>\nWhich?", "Why?"]
     assert reply(cfg, ["B", "B. y"])["accuracy"] == 0.5
-    cfg = config(*base, f"annotations={problems(tmp_path)}", f"answers={tmp_path / 'other.jsonl'}")
-    assert reply(cfg, ["C. z", "A"])["accuracy"] == 1
+    problems = {
+        "9": {"choices": ["x", "y", "z"], "answer": 2, "subject": "natural science", "grade": "grade2"},
+        "3": {"choices": ["x", "y"], "answer": 0, "subject": "social science"},
+    }
+    write_json(tmp_path / "problems.json", problems)
+    cfg = config(*base, f"annotations={tmp_path}", f"answers={tmp_path / 'other.jsonl'}", "suffix=true")
+    assert read_questions(cfg)[1].text == f"Why?\n{LETTER}"
+    found = reply(cfg, ["The answer is C.", "C"])
+    assert (found["accuracy"], found["right"], found["invalid"]) == (0.5, 1, 1)
+    assert found["groups"]["picture"]["with"] == {"questions": 1, "accuracy": 1, "right": 1, "invalid": 0}
+    assert found["groups"]["subject"]["social science"]["accuracy"] == 0 and len(found["groups"]["grade"]) == 1
 
 
 def test_own_right_answers(reply: Reply, keys: list[str], tmp_path: Path) -> None:
@@ -327,14 +284,11 @@ def test_an_answers_file(keys: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda rows: rows[0].update(prompt="another"), "line 1 answers question 0 .*or suffix.*'another' there"),
-        (
-            lambda rows: rows[1]["metadata"].update(number=77),
-            "line 2 answers question 77 .*not one of these 5 .*limit",
-        ),
+        (lambda rows: rows[0].update(prompt="another"), "answers a question 0 .*'another'.* not among these 5"),
+        (lambda rows: rows[1]["metadata"].update(number=77), "answers a question 77 .*suffix or limit"),
         (lambda rows: rows[0]["metadata"]["how"].update(max_new_tokens=9), "max_new_tokens=9 there, 4 here"),
         (lambda rows: rows[0]["metadata"]["how"].update(model="0"), "model=0 there"),
-        (lambda rows: rows[0].pop("metadata"), "line 1 is not an answer that this program has written"),
+        (lambda rows: rows[0].pop("metadata"), "a line that this program has not written"),
     ],
 )
 def test_another_evaluations_file_is_refused(
@@ -346,15 +300,14 @@ def test_another_evaluations_file_is_refused(
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     change(rows)
     write_lines(file, rows)
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=f"{file.name} .*{said}.*name another file with answers=FILE"):
         evaluate(cfg)
-    assert "name another file with answers=FILE" in str(caught.value)
 
 
-def test_conversations_with_and_without_pictures(
+def test_conversations_with_and_without_images(
     keys: list[str], dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], counted: list[str]
 ) -> None:
-    """As without a task: the first questions of LLaVA records, and the same with blank pictures, each in its file."""
+    """As without a task: the first questions of LLaVA records, and the same with blank images, each in its file."""
     cfg = config(*keys, "data=llava_json", f"data.path={dataset / 'mixed.json'}", f"data.images={dataset / 'images'}",
                  "limit=3", "batch_size=3")  # fmt: skip
     capsys.readouterr()
@@ -367,25 +320,13 @@ def test_conversations_with_and_without_pictures(
     assert len(counted) == 8, "a raised limit asks the rest"
 
 
-def test_a_missing_picture_is_named_before_any_model_work(keys: list[str], dataset: Path, tmp_path: Path) -> None:
-    path = questions(tmp_path, answers=[["yes"]] * 5)
+def test_a_missing_image_is_named_before_any_model_work(keys: list[str], tmp_path: Path) -> None:
+    path = questions(tmp_path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows[2]["image"] = "gone.jpg"
-    broken = dataset / "images" / "0.jpg"
-    images = tmp_path / "images"
-    images.mkdir()
-    for name in ("1.png", "4.jpg"):
-        (images / name).write_bytes((dataset / "images" / name).read_bytes())
-    (images / "0.jpg").write_bytes(broken.read_bytes()[:200])
     write_lines(path, rows)
-    base = [*keys, "task=vqa", f"questions={path}", f"data.images={images}"]
     with pytest.raises(DataError, match=r"line 3, record 2 \(id 102\): image .*gone.jpg does not exist"):
-        evaluate(config(*base, f"model.checkpoint={tmp_path / 'nowhere'}"))
-    with pytest.raises(DataError, match=r"2 of 5 questions .*data.max_bad_records=1 allows 1"):
-        evaluate(config(*base, "data.bad_records=skip", "data.max_bad_records=1"))
-    evaluate(config(*base, "data.bad_records=skip", "data.max_bad_records=2"))
-    kept = [json.loads(line)["question_id"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert kept == [101, 103, 104]
+        evaluate(config(*keys, "task=vqa", f"questions={path}", f"model.checkpoint={tmp_path / 'nowhere'}"))
 
 
 def test_a_table_has_a_row_for_every_group(
@@ -421,11 +362,11 @@ def test_mistakes_of_one_process(keys: list[str], tmp_path: Path, monkeypatch: p
         ask(config(*words, "answers=null"), monkeypatch, 0, 2)
 
 
-def test_what_lmms_eval_calls_gives_our_answer(model: Path, dataset: Path, tmp_path: Path) -> None:
+def test_what_lmms_eval_calls_gives_our_answer(noise: Path, dataset: Path, tmp_path: Path) -> None:
     """The calls of its llava_hf, in its chat form and its simple one, on a copy whose template writes no BOS."""
     path, text = dataset / "images" / "0.jpg", f"what colour is it?\n{SHORT}"
     copied = tmp_path / "copy"
-    shutil.copytree(model / "export", copied)
+    shutil.copytree(noise / "export", copied)
     lines = (copied / "chat_template.jinja").read_text().splitlines()
     (copied / "chat_template.jinja").write_text("\n".join(line for line in lines if "bos_token" not in line))
     processor = AutoProcessor.from_pretrained(copied, revision="main", trust_remote_code=False)
@@ -439,18 +380,18 @@ def test_what_lmms_eval_calls_gives_our_answer(model: Path, dataset: Path, tmp_p
     simple = [{"role": "user", "content": f"<image>\n{text}"}]
     assert said == processor.tokenizer.apply_chat_template(simple, tokenize=False, add_generation_prompt=True)
     inputs = processor(images=[picture], videos=None, text=said, return_tensors="pt")
-    ids = AutoProcessor.from_pretrained(model / "export").apply_chat_template(
+    ids = AutoProcessor.from_pretrained(noise / "export").apply_chat_template(
         [{"role": "user", "content": parts}], tokenize=True, add_generation_prompt=True, return_dict=True
     )
     assert inputs["input_ids"].tolist() == ids["input_ids"], "one BOS, as in training"
-    theirs = LlavaForConditionalGeneration.from_pretrained(model / "export", dtype="auto")
+    theirs = LlavaForConditionalGeneration.from_pretrained(noise / "export", dtype="auto")
     end = processor.tokenizer.eos_token_id
     written = theirs.generate(
         **inputs, do_sample=False, temperature=None, top_p=None, num_beams=1, max_new_tokens=8, use_cache=True,
         pad_token_id=end, eos_token_id=end,
     )  # fmt: skip
     answer = processor.tokenizer.batch_decode(written[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)[0]
-    ours = Assistant(str(model), "v1", AspectRatio.pad)
+    ours = Assistant(str(noise), "v1", AspectRatio.pad)
     question = Question([Turn("human", f"<image>\n{text}")], [path], "here")
     assert ours.answers([question], 8) == [answer.strip()] and answer.strip()
 
@@ -501,21 +442,14 @@ def test_labels_of_other_questions_are_refused(keys: list[str], tmp_path: Path) 
         (["task=vqa", "questions=nowhere.jsonl"], "questions=nowhere.jsonl is not a file"),
         (["task=yes_no", "questions=QUESTIONS", "submission=x.json"], "submission=x.json"),
         (["task=vqa", "questions=QUESTIONS", "suffix=true"], "already; set suffix=false"),
-        (["task=vqa", "questions=QUESTIONS", "answers=a.json"], "give it a name that ends in .jsonl"),
-        (["task=vqa", "questions=QUESTIONS", "submission=nowhere/x.json"], "is in no folder that exists"),
         (["suffix=true", "limit=1"], "set suffix=false"),
-        (["task=multiple_choice", "questions=PROBLEMS", "split=none"], "split=none is not in"),
     ],
 )
 def test_keys_that_cannot_be(overrides: list[str], said: str, keys: list[str], dataset: Path, tmp_path: Path) -> None:
-    paths = {"QUESTIONS": str(questions(tmp_path)), "PROBLEMS": str(problems(tmp_path) / "problems.json")}
     given = [*keys, "data=llava_json", f"data.path={dataset / 'mixed.json'}", f"data.images={dataset / 'images'}"]
-    for override in overrides:
-        key, _, value = override.partition("=")
-        given.append(f"{key}={paths.get(value, value)}")
-    with pytest.raises(LlavaFsdpError, match=said) as caught:
-        evaluate(config(*given))
-    assert isinstance(caught.value, ConfigError)
+    path = str(questions(tmp_path))
+    with pytest.raises(ConfigError, match=said):
+        evaluate(config(*given, *(override.replace("QUESTIONS", path) for override in overrides)))
 
 
 @pytest.mark.e2e

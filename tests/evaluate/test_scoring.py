@@ -10,12 +10,10 @@ import pytest
 from llava_fsdp.evaluate.scoring import (
     chosen,
     exact_match,
-    is_out_of_reach,
     normalize_vqa,
     official_accuracy,
     prepare_submission,
     says_yes,
-    score_choices,
     score_yes_no,
     textvqa_accuracy,
     vqa_accuracy,
@@ -64,11 +62,8 @@ def test_few_references_are_matched_and_not_left_out() -> None:
 
 
 def test_what_all_wrote_and_preparing_changes_is_out_of_reach() -> None:
-    assert is_out_of_reach(["four"] * 10) and is_out_of_reach([" a cat\n", "a cat", "a cat", "a cat"])
     assert vqa_accuracy("four", ["four"] * 10) == vqa_accuracy("4", ["four"] * 10) == 0
-    for within in (["4"] * 10, ["four"] * 9 + ["4"], ["four"], ["four"] * 3, ["yes"] * 4):
-        assert not is_out_of_reach(within)
-        assert vqa_accuracy(within[0], within) > 0
+    assert vqa_accuracy("4", ["4"] * 10) == vqa_accuracy("four", ["four"]) == 1
 
 
 def test_no_reference_is_no_score() -> None:
@@ -83,14 +78,8 @@ def test_exact_match_minds_neither_case_nor_surrounding_space() -> None:
 
 
 @pytest.mark.parametrize(("answer", "choices", "expected"), CHOICES["chosen"])
-def test_which_choice_is_named(answer: str, choices: int, expected: int | None) -> None:
+def test_which_choice_is_named(answer: str, choices: int, expected: str | None) -> None:
     assert chosen(answer, choices) == expected
-
-
-def test_invalid_choices_are_wrong_and_counted() -> None:
-    assert score_choices([0, 1, None, 2], [0, 2, 0, 2]) == {"accuracy": 0.5, "right": 2, "invalid": 1}
-    with pytest.raises(ValueError, match="longer"):
-        score_choices([0], [0, 1])
 
 
 @pytest.mark.parametrize(("answer", "expected"), CHOICES["says_yes"])

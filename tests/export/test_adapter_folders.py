@@ -53,6 +53,7 @@ KINDS = {
     "biases of adapted layers": ["model.lora.bias=lora_only"],
     "all biases": ["model.lora.bias=all", "model.lora.alpha=12.5"],
 }
+COVERING = ["plain", "dora", "rslora", "all biases", pytest.param("biases of adapted layers", marks=pytest.mark.slow)]
 ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 OTHERS = ("non_lora_trainables.safetensors", "non_lora_trainables.bin")
 
@@ -106,8 +107,8 @@ def folder(made: Callable[[str], Made], tmp_path: Path) -> Path:
 
 def base_alone(made: Made) -> Any:
     """transformers' own language model, with the weights that the run began with: its biases were 0."""
-    assert made.opened.adapter is not None
-    sources = {without_base(n): t for n, t in made.opened.adapter.adapted.sources.items() if not is_adapter(n)}
+    assert made.opened.adapted is not None
+    sources = {without_base(n): t for n, t in made.opened.adapted.sources.items() if not is_adapter(n)}
     model = AutoModelForCausalLM.from_config(made.opened.source.model.parts.language, dtype=torch.float32)
     began = {n: torch.zeros_like(t) if n.endswith("bias") else whole(sources[ours(n)]) for n, t in named(model).items()}
     model.load_state_dict(began)
@@ -124,7 +125,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     return model(torch.arange(5, 45).view(2, 20)).logits
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COVERING)
 def test_peft_loads_and_merges_it_as_we_do(kind: str, made: Callable[[str], Made]) -> None:
     """On transformers' language model alone: the merged weights are ours to the bit, or to fp32's last digits where
     rows are divided by their lengths."""
@@ -148,7 +149,7 @@ def test_peft_loads_and_merges_it_as_we_do(kind: str, made: Callable[[str], Made
         assert len(biases) == 9 and all(t.abs().max() > 0 for t in biases), "they have trained, and were loaded"
 
 
-@pytest.mark.parametrize("kind", ["plain", "dora", "rslora", "all biases"])
+@pytest.mark.parametrize("kind", ["dora", "all biases"])
 def test_what_peft_writes_has_our_names_and_keys(kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     """Of the same model, loaded by peft and saved by it again: the same tensors under the same names."""
     own = load_file(made(kind).adapter / ADAPTER_FILE)
@@ -182,66 +183,38 @@ class MergedTwice(Adapted):
         return merged(self.sources, 2 * self.lora.scaling)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COVERING)
 def test_merged_logits_are_those_of_base_and_adapter(kind: str, made: Callable[[str], Made]) -> None:
     """By peft's own layers, side by side; the bound is far above what is found."""
     opened = made(kind).opened
-    assert opened.adapter is not None
-    assert prove_merge(opened.source.model, opened.adapter.adapted) < CLOSE / 30
+    assert opened.adapted is not None
+    assert prove_merge(opened.source.model, opened.adapted) < CLOSE / 30
 
 
 def test_another_scale_is_not_merged(made: Callable[[str], Made]) -> None:
     opened = made("plain").opened
-    assert opened.adapter is not None
-    own = opened.adapter.adapted
+    assert opened.adapted is not None
+    own = opened.adapted
     with pytest.raises(ModelError, match="the merged weights' logits differ by"):
         prove_merge(opened.source.model, MergedTwice(own.lora, own.modules, own.sources))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_merged_weights_are_rounded_once(dtype: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_merged_weights_are_rounded_once(made: Callable[[str], Made], tmp_path: Path) -> None:
     exact = {theirs(n): whole(t) for n, t in made("plain").opened.sources.items()}
-    merged = export(conversion(made("plain").adapter, tmp_path / "to", f"dtype={dtype}"))
+    merged = export(conversion(made("plain").adapter, tmp_path / "to", "dtype=bf16"))
     rows = made("plain").opened.source.vocabulary
-    for name, tensor in load_file(merged / "model.safetensors").items():
-        assert torch.equal(tensor[:rows], exact[name].to(tensor.dtype)[:rows]), name
-        assert tensor.dtype is {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-
-
-def test_adapter_alone_goes_there_and_back(made: Callable[[str], Made], tmp_path: Path) -> None:
-    """merge=false: of a run, a checkpoint or a folder the same tensors; half of the bytes in bf16."""
-    run = made("plain").run
-    expected = {name: load_file(run / "adapter" / name) for name in (ADAPTER_FILE, OTHERS[0])}
-    alone = ["merge=false"]
-    for number, source in enumerate((run, run / "checkpoints" / "step-000002", run / "adapter")):
-        folder = export(conversion(source, tmp_path / str(number), *alone))
-        for name, tensors in expected.items():
-            assert same(load_file(folder / name), tensors)
-        assert (folder / "config.json").read_bytes() == (run / "adapter" / "config.json").read_bytes()
-    half = export(conversion(folder, tmp_path / "half", "dtype=bf16", *alone))
-    got = load_file(half / ADAPTER_FILE)
-    assert all(torch.equal(t, expected[ADAPTER_FILE][n].bfloat16()) for n, t in got.items())
-    with pytest.raises(ConfigError, match="not format=projector; leave one out"):
-        export(conversion(run, tmp_path / "no", "merge=false", "format=projector"))
-    with pytest.raises(ConfigError, match=r"writes the folder of an adapter, and source=.* has none"):
-        export(conversion(run / "export", tmp_path / "no", *alone))
+    for name, tensor in weights(merged).items():
+        assert torch.equal(tensor[:rows], exact[name].bfloat16()[:rows]) and tensor.dtype is torch.bfloat16, name
 
 
 def test_only_the_adapter_where_nothing_is_merged(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
-    """export.merge=false; it is written once, and the run still exports when it is asked."""
+    """export.merge=false; the run still exports when it is asked."""
     run = made("plain")
-    values = run.parts, dataset, tmp_path / "run", "export.merge=false"
-    train_adapters(*values)
-    folder = tmp_path / "run" / "adapter"
+    train_adapters(run.parts, dataset, tmp_path / "run", "export.merge=false")
     assert not (tmp_path / "run" / "export").exists()
-    assert (folder / ADAPTER_FILE).read_bytes() == (run.adapter / ADAPTER_FILE).read_bytes()
-    before = (folder / ADAPTER_FILE).stat().st_ino
-    train_adapters(*values)
-    assert (folder / ADAPTER_FILE).stat().st_ino == before
+    assert (tmp_path / "run" / "adapter" / ADAPTER_FILE).read_bytes() == (run.adapter / ADAPTER_FILE).read_bytes()
     merged = export(conversion(tmp_path / "run", tmp_path / "merged", "verify=false"))
     assert same(weights(merged), weights(run.run / "export"))
-    asked, whole = (Assistant(str(r), "v1", AspectRatio.pad) for r in (tmp_path / "run", run.run))
-    assert same_weights(asked, whole), "the adapter is merged into its base, in memory"
 
 
 @pytest.mark.ranks
@@ -275,35 +248,33 @@ def test_merged_after_a_stop_is_merged_without_one(made: Callable[[str], Made], 
     assert same(weights(folder / "export"), whole_one)
 
 
-def test_another_run_goes_on_from_it(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
+def test_another_run_continues_from_it(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
     """A run, a checkpoint or a folder; what it brought and this run does not train is in the new folder too."""
-    run = made("biases of adapted layers")
-    more = ["model.projector=auto", "model.train=[language]", "max_steps=1"]
-    for number, source in enumerate((run.run, run.run / "checkpoints" / "step-000002", run.adapter)):
-        train_adapters(run.parts, dataset, tmp_path / str(number), *more, f"model.lora.checkpoint={source}")
-        new = tmp_path / str(number) / "adapter"
-        for name in (ADAPTER_FILE, OTHERS[0]):
-            before, after = load_file(run.adapter / name), load_file(new / name)
-            assert before.keys() == after.keys()
-            assert {torch.equal(t, after[n]) for n, t in before.items() if "lora_" not in n} == {True}
-            assert not any(torch.equal(t, after[n]) for n, t in before.items() if "lora_" in n)
-    shutil.rmtree(tmp_path / "0" / "export")
+    run = made("all biases")
+    step = run.run / "checkpoints" / "step-000002"
+    for source, found in ((run.run, run.adapter), (step, step / "adapter"), (run.adapter, run.adapter)):
+        assert find_adapter(str(source), "model.lora.checkpoint") == found
+    more = ["model.projector=auto", "model.train=[language]", "max_steps=1", "model.lora.alpha=12.5"]
+    train_adapters(run.parts, dataset, tmp_path / "run", *more, f"model.lora.checkpoint={step}")
+    new = tmp_path / "run" / "adapter"
+    for name in (ADAPTER_FILE, OTHERS[0]):
+        before, after = load_file(run.adapter / name), load_file(new / name)
+        assert before.keys() == after.keys()
+        assert {torch.equal(t, after[n]) for n, t in before.items() if "lora_" not in n} == {True}
+        assert not any(torch.equal(t, after[n]) for n, t in before.items() if "lora_" in n)
     merged = export(conversion(new, tmp_path / "merged", "verify=false"))
-    assert same(weights(merged), weights(tmp_path / "2" / "export"))
+    assert same(weights(merged), weights(tmp_path / "run" / "export"))
 
 
 def test_a_random_projector_is_not_the_adapters(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
     """`model.projector=random` beside an adapter: the adapter's weights, and a projector that is drawn."""
-    run = made("biases of adapted layers")
-    begun = {}
-    for projector in ("auto", "random"):
-        values = [f"model.projector={projector}", f"model.lora.checkpoint={run.adapter}", "optim.lr=0", "max_steps=1"]
-        train_adapters(run.parts, dataset, tmp_path / projector, *values)
-        begun[projector] = load_file(tmp_path / projector / "adapter" / OTHERS[0])
-    assert begun["auto"].keys() == begun["random"].keys()
-    same = {name: torch.equal(tensor, begun["random"][name]) for name, tensor in begun["auto"].items()}
-    assert not any(same[name] for name in same if "mm_projector" in name and name.endswith("weight"))
-    assert all(same[name] for name in same if "mm_projector" not in name)
+    run = made("all biases")
+    values = ["model.projector=random", f"model.lora.checkpoint={run.adapter}", "optim.lr=0", "max_steps=1"]
+    train_adapters(run.parts, dataset, tmp_path, *values, "model.lora.alpha=12.5", "export.merge=false")
+    assert same(load_file(tmp_path / "adapter" / ADAPTER_FILE), load_file(run.adapter / ADAPTER_FILE))
+    before, drawn = (load_file(folder / OTHERS[0]) for folder in (run.adapter, tmp_path / "adapter"))
+    assert before.keys() == drawn.keys()
+    assert not any(torch.equal(t, drawn[n]) for n, t in before.items() if n.endswith("weight"))
 
 
 def test_a_run_that_has_not_finished_names_its_checkpoints(tmp_path: Path) -> None:
@@ -338,10 +309,10 @@ def test_adapter_of_a_whole_model(made: Callable[[str], Made], dataset: Path, tm
 
 
 def test_adapter_that_peft_has_saved(made: Callable[[str], Made], tmp_path: Path) -> None:
-    """It knows its language model alone: tower and projector come from a whole model."""
+    """It knows its language model alone: vision tower and projector come from a whole model."""
     peft.PeftModel.from_pretrained(base_alone(made("plain")), made("plain").adapter).save_pretrained(tmp_path / "a")
     whole_model = made("plain").run / "export"
-    merged = export(conversion(tmp_path / "a", tmp_path / "to", f"base={whole_model}"))
+    merged = export(conversion(tmp_path / "a", tmp_path / "to", f"base={whole_model}", "verify=false"))
     base, got = load_file(whole_model / "model.safetensors"), load_file(merged / "model.safetensors")
     adapters = load_file(tmp_path / "a" / ADAPTER_FILE)
     for name, tensor in got.items():
@@ -356,7 +327,7 @@ def test_adapter_that_peft_has_saved(made: Callable[[str], Made], tmp_path: Path
 
 def test_tower_with_all_its_biases(made: Callable[[str], Made], parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Adapters in the tower's blocks too; norms' biases are no adapted layer's, and come along."""
-    values = ["model.train=[projector,language,vision]", "model.lora.bias=all", "export.verify=true"]
+    values = ["model.train=[projector,language,vision]", "model.lora.bias=all", "export.verify=true", "max_steps=1"]
     train_adapters(parts, dataset, tmp_path / "run", *values)
     own = load_file(tmp_path / "run" / "adapter" / ADAPTER_FILE)
     tower = "base_model.model.model.vision_tower.vision_tower.vision_model."
@@ -364,7 +335,7 @@ def test_tower_with_all_its_biases(made: Callable[[str], Made], parts: Path, dat
     assert f"{tower}encoder.layers.0.self_attn.q_proj.base_layer.bias" in own
     assert f"{tower}encoder.layers.0.self_attn.q_proj.lora_B.weight" in own
     assert not any(n.startswith(f"{tower}encoder.layers.2") for n in own), "behind the layer that is selected"
-    export(conversion(tmp_path / "run" / "adapter", tmp_path / "merged"))
+    export(conversion(tmp_path / "run" / "adapter", tmp_path / "merged", "verify=false"))
     assert same(weights(tmp_path / "merged"), weights(tmp_path / "run" / "export"))
 
 
@@ -382,9 +353,9 @@ def test_logits_in_full_are_the_runs_own(made: Callable[[str], Made], dataset: P
     plan = SHARD_PLANS[cfg.sharding.strategy]
     state = train.build_state(cfg, single_world(), plan, None)
     resume(state, cfg)
-    assert run.opened.adapter is not None
+    assert run.opened.adapted is not None
     micro, live = probed(state)
-    in_full = final_export.logits_in_full(state.model, {}, run.opened.adapter.adapted, micro)
+    in_full = final_export.logits_in_full(state.model, {}, run.opened.adapted, micro)
     assert relative_difference(in_full, live) < 1e-5
 
 
@@ -392,17 +363,17 @@ def test_logits_in_full_are_the_runs_own(made: Callable[[str], Made], dataset: P
 def test_a_quantised_run_merges_into_the_base_in_full(mode: str, dataset: Path, tmp_path: Path) -> None:
     """What it is proven against is that base with the adapters: the run's own logits are further off."""
     parts = write_wide_parts(tmp_path / "parts")
-    values = [*SMALL, *EXPORTED, f"model.quantize.mode={mode}", "export.verify=true"]
+    values = [*SMALL, *EXPORTED, f"model.quantize.mode={mode}", "export.verify=true", "max_steps=1"]
     cfg = make_config(parts, dataset, tmp_path / "run", *values, stage="finetune_qlora")
     train.train(cfg)
-    export(conversion(tmp_path / "run" / "adapter", tmp_path / "to"))
+    export(conversion(tmp_path / "run" / "adapter", tmp_path / "to", "verify=false"))
     assert same(weights(tmp_path / "to"), weights(tmp_path / "run" / "export"))
-    opened = open_source(conversion(tmp_path / "run" / "checkpoints" / "step-000002", tmp_path / "no")).adapter
+    opened = open_source(conversion(tmp_path / "run" / "checkpoints" / "step-000001", tmp_path / "no")).adapted
     assert opened is not None
     state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
     resume(state, cfg)
     micro, live = probed(state)
-    assert relative_difference(final_export.logits_in_full(state.model, {}, opened.adapted, micro), live) > 10 * CLOSE
+    assert relative_difference(final_export.logits_in_full(state.model, {}, opened, micro), live) > 10 * CLOSE
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -440,19 +411,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: [(f / n).unlink() for n in (ADAPTER_FILE, "llava_fsdp.json")], "but none of adapter_model.safetensors"
     ),
     "weights cut off": (lambda f: cut(f / ADAPTER_FILE), "is not what was written: it has [0-9,]+ bytes"),
-    "a bit flipped": (lambda f: flip(f / ADAPTER_FILE), "is not what was written: its digest differs"),
-    "weights cut off, and no notes": (
-        lambda f: [cut(f / ADAPTER_FILE), (f / "llava_fsdp.json").unlink()], "is not a safetensors file"
-    ),
     "no LoRA": (lambda f: settle(f, peft_type="IA3"), "is a IA3 adapter; only LoRA is read"),
-    "r of nothing": (lambda f: settle(f, r=0), "has r=0, which is no rank"),
-    "r of another": (lambda f: settle(f, r=8), r"has shape \[4, \d+\] .* fits r=8"),
-    "alpha of nothing": (lambda f: settle(f, lora_alpha=-1), "has lora_alpha=-1, which is no scale"),
-    "alpha in words": (lambda f: settle(f, lora_alpha="16"), "has lora_alpha='16', which is no scale"),
-    "several ranks": (lambda f: settle(f, rank_pattern={"q_proj": 2}), "has rank_pattern=.*, which is not supported"),
-    "for a base that peft changes": (
-        lambda f: settle(f, init_lora_weights="pissa_niter_4"), "init_lora_weights=pissa_niter_4: it is for a base"
-    ),
     "half of a pair": (
         lambda f: rewrite(f / ADAPTER_FILE, lambda t: t.pop(first(t, "lora_A.weight"))), "the file is incomplete"
     ),
@@ -461,10 +420,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
             n.replace("layers.0.", "layers.9."): v.clone() for n, v in list(t.items()) if "layers.0.mlp" in n
         })),
         r"adapts language_model\.layers\.9\.mlp\.down_proj, which base=.* has not; give its own base",
-    ),
-    "a module of another shape": (
-        lambda f: rewrite(f / ADAPTER_FILE, lambda t: t.update({first(t, "lora_B.weight"): torch.ones(37, 4)})),
-        r"has shape \[37, 4\] in .*, and \[36, 4\] fits",
     ),
     "no projector": (
         lambda f: [[(f / n).unlink() for n in OTHERS], settle(f)], r"has no multi_modal_projector.*non_lora_trainables"
@@ -480,12 +435,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: rewrite(f / ADAPTER_FILE, lambda t: [t.pop(n) for n in list(t)]), "has no LoRA weights"
     ),
 }  # fmt: skip
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def note(folder: Path, **values: object) -> None:
@@ -537,7 +486,6 @@ def test_a_run_that_learnt_nothing_says_so(parts: Path, dataset: Path, tmp_path:
     assert not (tmp_path / "run" / "adapter").exists() and not (tmp_path / "run" / "export").exists()
     with pytest.raises(ModelError, match=r"is as it began: .*export a later checkpoint"):
         export(conversion(tmp_path / "run", tmp_path / "to"))
-    train_adapters(parts, dataset, tmp_path / "run", *values, "export.enabled=false")
 
 
 def test_a_checkpoint_without_the_folder_still_counts(made: Callable[[str], Made], tmp_path: Path) -> None:
@@ -571,7 +519,5 @@ def test_an_adapter_is_no_model(made: Callable[[str], Made], dataset: Path, tmp_
     (tmp_path / "moved" / "llava_fsdp.json").unlink()
     settings = json.loads((tmp_path / "moved" / "adapter_config.json").read_text())
     write_json(tmp_path / "moved" / "adapter_config.json", settings | {"base_model_name_or_path": "/gone"})
-    with pytest.raises(
-        ConfigError, match=r"base=PATH; that is a key of python -m llava_fsdp\.export source=.*moved to=FOLDER"
-    ):
+    with pytest.raises(ConfigError, match=r"base=PATH; run python -m llava_fsdp\.export source=.*moved to=FOLDER"):
         Assistant(str(tmp_path / "moved"), "v1", AspectRatio.pad)

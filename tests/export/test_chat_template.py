@@ -26,29 +26,10 @@ from llava_fsdp.export.processor import check_template, rehearse_tokenizer, writ
 from llava_fsdp.train import main as train
 
 OPEN = Path(__file__).parents[1] / "golden" / "open" / "tokenizer"
-CORPUS = [
+CORPUS = (
     "the circle is red, how many? USER: ASSISTANT: <|im_start|>user\n### Human: größe 中文 12 34\n\n  [INST] <<SYS>>"
-]
-ATOMS = [
-    " ",
-    "  ",
-    "\n",
-    "\n\n",
-    "\t",
-    "a",
-    "the",
-    "Red",
-    "12",
-    "größe",
-    "中文",
-    "🙂",
-    "▁",
-    "x.",
-    ", a",
-    "USER:",
-    "###",
-    "'s",
-]
+)
+ATOMS = " |  |\n|\n\n|\t|a|the|Red|12|größe|中文|🙂|▁|x.|, a|USER:|###|'s".split("|")
 KINDS = [
     "hf4_legacy_default", "hf4_legacy_false", "v5_legacy_default", "v5_legacy_false", "v5_legacy_false_noprefix",
     "tiny", "qwen", "llama 3", "gpt2 with a space", "unigram first", "unigram always",
@@ -84,22 +65,17 @@ def write_made(kind: str, folder: Path, names: tuple[str, ...]) -> None:
         made.normalizer = normalizers.NFKC()
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind.split()[1])
         made.decoder = decoders.Metaspace()
-        trainer: Any = trainers.UnigramTrainer(
-            vocab_size=90, special_tokens=["<unk>", *special], unk_token="<unk>", show_progress=False
-        )
+        special.insert(0, "<unk>")
+        trainer: Any = trainers.UnigramTrainer(vocab_size=90, special_tokens=special, unk_token="<unk>")
         config["unk_token"] = "<unk>"
     else:
         made = FastTokenizer(models.BPE())
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "gpt2 with a space")
         made.decoder = decoders.ByteLevel()
         special += {"qwen": ["<|im_start|>", "<|im_end|>"], "llama 3": ["<|begin|>"]}.get(kind, [])
-        trainer = trainers.BpeTrainer(
-            vocab_size=300 + 40,
-            special_tokens=special,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-    made.train_from_iterator(CORPUS * 3, trainer)
+        letters = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=special, initial_alphabet=letters)
+    made.train_from_iterator([CORPUS] * 3, trainer)
     if kind == "qwen":
         made.normalizer = normalizers.NFC()
     if kind == "llama 3":
@@ -148,8 +124,8 @@ def test_every_new_id_has_a_row(pad: str | None, spare: int, tmp_path: Path) -> 
     assert rows == (size + spare if spare >= len(new) else -(-(size + len(new)) // 64) * 64)
 
 
-def encoder_of(ours: Tokenizer, form: Template, start_end: bool, positions: int = 1) -> ExactEncoder:
-    return ExactEncoder(ours, form, lambda *_: np.arange(positions), UNLIMITED, TooLong.fail, start_end)
+def encoder_of(ours: Tokenizer, form: Template, start_end: bool, tokens: int = 1) -> ExactEncoder:
+    return ExactEncoder(ours, form, lambda *_: np.arange(tokens), UNLIMITED, TooLong.fail, start_end)
 
 
 @pytest.mark.parametrize("records", [24, pytest.param(1500, marks=pytest.mark.slow)])
@@ -187,7 +163,7 @@ def test_processor_gives_every_image_its_tokens(kind: str, tmp_path: Path) -> No
     side = {"height": 28, "width": 28}
     reader = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=side)
     processor = LlavaProcessor(reader, theirs, 14, "default", theirs.chat_template, num_additional_image_tokens=1)
-    encoder = encoder_of(ours, TEMPLATES["llava_llama_2"], False, positions=4)
+    encoder = encoder_of(ours, TEMPLATES["llava_llama_2"], False, tokens=4)
     counts = set()
     for _ in range(12):
         texts = random_texts(dice)
@@ -318,13 +294,7 @@ def test_a_tokenizer_that_no_rule_serves_is_told(tmp_path: Path, caplog: pytest.
 
 @pytest.mark.parametrize(("more", "warnings"), [(("export.enabled=true",), 1), ((), 0)])
 def test_a_run_says_it_before_its_first_step(
-    more: tuple[str, ...],
-    warnings: int,
-    parts: Path,
-    dataset: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    more: tuple[str, ...], warnings: int, parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where it will write an export, and not where it will not."""
     shutil.copytree(parts, tmp_path / "parts")
@@ -334,11 +304,8 @@ def test_a_run_says_it_before_its_first_step(
     config = json.loads((language / "config.json").read_text())
     write_json(language / "config.json", {**config, "vocab_size": open_tokenizer(language).size})
 
-    def no_step(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "fit", no_step)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(train, "fit", lambda *_: 1 / 0)
         train.train(make_config(tmp_path / "parts", dataset, tmp_path / "out", *more))
     said = [r for r in caplog.records if r.levelname == "WARNING" and "chat template" in r.getMessage()]
     assert len(said) == warnings

@@ -16,7 +16,7 @@ from llava_fsdp.data.images.preprocess import read_preprocessor
 from llava_fsdp.export import weights_writer
 from llava_fsdp.export.formats import SourceModel, config_of_original, write_notes
 from llava_fsdp.export.processor import as_older_release, write_preprocessor, write_tokenizer
-from llava_fsdp.export.weights_writer import Vocabulary, Weights, write_shards
+from llava_fsdp.export.weights_writer import Weights, write_shards
 
 
 def source(whole: Path | None = None) -> SourceModel:
@@ -109,21 +109,17 @@ def test_a_tokenizer_for_an_older_release() -> None:
 
 
 def test_files_of_weights_are_listed_with_all_that_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies beside the weights is in the first file alone, and counts."""
     monkeypatch.setattr(weights_writer, "SHARD_BYTES", 24)
     held = {name: torch.full((2, 3), float(number)) for number, name in enumerate("abc")}
     dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.bfloat16}
     weights = Weights({name: (2, 3) for name in held}, dtypes, held.__getitem__)
-    write_shards(weights, tmp_path, lambda name: f"x.{name}", Vocabulary(9, 9), {"extra": torch.ones(5)})
+    write_shards(weights, tmp_path, lambda name: f"x.{name}", 9, 9)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
-    assert index == {
-        "metadata": {"total_size": 24 + 12 + 12 + 20},
-        "weight_map": {"extra": first, "x.a": first, "x.b": second, "x.c": second},
-    }
-    for name, file in index["weight_map"].items():
-        found = load_file(tmp_path / file)[name]
-        expected = torch.ones(5) if name == "extra" else held[name[2:]].to(dtypes[name[2:]])
+    weight_map = {"x.a": first, "x.b": second, "x.c": second}
+    assert index == {"metadata": {"total_size": 24 + 12 + 12}, "weight_map": weight_map}
+    for name, file in weight_map.items():
+        found, expected = load_file(tmp_path / file)[name], held[name[2:]].to(dtypes[name[2:]])
         assert torch.equal(found, expected) and found.dtype == expected.dtype
     assert len(load_file(tmp_path / second)) == 2
 

@@ -17,7 +17,7 @@ from transformers import LlavaForConditionalGeneration
 
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.export.main import export
-from llava_fsdp.export.verify_logits import filled, quiet_transformers
+from llava_fsdp.export.verify_logits import filled
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.pretrained import find_parts
@@ -127,9 +127,8 @@ class Sides:
 
     def theirs(self, variant: str) -> LlavaForConditionalGeneration:
         if variant not in self.made:
-            with quiet_transformers():
-                folder = self.folder_of(variant, "hf")
-                model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+            folder = self.folder_of(variant, "hf")
+            model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
             self.made[variant] = model.eval()
         return self.made[variant]
 

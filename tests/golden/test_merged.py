@@ -10,8 +10,12 @@ from safetensors.torch import load_file
 from small import conversion
 
 from llava_fsdp.config import ConversionConfig
+from llava_fsdp.export.adapter_folder import AdapterWriter, Base, prove_adapter, small_files
 from llava_fsdp.export.main import export
-from llava_fsdp.model.lora_files import OTHERS_FILES
+from llava_fsdp.export.source_model import open_source
+from llava_fsdp.model.lora_files import OTHERS_FILES, open_adapter
+from llava_fsdp.model.lora_names import without_base
+from llava_fsdp.model.pretrained_config import read_base
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 ORIGINAL = golden_folder() / "training" / "lora"
@@ -60,7 +64,14 @@ def test_merged_in_fp16_by_its_own_script(merged: dict[str, torch.Tensor]) -> No
 
 def test_written_again_it_is_the_originals(tmp_path: Path) -> None:
     """Names, shapes, dtypes and values of every tensor; what loaders read of both configurations."""
-    folder = export(asked(tmp_path / "adapter", "merge=false"))
+    found, opened, folder = open_adapter(ORIGINAL), open_source(asked(tmp_path / "none")), tmp_path / "adapter"
+    assert opened.adapted is not None
+    stored = {without_base(name) for name in found.tensors}
+    tensors = {n: t for n, t in opened.adapted.sources.items() if without_base(n) in stored}
+    base = Base(read_base(found, str(MODELS / "llm-mha32"), str(MODELS / "clip-vit-toy-patch14-56")), 0, "")
+    small = small_files(opened.source, next(iter(tensors.values())).dtype)
+    AdapterWriter(opened.source, found.lora, found.modules, base, small).write(folder, tensors, {})
+    prove_adapter(folder, tensors)
     pairs = [(load_file(folder / n), load_file(ORIGINAL / n)) for n in ("adapter_model.safetensors",)]
     others = torch.load(ORIGINAL / OTHERS_FILES[1], weights_only=True)
     pairs += [(load_file(folder / OTHERS_FILES[0]), others)]

@@ -215,7 +215,9 @@ def test_on_a_full_disk_a_status_replaces_a_longer_one_in_place(
     put_status(tmp_path, "stopping", ending("stopped", "long " * 200))
     monkeypatch.setattr(status_file, "replace_file", full)
     put_status(tmp_path, "stopping", ending("stopped", "short"))
-    assert json.loads((tmp_path / status_file.STATUS_FILE).read_text())["reason"] == "short"
+    left = (tmp_path / status_file.STATUS_FILE).read_text()
+    assert "long" not in left
+    assert json.loads(left)["reason"] == "short"
 
 
 def test_a_run_that_was_killed_is_told_from_one_that_goes_on(tmp_path: Path) -> None:

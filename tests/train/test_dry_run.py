@@ -22,15 +22,8 @@ from llava_fsdp.train import dry_run
 from llava_fsdp.train import main as train
 
 RANKS = 8
-ROWS = [
-    ("zero0", None, True),
-    ("zero1", None, True),
-    ("zero2", None, True),
-    ("zero3", None, True),
-    ("zero3", None, False),
-    ("hybrid", 4, True),
-    ("hybrid2", 2, True),
-]
+SLOWER = [("zero0", None, True), ("zero2", None, True), ("zero3", None, False), ("hybrid", 4, True)]
+ROWS = [("zero1", None, True), ("zero3", None, True), ("hybrid2", 2, True)]
 
 
 @pytest.fixture(autouse=True)
@@ -49,16 +42,13 @@ def reported(cfg: Config, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("row", "shard_size", "pack"), ROWS)
+@pytest.mark.parametrize(
+    ("row", "shard_size", "pack"), [*ROWS, *(pytest.param(*own, marks=pytest.mark.slow) for own in SLOWER)]
+)
 def test_states_are_those_of_the_plan(
-    row: str,
-    shard_size: int | None,
-    pack: bool,
-    parts: Path,
-    dataset: Path,
-    tmp_path: Path,
+    row: str, shard_size: int | None, pack: bool, parts: Path, dataset: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     size = "null" if shard_size is None else shard_size
     cfg = config(parts, dataset, tmp_path, f"sharding={row}", f"sharding.shard_size={size}", f"pack={pack}")
     report = reported(cfg, capsys)
@@ -75,25 +65,29 @@ def test_states_are_those_of_the_plan(
     assert not (tmp_path / "run").exists() and not dist.is_initialized()
 
 
-@pytest.mark.parametrize("offload", ["none", "params"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("ranks", [1, RANKS])
+@pytest.mark.parametrize(
+    ("ranks", "precision", "offload"),
+    [
+        (1, "fp16", "none"),
+        (RANKS, "bf16", "params"),
+        *(
+            pytest.param(*own, marks=pytest.mark.slow)
+            for own in ((1, "bf16", "params"), (1, "fp16", "params"), (RANKS, "fp16", "none"))
+        ),
+    ],
+)
 def test_every_state_is_planned_wherever_it_lies(
-    ranks: int,
-    precision: str,
-    offload: str,
-    parts: Path,
-    dataset: Path,
-    tmp_path: Path,
+    ranks: int, precision: str, offload: str, parts: Path, dataset: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     """One rank has working copies of its masters, unless FSDP wraps it to offload them; fp16 skips no step here."""
     keys = [f"precision={precision}", f"offload={offload}"]
     report = reported(config(parts, dataset, tmp_path, *keys, ranks=ranks), capsys)
     assert all(own["measured"] == own["planned"] > 0 for own in report["bytes"].values())
+    assert any(own["calls"] for own in report["collectives"].values()) == (ranks > 1)
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("nf4", RANKS), ("int8", 1)])
+@pytest.mark.parametrize(("mode", "ranks"), [pytest.param("nf4", RANKS, marks=pytest.mark.slow), ("int8", 1)])
 def test_a_packed_base_is_planned(
     mode: str, ranks: int, parts: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,14 +112,6 @@ def test_out_of_memory_is_said_with_its_cures(
     monkeypatch.setattr(dry_run, "train_step", full)
     with pytest.raises(OutOfMemory, match=r"out of GPU memory.*less is needed with"):
         train.train(config(parts, dataset, tmp_path, ranks=1))
-
-
-def test_one_rank_has_no_collectives(
-    parts: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = reported(config(parts, dataset, tmp_path, ranks=1), capsys)
-    assert all(own["measured"] == own["planned"] > 0 for own in report["bytes"].values())
-    assert not any(own["calls"] for own in report["collectives"].values())
 
 
 def test_the_table_is_printed_and_a_run_that_is_there_stays_as_it_is(

@@ -1,11 +1,10 @@
 """Garbage is collected at the steps of the plan, and nowhere else."""
 
 import gc
-from pathlib import Path
 
 import pytest
 from harness import single_world
-from small import make_config
+from small import Configure
 from torch.utils.data import Dataset
 
 from llava_fsdp.data.batching.workers import Watch, from_workers
@@ -17,10 +16,8 @@ from llava_fsdp.train.state import StepResult
 
 
 @pytest.mark.parametrize(("every", "expected"), [("2", [2, 4]), ("50", []), ("null", None)])
-def test_a_run_collects_at_its_steps(
-    every: str, expected: list[int] | None, parts: Path, dataset: Path, tmp_path: Path
-) -> None:
-    cfg = make_config(parts, dataset, tmp_path, f"gc_every={every}", "max_steps=5")
+def test_a_run_collects_at_its_steps(every: str, expected: list[int] | None, configure: Configure) -> None:
+    cfg = configure(f"gc_every={every}", "max_steps=5")
     plan = SHARD_PLANS[cfg.sharding.strategy]
     state = build_state(cfg, single_world(), plan, None)
     collected: list[tuple[int, int]] = []

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_embedded_default_learns_to_see(tmp_path: Path) -> None:
-    """Both stages as a newcomer runs them: at least 90 % on held-out pictures, at most half of that on blank ones.
+    """Both stages as a newcomer runs them: at least 90 % on held-out images, at most half of that on blank ones.
     A browser shows every curve on each stage's page."""
     for stage in ("pretrain", "finetune"):
         ran = command("llava_fsdp.train", f"stage={stage}", cwd=tmp_path, timeout=600)
@@ -74,7 +74,7 @@ def test_adapters_learn_to_see_and_answer_the_same_once_merged(tmp_path: Path) -
     questions = [with_paths(first_question(records[n]), str(runs / "shapes" / "images")) for n in range(60)]
     merged, beside = (Assistant(str(runs / r), "v1", AspectRatio.pad) for r in ("finetune_lora", "pretrain"))
     # a projector's stage has captions, and no questions
-    beside.form, beside.reader, beside.stops = merged.form, merged.reader, merged.stops
+    beside.template, beside.reader, beside.stops = merged.template, merged.reader, merged.stops
     cfg = config_of(["stage=finetune_lora", "model.lora.dropout=0"])
     Adapters(trained_weights(runs / "finetune_lora")).put_into(beside.model, cfg)
     beside.model.eval()

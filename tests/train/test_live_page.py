@@ -1,19 +1,14 @@
-"""The page of a run that goes on, and how it ends."""
+"""The page of a run that is under way, and how it ends."""
 
 import itertools
 import json
-import signal
 import stat
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import command
 from imagined import lines, validation
-from small import make_config
+from small import Configure, make_config
 
 from llava_fsdp.report.run_reader import read_run
 from llava_fsdp.train import live_page
@@ -25,12 +20,12 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_every_training_leaves_a_page(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """A resumed one tells where it was; one that has finished begins no more."""
+def test_every_training_leaves_a_page(configure: Configure, tmp_path: Path) -> None:
+    """A resumed one tells where it was."""
     words = "optim.schedule=constant", "optim.warmup_ratio=0"
-    for steps, starts in ((2, [0]), (4, [0, 2]), (4, [0, 2])):
+    for steps, starts in ((2, [0]), (4, [0, 2])):
         run = train.RunParts()
-        train.train(make_config(parts, dataset, tmp_path / "run", f"max_steps={steps}", *words), run)
+        train.train(configure(f"max_steps={steps}", *words, to="run"), run)
         assert run.reporter is not None
         run.reporter.end()
         assert [row["step"] for row in rows_of(tmp_path / "run" / "starts.jsonl")] == starts
@@ -43,19 +38,11 @@ def test_every_training_leaves_a_page(parts: Path, dataset: Path, tmp_path: Path
     assert stat.S_IMODE((tmp_path / "run" / "report.html").stat().st_mode) == 0o600
 
 
-def test_starting_over_begins_a_new_page(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    words = "max_steps=1", "checkpoint.resume=never"
-    for _ in range(2):
-        train.train(make_config(parts, dataset, tmp_path / "run", *words))
-    assert [row["step"] for row in rows_of(tmp_path / "run" / "starts.jsonl")] == [0]
-    assert (tmp_path / "run" / "old-1" / "report.html").is_file()
-
-
 def test_a_page_that_cannot_be_written_is_a_warning(
-    parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "run" / "report.html").mkdir(parents=True)
-    train.train(make_config(parts, dataset, tmp_path / "run", "max_steps=2"))
+    train.train(configure("max_steps=2", to="run"))
     assert len([r for r in caplog.records if "report.html cannot be written" in r.message]) == 1
     assert len(rows_of(tmp_path / "run" / "metrics.jsonl")) == 2
     assert not list((tmp_path / "run").glob("*.tmp")) and not list((tmp_path / "run").glob(".*.tmp"))
@@ -99,7 +86,7 @@ def test_validations_are_read_as_they_come(parts: Path, dataset: Path, tmp_path:
 
 
 def test_a_validation_that_was_owed_is_told(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """Of the step that a run goes on from; what an earlier start told is no news."""
+    """Of the step that a run continues from; what an earlier start told is no news."""
     for owed in (False, True):
         run = tmp_path / str(owed)
         run.mkdir()
@@ -110,29 +97,3 @@ def test_a_validation_that_was_owed_is_told(parts: Path, dataset: Path, tmp_path
         lines(run / "validation.jsonl", (validation(step, [None], ("a",)) for step in (2, 4)))
         page.write()
         assert told == ([4] if owed else [])
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_the_page_says_how_the_run_ended(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """Stopped by a signal; then a start fails before its first step, which is told and does not undo what was."""
-    words = [
-        "llava_fsdp.train", f"model.language={parts / 'language'}", f"model.vision={parts / 'vision'}",
-        "data=llava_json", f"data.path={dataset / 'mixed.json'}", f"data.images={dataset / 'images'}",
-        "data.workers=0", "data.max_length=256", "global_batch_size=2", "micro_batch_size=2", "max_steps=100000",
-        "export.enabled=false", "output_dir=run", "compile=false",
-    ]  # fmt: skip
-    child = subprocess.Popen([sys.executable, "-m", *words], cwd=tmp_path, stderr=subprocess.DEVNULL)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    until = time.monotonic() + 120
-    while time.monotonic() < until and (not metrics.is_file() or len(metrics.read_text().splitlines()) < 2):
-        time.sleep(0.2)
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(60) == 75
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert "class='state stopped'" in page and f"<b>{len(rows_of(metrics)):,}</b>" in page
-    ran = command(*words, "model.language=gone", cwd=tmp_path, ranks=0)
-    assert ran.returncode == 2, ran.stderr
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert "class='state stopped'" in page and "a later start: failed before its first step: " in page
-    assert "gone" in page and "<figcaption>Loss" in page

@@ -1,11 +1,9 @@
 """A step of the loop is AdamW over the gradients of that step alone."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from harness import single_world
-from small import make_config
+from small import Configure
 
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime.seeds import derive
@@ -20,9 +18,9 @@ def added(own: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
-def test_gradients_are_gone_after_a_step(precision: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_gradients_are_gone_after_a_step(precision: str, configure: Configure) -> None:
     """Of masters and of working copies."""
-    cfg = make_config(parts, dataset, tmp_path, f"precision={precision}", "micro_batch_size=6")
+    cfg = configure(f"precision={precision}", "micro_batch_size=6")
     plan = SHARD_PLANS[cfg.sharding.strategy]
     state = train.build_state(cfg, single_world(), plan, None)
     state.model.train()
@@ -35,10 +33,10 @@ def test_gradients_are_gone_after_a_step(precision: str, parts: Path, dataset: P
     assert any(not torch.equal(before[name], master) for name, master in state.masters.named.items())
 
 
-def test_two_steps_are_adamw_over_the_gradients_of_each(parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_two_steps_are_adamw_over_the_gradients_of_each(configure: Configure) -> None:
     """To the bit: gradients are taken anew for every step, and added over its micro-batches."""
     values = ["micro_batch_size=6", "optim.clip=null", "optim.schedule=constant", "optim.warmup_ratio=0"]
-    cfg = make_config(parts, dataset, tmp_path, *values, "pack=false")
+    cfg = configure(*values, "pack=false")
     plan = SHARD_PLANS[cfg.sharding.strategy]
     ours, theirs = (train.build_state(cfg, single_world(), plan, None) for _ in range(2))
     theirs.model.train()

@@ -2,12 +2,11 @@
 
 import gzip
 import json
-import os
 from pathlib import Path
 
 import pytest
 from harness import CPU, RankPool, World
-from small import make_config
+from small import Configure, make_config
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.mesh import make_mesh
@@ -18,7 +17,7 @@ from llava_fsdp.runtime.errors import ConfigError, StorageError
 from llava_fsdp.train import build_state
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import fit
-from llava_fsdp.train.profiler import StepProfiler, open_profiler, without_lines
+from llava_fsdp.train.profiler import StepProfiler, open_profiler
 
 PROFILE = "profile=true", "profile_steps=[2,3]", "micro_batch_size=6", "pack=false"
 
@@ -27,10 +26,10 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_with_and_without(parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_a_run_with_and_without(configure: Configure, tmp_path: Path) -> None:
     """The same run to the bit, and a folder more."""
     for name, overrides in (("on", PROFILE), ("off", PROFILE[2:])):
-        train.train(make_config(parts, dataset, tmp_path / name, *overrides))
+        train.train(configure(*overrides, to=name))
     assert not (tmp_path / "off" / "profile").exists()
     with_, without_ = ([(r["loss"], r["grad_norm"]) for r in rows(tmp_path / n)] for n in ("on", "off"))
     assert with_ == without_ and len(with_) == 4
@@ -61,6 +60,7 @@ def recorded(world: World, parts: Path, dataset: Path, folder: Path) -> list[dic
     return times_of(folder / "profile" / f"rank-{world.rank}.trace.json.gz").steps
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_talk_to_each_other(pools: dict[int, RankPool], parts: Path, dataset: Path, tmp_path: Path) -> None:
     for steps in pools[2].run(recorded, parts, dataset, tmp_path / "run", timeout=120):
@@ -68,21 +68,19 @@ def test_two_ranks_talk_to_each_other(pools: dict[int, RankPool], parts: Path, d
     assert len(list((tmp_path / "run" / "profile").glob("rank-*.html"))) == 2
 
 
-def test_steps_that_do_not_come_are_refused(
-    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_do_not_come_are_refused(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the door where max_steps says how many there are, else before weights are looked for."""
     keys = "profile=true", "profile_steps=[10,12]"
     with pytest.raises(
         ConfigError, match=r"profile_steps=\[10, 12\]: this run has 4 steps; name earlier ones, or null"
     ):
-        make_config(parts, dataset, tmp_path, *keys)
+        configure(*keys)
     monkeypatch.delattr(build_state, "find_weights")
     with pytest.raises(ConfigError, match=r"profile_steps=\[10, 12\]: this run has 4 steps"):
-        train.train(make_config(parts, dataset, tmp_path, *keys, "max_steps=null", "epochs=1"))
-    assert not make_config(parts, dataset, tmp_path, "profile_steps=[10,12]").profile, "nobody is to record them"
+        train.train(configure(*keys, "max_steps=null", "epochs=1"))
+    assert not configure("profile_steps=[10,12]").profile, "nobody is to record them"
     with pytest.raises(ConfigError, match=r"profile_steps=\[3, 2\] must be .* or null"):
-        make_config(parts, dataset, tmp_path, "profile_steps=[3,2]")
+        configure("profile_steps=[3,2]")
 
 
 def opened(cfg: Config, done: int, total: int) -> tuple[int, int] | None:
@@ -90,15 +88,15 @@ def opened(cfg: Config, done: int, total: int) -> tuple[int, int] | None:
     return (recorder.first, recorder.last) if isinstance(recorder, StepProfiler) else None
 
 
-def test_which_steps_are_recorded(parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_which_steps_are_recorded(configure: Configure) -> None:
     """Three of any start where none are named; a restart near the end does without those that are."""
-    named = make_config(parts, dataset, tmp_path, "profile=true", "profile_steps=[2,4]", "max_steps=9")
+    named = configure("profile=true", "profile_steps=[2,4]", "max_steps=9")
     assert (opened(named, 0, 9), opened(named, 5, 9), opened(named, 6, 9)) == ((2, 4), (2, 4), None)
-    usual = make_config(parts, dataset, tmp_path, "profile=true")
+    usual = configure("profile=true")
     found = [opened(usual, 0, total) for total in (1, 2, 3, 11, 12, 500)]
     assert found == [(1, 1), (2, 2), (2, 3), (9, 11), (10, 12), (10, 12)]
     assert opened(usual, 498, 500) == (2, 2) and opened(usual, 500, 500) is None
-    assert opened(make_config(parts, dataset, tmp_path), 0, 500) is None
+    assert opened(configure(), 0, 500) is None
 
 
 WHOLE = gzip.compress(b'{"traceEvents": [{"ph": "X", "na', mtime=0)
@@ -106,34 +104,23 @@ WHOLE = gzip.compress(b'{"traceEvents": [{"ph": "X", "na', mtime=0)
 
 @pytest.mark.parametrize("content", [WHOLE, WHOLE[:30], b""])
 def test_a_trace_that_was_cut_short_is_said_to_be(
-    content: bytes, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: bytes, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "torch.profiler.profile.export_chrome_trace", lambda profiler, name: Path(name).write_bytes(content)
     )
-    recorder = StepProfiler(make_config(parts, dataset, tmp_path), (2, 2), 0, CPU)
+    recorder = StepProfiler(configure(), (2, 2), 0, CPU)
     with pytest.raises(StorageError, match=r"rank-0.trace.json.gz was not written to its end .*profile=false"):
         list(recorder.steps(iter([1, 2, 3])))
     with pytest.raises(TraceError, match="holds no step"):
         times(tmp_path)
 
 
-def test_a_step_that_is_none_asks_to_stop_and_does_not_end_the_steps(
-    parts: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_a_step_that_is_none_asks_to_stop_and_does_not_end_the_steps(configure: Configure, tmp_path: Path) -> None:
     """A rank whose data do not come is asked between two steps, profiled or not."""
-    recorder = StepProfiler(make_config(parts, dataset, tmp_path, *PROFILE[:2]), (2, 3), 0, CPU)
+    recorder = StepProfiler(configure(*PROFILE[:2]), (2, 3), 0, CPU)
     assert list(recorder.steps(iter(["first", None]))) == ["first", None]
     assert recorder.profiler is None and not (tmp_path / "profile").exists()
-
-
-def test_lines_of_a_library_are_left_out_and_others_are_not(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyError), without_lines(b"USDT:"):
-        for line in (b"USDT: begin\n", b"an error: USDT:\n", b"USDT: end\n", b"cut short"):
-            os.write(2, line)
-        raise KeyError
-    os.write(2, b" and more\n")
-    assert capfd.readouterr().err == "an error: USDT:\ncut short and more\n"
 
 
 def event(name: str, cat: str, ts: float, dur: float, tid: int = 1, **args: object) -> dict:

@@ -9,17 +9,14 @@ import pytest
 import torch
 from harness import RankPool
 from reference import EXPORTED, TOLERANCE, difference, outcome, run_ranks, vocabulary
-from safetensors.torch import load_file
 from saves import interrupted
-from small import make_config
+from small import Configure, make_config
 
 from llava_fsdp.checkpoint.snapshot import Snapshot
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.model.weight_names import ours
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
-from llava_fsdp.runtime.run_dir import list_checkpoints
 from llava_fsdp.train import main as train
 from llava_fsdp.train.resume import resume
 
@@ -36,27 +33,22 @@ def whole_run(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("size", "overrides"),
+    ("step", "size", "overrides"),
     [
-        (1, []),
-        (2, ["sharding=zero3"]),
-        (4, ["sharding=zero2", "micro_batch_size=2", "activation_checkpointing=full"]),
-        (4, ["sharding=hybrid", "sharding.shard_size=2"]),
+        (2, 1, []),
+        (4, 2, ["sharding=zero3"]),
+        pytest.param(
+            2, 4, ["sharding=zero2", "micro_batch_size=2", "activation_checkpointing=full"], marks=pytest.mark.slow
+        ),
+        pytest.param(4, 4, ["sharding=hybrid", "sharding.shard_size=2"], marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("step", [2, 4])
 def test_resumes_at_the_next_sample(
-    step: int,
-    size: int,
-    overrides: list[str],
-    whole_run: Path,
-    parts: Path,
-    dataset: Path,
-    pools: dict[int, RankPool],
+    step: int, size: int, overrides: list[str], whole_run: Path, configure: Configure, pools: dict[int, RankPool],
     tmp_path: Path,
-) -> None:
+) -> None:  # fmt: skip
     """Step 2 lies within an epoch, step 4 at its end. One rank continues to the bit."""
-    cfg = make_config(parts, dataset, interrupted(whole_run, tmp_path, step), *OFTEN, *overrides)
+    cfg = configure(*OFTEN, *overrides, to=interrupted(whole_run, tmp_path, step))
     if size == 1:
         train.train(cfg)
     else:
@@ -71,36 +63,22 @@ def test_resumes_at_the_next_sample(
         assert difference(got.weights, expected.weights, vocabulary(cfg)) < TOLERANCE
 
 
-@pytest.mark.ranks
-def test_from_four_ranks_to_one(
-    whole_run: Path, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
-) -> None:
-    sharded = ["sharding=zero3", "max_steps=6", "checkpoint.every=4", *EXPORTED]
-    pools[4].run(run_ranks, make_config(parts, dataset, tmp_path / "four", *sharded))
-    shutil.copytree(tmp_path / "four" / "checkpoints" / "step-000004", tmp_path / "one" / "checkpoints" / "step-000004")
-    cfg = make_config(parts, dataset, tmp_path / "one", *OFTEN)
-    train.train(cfg)
-    expected, got = outcome(whole_run), outcome(tmp_path / "one")
-    assert got.losses == pytest.approx(expected.losses[4:], rel=TOLERANCE)
-    assert difference(got.weights, expected.weights, vocabulary(cfg)) < TOLERANCE
-
-
-def test_bf16_masters_resume_to_the_bit(parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_bf16_masters_resume_to_the_bit(configure: Configure, tmp_path: Path) -> None:
     """The working copies are made anew from the masters, which hold more than bf16."""
-    values = [*OFTEN, "precision=bf16"]
-    train.train(make_config(parts, dataset, tmp_path / "whole", *values))
-    folder = interrupted(tmp_path / "whole", tmp_path / "again", 4)
-    train.train(make_config(parts, dataset, folder, *values))
+    values = [*OFTEN, "max_steps=3", "precision=bf16"]
+    train.train(configure(*values, to="whole"))
+    folder = interrupted(tmp_path / "whole", tmp_path / "again", 2)
+    train.train(configure(*values, to=folder))
     expected, got = outcome(tmp_path / "whole"), outcome(folder)
     assert got.losses == expected.losses
     assert all(torch.equal(got.weights[n], expected.weights[n]) for n in expected.weights)
 
 
-def test_finished_run_does_nothing(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_finished_run_does_nothing(whole_run: Path, configure: Configure, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(whole_run, folder)
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != "config.yaml"}
-    train.train(make_config(parts, dataset, folder, *OFTEN))
+    train.train(configure(*OFTEN, to=folder))
     for path, changed in before.items():
         if path.name not in (
             "metrics.jsonl",
@@ -114,9 +92,9 @@ def test_finished_run_does_nothing(whole_run: Path, parts: Path, dataset: Path, 
     assert (folder / "metrics.jsonl").read_text() == (whole_run / "metrics.jsonl").read_text()
 
 
-def test_more_steps_continue(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_more_steps_continue(whole_run: Path, configure: Configure, tmp_path: Path) -> None:
     shutil.copytree(whole_run, tmp_path / "copy")
-    train.train(make_config(parts, dataset, tmp_path / "copy", *OFTEN, "max_steps=7"))
+    train.train(configure(*OFTEN, "max_steps=7", to="copy"))
     got = outcome(tmp_path / "copy")
     assert len(got.losses) == 7 and got.losses[:6] == outcome(whole_run).losses
     assert json.loads((tmp_path / "copy" / "export" / "llava_fsdp.json").read_text())["step"] == 7
@@ -135,8 +113,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_another_recipe_is_refused(key: str, whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, interrupted(whole_run, tmp_path, 4), *OFTEN, *CHANGES[key].split())
+def test_another_recipe_is_refused(key: str, whole_run: Path, configure: Configure, tmp_path: Path) -> None:
+    cfg = configure(*OFTEN, *CHANGES[key].split(), to=interrupted(whole_run, tmp_path, 4))
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")) as caught:
         train.train(cfg)
     assert "checkpoint.resume=never" in str(caught.value) and "output_dir" in str(caught.value)
@@ -158,47 +136,20 @@ def test_another_dataset_is_refused_and_a_moved_one_is_not(
 
 
 def test_another_model_is_refused(
-    whole_run: Path, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole_run: Path, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frozen weights are in no checkpoint, so another tower of the same shape must be noticed."""
+    """Frozen weights are in no checkpoint, so another vision tower of the same shape must be noticed."""
     first = tmp_path / "first"
     values = ["max_steps=2", *EXPORTED]
-    train.train(make_config(parts, dataset, first, *values, stage="pretrain"))
+    train.train(configure(*values, stage="pretrain", to=first))
     shutil.rmtree(first / "export")
     other = ["model.random_weights=false", f"model.checkpoint={whole_run / 'export'}", "max_steps=3"]
-    cfg = make_config(parts, dataset, first, *values, *other, stage="pretrain")
+    cfg = configure(*values, *other, stage="pretrain", to=first)
     with pytest.raises(ConfigError, match=r"model\.random_weights: True -> False"):
         train.train(cfg)
     monkeypatch.setattr(train, "check_settings", lambda _: None)  # as of a folder that was filled with another
     with pytest.raises(CheckpointError, match="the model is another one"):
         train.train(cfg)
-
-
-def test_never_starts_over_and_loses_nothing(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole_run, tmp_path / "copy")
-    cfg = make_config(parts, dataset, tmp_path / "copy", *OFTEN, "checkpoint.resume=never", "seed=9")
-    train.train(cfg)
-    assert outcome(tmp_path / "copy").losses != outcome(whole_run).losses
-    old = tmp_path / "copy" / "old-1"
-    kept = [p.name for p in list_checkpoints(old / "checkpoints")]
-    assert kept == ["step-000002", "step-000004", "step-000006"]
-    assert (old / "metrics.jsonl").read_text() == (whole_run / "metrics.jsonl").read_text()
-    before, after = outcome(whole_run).weights, outcome(tmp_path / "copy").weights
-    assert all(torch.equal(t, before[n]) for n, t in load_export(old).items()), "the old export is kept"
-    assert not all(torch.equal(after[n], before[n]) for n in before), "and is not taken for the new one's"
-
-
-def test_going_back_starts_a_branch(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """From an earlier checkpoint by name: the later ones are another branch, and never continued from again."""
-    folder = tmp_path / "copy"
-    shutil.copytree(whole_run, folder)
-    back = f"checkpoint.resume={whole_run / 'checkpoints' / 'step-000002'}"
-    train.train(make_config(parts, dataset, folder, *OFTEN, "checkpoint.every=1", "max_steps=4", back))
-    found = [p.name for p in list_checkpoints(folder / "checkpoints")]
-    assert found == ["step-000002", "step-000003", "step-000004"]
-    kept = list_checkpoints(folder / "old-1" / "checkpoints")
-    assert [p.name for p in kept] == ["step-000004", "step-000006"]
-    assert len(outcome(folder).losses) == 4
 
 
 def test_another_tokenizer_is_refused(whole_run: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -227,40 +178,34 @@ def resumed_step(world: World, cfg: Config, older: Path) -> int:
 
 @pytest.mark.ranks
 def test_rank_0_chooses_the_checkpoint(
-    whole_run: Path, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+    whole_run: Path, configure: Configure, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     """Ranks that each looked for themselves would train different steps together."""
-    cfg = make_config(parts, dataset, interrupted(whole_run, tmp_path / "run", 4), *OFTEN)
+    cfg = configure(*OFTEN, to=interrupted(whole_run, tmp_path / "run", 4))
     older = whole_run / "checkpoints" / "step-000002"
     assert pools[2].run(resumed_step, cfg, older) == [4, 4]
 
 
-def load_export(folder: Path) -> dict[str, torch.Tensor]:
-    return {ours(n): t for n, t in load_file(folder / "export" / "model.safetensors").items()}
-
-
-def test_only_the_newest_are_kept(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path, "max_steps=5", "checkpoint.every=1", "checkpoint.keep=2")
-    (tmp_path / "checkpoints" / "step-000009.tmp").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step-12").mkdir()
-    train.train(cfg)
-    found = [p.name for p in list_checkpoints(tmp_path / "checkpoints")]
-    assert found == ["step-000004", "step-000005"]
-
-
-def test_checkpoint_that_is_none(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path, f"checkpoint.resume={tmp_path / 'nothing'}")
+def test_checkpoint_that_is_none(configure: Configure, tmp_path: Path) -> None:
+    cfg = configure(f"checkpoint.resume={tmp_path / 'nothing'}")
     with pytest.raises(CheckpointError, match=r"nothing is not a checkpoint; give auto, never, or a step-NNNNNN"):
         train.train(cfg)
 
 
-@pytest.mark.parametrize("values", [[], ["precision=bf16"], ["precision=bf16_pure", "precision.moment_dtype=int8"]])
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        pytest.param(["precision=bf16"], marks=pytest.mark.slow),
+        ["precision=bf16_pure", "precision.moment_dtype=int8"],
+    ],
+)
 def test_a_save_beside_the_steps_is_of_its_step(
-    values: list[str], parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    values: list[str], configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However late the copy is made: the update waits for it."""
-    values = ["max_steps=3", "checkpoint.every=1", "checkpoint.keep=9", "export.enabled=false", *values]
-    train.train(make_config(parts, dataset, tmp_path / "waits", *values, "checkpoint.asynchronous=false"))
+    values = ["max_steps=2", "checkpoint.every=1", "export.enabled=false", *values]
+    train.train(configure(*values, "checkpoint.asynchronous=false", to="waits"))
     fill = Snapshot.fill
 
     def late(snapshot: Snapshot, tensors: dict[str, torch.Tensor]) -> None:
@@ -268,8 +213,8 @@ def test_a_save_beside_the_steps_is_of_its_step(
         fill(snapshot, tensors)
 
     monkeypatch.setattr(Snapshot, "fill", late)
-    train.train(make_config(parts, dataset, tmp_path / "beside", *values))
-    for step in (1, 2, 3):
+    train.train(configure(*values, to="beside"))
+    for step in (1, 2):
         folders = [tmp_path / name / "checkpoints" / f"step-{step:06d}" for name in ("waits", "beside")]
         one, other = ((folder / "rank-00000.safetensors").read_bytes() for folder in folders)
         assert one == other, step

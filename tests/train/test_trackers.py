@@ -166,14 +166,14 @@ def test_the_end_has_one_deadline(cfg: Any) -> None:
     assert len(joined) == 1 and joined[0] <= 0.95
 
 
-def test_the_last_words_of_a_lost_run_are_short(cfg: Any) -> None:
+def test_the_end_of_a_run_waits_as_long_as_it_is_told(cfg: Any) -> None:
     reporter, given = Reporter(cfg(), 0, 1, is_first_rank=False), []
     reporter.enabled = True
     run = SimpleNamespace(status={"exit_code": 5})
     reporter.page = SimpleNamespace(write=lambda: None, run=run, failed=True)  # pyright: ignore[reportAttributeAccessIssue]
     reporter.trackers = SimpleNamespace(close=lambda code, patience: given.append((code, patience)))  # pyright: ignore[reportAttributeAccessIssue]
     reporter.end()
-    reporter.last_words()
+    reporter.end(trackers.HURRY)
     assert given == [(5, trackers.PATIENCE), (5, trackers.HURRY)] and trackers.HURRY < trackers.PATIENCE
 
 

@@ -4,12 +4,11 @@ import itertools
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from llava_fsdp.chat.open_model import choose_dtype, leaves_padding_open, open_model
+from llava_fsdp.chat.open_model import choose_dtype, config_of, leaves_padding_open, open_model
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.images.anyres import NEWLINE_ROW, grid_sizes
 from llava_fsdp.data.images.check import read_size
@@ -25,32 +24,32 @@ from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.verify_logits import filled
 from llava_fsdp.model.generation import DynamicCache, ImageInputs, PrefixCache, Sampling, write_tokens
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.pretrained import read_json
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
 
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation that ends with a question, and its images."""
+    """A conversation that ends with a question, with a tag for each of its images, and its name in error messages."""
 
     turns: list[Turn]
-    """Turns of the conversation, with an image tag in the text for each image."""
     images: list[Path]
     where: str
-    """Name of the question in error messages."""
 
 
 @dataclass(frozen=True)
 class LoadedImage:
-    """An image that was read and prepared for the vision tower."""
+    """An image that was read and prepared for the vision tower.
+
+    Attributes:
+        number: no other image of the same assistant has it.
+        tiles: pixels, uint8 [tiles, 3, size, size].
+        rows: for each image token the row of the tiles' features that it takes, int64 [image tokens].
+    """
 
     number: int
-    """Number that no other image of the same assistant has."""
     path: Path
     tiles: np.ndarray
-    """Pixels, uint8 [tiles, 3, size, size]."""
     rows: np.ndarray
-    """For each image token the row of the tiles' features that it takes, int64 [image tokens]."""
 
 
 class Assistant:
@@ -59,8 +58,7 @@ class Assistant:
     def __init__(
         self, checkpoint: str, default_template: str, default_aspect: AspectRatio, device: torch.device | None = None
     ):
-        """Load a model: a run, a checkpoint, an adapter folder (merged into its base), or a model folder in our format,
-        transformers' or the original LLaVA's. Of a run its export is loaded if it has one.
+        """Load a model, of whatever kind `open_model` reads.
 
         Args:
             default_template: template of a model whose folder does not name one.
@@ -92,18 +90,14 @@ class Assistant:
         self.model.attention = "sdpa"
         self.model.language_model.set_attn_implementation("sdpa")
         self.stops = self.find_stops(opened.folder)
-        self.max_tokens: int = shapes.parts.language.max_position_embeddings
-        """Greatest number of tokens of a conversation, its answer included."""
+        self.max_tokens: int = shapes.parts.language.max_position_embeddings  # of a conversation with its answer
         self.prefix = PrefixCache()
         self._table = pixel_table(self.reader.preprocessor, self.device)
         self._numbers = itertools.count()
 
     @torch.inference_mode()
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
-        """Answer several questions in one batch, with greedy decoding.
-
-        Args:
-            blank: replace all images with the mean color.
+        """Answer several questions in one batch, with greedy decoding; `blank` replaces all images with the mean color.
 
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
@@ -131,21 +125,17 @@ class Assistant:
 
     @torch.inference_mode()
     def stream(
-        self,
-        turns: Sequence[Turn],
-        images: Sequence[LoadedImage],
-        sampling: Sampling,
-        generator: torch.Generator | None = None,
+        self, turns: Sequence[Turn], images: Sequence[LoadedImage], sampling: Sampling, generator: torch.Generator
     ) -> Generator[str, None, bool]:
         """Answer a conversation's last question, token by token. Only tokens after the prefix shared with the
         previously answered conversation are read.
 
         Args:
             images: in the order of their tags in the turns.
-            generator: on `device`; None: torch's default.
+            generator: on `device`.
 
         Yields:
-            after every token, the new text that is final; it may be empty.
+            the new final text after every token; it may be empty.
 
         Returns:
             whether the model ended the answer itself.
@@ -199,10 +189,10 @@ class Assistant:
         text = prompt(list(turns), self.template, self.model.cfg.image_start_end, bool(images))
         ids = encode_prompt(text, self.tokenizer, [len(image.rows) for image in images], self.special_tokens)
         if len(ids) >= self.max_tokens:
-            cure = "begin a new conversation" if len(turns) > 1 else "make it shorter"
-            cure += ", or show fewer images" if images else ""
-            share = f", {sum(len(image.rows) for image in images)} of them for images" if images else ""
-            raise DataError(f"{where} takes {len(ids)} tokens{share}, and the model reads {self.max_tokens}: {cure}")
+            raise DataError(
+                f"{where} takes {len(ids)} tokens, {sum(len(image.rows) for image in images)} of them for images, and "
+                f"the model reads {self.max_tokens}: begin a new conversation, make it shorter, or show fewer images"
+            )
         return ids
 
     def to_device(
@@ -228,16 +218,13 @@ class Assistant:
     def find_stops(self, folder: Path) -> frozenset[int]:
         """Return the token ids that end an answer, from generation_config.json if it names them, else from the language
         model's config."""
-        eos: Any = None
-        if (folder / "generation_config.json").is_file():
-            eos = read_json(folder / "generation_config.json", str(folder)).get("eos_token_id")
+        eos = config_of(folder, "generation_config.json").get("eos_token_id")
         eos = self.model.parts.language.eos_token_id if eos is None else eos
         return stops_of(self.tokenizer, self.template.stop, eos)
 
 
 def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[LoadedImage]:
-    """Return the images whose tokens are not all in `tokens`: whole images, and the rest of one that is partly in
-    it."""
+    """Return the images whose tokens are not all in `tokens`; of one that is partly in it, the rest."""
     before = int((tokens == IMAGE_ID).sum())
     rest = []
     for image in images:
@@ -248,8 +235,7 @@ def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[Load
 
 
 def with_image_numbers(tokens: np.ndarray, images: Sequence[LoadedImage]) -> list[int]:
-    """Return token ids in which every IMAGE_ID is replaced by a negative number unique to the image and the token's
-    place in it."""
+    """Return token ids with a negative number for every IMAGE_ID: unique to the image and the token's place in it."""
     numbered = tokens.copy()
     places = [-(1 << 40) - image.number * (1 << 24) - np.arange(len(image.rows)) for image in images]
     numbered[tokens == IMAGE_ID] = np.concatenate([np.zeros(0, np.int64), *places])

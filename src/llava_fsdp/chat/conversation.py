@@ -1,4 +1,4 @@
-"""A conversation with an assistant: its turns and images so far; used by the terminal chat and the web page."""
+"""A conversation with an assistant, for the terminal chat and the web page."""
 
 from collections.abc import Generator
 from pathlib import Path
@@ -13,46 +13,45 @@ from llava_fsdp.runtime.errors import DataError
 
 
 class Conversation:
-    """The turns and images of a chat. An added image is shown with the next question, and stays in the conversation."""
+    """The turns and images of a chat. An added image is shown with the next question, and stays in the conversation.
 
-    def __init__(self, assistant: Assistant, max_images: int | None = None):
+    Args:
+        max_images: most images; None: any number.
+        seed: of sampled answers; None: another one every time.
+    """
+
+    def __init__(self, assistant: Assistant, max_images: int | None = None, seed: int | None = None):
         self.assistant = assistant
         self.max_images = max_images
-        self.was_cut = False
-        """Whether the last answer stopped before the model ended it."""
+        self.generator = torch.Generator(assistant.device)
+        self.generator.manual_seed(seed) if seed is not None else self.generator.seed()
+        self.was_cut = False  # whether the last answer stopped before the model ended it
         self.reset()
 
     def reset(self) -> None:
-        """Forget all turns and images."""
+        """Forget all turns and images: those shown, in the order of their tags, and those for the next question."""
         self.turns: list[Turn] = []
         self.images: list[LoadedImage] = []
-        """Images shown so far, in the order of their tags in the turns."""
         self.next_images: list[LoadedImage] = []
-        """Images to show with the next question."""
 
     def add(self, path: Path, where: str) -> None:
-        """Read an image file, to show it with the next question.
-
-        Args:
-            where: text at the beginning of error messages about the image.
+        """Read an image file, to show it with the next question; error messages begin with `where`.
 
         Raises:
             ImageError: the image cannot be read.
             DataError: the path is not a file, or there are too many images already.
         """
         if not path.is_file():
-            raise DataError(f"{where}: {path} is {'a folder' if path.is_dir() else 'not a file'}; give an image file")
+            raise DataError(f"{where}: {path} is not a file; give an image file")
         if self.max_images is not None and len(self.images) + len(self.next_images) >= self.max_images:
             raise DataError(f"{where}: a conversation takes at most {self.max_images} images; begin a new one")
         self.next_images.append(self.assistant.load_image(path, where))
 
-    def ask(
-        self, text: str, sampling: Sampling, generator: torch.Generator | None = None
-    ) -> Generator[str, None, None]:
+    def ask(self, text: str, sampling: Sampling) -> Generator[str, None, None]:
         """Ask a question and yield its answer in pieces, one after every token, some of them empty.
 
-        Question and answer belong to the conversation from the first piece on. Closing the generator stops the answer,
-        and what was generated of it stays. After any other error the conversation is as it was before.
+        Closing the generator stops the answer, and what was generated of it stays. After any other error the
+        conversation is as it was before.
 
         Raises:
             DataError: the question is not valid text, has the wrong number of image tags, or is too long.
@@ -62,7 +61,7 @@ class Conversation:
         images = [*self.images, *self.next_images]
         before = self.turns, self.images, self.next_images
         self.was_cut, answer = True, ""
-        stream = self.assistant.stream(turns, images, sampling, generator)
+        stream = self.assistant.stream(turns, images, sampling, self.generator)
         try:
             while True:
                 piece = next(stream)
@@ -100,15 +99,11 @@ class Conversation:
     def exchanges(self) -> list[tuple[str, list[Path], str]]:
         """Return each question (without image tags), the files of the images shown with it, and its answer."""
         rest = iter(self.images)
-        pairs = zip(self.turns[::2], self.turns[1::2], strict=True)
-        return [
-            (
-                question.text.replace(IMAGE_TAG, "").strip(),
-                [next(rest).path for _ in range(self.tags(question))],
-                a.text,
-            )
-            for question, a in pairs
-        ]
+        found = []
+        for question, answer in zip(self.turns[::2], self.turns[1::2], strict=True):
+            paths = [next(rest).path for _ in range(self.tags(question))]
+            found.append((question.text.replace(IMAGE_TAG, "").strip(), paths, answer.text))
+        return found
 
     def undo(self) -> bool:
         """Remove the last question and its answer, and show its images with the next question; False if there is no
@@ -122,10 +117,3 @@ class Conversation:
 
     def tags(self, question: Turn) -> int:
         return question.text.count(IMAGE_TAG) if self.images else 0
-
-
-def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
-    """Return a random generator for sampled answers; without a seed, it is seeded differently every time."""
-    generator = torch.Generator(device)
-    generator.manual_seed(seed) if seed is not None else generator.seed()
-    return generator

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llava_fsdp.chat.assistant import Assistant
-from llava_fsdp.chat.conversation import Conversation, seeded_generator
+from llava_fsdp.chat.conversation import Conversation
 from llava_fsdp.config import AspectRatio, ChatConfig, cli
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import ConfigError, DataError, OutOfMemory
@@ -33,18 +33,13 @@ def main() -> None:
 
 
 def chat(cfg: ChatConfig) -> None:
-    """Answer the question given on the command line, or chat on the terminal, or serve a web page for chatting.
-
-    Raises:
-        ConfigError, ModelError, DataError: on the terminal only before the first question; later errors are logged
-            there.
-    """
+    """Answer the question given on the command line, or chat on the terminal, or serve a web page for chatting."""
     if cfg.serve:
         from llava_fsdp.chat.web.server import serve  # its package is optional, and takes seconds to load
 
         return serve(cfg)
     images = image_files(cfg.image)
-    conversation = Conversation(Assistant(cfg.model.checkpoint, "v1", AspectRatio.pad))
+    conversation = Conversation(Assistant(cfg.model.checkpoint, "v1", AspectRatio.pad), seed=cfg.seed)
     for path in images:
         conversation.add(path, "image")
     terminal = Terminal(conversation, cfg)
@@ -66,21 +61,17 @@ def image_files(image: str | None) -> list[Path]:
         [names] = csv.reader([image[1:-1]], skipinitialspace=True) if image[1:-1].strip() else [[]]
     for name in names:
         if not Path(name).is_file():
-            raise ConfigError(f"image={name} is {'a folder, not a file' if Path(name).is_dir() else 'not a file'}")
+            raise ConfigError(f"image={name} is not a file")
     return [Path(name) for name in names]
 
 
 class Terminal:
-    """A chat on the terminal."""
-
     def __init__(self, conversation: Conversation, cfg: ChatConfig):
         self.conversation = conversation
         self.sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
-        self.generator = seeded_generator(conversation.assistant.device, cfg.seed)
 
     def run(self) -> None:
-        """Read and answer lines until the end of the input or /quit. Errors of a line are logged, and the chat
-        continues."""
+        """Read and answer lines until the end of the input or /quit; errors of a line are logged."""
         if sys.stdin.isatty():
             assistant = self.conversation.assistant
             log().info("%s, template %s; /help lists all commands", assistant.checkpoint, assistant.template_name)
@@ -96,7 +87,7 @@ class Terminal:
 
     def answer(self, question: str, stopped: threading.Event | None = None) -> None:
         """Print the answer to a question while it is generated, until `stopped` is set."""
-        pieces = self.conversation.ask(question, self.sampling, self.generator)
+        pieces = self.conversation.ask(question, self.sampling)
         for piece in pieces:
             print(shown_text(piece), end="", flush=True)
             if stopped is not None and stopped.is_set():
@@ -109,11 +100,7 @@ class Terminal:
             log().info("(cut at max_new_tokens=%d, or at the most that the model can read)", limit)
 
     def run_command(self, line: str) -> bool:
-        """Run a command line such as /image FILE; return True for the command that ends the program.
-
-        Raises:
-            DataError: the command does not exist, or cannot be run.
-        """
+        """Run a command line such as /image FILE; return True for the command that ends the program."""
         command, _, rest = line.partition(" ")
         match command:
             case "/quit" | "/exit":

@@ -1,13 +1,14 @@
 """Open the model folder, run or checkpoint that `chat` and `evaluate` are given."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from llava_fsdp.config import ConversionConfig, FolderFormat, KeptDType
 from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.export.source_model import Opened, open_source
-from llava_fsdp.export.verify_logits import bytes_in_fp32, fits_in_fp32
+from llava_fsdp.export.verify_logits import compute_dtype
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.llava_v1_5_config import is_original
 from llava_fsdp.model.pretrained import EXPORT, read_json
@@ -29,7 +30,7 @@ def open_model(checkpoint: str, default_template: str) -> Opened:
     if source != checkpoint:
         warn_of_later_checkpoint(Path(checkpoint))
     cfg = ConversionConfig(
-        source=source, to=None, accept=[], format=FolderFormat.hf, dtype=KeptDType.keep, merge=True, base=None,
+        source=source, to=None, accept=[], format=FolderFormat.hf, dtype=KeptDType.keep, base=None,
         language=None, vision=None, template=default_template, image_aspect_ratio=None, overwrite=False, verify=False,
     )  # fmt: skip
     try:
@@ -38,12 +39,8 @@ def open_model(checkpoint: str, default_template: str) -> Opened:
         raise
     except (ConfigError, ModelError) as error:
         message = str(error).replace("source=", "model.checkpoint=")
-        cures = ("base=", "vision=", "language=", "image_aspect_ratio=")
-        if any(f"{word} {cure}" in message for cure in cures for word in ("give", "with")):
-            message += (
-                f"; that is a key of python -m llava_fsdp.export source={checkpoint} to=FOLDER: run it, and give "
-                "model.checkpoint=FOLDER"
-            )
+        if any(f"{key}=" in message for key in ("base", "vision", "language", "image_aspect_ratio")):
+            message += f"; run python -m llava_fsdp.export source={checkpoint} to=FOLDER with it, and chat with FOLDER"
         raise type(error)(message) from error
 
 
@@ -51,31 +48,25 @@ def warn_of_later_checkpoint(run: Path) -> None:
     """Log a warning if a run has a checkpoint newer than its export, as happens when the run was continued."""
     kept = list_checkpoints(run / FOLDER)
     exported = read_notes(run / EXPORT).get("step")
-    newest = step_of(kept[-1]) if kept else None
-    if exported is not None and newest is not None and newest > exported:
-        log().warning(
-            "using the export of %s, of step %d; there is a checkpoint of step %d: model.checkpoint=%s uses that",
-            run, exported, newest, kept[-1],
-        )  # fmt: skip
+    if kept and exported is not None and (step_of(kept[-1]) or 0) > exported:
+        log().warning("using the export of step %d; model.checkpoint=%s is later", exported, kept[-1])
 
 
 def leaves_padding_open(folder: Path) -> bool:
     """Return whether a model folder does not say if images are padded to a square; many of transformers' do not."""
-    raw = read_json(folder / "config.json", str(folder)) if (folder / "config.json").is_file() else {}
-    return (
-        bool(raw)
-        and not is_original(raw)
-        and not (folder / NOTES).is_file()
-        and not preprocessor_fields(folder).get("do_pad")
-    )
+    raw = config_of(folder, "config.json")
+    if not raw or is_original(raw) or (folder / NOTES).is_file():
+        return False
+    return not preprocessor_fields(folder).get("do_pad")
+
+
+def config_of(folder: Path, name: str) -> dict[str, Any]:
+    """Read a JSON file of a model folder; empty if there is none."""
+    return read_json(folder / name, str(folder)) if (folder / name).is_file() else {}
 
 
 def choose_dtype(model: Llava, device: torch.device) -> torch.dtype:
-    """Choose the dtype to compute in: on a GPU bf16, or fp16 if it has no bf16; on a CPU fp32 if that fits into memory,
-    else bf16."""
+    """Choose the dtype to compute in: on a GPU bf16, or fp16 if it has no bf16; on a CPU as `compute_dtype`."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    if fits_in_fp32(model):
-        return torch.float32
-    log().info("computing in bf16: fp32 would take %.0f GiB", bytes_in_fp32(model) / 2**30)
-    return torch.bfloat16
+    return compute_dtype(model)

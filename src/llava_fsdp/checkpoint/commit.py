@@ -67,14 +67,8 @@ class AdapterFolder:
     """How rank 0 writes a run's adapters into each of its checkpoints, in a format that other programs can read."""
 
     nbytes: int
-    """Bytes of disk space that the adapter folder takes."""
     write: Callable[[Path, Checkpoint], None]
-    """Function that writes the adapter folder, given its path and a checkpoint whose rank files are complete but
-    whose manifest does not list the folder yet."""
-
-
-def do_nothing(point: str) -> None:
-    """Default of the hook that is called at each named point of a save; does nothing. Tests end the process there."""
+    """Writes the folder, given its path and a checkpoint whose manifest does not list it yet."""
 
 
 @dataclass
@@ -87,18 +81,14 @@ class Committer:
     hasher: Executor
     needed: int
     """Bytes of a checkpoint's tensors and adapters, summed over all ranks."""
-    at: Callable[[str], None] = do_nothing
+    at: Callable[[str], None] = lambda point: None
+    """Called at each named point of a save; tests end the process there."""
     adapter_folder: AdapterFolder | None = None
     good: set[str] = field(default_factory=set)
-    """Names of the checkpoints that this process has written or verified; rank 0 counts them when it deletes old
-    ones."""
+    """Names of the checkpoints that this process has written or verified."""
 
     def write(self, facts: dict[str, Any], entries: Entries, values: Mapping[str, torch.Tensor]) -> Path:
-        """Write one checkpoint. A collective of the process group.
-
-        Args:
-            entries: the rows that this rank writes, by the tensors' names.
-            values: their values.
+        """Write one checkpoint, of which this rank has the rows `entries` and their values. A collective of the group.
 
         Raises:
             CheckpointError: it could not be written; NumericError: something is not finite. Both are raised on every
@@ -137,11 +127,7 @@ class Committer:
         return digest
 
     def complete(self, staged: Path, final: Path, facts: dict[str, Any], written: list[tuple[Digest, Entries]]) -> None:
-        """Write everything but the ranks' tensor files, and give the checkpoint its final name (on rank 0).
-
-        Args:
-            written: each rank's file and what is in it.
-        """
+        """Write all but the ranks' tensor files, given by `written`, and give the checkpoint its name (on rank 0)."""
         content = render_facts(facts)
         write_durably(staged / STATE_FILE, content)
         self.at("state written")
@@ -169,7 +155,6 @@ class Committer:
         self.at("renamed")
         sync_folder(self.parent)
         self.at("parent synced")
-        self.warn_of_deleted()
         self.good.add(final.name)
         try:
             point_to(final)
@@ -182,7 +167,7 @@ class Committer:
         self.good &= {folder.name for folder in list_checkpoints(self.parent)}
 
     def write_adapter(self, adapter_folder: AdapterFolder, checkpoint: Checkpoint) -> dict[str, Digest]:
-        """Write the checkpoint's adapter folder; returns the digests of its files, by path within the checkpoint."""
+        """Write the adapter folder; returns the digests of its files, by path within the checkpoint."""
         folder = checkpoint.folder / ADAPTER_FOLDER
         adapter_folder.write(folder, checkpoint)
         sync_tree(folder)
@@ -190,8 +175,7 @@ class Committer:
         return {path.relative_to(checkpoint.folder).as_posix(): digest_of_file(path) for path in files}
 
     def is_good(self, folder: Path) -> bool:
-        """Whether a checkpoint is undamaged. All bytes are read the first time, later only names and sizes are
-        checked."""
+        """Whether a checkpoint is undamaged: all bytes are read the first time, later names and sizes."""
         try:
             if folder.name in self.good:
                 with naming(folder):
@@ -205,22 +189,12 @@ class Committer:
         self.good.add(folder.name)
         return True
 
-    def warn_of_deleted(self) -> None:
-        """Log a warning if checkpoints that this process has written or verified were deleted by somebody else."""
-        gone = sorted(self.good - {folder.name for folder in list_checkpoints(self.parent)})
-        if gone:
-            log().warning("%s: %s was deleted or moved away while the run is under way", self.parent, ", ".join(gone))
-        self.good.difference_update(gone)
-
 
 def joined(ranks: list[Entries]) -> dict[str, TensorEntry]:
     """Merge the ranks' lists of written rows, tensor by tensor; `render` checks later that no row is missing."""
-    found: dict[str, list[TensorEntry]] = {}
-    for entries in ranks:
-        for name, entry in entries.items():
-            found.setdefault(name, []).append(entry)
     tensors = {}
-    for name, parts in sorted(found.items()):
+    for name in sorted({name for entries in ranks for name in entries}):
+        parts = [entries[name] for entries in ranks if name in entries]
         dtype, shape = parts[0].dtype, parts[0].shape
         assert all((part.dtype, part.shape) == (dtype, shape) for part in parts), f"ranks disagree about {name}"
         ranges = sorted((rows for part in parts for rows in part.ranges), key=lambda rows: rows.begin)

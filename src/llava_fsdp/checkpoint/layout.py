@@ -11,8 +11,7 @@ from llava_fsdp.distributed.local_shards import local, local_rows
 
 
 def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Index of the first row of a tensor that this rank holds, and its local rows [rows, ...]; a scalar is returned
-    unchanged."""
+    """Index of the first row of a tensor that this rank holds, and its rows [rows, ...]; a scalar stays unchanged."""
     begin, end = local_rows(tensor)
     values = local(tensor)
     assert values.ndim == 0 or len(values) == end - begin, f"{tuple(values.shape)} holds rows {begin} to {end}"
@@ -22,12 +21,8 @@ def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
 def written_rows(
     tensors: Mapping[str, torch.Tensor], file: str
 ) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
-    """Choose the rows that this rank writes to a checkpoint. Rows that several ranks hold are divided evenly among
-    them.
-
-    Returns:
-        By name: what the manifest says of the rows, and their values.
-    """
+    """Choose the rows that this rank writes to a checkpoint: manifest entries and values, both by tensor name. Rows
+    that several ranks hold are divided evenly among them."""
     entries, written = {}, {}
     for number, name in enumerate(sorted(tensors)):
         first, values = held_rows(tensors[name])
@@ -44,8 +39,8 @@ def written_rows(
 
 
 def replica_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """This rank's number among the ranks that hold the same rows of a tensor, and how many they are; all ranks hold
-    a tensor that is not a DTensor."""
+    """This rank's number among the ranks that hold the same rows of a tensor, and their number; all ranks hold a
+    tensor that is not a DTensor."""
     if not isinstance(tensor, DTensor):
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     coordinate = tensor.device_mesh.get_coordinate()

@@ -24,8 +24,7 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 RANK_FILE = re.compile(r"rank-\d{5}\.safetensors")
 ADAPTER_FILE = re.compile(rf"{ADAPTER_FOLDER}(/[A-Za-z0-9]\w*)?/[A-Za-z0-9][\w.-]*")
-"""Pattern of the paths of adapter files in a checkpoint: a second copy of the adapters, which other programs can
-read."""
+"""Paths of a checkpoint's second copy of the adapters, which other programs can read."""
 LARGEST = 1 << 30
 """Largest accepted manifest in bytes: enough for 2000 tensors of 10,000 ranks."""
 HEX = re.compile(r"[0-9a-f]{32}")
@@ -33,8 +32,7 @@ HEX = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [begin, end) of a tensor, and the file that holds them under the tensor's name. A scalar counts as one
-    row."""
+    """Rows [begin, end) of a tensor, and the file that holds them under its name. A scalar counts as one row."""
 
     file: str
     begin: int
@@ -100,11 +98,8 @@ def one_item_per_line(value: Any) -> str:
 
 
 def parse(content: bytes) -> Manifest:
-    """Parse the content of a manifest file, and check that it is consistent.
-
-    Raises:
-        CheckpointError: it is invalid in any way, whatever its bytes are.
-    """
+    """Parse the content of a manifest file, and check that it is consistent. Raises CheckpointError if it is invalid in
+    any way, whatever its bytes are."""
     body = unsealed(content)
     if body is None:
         raise CheckpointError(f"{MANIFEST_FILE} is not what was written: its digest of itself differs")
@@ -147,8 +142,7 @@ def size(value: Any) -> int:
 
 
 def file_name(value: Any) -> str:
-    """Check that a value is one of the file names that checkpoints use, and so cannot lead out of the folder;
-    returns it."""
+    """The value, if it is a file name that checkpoints use, and so cannot lead out of the folder."""
     if not isinstance(value, str) or not (
         value == STATE_FILE or RANK_FILE.fullmatch(value) or ADAPTER_FILE.fullmatch(value)
     ):
@@ -163,11 +157,8 @@ def hexadecimal(value: Any) -> str:
 
 
 def require_coverage(name: str, entry: TensorEntry) -> None:
-    """Check that every row of a tensor is in exactly one file.
-
-    Raises:
-        CheckpointError: naming the tensor and the rows.
-    """
+    """Check that every row of a tensor is in exactly one file. Raises CheckpointError, naming the tensor and the
+    rows."""
     reached = 0
     for rows in entry.ranges:
         if rows.begin != reached or rows.end <= rows.begin:

@@ -18,11 +18,8 @@ WEIGHT = "model."
 
 @torch.no_grad()
 def load(checkpoint: Checkpoint, into: dict[str, torch.Tensor]) -> None:
-    """Load a checkpoint into this rank's rows of the given tensors.
-
-    Raises:
-        CheckpointError: the checkpoint holds other tensors, or a file of it cannot be read.
-    """
+    """Load a checkpoint into this rank's rows of the given tensors. Raises CheckpointError if the checkpoint holds
+    other tensors, or a file of it cannot be read."""
     with naming(checkpoint.folder):
         targets = {name: held_rows(tensor) for name, tensor in into.items()}
         require_same(
@@ -33,11 +30,7 @@ def load(checkpoint: Checkpoint, into: dict[str, torch.Tensor]) -> None:
 
 def require_same(manifest: Manifest, expected: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
     """Check that a checkpoint's tensors have the expected names, shapes and dtypes: nothing is cast, truncated or
-    skipped.
-
-    Raises:
-        CheckpointError: naming one that differs, and both.
-    """
+    skipped. Raises CheckpointError, naming one that differs, and both."""
     differing = sorted(manifest.tensors.keys() ^ expected.keys())
     if differing:
         name = differing[0]
@@ -52,10 +45,9 @@ def require_same(manifest: Manifest, expected: dict[str, tuple[torch.dtype, tupl
 
 
 def fill(folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tuple[int, torch.Tensor]]) -> None:
-    """Read rows of tensors from all checkpoint files that hold some of them; each file is opened once.
+    """Read rows from all checkpoint files that hold some of them; each file is opened once.
 
-    Args:
-        targets: by tensor name, the index of the first row to read and the tensor to fill [rows, ...].
+    `targets` has, by tensor name, the index of the first row and the tensor to fill [rows, ...].
     """
     by_file: dict[str, list[tuple[str, int, int, int]]] = {}
     for name, (first, values) in targets.items():
@@ -93,11 +85,7 @@ class SavedTensor:
         return self.entry.dtype
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Read rows [begin, end) of dimension 0 into a CPU tensor.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
+        """Read rows [begin, end) of dimension 0 into a CPU tensor. Raises CheckpointError if they cannot be read."""
         values = torch.empty(end - begin, *self.shape[1:], dtype=self.dtype)
         with naming(self.folder):
             fill(self.folder, {self.key: self.entry}, {self.key: (begin, values)})

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -18,33 +17,12 @@ STAGED = ".tmp"
 REPLACED = ".replaced.tmp"
 
 
-def report_strangers(parent: Path) -> None:
-    """Warn of `step-*` folders whose names are not those of checkpoints, and of a `latest` file that names no
-    existing checkpoint."""
-    for path in sorted(parent.glob("step-*")) if parent.is_dir() else ():
-        if step_of(path) is None and not path.name.endswith(STAGED):
-            log().warning("%s is ignored: checkpoints are named step-NNNNNN", path)
-    pointer = parent / POINTER
-    if not os.path.lexists(pointer):
-        return
-    try:
-        is_file = stat.S_ISREG(pointer.lstat().st_mode)  # opening a pipe would wait for a process that writes into it
-        name = pointer.read_bytes()[:200].decode(errors="replace").strip() if is_file else ""
-    except OSError:
-        name = ""
-    if step_of(Path(name)) is None or name != Path(name).name or not (parent / name).is_dir():
-        log().warning("%s is ignored: it names no checkpoint of this folder", pointer)
-
-
 def point_to(folder: Path) -> None:
     replace_file(folder.parent / POINTER, folder.name.encode() + b"\n", 0o600, durable=True)
 
 
 def delete(folder: Path) -> None:
-    """Rename a checkpoint and then delete it, so that a half-deleted one is never read.
-
-    If that fails, the run continues with a warning.
-    """
+    """Rename a checkpoint and then delete it, so that a half-deleted one is never read. A failure is a warning."""
     doomed = folder.with_name(folder.name + ".deleted" + STAGED)
     try:
         if os.path.lexists(doomed):
@@ -73,12 +51,8 @@ def sweep(parent: Path) -> None:
 def prune(
     parent: Path, keep: int, keep_every: int | None, is_good: Callable[[Path], bool], at: Callable[[str], None]
 ) -> None:
-    """Delete checkpoints older than the newest `keep` undamaged ones, except those whose step is a multiple of
-    `keep_every`.
-
-    Args:
-        is_good: whether a checkpoint is undamaged; called for the newest ones until `keep` are found.
-    """
+    """Delete checkpoints older than the newest `keep` that `is_good` calls undamaged, except those whose step is a
+    multiple of `keep_every`."""
     good = 0
     for folder in reversed(list_checkpoints(parent)):
         step = step_of(folder)

@@ -29,8 +29,7 @@ CODES = {
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 WRITEBACK = 64 << 20
-"""Bytes written after which the kernel is asked to begin writing to disk; by default it waits for a tenth of the
-memory."""
+"""Bytes after which the kernel is asked to write to disk; by default it waits for a tenth of the memory."""
 LARGEST_HEADER = 100 << 20
 """Largest accepted header in bytes, the limit of the safetensors library."""
 LARGEST_DIMENSION = 1 << 62
@@ -52,8 +51,7 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
-    """Header bytes of a safetensors file of these tensors, and the order of their data: wide dtypes first, so that
-    all are aligned."""
+    """Header of a safetensors file of these tensors, and the order of their data: aligned, as wide dtypes are first."""
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -73,8 +71,7 @@ def write_tensors(
     read: Callable[[str], torch.Tensor],
     hasher: Executor,
 ) -> Digest:
-    """Write tensors to a new file, force it to the disk, and return its digest. Only one chunk at a time is in host
-    memory.
+    """Write tensors to a new file, a chunk at a time, force it to the disk, and return its digest.
 
     Args:
         tensors: dtype and shape by name.
@@ -113,8 +110,7 @@ def chunks(head: bytes, order: list[str], read: Callable[[str], torch.Tensor]) -
 
 
 def require_finite(name: str, part: torch.Tensor) -> None:
-    """Raise NumericError if a tensor is not finite. Its extremes suffice: those of values that include a NaN are
-    NaN."""
+    """Raise NumericError if a tensor is not finite; its extremes suffice, which are NaN if any value is."""
     if not part.is_floating_point():
         return
     part = part.float() if part.dtype.itemsize == 1 else part
@@ -128,8 +124,7 @@ def require_finite(name: str, part: torch.Tensor) -> None:
 
 
 def begin_writing(descriptor: int, begin: int, length: int) -> None:
-    """Ask the kernel to begin writing part of a file to disk in the background; does nothing on systems without this
-    call."""
+    """Ask the kernel to begin writing part of a file to disk in the background, where it has such a call."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
 
@@ -140,11 +135,8 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def open_file(path: Path) -> int:
-    """Open a regular file that is not a link for reading; returns the file descriptor.
-
-    Raises:
-        CheckpointError: it is something else, or cannot be opened.
-    """
+    """Open a regular file that is not a link for reading; returns the file descriptor. Raises CheckpointError if it is
+    something else, or cannot be opened."""
     try:
         descriptor = os.open(path, READ)
     except OSError as error:
@@ -157,11 +149,8 @@ def open_file(path: Path) -> int:
 
 
 def read_header(descriptor: int, name: str) -> dict[str, TensorPlace]:
-    """Read a safetensors header: the dtype, shape and byte range of the file's tensors, by name.
-
-    Raises:
-        CheckpointError: it is not a safetensors file, or its data is not exactly what the header says.
-    """
+    """Read a safetensors header: the dtype, shape and byte range of the file's tensors, by name. Raises CheckpointError
+    if it is not a safetensors file, or its data is not exactly what the header says."""
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or not 2 <= length <= min(size - 8, LARGEST_HEADER):
@@ -192,11 +181,8 @@ def parse_place(described: dict[str, Any], base: int) -> TensorPlace:
 
 
 def read_rows(descriptor: int, name: str, begin: int, into: torch.Tensor) -> None:
-    """Fill a tensor on any device with a file's bytes, starting at byte `begin`.
-
-    Raises:
-        CheckpointError: the file is too short.
-    """
+    """Fill a tensor on any device with a file's bytes, starting at byte `begin`. Raises CheckpointError if the file is
+    too short."""
     direct = into.device.type == "cpu" and into.is_contiguous()
     flat = into.detach().reshape(-1) if direct else torch.empty(into.numel(), dtype=into.dtype)
     if not flat.numel():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llava_fsdp.checkpoint.commit import AdapterFolder, Committer, do_nothing
+from llava_fsdp.checkpoint.commit import AdapterFolder, Committer
 from llava_fsdp.checkpoint.layout import written_rows
 from llava_fsdp.checkpoint.manifest import TensorEntry, rank_file
 from llava_fsdp.checkpoint.retention import recover, sweep
@@ -23,10 +23,8 @@ from llava_fsdp.config import CheckpointConfig, OnSaveError
 from llava_fsdp.distributed.consensus import gathered, on_first_rank
 from llava_fsdp.runtime.durable_files import make_folder, require_room
 from llava_fsdp.runtime.errors import CheckpointError, LlavaFsdpError
-from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.os_errors import free_bytes
-from llava_fsdp.runtime.run_dir import list_checkpoints, step_of
+from llava_fsdp.runtime.run_dir import step_of
 
 TIMEOUT = timedelta(seconds=1800)
 """Timeout of the process group for saves: as long as the slowest rank's disk may take."""
@@ -35,8 +33,8 @@ MARGIN = 1.2
 
 
 class Saver:
-    """Saves a run's state to checkpoints, in the background if possible. All methods but `failed` and
-    `before_update` are collectives."""
+    """Saves a run's state, in the background if possible. All methods but `failed` and `before_update` are
+    collectives."""
 
     def __init__(
         self,
@@ -46,7 +44,7 @@ class Saver:
         facts: Callable[[], dict[str, Any]],
         in_place: bool = False,
         good: Collection[Path] = (),
-        at: Callable[[str], None] = do_nothing,
+        at: Callable[[str], None] = lambda point: None,
         adapter_folder: AdapterFolder | None = None,
         check: Callable[[], None] = lambda: None,
     ):
@@ -73,7 +71,7 @@ class Saver:
         _, values = self.written()
         nbytes = sum(value.nbytes for value in values.values())
         needed = sum(gathered(nbytes + (adapter_folder.nbytes if adapter_folder is not None else 0), self.group))
-        on_first_rank(lambda: prepare_folder(parent, needed, cfg.keep), f"{parent} cannot be written to", self.group)
+        on_first_rank(lambda: prepare_folder(parent, needed), f"{parent} cannot be written to", self.group)
         self.hasher = ThreadPoolExecutor(1, "digest")
         self.writer = ThreadPoolExecutor(1, "checkpoint")
         known = {folder.name for folder in good}
@@ -93,14 +91,12 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that a save has failed. Ranks learn of it at different times, so all must agree
-        before acting."""
+        """Whether this rank knows that a save has failed; ranks learn of it at different times."""
         ended = self.under_way if self.under_way is not None and self.under_way.done() else None
         return self.error is not None or (ended is not None and self.is_serious(ended.exception()))
 
     def save(self) -> None:
-        """Begin to save the current state, after waiting for the previous save. A step that is saved already is not
-        saved again.
+        """Begin to save the current state, unless this step is saved already, after waiting for the previous save.
 
         Raises:
             CheckpointError, NumericError: the previous save failed, or this one if it is synchronous.
@@ -114,28 +110,18 @@ class Saver:
         entries, values = self.written()
         self.saved_step = facts["step"]  # reset if the save fails
         if self.snapshot is None:
-            future: Future[Path] = Future()
-            self.under_way = future
-            try:
-                future.set_result(self.committer.write(facts, entries, values))
-            except Exception as error:
-                future.set_exception(error)
+            self.under_way = self.writer.submit(self.committer.write, facts, entries, values)
             self.raise_if_failed()
         else:
+            snapshot = self.snapshot
             self.touched.result()  # it writes into the buffers that are filled next
-            self.snapshot.begin()
-            self.under_way = self.writer.submit(self.write_snapshot, self.snapshot, facts, entries, values)
+            snapshot.begin()
 
-    def write_snapshot(
-        self,
-        snapshot: Snapshot,
-        facts: dict[str, Any],
-        entries: dict[str, TensorEntry],
-        values: dict[str, torch.Tensor],
-    ) -> Path:
-        """Copy the state and write the checkpoint (in the background thread)."""
-        snapshot.fill(values)
-        return self.committer.write(facts, entries, snapshot.ready())
+            def write() -> Path:
+                snapshot.fill(values)
+                return self.committer.write(facts, entries, snapshot.ready())
+
+            self.under_way = self.writer.submit(write)
 
     def before_update(self) -> None:
         """Wait until the state has been copied; call this before the state changes. Not a collective."""
@@ -143,7 +129,7 @@ class Saver:
             self.snapshot.wait()
 
     def wait(self) -> None:
-        """Wait until the current save has ended. Records a failure without raising it: see `raise_if_failed`."""
+        """Wait until the current save has ended; a failure is recorded, not raised."""
         if self.under_way is None:
             return
         error = self.under_way.exception()
@@ -161,33 +147,23 @@ class Saver:
             self.error.__cause__ = error
 
     def is_serious(self, error: BaseException | None) -> bool:
-        """Whether a save's error must end the run. A full disk need not; non-finite weights and lost ranks always
-        do."""
+        """Whether a save's error must end the run: a full disk need not, non-finite weights and lost ranks do."""
         forgiven = self.cfg.on_save_error is OnSaveError.warn and type(error) is CheckpointError
         return error is not None and not forgiven
 
     def forget(self) -> None:
-        """Discard the record of the last save and its error, because the run's folder was lost. A collective."""
+        """Discard the record of the last save and its error, because the run's folder was lost."""
         self.wait()
         self.error = self.saved_step = None
 
     def raise_if_failed(self) -> None:
-        """Wait for the current save, and raise its error on every rank if it failed.
-
-        Raises:
-            CheckpointError, NumericError
-        """
+        """Wait for the current save, and raise its error on every rank if it failed."""
         self.wait()
         if self.error is not None:
             raise self.error
 
     def close(self) -> None:
-        """Wait until the last save is on the disk; then free the threads, the copy of the state and the process
-        group.
-
-        Raises:
-            CheckpointError, NumericError: it could not be written.
-        """
+        """Wait until the last save is on the disk; then free threads, copy and process group. Raises its error."""
         self.wait()
         self.writer.shutdown()
         self.hasher.shutdown()
@@ -200,13 +176,8 @@ class Saver:
             raise self.error
 
 
-def prepare_folder(parent: Path, needed: int, keep: int) -> None:
-    """Create the folder of the checkpoints before the first step, and check that it is writable (on rank 0).
-
-    Raises:
-        CheckpointError: there is no room for one more checkpoint.
-        OSError: the folder cannot be made, or written to.
-    """
+def prepare_folder(parent: Path, needed: int) -> None:
+    """Create the folder of the checkpoints, and check that it is writable and has room for one more (on rank 0)."""
     make_folder(parent)
     recover(parent)  # a run that continues from another folder has not done this yet
     sweep(parent)
@@ -214,9 +185,3 @@ def prepare_folder(parent: Path, needed: int, keep: int) -> None:
     probe.write_bytes(b"")
     probe.unlink()
     require_room(parent, int(needed * MARGIN))
-    more = max(1, keep + 1 - len(list_checkpoints(parent)))
-    if (free := free_bytes(parent)) < int(needed * more * MARGIN):
-        log().warning(
-            "checkpoint.keep=%d: %d checkpoints more take %s in %s, where %s are free",
-            keep, more, readable(needed * more), parent, readable(free),
-        )  # fmt: skip

@@ -18,15 +18,12 @@ from llava_fsdp.runtime.errors import OffloadError, OutOfMemory
 from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 
+NO_ROOM = (
+    "out of host memory: the copy that checkpoints are written from takes {:.3g} GiB; checkpoint.asynchronous=false "
+    "goes without it, offload=nvme keeps states in files"
+)
 SHARE = 0.8
 """Share of the host's free memory that copies of the state may take; the rest is for growth during the run."""
-
-
-def no_room(nbytes: int) -> OutOfMemory:
-    return OutOfMemory(
-        f"out of host memory: the copy that checkpoints are written from takes {nbytes / 2**30:.3g} GiB; "
-        "checkpoint.asynchronous=false goes without it, offload=nvme keeps states in files"
-    )
 
 
 class Snapshot:
@@ -39,12 +36,12 @@ class Snapshot:
             self.arena = Arena(room, pin=self.on_gpu)
         except OffloadError as error:
             if not self.on_gpu:
-                raise no_room(room) from error
+                raise OutOfMemory(NO_ROOM.format(room / 2**30)) from error
             log().warning("the copy that checkpoints are written from is not pinned, and takes longer: %s", error)
             try:
                 self.arena = Arena(room)
             except OffloadError:
-                raise no_room(room) from error
+                raise OutOfMemory(NO_ROOM.format(room / 2**30)) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):  # large pages: a 512th of the page faults
             self.arena.memory.madvise(mmap.MADV_HUGEPAGE)
         self.buffers = {name: self.arena.take(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
@@ -66,8 +63,7 @@ class Snapshot:
             self.updated.record()
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors into the buffers (in the writing thread). On a GPU a side stream copies, after the last
-        update."""
+        """Copy the tensors into the buffers, in the writing thread; on a GPU by a side stream, behind the update."""
         assert tensors.keys() == self.buffers.keys()
         try:
             if self.stream is None or self.updated is None or self.copied is None:
@@ -96,17 +92,14 @@ class Snapshot:
 
 
 def fits(nbytes: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether the copies of all ranks fit into their hosts' memory; the same answer on all ranks. A collective."""
+    """Whether the copies of all ranks fit into their hosts' memory; the same on all ranks. A collective."""
     host = socket.gethostname()
     needed = sum(count for name, count in gathered((host, nbytes), group) if name == host)
     available = read_host().free
-    answers = gathered((needed <= SHARE * available, needed, available), group)
-    short = [(needed, available) for enough, needed, available in answers if not enough]
-    if short:
-        needed, available = short[0]
+    is_enough = all(gathered(needed <= SHARE * available, group))
+    if not is_enough:
         log().info(
-            "checkpoints are written synchronously: copying the state takes %.1f GB of a host's memory, and %.1f GB "
-            "are available",
-            needed / 1e9, available / 1e9,
+            "checkpoints are written synchronously: a copy of the state does not fit into the memory of every host; "
+            "this one's takes %.1f GB of %.1f GB", needed / 1e9, available / 1e9,
         )  # fmt: skip
-    return not short
+    return is_enough

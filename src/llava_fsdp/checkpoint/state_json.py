@@ -9,13 +9,15 @@ from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.small_json import parse_object
 
 TYPES: dict[str, tuple[type, ...]] = {
-    "format": (int,), "run": (str,), "step": (int,), "samples": (int,), "skipped": (int,), "seed": (int,),
+    "format": (int,), "run": (str,), "step": (int,), "samples": (int,), "skipped": (int,),
+    "consecutive": (int,), "seed": (int,),
     "scaler": (dict, type(None)), "broken": (list,), "fingerprints": (dict,), "trainable": (list,),
     "versions": (dict,), "written_by": (dict,), "config": (dict,),
 }  # fmt: skip
 SCALER: dict[str, tuple[type, ...]] = {
     "scale": (float,), "hysteresis": (int,), "steps": (int,), "last_overflow": (int,),
 }  # fmt: skip
+COUNTERS = ("step", "samples", "skipped", "consecutive")
 FINGERPRINTS = ("dataset", "encoding", "order", "model")
 
 
@@ -24,13 +26,10 @@ def render_facts(facts: dict[str, Any]) -> bytes:
 
 
 def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
-    """Parse the content of `state.json`, and check its types and that it agrees with the manifest.
-
-    Raises:
-        CheckpointError: it is invalid in any way, whatever its bytes are.
-    """
+    """Parse the content of `state.json`, and check its types and that it agrees with the manifest. Raises
+    CheckpointError if it is invalid in any way, whatever its bytes are."""
     try:
-        facts = parse_object(content)
+        facts: dict[str, Any] = {"consecutive": 0} | parse_object(content)  # older checkpoints lack it
         require_types(facts, TYPES)
         if facts["scaler"] is not None:
             require_types(facts["scaler"], SCALER)
@@ -39,7 +38,7 @@ def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
             raise TypeError("trainable has an item that is not a name")
         if not all(type(number) is int for number in facts["broken"]):
             raise TypeError("broken has an item that is not the number of a record")
-        if min(facts["step"], facts["samples"], facts["skipped"]) < 0 or facts["step"] != manifest.step:
+        if min(facts[name] for name in COUNTERS) < 0 or facts["step"] != manifest.step:
             raise ValueError(f"it is of step {facts['step']}, and the manifest of step {manifest.step}")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{STATE_FILE} cannot be understood: {type(error).__name__}: {error}") from error

@@ -21,7 +21,7 @@ from llava_fsdp.checkpoint.manifest import (
     Manifest,
     parse,
 )
-from llava_fsdp.checkpoint.retention import recover, report_strangers, require_plain_folder
+from llava_fsdp.checkpoint.retention import recover, require_plain_folder
 from llava_fsdp.checkpoint.safetensors_stream import open_file, read_header
 from llava_fsdp.checkpoint.state_json import parse_facts
 from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
@@ -42,11 +42,8 @@ class Checkpoint:
 
 
 def verify(folder: Path) -> Checkpoint:
-    """Verify all files of a checkpoint in one process.
-
-    Raises:
-        CheckpointError: naming the folder, the file and what is wrong. No other error, whatever the bytes are.
-    """
+    """Verify all files of a checkpoint in one process. Raises CheckpointError, naming the folder, the file and what is
+    wrong. No other error, whatever the bytes are."""
     with naming(folder):
         checkpoint = inspect(folder)
         digest_files(checkpoint, sorted(checkpoint.manifest.files))
@@ -54,8 +51,7 @@ def verify(folder: Path) -> Checkpoint:
 
 
 def verify_together(folder: Path) -> Checkpoint:
-    """Verify a checkpoint on all ranks, each of which reads some of its files. A collective; all ranks raise the
-    same error."""
+    """Verify a checkpoint, of which each rank reads some files. A collective; all ranks raise the same error."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     checkpoint = on_first_rank(naming(folder)(lambda: inspect(folder)), f"{folder} cannot be read")
     names = share(checkpoint.manifest.files, rank, size)
@@ -65,8 +61,7 @@ def verify_together(folder: Path) -> Checkpoint:
 
 @contextlib.contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """Put the checkpoint's folder in front of the message of any error. A context manager, also usable as a
-    decorator."""
+    """Context manager and decorator that puts the checkpoint's folder in front of the message of any error."""
     try:
         yield
     except CheckpointError as error:
@@ -76,8 +71,7 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def inspect(folder: Path) -> Checkpoint:
-    """Check names, sizes and formats of a checkpoint's files and which rows they hold, but not the digests of tensor
-    files."""
+    """Check all of a checkpoint but the digests of its tensor files."""
     manifest = check_files(folder)
     step = step_of(folder)
     if step is not None and step != manifest.step:
@@ -89,11 +83,8 @@ def inspect(folder: Path) -> Checkpoint:
 
 
 def check_files(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest, and compare the names and sizes of the files in the folder with it.
-
-    Raises:
-        CheckpointError: a file is missing, foreign or of another size.
-    """
+    """Read a checkpoint's manifest, and compare the names and sizes of the files in the folder with it. Raises
+    CheckpointError if a file is missing, foreign or of another size."""
     require_plain_folder(folder)
     entries = {entry.name: entry for entry in os.scandir(folder)}
     if MANIFEST_FILE not in entries:
@@ -117,11 +108,8 @@ def check_files(folder: Path) -> Manifest:
 
 
 def adapter_entries(folder: os.DirEntry[str] | None) -> dict[str, os.DirEntry[str]]:
-    """List the files in a checkpoint's adapter folder and its subfolders, by path within the checkpoint.
-
-    Raises:
-        CheckpointError: the folder is missing, or a link: `open_file` checks only the last name of a path.
-    """
+    """List the files in a checkpoint's adapter folder and its subfolders, by path within the checkpoint. Raises
+    CheckpointError: the folder is missing, or a link: `open_file` checks only the last name of a path."""
     if folder is None or not folder.is_dir(follow_symlinks=False):
         raise CheckpointError(f"{ADAPTER_FOLDER} is missing, or not a folder")
     found: dict[str, os.DirEntry[str]] = {}
@@ -142,11 +130,8 @@ def read_small(path: Path, largest: int) -> bytes:
 
 
 def check_headers(folder: Path, manifest: Manifest) -> None:
-    """Check that every tensor file of a checkpoint holds exactly the rows that the manifest lists.
-
-    Raises:
-        CheckpointError: naming the file and the tensor.
-    """
+    """Check that every tensor file of a checkpoint holds exactly the rows that the manifest lists. Raises
+    CheckpointError, naming the file and the tensor."""
     expected: dict[str, dict[str, tuple[object, tuple[int, ...]]]] = {
         name: {} for name in manifest.files if RANK_FILE.fullmatch(name)
     }
@@ -179,8 +164,7 @@ def check_digest(folder: Path, name: str, manifest: Manifest) -> None:
 
 
 def digest_of_file(path: Path) -> Digest:
-    """Compute size and digest of a file. Raises CheckpointError if it is a link or no regular file, or cannot be
-    opened."""
+    """Size and digest of a file. Raises CheckpointError if it is a link, no regular file, or cannot be opened."""
     with os.fdopen(open_file(path), "rb", buffering=0) as file:
         return digest_of(file)
 
@@ -197,14 +181,13 @@ def newest_together(parent: Path, strict: bool) -> Checkpoint | None:
 
     def look() -> list[Path]:
         recover(parent)
-        report_strangers(parent)
         return list_checkpoints(parent)[::-1]
 
     return first_good(on_first_rank(look, f"cannot look for checkpoints in {parent}"), strict, verify_together)
 
 
 def newest_alone(parent: Path) -> Checkpoint | None:
-    """Find the newest checkpoint that passes verification, in one process, without repairing anything in the folder."""
+    """Find the newest checkpoint that passes verification, in one process; repairs nothing in the folder."""
     return first_good(list_checkpoints(parent)[::-1], False, verify)
 
 

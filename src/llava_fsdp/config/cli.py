@@ -212,7 +212,7 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
         composed.append(node)
 
     refuse_multirun(config_name)
-    check_command_line(sys.argv[1:])
+    check_command_line(sys.argv[1:], LITERAL)
     refuse_bare_words(sys.argv[1:], config_name)
     refuse_no_choice(sys.argv[1:])
     sys.argv[1:] = [taken_literally(argument) for argument in sys.argv[1:]]

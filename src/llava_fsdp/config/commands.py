@@ -123,8 +123,6 @@ class EvaluateConfig:
     annotations: str | None
     """Files with the right answers, if the file of questions has none: VQAv2's or TextVQA's annotations, POPE's
     label file or the folder of them, ScienceQA's problems.json or its folder."""
-    split: str
-    """Split of ScienceQA's problems, if questions=problems.json: test, val, minival, ..."""
     suffix: bool
     """Whether to end every question with the last line that the original LLaVA uses for the task."""
     answers: str | None
@@ -226,8 +224,6 @@ class ConversionConfig:
     """Program that the written folder is for."""
     dtype: KeptDType
     """Dtype of the written weights; keep: as in the source."""
-    merge: bool
-    """Whether to merge the source's adapters into a whole model; false writes a folder of adapters."""
     base: str | None
     """Language model or whole LLaVA model that the source's adapters belong to; null: the one that the source names."""
     language: str | None

@@ -8,7 +8,7 @@ neither Hydra nor torch.
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import yaml
@@ -28,9 +28,12 @@ CALLS = re.compile(rf"(?<!\w)(?:{'|'.join(TARGETS)}|custom_search_space)(?!\w)|o
 out of a text."""
 
 
-def check_command_line(words: list[str]) -> None:
+def check_command_line(words: list[str], texts: Collection[str] = ()) -> None:
     """Check the command-line arguments for secrets, for settings that are fixed, and for Python that Hydra would
     call.
+
+    Args:
+        texts: keys whose values Hydra gets as quoted text, and which may therefore contain anything but `${...}`.
 
     Raises:
         ConfigError: one holds a secret, sets what is fixed, or Hydra would call what it or a YAML file names.
@@ -43,8 +46,9 @@ def check_command_line(words: list[str]) -> None:
                 f"{flag}={flags[flag]}: the configuration is the package's own; add to it with --config-dir"
             )
     for word in words:
-        refuse_calls(word, word)
         key, _, value = word.partition("=")
+        is_text = key in texts and value[:1] not in ("'", '"') and "${" not in value
+        refuse_calls(key if is_text else word, word)
         check_hydra_key(key.lstrip("+~"), value, word)
     folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
     if folder is not None:

@@ -1,5 +1,4 @@
-"""Write a model's answers as JSON Lines that the original LLaVA's scorers read; they are written as they are generated,
-and a later run continues an unfinished file.
+"""Append a model's answers to JSON Lines that the original LLaVA's scorers read; a later run continues the file.
 
 One process appends to the file itself. With several, each appends to its own part beside it (`FILE.part-0-of-8`), and
 rank 0 merges the parts once they hold all answers; the processes do not communicate otherwise. Every line names its
@@ -14,14 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError, StorageError
 from llava_fsdp.runtime.jsonl import replace_lines
-from llava_fsdp.runtime.log import log
 
 POLL = 0.5
 """Seconds between two reads of the answers that other processes have written."""
@@ -39,18 +37,21 @@ class Shard:
 
 @dataclass
 class AnswersFile:
-    """A file of a model's answers, and the parts that several processes write before rank 0 merges them into it."""
+    """A file of a model's answers, and the parts that several processes write before rank 0 merges them into it.
+
+    Attributes:
+        settings: everything but the question that an answer depends on: model, length, template, ...
+        texts: answers read or written so far, by the number of their question.
+        read: number of bytes read so far of each file, up to the end of a line.
+    """
 
     path: Path
     questions: Sequence[BenchmarkQuestion]
     settings: dict[str, Any]
-    """Everything but the question that an answer depends on: model, length, template, ..."""
     model_id: str
     shard: Shard = Shard()
     texts: dict[int, str] = field(default_factory=dict)
-    """Answers read or written so far, by the number of their question."""
     read: dict[Path, int] = field(default_factory=dict)
-    """Number of bytes read so far of each file, up to the end of a line."""
 
     def __post_init__(self) -> None:
         self.by_number = {question.number: question for question in self.questions}
@@ -65,17 +66,16 @@ class AnswersFile:
         """
         known = len(self.texts)
         for path in [*self.parts(), self.path]:  # parts are deleted only once the file is complete
-            for line, content in self.new_lines(path):
-                number, text = self.parse(f"{path}, line {line}" if line else str(path), content)
+            for line in self.new_lines(path):
+                number, text = self.parse(path, line)
                 self.texts.setdefault(number, text)
         return len(self.texts) > known
 
     def parts(self) -> list[Path]:
         return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part-*-of-*"))
 
-    def new_lines(self, path: Path) -> Iterator[tuple[int, bytes]]:
-        """Yield a file's complete lines after the bytes read so far, each with its line number; the number is 0 if
-        earlier lines were read before.
+    def new_lines(self, path: Path) -> list[bytes]:
+        """Return a file's complete lines after the bytes read so far.
 
         A last line without a newline is still being written, or was cut off; it does not count yet.
         """
@@ -85,40 +85,31 @@ class AnswersFile:
                 file.seek(begin)
                 content = file.read()
         except FileNotFoundError:
-            return
+            return []
         except OSError as error:
             raise StorageError(f"answers={path} cannot be read: {error.strerror or error}") from error
         whole = content[: content.rfind(b"\n") + 1]
         self.read[path] = begin + len(whole)
-        for number, line in enumerate(whole.split(b"\n")[:-1], 1):
-            yield 0 if begin else number, line
+        return whole.split(b"\n")[:-1]
 
-    def parse(self, where: str, line: bytes) -> tuple[int, str]:
+    def parse(self, path: Path, line: bytes) -> tuple[int, str]:
+        """Return the question's number and the answer in a line."""
         cure = "name another file with answers=FILE, or move this one away"
         try:
             row = json.loads(line)
-            number, text, settings = row["metadata"]["number"], row["text"], row["metadata"]["how"]
+            number, text, settings = row["metadata"]["number"], row["text"], dict(row["metadata"]["how"])
+            asked = row["question_id"], row["prompt"], row["metadata"]["image"]
             question = self.by_number.get(number)
-            same = question is not None and (row["question_id"], row["prompt"], row["metadata"]["image"]) == (
-                question.id,
-                question.prompt,
-                list(question.images),
-            )
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{where} is not an answer that this program has written; {cure}") from error
+            raise ConfigError(f"{path} has a line that this program has not written: {line[:100]!r}; {cure}") from error
         if settings != self.settings:
             other = [f"{k}={settings.get(k)} there, {v} here" for k, v in self.settings.items() if settings.get(k) != v]
-            raise ConfigError(f"{where} was answered with other settings: {', '.join(other) or settings}; {cure}")
-        if question is None:
+            raise ConfigError(f"{path} was answered with other settings: {', '.join(other) or settings}; {cure}")
+        here = None if question is None else (question.id, question.prompt, list(question.images))
+        if asked != here or not isinstance(text, str):
             raise ConfigError(
-                f"{where} answers question {number} (id {row['question_id']}), which is not one of these "
-                f"{len(self.questions)} (a lower limit, or another file of questions?); {cure}"
-            )
-        if not same or not isinstance(text, str):
-            raise ConfigError(
-                f"{where} answers question {number} (id {row['question_id']}), which has another text, image or id "
-                f"here (another file of questions, or suffix?): {str(row['prompt'])[-100:]!r} there, "
-                f"{question.prompt[-100:]!r} here; {cure}"
+                f"{path} answers a question {number} (id {asked[0]}, {str(asked[1])[-100:]!r}) that is not among these "
+                f"{len(self.questions)}: another file of questions, suffix or limit? Then {cure}"
             )
         return number, text
 
@@ -143,32 +134,28 @@ class AnswersFile:
             ConfigError: another process is writing the file.
             StorageError: the file cannot be written.
         """
+        path = self.own_path
         with contextlib.ExitStack() as stack:
-            with storing(f"answers={self.own_path}"):
-                self.own_path.parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(self.own_path.open("a+b"))
-                lock(file, self.own_path)
+            with storing(f"answers={path}"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(path.open("a+b"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise ConfigError(
+                        f"answers={path} is being written by another evaluation; wait for it, or name another"
+                    ) from error
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)  # appends go to the end whatever the position
 
             def add(questions: Sequence[BenchmarkQuestion], texts: Sequence[str]) -> None:
                 pairs = list(zip(questions, texts, strict=True))
-                with storing(f"answers={self.own_path}"):
+                with storing(f"answers={path}"):
                     file.write("".join(f"{self.line(question, text)}\n" for question, text in pairs).encode())
                     file.flush()
                 self.texts |= {question.number: text for question, text in pairs}
 
             yield add
-
-    @contextlib.contextmanager
-    def report_interrupt(self) -> Iterator[None]:
-        """Context manager that logs on Ctrl-C that the answers so far are kept."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            kept, most = len(self.texts), len(self.questions)
-            log().info("%s keeps %d of %d answers; the same command continues there", self.own_path, kept, most)
-            raise
 
     def line(self, question: BenchmarkQuestion, text: str) -> str:
         metadata = {"number": question.number, "image": list(question.images), "how": self.settings}
@@ -183,9 +170,7 @@ class AnswersFile:
         return json.dumps(row)
 
     def wait(self, stall: float = STALL) -> None:
-        """Wait until all processes have written their answers.
-
-        torchrun ends this process if another one fails, so only a process that hangs can keep it waiting.
+        """Wait until all processes have written their answers; torchrun ends this one if another fails.
 
         Raises:
             CommunicationError: no answer came for `stall` seconds.
@@ -196,13 +181,12 @@ class AnswersFile:
                 since = time.monotonic()
             elif time.monotonic() - since > stall:
                 missing = [n for n, question in enumerate(self.questions) if question.number not in self.texts]
-                ranks = sorted({n % self.shard.size for n in missing})
                 raise CommunicationError(
-                    f"no new answer for {stall:.0f} s, and {len(missing)} are missing, of ranks {ranks}; all ranks "
-                    f"must see the folder of answers={self.path}. The same command continues"
+                    f"no new answer for {stall:.0f} s, and {len(missing)} are missing, of ranks "
+                    f"{sorted({n % self.shard.size for n in missing})}; all ranks must see the folder of "
+                    f"answers={self.path}. The same command continues"
                 )
-            else:
-                time.sleep(POLL)
+            time.sleep(POLL)
 
     def finish(self) -> list[str]:
         """Write the complete answers file in the order of the questions, delete the parts, and return all answers."""
@@ -225,24 +209,6 @@ def storing(what: str) -> Iterator[None]:
         raise StorageError(
             f"{what} cannot be written: {error.strerror or error}; fix that, and the same command continues"
         ) from error
-
-
-def lock(file: BinaryIO, path: Path) -> None:
-    """Lock a file until it is closed or the process ends; raise ConfigError if another process has locked it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(
-            f"answers={path} is being written by another evaluation; wait for it, or name another"
-        ) from error
-
-
-def check_answers_file(path: Path) -> None:
-    """Raise ConfigError unless the path can be that of a file of answers."""
-    if path.suffix != ".jsonl":
-        raise ConfigError(f"answers={path} is JSON Lines; give it a name that ends in .jsonl")
-    if path.is_dir():
-        raise ConfigError(f"answers={path} is a folder; name a file in it")
 
 
 def blank_file(path: Path) -> Path:

@@ -19,12 +19,11 @@ from llava_fsdp.config import EvaluateConfig, Format, Task, cli
 from llava_fsdp.data.records.record import Turn, reading
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.data.toy_shapes import draw_shapes
-from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, check_answers_file, storing
+from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, storing
 from llava_fsdp.evaluate.check_images import check_images
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.evaluate.read_questions import read_questions
 from llava_fsdp.evaluate.results import score_all, submission_of, table_of
-from llava_fsdp.evaluate.vqa_files import warn_of_unreachable
 from llava_fsdp.model.lora_files import FOLDER as ADAPTER
 from llava_fsdp.model.pretrained import EXPORT, resolve_model
 from llava_fsdp.runtime.console import TextConsole
@@ -44,14 +43,10 @@ def main() -> None:
 def evaluate(cfg: EvaluateConfig) -> None:
     """Let a model answer all questions of a benchmark greedily, and print the answers' scores."""
     shard = open_shard(cfg)
-    if cfg.submission is not None and not Path(cfg.submission).parent.is_dir():
-        raise ConfigError(f"submission={cfg.submission} is in no folder that exists; make it first")
     if cfg.task is Task.conversations:
         draw_shapes(cfg.data)
-    all_questions = read_questions(cfg)
-    questions = check_images(all_questions, cfg.data)
-    if cfg.task is Task.vqa and shard.rank == 0:
-        warn_of_unreachable(questions)
+    questions = read_questions(cfg)
+    check_images(questions, cfg.data)
     generator = AnswerGenerator(cfg, questions, shard)
     answers = generator.answers(blank=False)
     blank_answers = generator.answers(blank=True) if asks_blank(cfg) else None
@@ -62,7 +57,6 @@ def evaluate(cfg: EvaluateConfig) -> None:
         "task": cfg.task.value,
         "data": cfg.data.path if cfg.task is Task.conversations else cfg.questions,
         "questions": len(questions),
-        "left_out": len(all_questions) - len(questions),
     }
     if questions[0].references:
         result |= score_all(cfg.task, questions, answers)
@@ -70,16 +64,16 @@ def evaluate(cfg: EvaluateConfig) -> None:
             result["accuracy_blank_pictures"] = score_all(cfg.task, questions, blank_answers)["accuracy"]
     if cfg.submission is not None:
         with storing(f"submission={cfg.submission}"):
+            Path(cfg.submission).parent.mkdir(parents=True, exist_ok=True)
             replace_lines(Path(cfg.submission), [json.dumps(submission_of(questions, answers))])
     if cfg.format is Format.json:
         print(json.dumps(result))
     else:
-        print_result(cfg, questions, answers, result)
+        print_result(cfg.show, questions, answers, result)
 
 
 def open_shard(cfg: EvaluateConfig) -> Shard:
-    """Return this process's share of the questions, from torchrun's environment variables, and make its GPU the current
-    one.
+    """Return this process's share of the questions, by torchrun's environment variables, and select its GPU.
 
     Raises:
         ConfigError: there are several processes and `answers` is not set, or more processes than GPUs.
@@ -100,15 +94,13 @@ def asks_blank(cfg: EvaluateConfig) -> bool:
 
 
 class AnswerGenerator:
-    """Generator of a model's answers to questions that the answers file does not answer yet; loads the model only if
-    there are any."""
+    """Generates the answers that the answers file does not have yet; loads the model only if some are missing."""
 
     def __init__(self, cfg: EvaluateConfig, questions: list[BenchmarkQuestion], shard: Shard):
         self.cfg, self.questions, self.shard = cfg, questions, shard
         self.assistant: Assistant | None = None
         self.settings: dict[str, Any] = {}
         if cfg.answers is not None:
-            check_answers_file(Path(cfg.answers))
             self.settings = {
                 "model": model_digest(cfg.model.checkpoint),
                 "max_new_tokens": cfg.max_new_tokens,
@@ -117,11 +109,8 @@ class AnswerGenerator:
             }
 
     def answers(self, blank: bool) -> list[str]:
-        """Generate the missing answers; return the answers to all questions on rank 0, and nothing on other ranks.
-
-        Args:
-            blank: replace all images with the mean color.
-        """
+        """Generate the missing answers, to images or to blank ones of the mean color; return the answers to all
+        questions on rank 0, and nothing on other ranks."""
         if self.cfg.answers is None:
             return [text for _, texts in self.batches(self.questions, blank) for text in texts]
         path = Path(self.cfg.answers)
@@ -136,7 +125,7 @@ class AnswerGenerator:
         if file.texts and self.shard.rank == 0:
             log().info("%s has %d of %d answers; continuing", file.path, len(file.texts), len(self.questions))
         if pending:
-            with file.writing() as add, file.report_interrupt():
+            with file.writing() as add:
                 for batch, texts in self.batches(pending, blank):
                     add(batch, texts)
         if self.shard.rank != 0:
@@ -147,12 +136,11 @@ class AnswerGenerator:
     def batches(
         self, questions: list[BenchmarkQuestion], blank: bool
     ) -> Iterator[tuple[list[BenchmarkQuestion], list[str]]]:
-        """Generate answers in batches; yield each batch of questions and its answers."""
         cfg = self.cfg
         if self.assistant is None:
             self.assistant = Assistant(cfg.model.checkpoint, cfg.data.template, cfg.data.image_aspect_ratio)
-        label = "questions, blank images" if blank else "questions"
-        with watch_silently(label, 0) if cli.is_later_rank() else watch(label, len(questions)) as advance:
+        show = watch_silently if cli.is_later_rank() else watch
+        with show("questions", len(questions)) as advance:
             for start in range(0, len(questions), cfg.batch_size):
                 batch = questions[start : start + cfg.batch_size]
                 paths = [with_paths(question, cfg.data.images) for question in batch]
@@ -190,11 +178,9 @@ def model_digest(checkpoint: str) -> str:
         return xxh3_128_hexdigest("\n".join(lines).encode())
 
 
-def print_result(
-    cfg: EvaluateConfig, questions: list[BenchmarkQuestion], answers: list[str], result: dict[str, Any]
-) -> None:
-    """Print some of the answers, and the scores."""
-    for question, answer in list(zip(questions, answers, strict=True))[: cfg.show]:
+def print_result(show: int, questions: list[BenchmarkQuestion], answers: list[str], result: dict[str, Any]) -> None:
+    """Print the first `show` answers, and the scores."""
+    for question, answer in list(zip(questions, answers, strict=True))[:show]:
         image = shown_name(question.images[0]) if question.images else "no image"
         text, reply = (t.strip().replace("\n", "\n    ") for t in (question.text.replace(IMAGE_TAG, ""), answer))
         print(f"{image}: {text}\n  answer: {reply}")
@@ -202,11 +188,9 @@ def print_result(
             print(f"  right:  {' | '.join(map(shown_name, dict.fromkeys(question.references)))}")
     if "accuracy" not in result:
         print(f"{len(questions)} questions answered; without right answers there are no scores")
-    elif cfg.task is Task.conversations:
-        print(f"held-out accuracy with images:       {result['accuracy']:.1%} of {len(questions)} questions")
     else:
         TextConsole(width=None if sys.stdout.isatty() else 120).print(table_of(result))
     if "mean_f1" in result:
         print(f"mean F1 of the categories: {result['mean_f1']:.2%}")
     if "accuracy_blank_pictures" in result:
-        print(f"held-out accuracy with blank images: {result['accuracy_blank_pictures']:.1%}")
+        print(f"accuracy with blank images: {result['accuracy_blank_pictures']:.2%}")

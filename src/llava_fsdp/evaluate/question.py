@@ -74,7 +74,7 @@ def with_suffix(questions: list[BenchmarkQuestion], task: Task, add: bool) -> li
     without `add`, only log if the first question lacks it.
 
     Raises:
-        ConfigError: a question already has the line that is to be added.
+        ConfigError: a question has the line already.
     """
     suffix, first = SUFFIXES[task], questions[0]
     if not add:

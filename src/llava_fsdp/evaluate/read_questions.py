@@ -1,4 +1,4 @@
-"""Readers of question files: LLaVA's records and question files, VQAv2's questions, ScienceQA's problems."""
+"""Readers of question files: LLaVA's records and question files, and VQAv2's questions."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 from llava_fsdp.config import EvaluateConfig, Task
 from llava_fsdp.data.index.record_store import sources_of
-from llava_fsdp.data.records.json_stream import MOST_BYTES
 from llava_fsdp.data.records.record import (
     BYTE_ORDER_MARK,
     Record,
@@ -31,7 +30,7 @@ from llava_fsdp.evaluate.question import (
     with_suffix,
 )
 from llava_fsdp.evaluate.references import own_answers
-from llava_fsdp.evaluate.scienceqa_files import annotate_problems, read_choice_record, read_problems
+from llava_fsdp.evaluate.scienceqa_files import annotate_problems, read_choice_record
 from llava_fsdp.evaluate.vqa_files import annotate_textvqa, annotate_vqa, check_ten, read_vqa_questions
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.safe_load import LARGE, read_json
@@ -57,13 +56,13 @@ def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
     path = Path(cfg.questions)
     if not path.is_file():
         raise ConfigError(f"questions={path} is not a file")
-    questions = list(read_file(path, cfg.task, cfg.split, cfg.data.max_record_bytes))
+    questions = list(read_file(path, cfg.task, cfg.data.max_record_bytes))
     if not questions:
         raise DataError(f"questions={path} holds no questions")
     if cfg.annotations is not None:
         questions = ANNOTATE[cfg.task](questions, Path(cfg.annotations))
     if cfg.task is Task.textvqa:
-        check_ten(questions, cfg.annotations)
+        check_ten(questions, cfg.annotations or cfg.questions)
     known = sum(bool(q.references) for q in questions)
     if known not in (0, len(questions)):
         first = next(q for q in questions if not q.references)
@@ -81,27 +80,33 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 
 
 def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:
-    """Return the first question of a record, with its answer; raise DataError if the record does not begin with
-    them."""
+    """Return the first question of a record, with its answer."""
     check_unread(record.where, record.unread)
     text, images, answer = opening_question(record)
     return BenchmarkQuestion(number, record.id, text, text, record.images[:images], record.where, references=(answer,))
 
 
-def read_file(path: Path, task: Task, split: str, max_bytes: int = MOST_BYTES) -> Iterator[BenchmarkQuestion]:
+def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuestion]:
     """Read all questions of a file in any of the supported formats.
 
     Args:
         path: JSON Lines, or a JSON list, of `question_id`, `text`, `image` and `category`, or of LLaVA records
-            (multiple choice); VQAv2's questions; or ScienceQA's problems.
-        split: split of ScienceQA's problems: test, val, minival, ...
+            (multiple choice); or VQAv2's questions.
         max_bytes: most bytes of a question in the file.
 
     Raises:
         DataError: the file or a record has another form.
     """
-    if path.suffix.lower() == ".json" and begins_with_object(path):
-        yield from read_object(path, task, split)
+    with path.open("rb") as file:
+        is_object = file.read(64).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
+    if path.suffix.lower() == ".json" and is_object:
+        whole = read_json(path, DataError, LARGE)
+        if task is not Task.vqa or "questions" not in whole:
+            raise DataError(
+                f"questions={path} is an object with the keys {shown(list(whole))}; task={task.value} reads JSON Lines "
+                "of question_id and text" + (", or VQAv2's questions" if task is Task.vqa else "")
+            )
+        yield from read_vqa_questions(path, whole)
         return
     for number, (content, line) in enumerate(texts(path, max_bytes)):
         raw = parse_text(path, number, content, line)
@@ -111,23 +116,6 @@ def read_file(path: Path, task: Task, split: str, max_bytes: int = MOST_BYTES) -
             yield read_choice_record(path, number, line, raw)
         else:
             yield read_row(path, number, line, raw, task)
-
-
-def begins_with_object(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(64).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
-
-
-def read_object(path: Path, task: Task, split: str) -> Iterator[BenchmarkQuestion]:
-    whole = read_json(path, DataError, LARGE)
-    if task is Task.multiple_choice:
-        return read_problems(path, whole, split)
-    if task is Task.vqa and "questions" in whole:
-        return read_vqa_questions(path, whole)
-    raise DataError(
-        f"questions={path} is an object with the keys {shown(list(whole))}; task={task.value} reads JSON Lines of "
-        "question_id and text" + (", or VQAv2's questions" if task is Task.vqa else "")
-    )
 
 
 def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], task: Task) -> BenchmarkQuestion:

@@ -35,7 +35,7 @@ def count_choices(raw: object, where: str) -> int:
 def letter_of(raw: object, choices: int, where: str) -> str:
     """Return the letter of a right answer that is given as a letter or as a number from 0."""
     letter = LETTERS[raw] if type(raw) is int and 0 <= raw < choices else raw
-    if not isinstance(letter, str) or len(letter) != 1 or letter not in LETTERS[:choices]:
+    if not isinstance(letter, str) or letter not in tuple(LETTERS[:choices]):
         raise DataError(
             f"{where}: answer is {shown(raw)}; it must be a letter from A to {LETTERS[choices - 1]}, or a place from 0"
         )

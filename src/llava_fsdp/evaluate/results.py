@@ -7,26 +7,15 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from llava_fsdp.config import Task
+from llava_fsdp.evaluate import scoring
 from llava_fsdp.evaluate.question import CATEGORY, BenchmarkQuestion
-from llava_fsdp.evaluate.scoring import (
-    LETTERS,
-    chosen,
-    exact_match,
-    prepare_submission,
-    says_yes,
-    score_choices,
-    score_yes_no,
-    textvqa_accuracy,
-    vqa_accuracy,
-)
+from llava_fsdp.evaluate.scoring import LETTERS
 
 Numbers = dict[str, Any]
-COLUMNS = ("accuracy", "invalid", "precision", "recall", "f1", "yes_ratio")
-"""Columns that the table of scores may have; a task has some of them."""
-
-
 Questions = Sequence[BenchmarkQuestion]
 Score = Callable[[Questions, Sequence[str]], Numbers]
+COLUMNS = ("accuracy", "invalid", "precision", "recall", "f1", "yes_ratio")
+"""Columns that the table of scores may have; a task has some of them."""
 
 
 def mean_of(rule: Callable[[str, Sequence[str]], float]) -> Score:
@@ -38,22 +27,23 @@ def mean_of(rule: Callable[[str, Sequence[str]], float]) -> Score:
 
 
 def score_letters(questions: Questions, answers: Sequence[str]) -> Numbers:
-    picked = [chosen(text, q.choices or len(LETTERS)) for q, text in zip(questions, answers, strict=True)]
-    return score_choices(picked, [LETTERS.index(q.references[0]) for q in questions])
+    picked = [scoring.chosen(text, q.choices or len(LETTERS)) for q, text in zip(questions, answers, strict=True)]
+    right = sum(choice == q.references[0] for q, choice in zip(questions, picked, strict=True))
+    return {"accuracy": right / len(questions), "right": right, "invalid": picked.count(None)}
 
 
 def score_yes(questions: Questions, answers: Sequence[str]) -> Numbers:
-    return score_yes_no([says_yes(text) for text in answers], [q.references[0] == "yes" for q in questions])
+    said = [scoring.says_yes(text) for text in answers]
+    return scoring.score_yes_no(said, [q.references[0] == "yes" for q in questions])
 
 
 SCORES: dict[Task, Score] = {
-    Task.conversations: mean_of(exact_match),
-    Task.vqa: mean_of(vqa_accuracy),
-    Task.textvqa: mean_of(textvqa_accuracy),
+    Task.conversations: mean_of(scoring.exact_match),
+    Task.vqa: mean_of(scoring.vqa_accuracy),
+    Task.textvqa: mean_of(scoring.textvqa_accuracy),
     Task.multiple_choice: score_letters,
     Task.yes_no: score_yes,
 }
-"""Scoring function of each task, for one or more questions whose right answers are known."""
 
 
 def groups_of(question: BenchmarkQuestion, task: Task) -> tuple[tuple[str, str], ...]:
@@ -105,4 +95,4 @@ def number_text(value: float) -> str:
 def submission_of(questions: Questions, answers: Sequence[str]) -> list[dict[str, Any]]:
     """Return answers in the form that VQAv2's evaluation server takes, prepared as the original LLaVA prepares them."""
     pairs = zip(questions, answers, strict=True)
-    return [{"question_id": question.id, "answer": prepare_submission(text)} for question, text in pairs]
+    return [{"question_id": question.id, "answer": scoring.prepare_submission(text)} for question, text in pairs]

@@ -9,7 +9,6 @@ vqaEval.py (github.com/GT-Vision-Lab/VQA) and of the EvalAIAnswerProcessor that 
 import re
 from collections import Counter
 from collections.abc import Sequence
-from types import MappingProxyType
 
 LETTERS = "ABCDE"
 SENTENCE = re.compile(r"The answer is ([A-Z]).")
@@ -18,8 +17,7 @@ NEGATIONS = frozenset({"No", "no", "not"})
 PUNCTUATION = ';/[]"{}()=+\\_->@<`,?!'
 PERIOD = re.compile(r"\.(?!\d)")
 MOST_PERIODS = 32
-"""Greatest number of periods removed from an answer: the official code passes re.UNICODE, which is 32, as that
-number."""
+"""Most periods removed from an answer: the official code passes re.UNICODE, which is 32, as that number."""
 COMMA_IN_NUMBER = re.compile(r"\d,\d")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 WORDS = {word: str(number) for number, word in enumerate(NUMBERS)} | {"none": "0"}
@@ -41,8 +39,8 @@ AGAINST_THE_RULE = {"somebody'd": "somebodyd"}
 """Replacement that the official table has the wrong way round, for answers and references alike."""
 
 
-def chosen(answer: str, choices: int) -> int | None:
-    """Return the number, from 0, of the choice that an answer names; None if it names no choice.
+def chosen(answer: str, choices: int) -> str | None:
+    """Return the letter of the choice that an answer names; None if it names no choice.
 
     A choice is named by a letter alone (`B`), by a letter before a period and a space (`B. a cat`), or by `The answer
     is B.` anywhere, but only once. Other forms, such as `(B)`, `B.`, `b` or the choice's own words, name none.
@@ -50,24 +48,11 @@ def chosen(answer: str, choices: int) -> int | None:
     Args:
         choices: number of choices; letters beyond them name no choice.
     """
-    if answer in tuple(LETTERS):
-        letter = answer
-    elif answer[:1] in tuple(LETTERS) and answer[1:3] == ". ":
-        letter = answer[0]
+    if answer[:1] in tuple(LETTERS) and answer[1:3] in ("", ". "):
+        named = [answer[0]]
     else:
         named = SENTENCE.findall(answer)
-        letter = named[0] if len(named) == 1 else ""
-    return LETTERS.index(letter) if letter and letter in LETTERS[:choices] else None
-
-
-def score_choices(picked: Sequence[int | None], right: Sequence[int]) -> dict[str, float]:
-    """Score multiple-choice answers: `accuracy`, and the numbers of `right` and `invalid` answers (None in `picked`).
-
-    Raises:
-        ValueError: the numbers of answers and right choices differ.
-    """
-    hits = sum(p == r for p, r in zip(picked, right, strict=True))
-    return {"accuracy": hits / len(picked), "right": hits, "invalid": sum(p is None for p in picked)}
+    return named[0] if len(named) == 1 and named[0] in LETTERS[:choices] else None
 
 
 def says_yes(answer: str) -> bool:
@@ -81,9 +66,6 @@ def score_yes_no(answers: Sequence[bool], right: Sequence[bool]) -> dict[str, fl
     """Compute rates and counts of yes-no answers (True is yes) with yes as the positive class.
 
     `yes_ratio` is the share of answers that say yes. A rate whose divisor is 0 is 0, where the original fails.
-
-    Raises:
-        ValueError: the numbers of answers and right answers differ.
     """
     counts = Counter(zip(answers, right, strict=True))
     true_yes, false_yes = counts[True, True], counts[True, False]
@@ -105,50 +87,35 @@ def rate(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def lacking_one(whole: str) -> list[str]:
-    """Return the word without its first apostrophe, without its second, and so on."""
-    return [whole[:n] + whole[n + 1 :] for n, sign in enumerate(whole) if sign == "'"]
-
-
-CONTRACTIONS = MappingProxyType(
-    {lacking: whole for whole in WHOLE.split() for lacking in lacking_one(whole)} | AGAINST_THE_RULE
-)
+CONTRACTIONS = {
+    whole[:place] + whole[place + 1 :]: whole
+    for whole in WHOLE.split()
+    for place, sign in enumerate(whole)
+    if sign == "'"
+} | AGAINST_THE_RULE
 """Replacements of words by contractions before comparison. The official table's forms of I'd've, I'm and I've are left
 out: they have a capital I, and words are lower-cased before."""
 
 
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Compute VQAv2's accuracy of an answer, 0 to 1, after preparing it for submission as LLaVA does.
-
-    With fewer than four references no answer could reach 1; then the accuracy is 1 if the answer is one of them, both
-    normalised, and else 0.
-    """
+    """Compute VQAv2's accuracy of an answer, 0 to 1, after preparing it for submission as LLaVA does. Of fewer than
+    four references, none of which could give 1 then, it must equal one, both normalised."""
     if len(references) <= ENOUGH:
         return float(normalize_vqa(prepare_submission(answer)) in {normalize_vqa(r) for r in references})
     return official_accuracy(prepare_submission(answer), references)
 
 
 def official_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Compute VQAv2's accuracy of an answer, 0 to 1, without preparing it for submission.
-
-    If all references are the same text, neither side is normalised: `Yes` is wrong to ten times `yes`.
-    """
+    """Compute VQAv2's accuracy of an answer, 0 to 1, without preparing it for submission. If all references are one
+    text, neither side is normalised: `Yes` is wrong to ten times `yes`."""
     answer, references = one_line(answer), [one_line(r) for r in references]
     if len(set(references)) > 1:
         answer, references = normalize_vqa(answer), [normalize_vqa(r) for r in references]
     return leave_one_out(answer, references)
 
 
-def is_out_of_reach(references: Sequence[str]) -> bool:
-    """Return whether no answer can be right by VQAv2's rules: all references are one text, which is then not
-    normalised, and which preparing answers would change, as `four` to `4`."""
-    written = {one_line(r) for r in references}
-    return len(references) > ENOUGH and len(written) == 1 and not written & {prepare_submission(r) for r in written}
-
-
 def textvqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Compute LLaVA's accuracy of an answer on TextVQA, 0 to 1; answer and references are both prepared as for a
-    submission."""
+    """Compute LLaVA's accuracy of an answer on TextVQA, 0 to 1; references are prepared like the answer."""
     return leave_one_out(prepare_submission(answer), [prepare_submission(r) for r in references])
 
 

@@ -8,9 +8,7 @@ from typing import Any
 from llava_fsdp.data.records.record import shown
 from llava_fsdp.evaluate.question import SHORT, BenchmarkQuestion, with_image_tag
 from llava_fsdp.evaluate.references import rows_of, texts_of
-from llava_fsdp.evaluate.scoring import is_out_of_reach, prepare_submission
 from llava_fsdp.runtime.errors import DataError
-from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.safe_load import LARGE, read_json
 
 TEXTVQA_ANSWERS = 10
@@ -38,19 +36,13 @@ def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[Benchma
     Raises:
         DataError: the file has another form, or a question is not in it.
     """
-    whole = read_json(path, DataError, LARGE)
-    rows = rows_of(whole.get("annotations"), f"annotations={path}: annotations")
-    by_id = {str(row.get("question_id")): row for row in rows}
+    by_id = {str(row.get("question_id")): row for row in annotation_rows(path, "annotations")}
     found = []
     for question in questions:
-        row = by_id.get(str(question.id))
-        if row is None:
-            raise DataError(
-                f"{question.where}: annotations={path} has no question_id {question.id}; are they of the same split?"
-            )
+        row = annotation_of(question, by_id.get(str(question.id)), path)
         kinds = [(name.replace("_", " "), row.get(name)) for name in ("answer_type", "question_type")]
         groups = tuple((name, str(value)) for name, value in kinds if value is not None)
-        references = texts_of(row.get("answers"), f"annotations={path}: question_id {question.id}")
+        references = texts_of(row.get("answers"), f"annotations={path}: {question.id}")
         found.append(replace(question, references=references, groups=question.groups + groups))
     return found
 
@@ -61,47 +53,38 @@ def annotate_textvqa(questions: list[BenchmarkQuestion], path: Path) -> list[Ben
     Raises:
         DataError: the file has another form, or a question is not in it.
     """
-    whole = read_json(path, DataError, LARGE)
-    rows = rows_of(whole.get("data"), f"annotations={path}: data")
     known: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in rows:
+    for row in annotation_rows(path, "data"):
         question = str(row.get("question")).lower()
         known[str(row.get("image_id")), question] = known[str(row.get("question_id")), question] = row
     found = []
     for question in questions:
-        text = bare_question(question.prompt)
-        row = known.get((str(question.id), text))
-        if row is None:
-            raise DataError(
-                f"{question.where}: annotations={path} has no question {text!r} of the image or question_id "
-                f"{question.id}; are they of the same split?"
-            )
+        row = annotation_of(question, known.get((str(question.id), bare_question(question.prompt))), path)
         found.append(replace(question, references=texts_of(row.get("answers"), f"annotations={path}: {question.id}")))
     return found
 
 
-def check_ten(questions: list[BenchmarkQuestion], annotations: str | None) -> None:
+def annotation_rows(path: Path, key: str) -> list[dict[str, Any]]:
+    return rows_of(read_json(path, DataError, LARGE).get(key), f"annotations={path}: {key}")
+
+
+def annotation_of(question: BenchmarkQuestion, row: dict[str, Any] | None, path: Path) -> dict[str, Any]:
+    if row is None:
+        raise DataError(
+            f"{question.where}: annotations={path} has no such question with the id {question.id}; are they of the "
+            "same split?"
+        )
+    return row
+
+
+def check_ten(questions: list[BenchmarkQuestion], path: str) -> None:
     """Raise DataError unless every question has ten right answers or none; the original's evaluator asserts ten."""
     for question in questions:
-        if question.references and len(question.references) != TEXTVQA_ANSWERS:
-            source = f" in annotations={annotations}" if annotations else ""
+        if len(question.references) not in (0, TEXTVQA_ANSWERS):
             raise DataError(
-                f"{question.where} has {len(question.references)} right answers{source}; task=textvqa needs those of "
-                f"{TEXTVQA_ANSWERS} people, as the original's evaluator does; "
-                "score them with task=vqa, which takes any number"
+                f"{question.where} has {len(question.references)} right answers in {path}; task=textvqa needs "
+                f"{TEXTVQA_ANSWERS}, as the original's evaluator does; task=vqa takes any number"
             )
-
-
-def warn_of_unreachable(questions: list[BenchmarkQuestion]) -> None:
-    """Log a warning about questions for which no answer can be right by VQAv2's own rules."""
-    found = [q for q in questions if is_out_of_reach(q.references)]
-    if found:
-        log().warning(
-            "%d of %d questions count as wrong whatever the answer: all people wrote the same, which VQAv2 compares as "
-            "it was written, but answers are prepared before (%s: %s is never %s; docs/evaluation.md)",
-            len(found), len(questions), found[0].where, shown(prepare_submission(found[0].references[0])),
-            shown(found[0].references[0]),
-        )  # fmt: skip
 
 
 def bare_question(prompt: str) -> str:

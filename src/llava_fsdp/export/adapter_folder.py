@@ -29,6 +29,7 @@ from llava_fsdp.model.lora_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
     OTHERS_FILES,
+    AdapterFolder,
     adapter_folders,
     find_adapter,
     open_adapter,
@@ -46,14 +47,17 @@ ROOM = 512
 
 @dataclass(frozen=True)
 class Base:
-    """The base model of an adapter: its configuration, seed and fingerprint."""
+    """The base model of an adapter.
+
+    Attributes:
+        model: configuration by which the base is found and built.
+        seed: seed of the base's randomly initialized weights, which are in no file.
+        fingerprint: hash of all weights that are not in the adapter's folder; see `base_fingerprint`.
+    """
 
     model: ModelConfig
-    """Model configuration by which the base is found and built."""
     seed: int
-    """Seed of the base's randomly initialized weights, which are in no file."""
     fingerprint: str
-    """Hash of all weights that are not in the adapter's folder; see `base_fingerprint`."""
 
     @property
     def name(self) -> str:
@@ -62,30 +66,30 @@ class Base:
 
 @dataclass(frozen=True)
 class AdapterWriter:
-    """Writer of an adapter's folder at several steps of a run; it holds everything that does not change between the
-    steps."""
+    """Writer of an adapter's folder: what does not change between the steps of a run.
+
+    Attributes:
+        modules: our names of the modules that have adapters.
+        small: contents of the small files that the original LLaVA reads, by their paths in the adapter folder.
+    """
 
     source: SourceModel
     lora: LoraConfig
     modules: list[str]
-    """Names of the modules that have adapters, in our naming."""
     base: Base
     small: dict[str, bytes]
-    """Contents of the small files that the original LLaVA reads, by their paths in the adapter folder."""
 
     def write(
         self,
         folder: Path,
         tensors: Mapping[str, Stored],
         history: dict[str, Any],
-        dtype: KeptDType = KeptDType.keep,
     ) -> None:
         """Write an adapter folder, which must be empty or absent, with one adapter tensor in memory at a time.
 
         Args:
             tensors: all tensors of the folder, by the names of our parameters.
             history: the run, stage and step that made the adapter.
-            dtype: dtype to which the tensors have been rounded, for the notes.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.small.items():
@@ -95,7 +99,7 @@ class AdapterWriter:
         self.write_adapters(folder, {n: t for n, t in tensors.items() if not is_projector(n)})
         self.write_others(folder, {n: t for n, t in tensors.items() if is_projector(n)})
         notes = {
-            "dtype": dtype.value,
+            "dtype": KeptDType.keep.value,
             "lora": jsonable(asdict(self.lora)),
             "model": jsonable(asdict(self.base.model)),
             "seed": self.base.seed,
@@ -112,8 +116,7 @@ class AdapterWriter:
         shutil.copymode(folder / ADAPTER_CONFIG, file)  # by the umask, instead of for its owner alone
 
     def write_others(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
-        """Write the projector's `non_lora_trainables` files, which the original LLaVA needs even if only adapters were
-        trained."""
+        """Write the projector's `non_lora_trainables` files, which the original LLaVA always needs."""
         renamed = {self.rename(name): whole(tensor).contiguous().clone() for name, tensor in tensors.items()}
         save_file(renamed, folder / OTHERS_FILES[0], metadata={"format": "pt"})
         torch.save(renamed, folder / OTHERS_FILES[1])
@@ -124,8 +127,7 @@ class AdapterWriter:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Contents of adapter_config.json; keys that the original's peft (0.7) does not know are included only if they
-        are needed."""
+        """Contents of adapter_config.json; keys that the original's peft (0.7) lacks only if they are needed."""
         named = partial(original, projector_type=self.source.model.cfg.projector_type)
         alpha = self.lora.alpha
         newer = {"use_dora": self.lora.use_dora, "use_rslora": self.lora.use_rslora}
@@ -152,15 +154,13 @@ class AdapterWriter:
         }
 
     def nbytes(self, tensors: Mapping[str, Stored]) -> int:
-        """Estimate the bytes of an adapter folder on disk."""
         sizes = {name: torch.Size(t.shape).numel() * t.dtype.itemsize + ROOM for name, t in tensors.items()}
         twice = sum(size for name, size in sizes.items() if is_projector(name))
         return sum(sizes.values()) + twice + sum(len(content) for content in self.small.values())
 
 
 def is_projector(name: str) -> bool:
-    """Return whether a parameter is the projector's, or the end-of-line vector, and so belongs in
-    `non_lora_trainables`."""
+    """Return whether a parameter belongs in `non_lora_trainables`."""
     return name.startswith(PROJECTOR_PREFIX) or name == NEWLINE
 
 
@@ -169,8 +169,7 @@ def whole(tensor: Stored) -> torch.Tensor:
 
 
 def small_files(source: SourceModel, dtype: torch.dtype) -> dict[str, bytes]:
-    """Return the contents of the small files that the original LLaVA reads in an adapter folder; log those that this
-    model cannot have."""
+    """Return the small files that the original LLaVA reads in an adapter folder; log those that cannot be made."""
     steps = {"config.json": lambda made: write_configs(source, dtype, made)}
     steps["tokenizer"] = lambda made: write_originals_tokenizer(source, made)
     with tempfile.TemporaryDirectory() as made:
@@ -210,26 +209,28 @@ def check_base(model: nn.Module, cfg: ModelConfig, digests: Mapping[str, str]) -
     if cfg.lora.checkpoint is None:
         return
     adapter = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
-    recorded = read_notes(adapter.folder).get("base")
     names = {without_base(name) for name in adapter.tensors}
     base = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)} - names
-    if recorded is None or not base <= {without_base(name) for name in digests}:
-        return
-    actual = base_fingerprint(digests, adapter.tensors)
-    if actual != recorded:
+    if base <= {without_base(name) for name in digests}:
+        where = cfg.checkpoint or cfg.language
+        check_fingerprint(
+            adapter, base_fingerprint(digests, adapter.tensors), where, "model.checkpoint or model.language"
+        )
+
+
+def check_fingerprint(adapter: AdapterFolder, actual: str, where: str, key: str) -> None:
+    """Raise ModelError if an adapter's notes have another fingerprint of its base than that of the model `where`."""
+    recorded = read_notes(adapter.folder).get("base")
+    if recorded not in (None, actual):
         raise ModelError(
-            f"model.lora.checkpoint={cfg.lora.checkpoint} is for another base: the weights of "
-            f"{cfg.checkpoint or cfg.language} have the fingerprint {actual}, and {adapter.folder / NOTES} has "
-            f"{recorded}; give the base that it was trained on, to the bit, without the adapter merged into it"
+            f"{adapter.folder} is for another base: the weights of {where} have the fingerprint {actual}, and "
+            f"{adapter.folder / NOTES} has {recorded}; give the base that it was trained on, to the bit, without the "
+            f"adapter merged into it: {key}"
         )
 
 
 def prove_adapter(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Read an adapter folder again and compare every tensor bit for bit with the one that was to be written.
-
-    Raises:
-        ModelError: a tensor is missing or differs.
-    """
+    """Read an adapter folder again, and raise ModelError if a tensor is not the one that was to be written."""
     written = open_adapter(folder).tensors
     pickled = open_file(folder / OTHERS_FILES[1])
     stored = {tensor.name: tensor for tensor in written.values()}

@@ -39,19 +39,17 @@ PROBES: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Gap:
-    """Rule that says before which stretches of text a template must put a space, so that they get the same ids after a
-    special token as on their own."""
+    """Whether a template must put a space before each stretch of text, but not before those that begin with certain
+    texts, so that it gets the same ids after a special token as on its own."""
 
     everywhere: bool
     but_before: tuple[str, ...] = ()
-    """Beginnings of stretches that get no space."""
 
     def before(self, stretch: str) -> str:
         return " " if self.everywhere and stretch and not stretch.startswith(self.but_before) else ""
 
     @property
     def jinja(self) -> str:
-        """Jinja code that writes the space before the template's variable `stretch` where the rule asks for it."""
         if not self.everywhere:
             return ""
         unless = "".join(f" and not stretch.startswith({quoted(text)})" for text in self.but_before)
@@ -64,21 +62,15 @@ def find_gap(theirs: Any, ours: Tokenizer) -> Gap:
     A Llama tokenizer with `legacy=false` puts one space before every text that it is given, and transformers gives it
     the whole conversation as one text. If no rule fits, the rule without spaces is returned; `rehearse` then finds what
     differs.
-
-    Args:
-        theirs: transformers' tokenizer, in which the image tag is one token.
     """
     added = (str(token) for token in theirs.added_tokens_decoder.values())
     special = tuple(t for t in added if [i.id for i in ours.encode(f"{t}x")][:1] == [theirs.convert_tokens_to_ids(t)])
     stretches = (*STRETCHES, *(f"{text}x" for text in special))
     for gap in (Gap(False), Gap(True), Gap(True, special), Gap(True, (*special, " ", "▁"))):
-        if all(behind_image(theirs, gap.before(s) + s) == [t.id for t in ours.encode(s)] for s in stretches):
+        after_image = [theirs(IMAGE_TAG + gap.before(s) + s, add_special_tokens=False)["input_ids"] for s in stretches]
+        if all(ids[1:] == [t.id for t in ours.encode(s)] for ids, s in zip(after_image, stretches, strict=True)):
             return gap
     return Gap(False)
-
-
-def behind_image(theirs: Any, text: str) -> list[int]:
-    return theirs(IMAGE_TAG + text, add_special_tokens=False)["input_ids"][1:]
 
 
 def quoted(text: str) -> str:
@@ -89,9 +81,8 @@ def quoted(text: str) -> str:
 def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap) -> str:
     """Translate one of our conversation templates to a chat template for transformers, in Jinja.
 
-    The content of a message is text with image tags in it, or a list of parts of type `image` and `text`; an `image`
-    part counts as an image tag. As in training, the only image of a message moves to its front, and an answer before
-    the first question is left out.
+    The content of a message is text with image tags in it, or a list of parts of type `image` and `text`. As in
+    training, the only image of a message moves to its front, and an answer before the first question is left out.
 
     Args:
         start_end: whether to put `<im_start>` and `<im_end>` around every image.
@@ -180,7 +171,7 @@ def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> 
         ours: the tokenizer of the training.
 
     Returns:
-        A message with the first conversation whose ids differ and both lists of ids; None if all ids are equal.
+        A message with the first conversation whose ids differ; None if all ids are equal.
     """
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     encoder = ExactEncoder(ours, form, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
@@ -196,12 +187,7 @@ def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> 
 
 
 def trained_ids(encoder: ExactEncoder, texts: Sequence[str], image_id: int) -> tuple[list[int], list[int]]:
-    """Return the token ids of a conversation as in training, and those of its prompt, which ends where the last answer
-    begins.
-
-    Args:
-        image_id: the id that stands for each image in the result.
-    """
+    """Return the token ids of a conversation as in training, and those of its prompt; `image_id` is for an image."""
     turns = [Turn("gpt" if n % 2 else "human", text) for n, text in enumerate(texts)]
     images = ("image",) * sum(turn.text.count(IMAGE_TAG) for turn in turns)
     sample = encoder(Record("conversation", 0, "0", images, tuple(turns), bool(images)))
@@ -219,11 +205,10 @@ def as_text(texts: Iterable[str]) -> list[dict[str, Any]]:
 
 def as_parts(texts: Iterable[str]) -> list[dict[str, Any]]:
     """Return a conversation as transformers' chat messages, each a list of image and text parts."""
-    return [{**message, "content": parts_of(message["content"])} for message in as_text(texts)]
-
-
-def parts_of(text: str) -> list[dict[str, str]]:
-    parts: list[dict[str, str]] = []
-    for number, piece in enumerate(text.split(IMAGE_TAG)):
-        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": piece}] * bool(piece)
-    return parts
+    messages = as_text(texts)
+    for message in messages:
+        parts: list[dict[str, str]] = []
+        for number, piece in enumerate(message["content"].split(IMAGE_TAG)):
+            parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": piece}] * bool(piece)
+        message["content"] = parts
+    return messages

@@ -1,5 +1,4 @@
-"""Compare the models, projectors and adapters that a run loads with the digests in their notes; write new digests for
-files that a user changed on purpose."""
+"""Compare what a run loads with its digests; write new digests for files that a user changed on purpose."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,11 +30,8 @@ LOGGED = 1 << 30
 
 
 def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int = 1, is_first: bool = True) -> None:
-    """Check the files and folders of models that a run reads against the digests recorded when they were written. A
-    collective.
-
-    The ranks of one machine divide the files between them; each machine reads all, as it may have its own copy.
-    Folders without our notes (`llava_fsdp.json`) have no digests and are not checked.
+    """Check the files and folders of models that a run reads against the digests in their notes (`llava_fsdp.json`), if
+    they have any. A collective: the ranks of one machine divide the files between them.
 
     Raises:
         DamagedModel: a file has changed, is missing or cannot be read; raised on every rank.
@@ -51,20 +47,16 @@ def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int 
             files = {folder / name: digest for name, digest in listed(folder).items()}
             wanted |= {file: (folder, digest) for file, digest in files.items() if path in (folder, file)}
         mine = share({file: digest for file, (_, digest) in wanted.items()}, local_rank, local_size)
-        log_comparison(wanted, is_first)
+        nbytes = sum(digest.bytes for _, digest in wanted.values())
+        if is_first and nbytes >= LOGGED:
+            folders = ", ".join(sorted({str(folder) for folder, _ in wanted.values()}))
+            log().info("comparing %s in %s with the digests of what was written", readable(nbytes), folders)
         for folder in sorted({wanted[file][0] for file in mine}):
             check_digests({file: wanted[file][1] for file in mine if wanted[file][0] == folder}, folder)
 
     on_all_ranks(check, "the files that the run loads cannot be compared with their digests")
     if is_first:
         warn_of_older(paths)
-
-
-def log_comparison(wanted: dict[Path, tuple[Path, Digest]], is_first: bool) -> None:
-    nbytes = sum(digest.bytes for _, digest in wanted.values())
-    if is_first and nbytes >= LOGGED:
-        folders = ", ".join(sorted({str(folder) for folder, _ in wanted.values()}))
-        log().info("comparing %s in %s with the digests of what was written", readable(nbytes), folders)
 
 
 def warn_of_older(paths: Iterable[Path]) -> None:
@@ -79,8 +71,7 @@ def warn_of_older(paths: Iterable[Path]) -> None:
 
 
 def accept(folder: Path, names: list[str]) -> None:
-    """Record new digests of files in a model folder that were changed, added or removed on purpose; other files are not
-    checked.
+    """Record new digests of files in a model folder that were changed, added or removed on purpose.
 
     Args:
         names: relative paths of these files. The name of the notes accepts the notes as they are now, and, if they have

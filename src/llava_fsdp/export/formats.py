@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig, LlavaConfig
 
@@ -25,7 +24,7 @@ from llava_fsdp.export.processor import (
     write_processor,
     write_tokenizer,
 )
-from llava_fsdp.export.weights_writer import Vocabulary, Weights, write_projector, write_shards
+from llava_fsdp.export.weights_writer import Weights, write_projector, write_shards
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.llava_v1_5_config import (
     TOWER,
@@ -38,44 +37,44 @@ from llava_fsdp.model.llava_v1_5_config import (
 )
 from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.model.pretrained import PACKAGE, Parts, read_json
-from llava_fsdp.model.tensor_files import open_tensors
-from llava_fsdp.model.weight_names import COMPUTED, original, theirs
+from llava_fsdp.model.weight_names import original, theirs
 from llava_fsdp.runtime.durable_files import make_empty
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import seal
 
 KEPT = "original"
-"""Subfolder of a folder for transformers that keeps the small files of the original LLaVA's model, to convert it
-back."""
+"""Subfolder of a folder for transformers with the small files of the original LLaVA's model, to convert it back."""
 KEPT_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
     "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
-BUFFERS = "buffers.safetensors"
 
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A model to export: its architecture, and settings such as template and preprocessing, without weights."""
+    """A model to export: its architecture, and settings such as template and preprocessing, without weights.
+
+    Attributes:
+        model: gives parts and shapes; its weights may be sharded or missing.
+        grid_pinpoints: for anyres, sizes in pixels that an image may be fitted into; empty: those of LLaVA-NeXT.
+        pixels: how images of questions are to be decoded and resized: as in training, but never the fast way.
+        language, vision: folders or hub names; empty if not known.
+        renamed_tower: new name for the vision tower in the original's format; None keeps its name.
+        history: run, stage and step that made the model.
+    """
 
     model: Llava
-    """Model whose parts and shapes are used; its weights may be sharded or missing."""
     template: str
     aspect: AspectRatio
     grid_pinpoints: list[list[int]]
-    """For anyres: sizes in pixels that an image may be fitted into; empty: those of LLaVA-NeXT."""
     pixels: Pixels
-    """How images of questions are to be decoded and resized: as in training, but never the fast way."""
     special_tokens: SpecialTokens
     max_length: int
     language: str
     vision: str
-    """Names of `language` and `vision`: folders or hub names; empty if not known."""
     renamed_tower: str | None
-    """New name for the vision tower in the original's format; None keeps its name."""
     history: dict[str, Any]
-    """Run, stage and step that made the model."""
 
     @property
     def vocabulary(self) -> int:
@@ -121,11 +120,11 @@ def write_folder(
     on_first_rank(lambda: make_empty(staged), failing)
     if form is FolderFormat.hf:
         rows = on_first_rank(lambda: begin_hf(source, weights.widest, staged), failing)
-        write_shards(weights, staged, theirs, Vocabulary(source.vocabulary, rows), {})
+        write_shards(weights, staged, theirs, source.vocabulary, rows)
     elif form is FolderFormat.llava:
-        on_first_rank(lambda: begin_llava(source, weights.widest, staged), failing)
-        buffers = on_first_rank(lambda: saved_buffers(source.model.parts), failing)
-        write_shards(weights, staged, rename, Vocabulary(source.vocabulary, source.vocabulary), buffers)
+        on_first_rank(lambda: write_configs(source, weights.widest, staged), failing)
+        on_first_rank(lambda: write_originals_tokenizer(source, staged), failing)
+        write_shards(weights, staged, rename, source.vocabulary, source.vocabulary)
     else:
         on_first_rank(lambda: begin_projector(source, weights, staged), failing)
         write_projector(weights, staged, rename)
@@ -133,8 +132,7 @@ def write_folder(
 
 
 def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> None:
-    """Write `llava_fsdp.json`, the last file of an export: settings that the other files lack, and digests of all
-    files."""
+    """Write `llava_fsdp.json`, the last file: settings that the other files lack, and digests of all files."""
     notes = {
         **source.history,
         **notes,
@@ -188,16 +186,7 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     if came_from is not None:
         (staged / KEPT).mkdir()
         copy_files(came_from, staged / KEPT, (*KEPT_FILES, *TOKENIZER_FILES))
-        buffers = saved_buffers(parts)
-        if buffers:
-            save_file(buffers, staged / KEPT / BUFFERS)
     return rows
-
-
-def begin_llava(source: SourceModel, dtype: torch.dtype, staged: Path) -> None:
-    """Write all files of a folder for the original LLaVA but the weights, as its model/builder.py reads them."""
-    write_configs(source, dtype, staged)
-    write_originals_tokenizer(source, staged)
 
 
 def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None:
@@ -222,8 +211,7 @@ def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None
 
 
 def write_originals_tokenizer(source: SourceModel, staged: Path) -> None:
-    """Write the tokenizer for the original LLaVA: a copy of the original's own if the model came from it, else a
-    converted one."""
+    """Write the tokenizer for the original LLaVA: its own if the model came from it, else a converted one."""
     parts, came_from = source.model.parts, originals_files(source.model.parts)
     if came_from is not None and has_tokenizer(came_from):
         copy_files(came_from, staged, TOKENIZER_FILES)
@@ -241,8 +229,7 @@ def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None
 
 
 def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any]:
-    """Make the original LLaVA's config.json; if the model came from the original, from that config.json with changed
-    values."""
+    """Make the original LLaVA's config.json; of a model that came from the original, that one with changed values."""
     model, parts = source.model, source.model.parts
     came_from = originals_files(parts)
     if came_from is not None:
@@ -261,9 +248,8 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
         if config.get(key, default) != value:
             config[key] = value
     if Part.vision.value in source.history.get("train", []):
-        config["unfreeze_mm_vision_tower"] = (
-            True  # else the original loads the vision tower's initial weights over ours
-        )
+        # else the original loads the vision tower's initial weights over ours
+        config["unfreeze_mm_vision_tower"] = True
     if source.aspect is AspectRatio.anyres:
         sizes = grid_sizes(source.grid_pinpoints, parts.vision.image_size)
         config["image_grid_pinpoints"] = [list(size) for size in sizes]
@@ -271,11 +257,7 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
 
 
 def tower_name(source: SourceModel) -> str:
-    """Return the vision tower's name that the original LLaVA is to load it by.
-
-    Raises:
-        ConfigError: the name is not known.
-    """
+    """Return the vision tower's name that the original loads it by; raise ConfigError if it is not known."""
     name = source.vision or known_tower(source.model.parts.vision)
     if not name:
         raise ConfigError("the original's folders name their vision tower, and the source does not: give vision=NAME")
@@ -285,22 +267,12 @@ def tower_name(source: SourceModel) -> str:
 
 
 def originals_files(parts: Parts) -> Path | None:
-    """Return the folder with the small files of the original LLaVA's model that this model was converted from; None if
-    it was not."""
+    """Return the folder with the small files of the original LLaVA's model that this model came from, if it did."""
     if parts.whole is None:
         return None
     if (parts.whole / KEPT / "config.json").is_file():
         return parts.whole / KEPT
     return parts.whole if is_original(read_json(parts.whole / "config.json", str(parts.whole))) else None
-
-
-def saved_buffers(parts: Parts) -> dict[str, torch.Tensor]:
-    """Read the buffers that the original LLaVA's model had among its weights, by their names there."""
-    came_from = originals_files(parts)
-    if came_from is None or (came_from != parts.whole and not (came_from / BUFFERS).is_file()):
-        return {}
-    tensors = open_tensors(came_from if came_from == parts.whole else came_from / BUFFERS)
-    return {n: t.rows(0, t.shape[0]).clone() for n, t in tensors.items() if COMPUTED.search(n)}
 
 
 def copy_files(folder: Path, to: Path, names: Iterable[str]) -> None:

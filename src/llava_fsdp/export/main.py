@@ -1,33 +1,25 @@
 """Convert a model into a folder for other programs: `python -m llava_fsdp.export source=DIR to=DIR format=llava`.
 
 Reads a run, one of its checkpoints, the folder of an adapter, or a model folder (ours, transformers' or the original
-LLaVA's); writes a folder of transformers' or the original's, the original's projector file, or with `merge=false` the
-folder of an adapter.
+LLaVA's); writes a folder of transformers' or the original's, or the original's projector file.
 """
 
 import shutil
-import sys
-from functools import reduce
 from pathlib import Path
 
 import torch
-from rich.table import Table
 
 from llava_fsdp.config import ConversionConfig, DType, FolderFormat, KeptDType, cli
 from llava_fsdp.data.text.templates import template
-from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.distributed.precision import DTYPES
-from llava_fsdp.export.adapter_folder import AdapterWriter, prove_adapter, small_files
+from llava_fsdp.export.adapter_folder import whole
 from llava_fsdp.export.check_folders import accept
 from llava_fsdp.export.formats import write_folder
-from llava_fsdp.export.source_model import Opened, open_source, reader_of
-from llava_fsdp.export.verify_logits import Rounded, prove, prove_merge
+from llava_fsdp.export.source_model import Opened, open_source
+from llava_fsdp.export.verify_logits import prove, prove_merge
 from llava_fsdp.export.weights_writer import Weights, publish_folder
 from llava_fsdp.model.lora_files import ADAPTER_CONFIG
 from llava_fsdp.model.pretrained import PACKAGE
-from llava_fsdp.model.tensor_files import Stored
-from llava_fsdp.runtime.console import TextConsole
-from llava_fsdp.runtime.durable_files import make_empty
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.log import log
@@ -41,8 +33,7 @@ def main() -> None:
 
 @torch.no_grad()
 def export(cfg: ConversionConfig) -> Path:
-    """Convert the model `source` to the folder `to`, and compare the logits of both before the folder gets its final
-    name. With `accept`, only record new digests of files in `source` that were changed on purpose.
+    """Convert the model `source` to the folder `to`, after comparing the logits of both; or record digests (`accept`).
 
     Raises:
         ConfigError: a key is wrong, or `to` is taken.
@@ -61,15 +52,15 @@ def export(cfg: ConversionConfig) -> Path:
     staged = final.with_name(final.name + ".tmp")
     check_target(final, staged, cfg)
     opened = open_source(cfg)
-    if not cfg.merge:
-        return export_adapter(opened, final, staged, cfg)
-    if opened.adapter is not None and cfg.verify:
-        prove_merge(opened.source.model, opened.adapter.adapted)
-    dtypes = {name: chosen_dtype(cfg.dtype) or tensor.dtype for name, tensor in opened.sources.items()}
+    if opened.adapted is not None and cfg.verify:
+        prove_merge(opened.source.model, opened.adapted)
+    dtypes = {name: tensor.dtype for name, tensor in opened.sources.items()}
+    if cfg.dtype is not KeptDType.keep:
+        dtypes = dict.fromkeys(dtypes, DTYPES[DType(cfg.dtype.value)])
     weights = Weights(
         shapes={name: tuple(tensor.shape) for name, tensor in opened.sources.items()},
         dtypes=dtypes,
-        read=reader_of(opened.sources),
+        read=lambda name: whole(opened.sources[name]),
         watch=watch_loading(is_first_rank=True),
     )
     try:
@@ -83,55 +74,12 @@ def export(cfg: ConversionConfig) -> Path:
         except ModelError as error:
             raise ModelError(f"{error}\n{final} was not made; {staged} has what was written") from error
     publish_folder(staged, final)
-    show(opened, final, cfg)
+    report(opened, final, cfg)
     return final
-
-
-def export_adapter(opened: Opened, final: Path, staged: Path, cfg: ConversionConfig) -> Path:
-    """Write only the adapter to its own folder, in the original LLaVA's names, and compare it bit for bit after reading
-    it again.
-
-    Raises:
-        ConfigError: the source has no adapter, or format=projector.
-        CheckpointError: the folder cannot be written.
-    """
-    if opened.adapter is None:
-        raise ConfigError(f"merge=false writes the folder of an adapter, and source={cfg.source} has none")
-    if cfg.format is FolderFormat.projector:
-        raise ConfigError("merge=false writes the folder of an adapter, not format=projector; leave one out")
-    dtype, sources = chosen_dtype(cfg.dtype), opened.adapter.adapted.sources
-    tensors: dict[str, Stored] = {n: Rounded(sources[n], dtype or sources[n].dtype) for n in opened.adapter.names}
-    widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
-    writer = AdapterWriter(
-        source=opened.source,
-        lora=opened.adapter.adapted.lora,
-        modules=opened.adapter.adapted.modules,
-        base=opened.adapter.base,
-        small=small_files(opened.source, widest),
-    )
-
-    def write() -> None:
-        make_empty(staged)
-        writer.write(staged, tensors, opened.source.history, cfg.dtype)
-
-    try:
-        on_first_rank(write, f"cannot write {staged}")
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
-    prove_adapter(staged, tensors)
-    publish_folder(staged, final)
-    show(opened, final, cfg)
-    return final
-
-
-def chosen_dtype(choice: KeptDType) -> torch.dtype | None:
-    return None if choice is KeptDType.keep else DTYPES[DType(choice.value)]
 
 
 def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
-    """Raise ConfigError unless the folder `to` is free or a model folder that may be replaced, and no input is inside
-    it or inside the temporary folder."""
+    """Raise ConfigError unless `to` is free or a model folder that may be replaced, and no input is inside it."""
     inputs = {"source": cfg.source, "base": cfg.base, "language": cfg.language, "vision": cfg.vision}
     for key, name in inputs.items():
         read = Path(name).resolve() if name and not name.startswith(PACKAGE) else None
@@ -152,16 +100,9 @@ def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
         raise ConfigError(f"to={final} is not a model folder, so overwrite=true keeps it; give another folder")
 
 
-def show(opened: Opened, final: Path, cfg: ConversionConfig) -> None:
-    """Print a table of the exported files and their sizes, and log a summary line."""
-    console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
-    table = Table("file", "size")
-    for path in sorted(p for p in final.rglob("*") if p.is_file()):
-        table.add_row(str(path.relative_to(final)), readable(path.stat().st_size))
-    console.print(table)
+def report(opened: Opened, final: Path, cfg: ConversionConfig) -> None:
     checked = "its logits are the source's" if cfg.verify else "not verified"
     kinds = {FolderFormat.hf: "transformers", FolderFormat.llava: "the original LLaVA"}
     kind = kinds.get(cfg.format, "stage 2 of LLaVA")
-    if not cfg.merge:
-        kind, checked = "peft and the original LLaVA", "its tensors are the source's"
-    log().info("%s, for %s, from %s; %s", final, kind, opened.folder, checked)
+    size = readable(sum(path.stat().st_size for path in final.rglob("*")))
+    log().info("%s (%s), for %s, from %s; %s", final, size, kind, opened.folder, checked)

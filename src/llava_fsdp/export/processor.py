@@ -35,17 +35,18 @@ def write_tokenizer(
 
     As in the hub's LLaVA conversion, new ids follow the old ones, and rows are padded to a multiple of 64. A language
     model with enough rows keeps its size. From a folder without a tokenizer nothing is written.
-
-    Args:
-        form: name of the conversation template.
-        start_end: whether `<im_start>` and `<im_end>` are put around every image.
     """
     vocab_size = language.vocab_size
     if lacks_tokenizer(folder, staged):
         return vocab_size, vocab_size + 1, -(-(vocab_size + 2) // ROW_MULTIPLE) * ROW_MULTIPLE
     ours = open_tokenizer(folder, vocab_size)  # before transformers', as its errors are clearer
+    options: dict[str, Any] = {"config": language, "trust_remote_code": False, "local_files_only": True}
     with foreign(f"{folder}: transformers cannot read its tokenizer"):
-        tokenizer = their_tokenizer(folder, language)
+        if (folder / "tokenizer.model").is_file():
+            # with the language model's configuration, as transformers cannot read that of an original's folder
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
+        else:
+            tokenizer = from_file(folder)
     tokenizer.add_tokens([IMAGE_TAG], special_tokens=True)
     if tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
@@ -74,14 +75,12 @@ def lacks_tokenizer(folder: Path, staged: Path) -> bool:
 
 
 def update_config(staged: Path, **values: Any) -> None:
-    """Change values in the `tokenizer_config.json` of an export."""
     path = staged / "tokenizer_config.json"
     path.write_text(json.dumps(read_json(path) | values, indent=2) + "\n")
 
 
 def leave_bos_out(staged: Path) -> None:
-    """Remove BOS from the `tokenizer.json` of a model trained without it, as transformers ignores
-    `add_bos_token=false`."""
+    """Remove BOS from an export's `tokenizer.json`, as transformers ignores `add_bos_token=false`."""
     path = staged / "tokenizer.json"
     frozen = read_json(path, largest=LARGE)
     if (frozen.get("post_processor") or {}).get("type") == "TemplateProcessing":
@@ -89,35 +88,28 @@ def leave_bos_out(staged: Path) -> None:
     update_config(staged, add_bos_token=False)
 
 
-def their_tokenizer(folder: Path, language: PretrainedConfig) -> Any:
-    """Open a folder's tokenizer with transformers."""
-    if (folder / "tokenizer.model").is_file():
-        # with the language model's configuration, as transformers cannot read that of an original's folder
-        return AutoTokenizer.from_pretrained(folder, config=language, trust_remote_code=False, local_files_only=True)
-    return from_file(folder)
-
-
 def from_file(folder: Path) -> Any:
-    """Open a folder's `tokenizer.json` with transformers, exactly as it is; a model's own tokenizer class might change
-    it."""
+    """Open a folder's `tokenizer.json` with transformers as it is; a model's own tokenizer class might change it."""
     return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def keep_llama(folder: Path, staged: Path) -> None:
     """Copy the SentencePiece model, and those values of its configuration that transformers 5 does not write."""
-    shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
     old, path = read_optional(folder / "tokenizer_config.json"), staged / "tokenizer_config.json"
     config = {**read_optional(path), "legacy": is_legacy(old), "add_bos_token": old.get("add_bos_token", True)}
     config["tokenizer_class"] = old.get("tokenizer_class", "LlamaTokenizer")
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    added = added_tokens(folder, old)
+    copy_sentencepiece(folder, staged, added_tokens(folder, old))
+
+
+def copy_sentencepiece(folder: Path, staged: Path, added: dict[str, int]) -> None:
+    shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
     if added:
         (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
 
 
 def check_template(folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
-    """Compare the ids of an export's chat template with those of training; needs the export's `config.json`, which
-    names the tokenizer's class.
+    """Compare the ids of an export's chat template with those of training; needs the export's `config.json`.
 
     Other ids only give a warning: our own programs do not read this template.
 
@@ -136,9 +128,7 @@ def check_template(folder: Path, staged: Path, language: PretrainedConfig, form:
 
 
 def rehearse_tokenizer(folder: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
-    """Check that a tokenizer can be exported, by writing it to a temporary folder and trying its chat template.
-
-    Runs before the first step, when another model or template can still be chosen.
+    """Check before the first step that a tokenizer can be exported, by writing it and trying its chat template.
 
     Raises:
         ModelError: the tokenizer cannot be exported.
@@ -153,8 +143,7 @@ def rehearse_tokenizer(folder: Path, language: PretrainedConfig, form: str, star
 
 
 def write_llama(staged: Path, legacy: bool) -> None:
-    """Change `tokenizer.json` to do exactly what the SentencePiece model does, and name a tokenizer class that reads it
-    unchanged.
+    """Change `tokenizer.json` to do what the SentencePiece model does, and name a class that reads it unchanged.
 
     transformers 5 writes the same file for both values of `legacy`, and the class decides: for a LLaVA it is another
     one than for a Llama. With `legacy`, every piece of text between special tokens begins with one `▁`; without it,
@@ -184,8 +173,7 @@ def check_same_ids(folder: Path, staged: Path, vocab_size: int) -> None:
 
 
 def write_preprocessor(folder: Path, staged: Path, pads: bool) -> None:
-    """Write the image preprocessing for transformers (`preprocessor_config.json`); images are padded to a square if
-    training padded them."""
+    """Write the image preprocessing for transformers (`preprocessor_config.json`)."""
     ours = read_preprocessor(folder)
     square = {"height": ours.size, "width": ours.size}
     kind = preprocessor_fields(folder).get("image_processor_type", "CLIPImageProcessor")
@@ -211,8 +199,7 @@ def write_preprocessor(folder: Path, staged: Path, pads: bool) -> None:
 
 
 def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: AspectRatio) -> None:
-    """Write image preprocessing and LLaVA's processor for transformers, unless the vision tower's folder has no
-    preprocessing."""
+    """Write image preprocessing and LLaVA's processor for transformers, if the vision tower has preprocessing."""
     if not preprocessor_fields(folder):
         log().warning("%s has no preprocessor_config.json, so %s gets none", folder, staged)
         return
@@ -231,8 +218,7 @@ def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: Asp
 
 
 def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
-    """Write the tokenizer for the original LLaVA, which loads it with transformers 4.37: without tokens beyond the
-    vocabulary."""
+    """Write the tokenizer for the original LLaVA and transformers 4.37, without tokens beyond the vocabulary."""
     if lacks_tokenizer(folder, staged):
         return
     old = read_optional(folder / "tokenizer_config.json")
@@ -241,13 +227,11 @@ def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_le
     config |= {"model_max_length": max_length, "padding_side": "right", "legacy": is_legacy(old)}
     config["pad_token"] = old.get("unk_token") or old.get("eos_token")
     if (folder / "tokenizer.model").is_file():
-        shutil.copyfile(folder / "tokenizer.model", staged / "tokenizer.model")
         config["tokenizer_class"] = "LlamaTokenizer"
         config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **config}
         config["pad_token"] = config["unk_token"]
-        added = {text: i for text, i in added_tokens(folder, old).items() if i < vocab_size}
-        if added:
-            (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
+        added = added_tokens(folder, old).items()
+        copy_sentencepiece(folder, staged, {text: number for text, number in added if number < vocab_size})
     else:
         frozen = as_older_release(read_json(folder / "tokenizer.json", largest=LARGE), vocab_size)
         (staged / "tokenizer.json").write_text(json.dumps(frozen, ensure_ascii=False))
@@ -257,8 +241,7 @@ def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_le
 
 
 def as_older_release(frozen: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Convert the contents of a tokenizer.json for tokenizers 0.15: merges as text, and no tokens beyond the
-    vocabulary."""
+    """Convert a tokenizer.json for tokenizers 0.15: merges as text, and no tokens beyond the vocabulary."""
     frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if t["id"] < vocab_size]
     merges = frozen["model"].get("merges")
     if merges and isinstance(merges[0], list) and not any(" " in part for pair in merges for part in pair):

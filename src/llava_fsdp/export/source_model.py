@@ -1,6 +1,5 @@
 """Opens the source of an export: a run, one of its checkpoints, an adapter, or a model folder."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -25,7 +24,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.config.renamed import VALUES, present_tree
 from llava_fsdp.data.images.preprocess import preprocessor_fields
-from llava_fsdp.export.adapter_folder import Base, adapter_tensors
+from llava_fsdp.export.adapter_folder import check_fingerprint
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.formats import SourceModel, source_of_run
 from llava_fsdp.export.verify_logits import Adapted
@@ -55,25 +54,13 @@ from llava_fsdp.runtime.safe_load import SMALL
 
 @dataclass(frozen=True)
 class Opened:
-    """A model opened for export: its settings, and where its weights come from."""
+    """A model opened for export: its settings, the stored values of every parameter by name, the folder that was
+    opened, and what it is without merging its adapter, if it has one."""
 
     source: SourceModel
     sources: dict[str, Stored]
-    """Stored values of every parameter, by name; with the adapter merged if there is one."""
     folder: Path
-    """The checkpoint, model or adapter folder that was opened."""
-    adapter: "OpenedAdapter | None" = None
-    """The adapter that is merged into `sources`; None if there is none."""
-
-
-@dataclass(frozen=True)
-class OpenedAdapter:
-    """An adapter opened for export, and its base model."""
-
-    adapted: Adapted
-    names: list[str]
-    """Names of the tensors to save in the adapter's folder."""
-    base: Base
+    adapted: Adapted | None = None
 
 
 def open_source(cfg: ConversionConfig) -> Opened:
@@ -84,68 +71,54 @@ def open_source(cfg: ConversionConfig) -> Opened:
         ModelError, CheckpointError: the source cannot be read.
     """
     path = Path(cfg.source)
-    if is_adapter_folder(path):
-        return open_adapted(path, cfg)
-    is_run = (path / "config.yaml").is_file() and not (path / "config.json").is_file()
-    if (path / STATE_FILE).is_file() or (path / FOLDER).is_dir() or is_run:
-        refuse_base(cfg, f"a run, which knows its own base; take base= out, or give source={path / adapter.FOLDER}")
-        return open_checkpoint(verify(path.resolve()), cfg) if (path / STATE_FILE).is_file() else open_run(path, cfg)
-    folder = resolve(cfg.source, "source")
+    is_checkpoint = (path / STATE_FILE).is_file()
+    has_config = (path / "config.yaml").is_file() and not (path / "config.json").is_file()
+    is_run = is_checkpoint or has_config or (path / FOLDER).is_dir()
+    folder = path if is_run or is_adapter_folder(path) else resolve(cfg.source, "source")
     if is_adapter_folder(folder):
         return open_adapted(folder, cfg)
-    refuse_base(cfg, "a model, whose weights are whole; take base= out")
-    return open_model(folder, cfg)
-
-
-def refuse_base(cfg: ConversionConfig, what: str) -> None:
-    """Raise ConfigError if `base` is set although the source is not an adapter folder."""
     if cfg.base is not None:
-        raise ConfigError(f"base={cfg.base} is for the folder of an adapter, and source={cfg.source} is {what}")
+        raise ConfigError(
+            f"base={cfg.base} is for the folder of an adapter, such as {adapter.FOLDER} in a run, and source="
+            f"{cfg.source} is none"
+        )
+    if is_checkpoint:
+        return open_checkpoint(verify(path.resolve()), cfg)
+    return open_run(path, cfg) if is_run else open_model(folder, cfg)
 
 
 def open_run(run: Path, cfg: ConversionConfig) -> Opened:
     """Open a run's newest valid checkpoint, or its export if that is as new, undamaged, and of the chosen dtype."""
     newest = newest_alone(run / FOLDER)
-    try:
-        exported = open_export(run, newest, cfg)
-    except DamagedModel as error:
-        if newest is None:
-            raise
-        log().warning("%s\nUsing the checkpoint %s instead", error, newest.folder)
-        exported = None
-    if exported is not None:
-        return exported
     if newest is None:
-        raise ConfigError(f"merge=false writes the folder of an adapter, and source={run} has none")
+        return open_end(run, cfg)
+    try:
+        notes = read_notes(run / EXPORT)
+        is_current = all(newest.facts[key] == notes.get(key) for key in ("run", "step"))
+        if is_current and cfg.dtype.value in (KeptDType.keep.value, notes.get("dtype")):
+            return open_model(run / EXPORT, cfg)
+    except DamagedModel as error:
+        log().warning("%s\nUsing the checkpoint %s instead", error, newest.folder)
     return open_checkpoint(newest, cfg)
 
 
-def open_export(run: Path, newest: Checkpoint | None, cfg: ConversionConfig) -> Opened | None:
-    """Open the export (or adapter folder) that a run wrote at its end; None if the newest checkpoint is to be opened
-    instead.
+def open_end(run: Path, cfg: ConversionConfig) -> Opened:
+    """Open what a run without checkpoints wrote at its end: its export, or its adapter if that is of another step.
 
     Raises:
-        CheckpointError: the run has neither a checkpoint nor an export.
-        DamagedModel: a file of the export is not what was written.
+        CheckpointError: there is neither.
     """
-    notes = read_notes(run / EXPORT)
-    adapter_notes = read_notes(run / adapter.FOLDER)
-    # the export has the adapter of this very step merged into it
-    merged = bool(notes) and all(adapter_notes.get(key) == notes.get(key) for key in ("run", "step"))
-    if newest is None and is_adapter_folder(run / adapter.FOLDER) and not (merged and cfg.merge):
+    notes, adapter_notes = read_notes(run / EXPORT), read_notes(run / adapter.FOLDER)
+    is_merged = bool(notes) and all(adapter_notes.get(key) == notes.get(key) for key in ("run", "step"))
+    if is_adapter_folder(run / adapter.FOLDER) and not is_merged:
         return open_adapted(run / adapter.FOLDER, cfg)
-    if newest is None and not notes:
+    if not notes:
         raise CheckpointError(f"source={run} is a run without a finished checkpoint or export; continue its training")
-    current = newest is None or all(newest.facts[key] == notes.get(key) for key in ("run", "step"))
-    has_dtype = newest is None or cfg.dtype.value in (KeptDType.keep.value, notes.get("dtype"))
-    if notes and current and cfg.merge and has_dtype:
-        return open_model(run / EXPORT, cfg)
-    return None
+    return open_model(run / EXPORT, cfg)
 
 
 def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
-    """Open a checkpoint for export: trained weights from the checkpoint, frozen ones from the files that the run read
-    them from.
+    """Open a checkpoint for export: trained weights from it, frozen ones from where the run read them.
 
     Raises:
         CheckpointError: the frozen weights have changed since the run.
@@ -170,13 +143,11 @@ def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
     source = replace(source, aspect=aspect, vision=vision, renamed_tower=cfg.vision)
     if not run.model.lora.enabled:
         return Opened(source, sources | trained, folder)
-    names = adapter_tensors(run.model, trained, sources)
-    base = Base(run.model, run.seed, base_fingerprint(digests, names))
     modules = sorted({module_of(name) for name in trained if is_adapter(name)})
     adapted = Adapted(run.model.lora, modules, sources | trained)
     adapter.check_changed(trained, f"the adapter of {folder}", "export a later checkpoint")
     source = replace(source, model=build_llava(parts, run.model.plain, torch.float32))
-    return Opened(source, adapted.merged, folder, OpenedAdapter(adapted, names, base))
+    return Opened(source, adapted.merged, folder, adapted)
 
 
 def run_config(facts: dict[str, Any], folder: Path) -> Config:
@@ -193,34 +164,24 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     found = adapter.without_idle_tower(open_adapter(folder))
     notes = read_notes(folder)
     model_config = read_base(found, cfg.base or cfg.language, cfg.vision)
-    seed = notes.get("seed", 0)
     parts = find_parts(model_config)
     check_artifacts([folder, *artifacts_of(parts, None, model_config)])
     model = build_llava(parts, model_config, torch.float32)
     model.requires_grad_(False)  # so that the fingerprint covers all of the base
     where = model_config.checkpoint or model_config.language
-    base_sources = find_weights(model, parts, model_config, None, seed)
+    base_sources = find_weights(model, parts, model_config, None, notes.get("seed", 0))
     adapter.check_fits(found, {name: tuple(p.shape) for name, p in model.named_parameters()}, f"base={where}")
     check_projector(found, base_sources, where)
-    actual, recorded = base_fingerprint(frozen_digests(model, base_sources), found.tensors), notes.get("base")
-    if recorded is not None and recorded != actual:
-        raise ModelError(
-            f"{found.folder} is for another base: the weights of {where} have the fingerprint {actual}, and "
-            f"{found.folder / NOTES} has {recorded}; give the base that it was trained on with base=PATH"
-        )
+    check_fingerprint(found, base_fingerprint(frozen_digests(model, base_sources), found.tensors), where, "base=PATH")
     adapter.check_changed(found.tensors, f"the adapter of {folder}", "train it for more steps")
-    sources = with_adapters(base_sources, found)
-    adapted = Adapted(found.lora, found.modules, sources)
-    in_adapter = {without_base(name) for name in found.tensors}
-    names = [name for name in sources if without_base(name) in in_adapter or is_adapter(name)]
+    adapted = Adapted(found.lora, found.modules, with_adapters(base_sources, found))
     has_facts = (folder / "config.json").is_file() or notes
     source = source_of_folder(folder if has_facts else Path(where), model, model_config, cfg)
-    return Opened(source, adapted.merged, folder, OpenedAdapter(adapted, names, Base(model_config, seed, actual)))
+    return Opened(source, adapted.merged, folder, adapted)
 
 
 def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -> None:
-    """Raise ModelError if neither the adapter nor its base has a projector, which would then be initialized at
-    random."""
+    """Raise ModelError if neither the adapter nor its base has a projector, which would then be random."""
     names = {without_base(name) for name in found.tensors}
     drawn = [
         name
@@ -235,7 +196,7 @@ def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -
 
 
 def with_adapters(base: dict[str, Stored], found: AdapterFolder) -> dict[str, Stored]:
-    """Combine base and adapter: stored values of every parameter of the model with adapters, by its names."""
+    """Return the stored values of every parameter of the model with adapters, by its names."""
     adapted = set(found.modules)
     whole = {without_base(name): tensor for name, tensor in found.tensors.items() if not is_adapter(name)}
     sources: dict[str, Stored] = {}
@@ -246,8 +207,8 @@ def with_adapters(base: dict[str, Stored], found: AdapterFolder) -> dict[str, St
 
 
 def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
-    """Open a model folder of ours, transformers' or the original's, or a projector with the language model and vision
-    tower it was made for."""
+    """Open a model folder of ours, transformers' or the original's, or a projector with its language model and vision
+    tower."""
     check_folder(folder, SMALL)
     model_config = read_model(folder, cfg.language, cfg.vision)
     parts = find_parts(model_config)
@@ -282,11 +243,7 @@ C = TypeVar("C", bound=Enum)
 
 
 def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder: Path) -> C:
-    """Read a key of a folder's notes (`llava_fsdp.json`) as a value of an enumeration.
-
-    Raises:
-        ModelError: the value is not one of `kind`.
-    """
+    """Read a key of a folder's notes as a value of an enumeration; raise ModelError if it is none of `kind`."""
     value = notes.get(key, default.value)
     value = VALUES.get((f"data.{key}", str(value)), value)
     if value not in [choice.value for choice in kind]:
@@ -295,8 +252,7 @@ def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder
 
 
 def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> AspectRatio:
-    """Read how images are fitted into a square: from our notes, the original's config.json, or transformers'
-    preprocessor."""
+    """Read how images become square, from our notes, the original's config.json, or transformers' preprocessor."""
     value = notes.get("image_aspect_ratio")
     if value is None and is_original(raw):
         value = raw.get("image_aspect_ratio", "square")
@@ -307,8 +263,3 @@ def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> Aspec
             f"{folder / 'config.json'} has image_aspect_ratio={value}; give image_aspect_ratio=square or pad"
         )
     return AspectRatio(value)
-
-
-def reader_of(sources: dict[str, Stored]) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads a whole parameter, given its name."""
-    return lambda name: sources[name].rows(0, sources[name].shape[0])

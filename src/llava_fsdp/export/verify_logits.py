@@ -1,14 +1,13 @@
 """Compares the logits of a model with those of its export."""
 
-import contextlib
 import gc
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlavaForConditionalGeneration
+from transformers.utils import logging as transformers_logging
 
 from llava_fsdp.config import FolderFormat, LoraConfig, PatchMerge
 from llava_fsdp.data.batching.batch import MicroBatch
@@ -29,12 +28,10 @@ from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 
 CLOSE = 1e-4
-"""Largest accepted difference of logits in fp32, as a share of the largest logit: transformers may sum in another
-order."""
+"""Largest accepted difference of logits in fp32, as a share of the largest: transformers may sum in another order."""
 CLOSE_BF16 = 0.05
 CLOSE_FP8 = 0.3
-"""Largest accepted difference of a run that computes in fp8 (three or four significant bits), whose export is compared
-in bf16."""
+"""Largest accepted difference of a run that computes in fp8, whose export is compared in bf16."""
 TEXT = 24
 """Number of text tokens in the micro-batch that is compared."""
 
@@ -56,13 +53,11 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Adapted:
-    """Settings, adapted modules and weights of a model with adapters, not merged."""
+    """Settings, names of adapted modules, and weights by name, of a model with adapters that are not merged."""
 
     lora: LoraConfig
     modules: list[str]
-    """Names of the modules that have adapters."""
     sources: dict[str, Stored]
-    """Stored values of every parameter, by the names in the model with adapters."""
 
     @property
     def merged(self) -> dict[str, Stored]:
@@ -110,16 +105,16 @@ def prove(
     source = filled(model, {n: Rounded(s, dtypes[n]) for n, s in sources.items()}, compute)
     expected = logits(source, micro)
     if form is FolderFormat.projector:
-        written = {}
+        written = []
         for file in ("mm_projector.bin", "mm_projector.safetensors"):
             replace_projector(source, folder / file)
-            written[file] = logits(source, micro)
+            written.append(logits(source, micro))
     else:
         del source
         gc.collect()
-        written = {"": logits_of_folder(form, folder, micro, compute)}
+        written = [logits_of_folder(form, folder, micro, compute)]
     bound = 0.0 if form is not FolderFormat.hf else CLOSE if compute == torch.float32 else CLOSE_BF16
-    difference = max(relative_difference(w[:, : expected.shape[1]], expected) for w in written.values())
+    difference = max(relative_difference(w[:, : expected.shape[1]], expected) for w in written)
     log().info("logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
     if not difference <= bound:
         raise ModelError(f"{folder} was written, but its logits differ by {difference:.3g} from the source's")
@@ -131,25 +126,16 @@ def relative_difference(written: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def compute_dtype(model: Llava) -> torch.dtype:
-    """Choose the dtype in which logits are compared: fp32 if the machine has the memory for it, else bf16."""
-    if fits_in_fp32(model):
+    """Choose the dtype to compute in on the CPU: fp32 if the host or container has the memory for it, else bf16."""
+    size = 4 * sum(p.numel() for p in model.parameters())
+    if read_host().free > 1.2 * size:
         return torch.float32
-    log().info("comparing logits in bf16: fp32 would take %.0f GiB", bytes_in_fp32(model) / 2**30)
+    log().info("computing in bf16: fp32 would take %.0f GiB", size / 2**30)
     return torch.bfloat16
 
 
-def bytes_in_fp32(model: Llava) -> int:
-    return 4 * sum(p.numel() for p in model.parameters())
-
-
-def fits_in_fp32(model: Llava) -> bool:
-    """Return whether the free memory of the host or container has room for the model in fp32."""
-    return read_host().free > 1.2 * bytes_in_fp32(model)
-
-
 def probe(model: Llava) -> MicroBatch:
-    """Make a random micro-batch with two rows, one with an image and one without, in which every token counts as a
-    label."""
+    """Make a random micro-batch of two rows, one with an image and one without; every token is a label."""
     dice = torch.Generator().manual_seed(0)
     size = model.parts.vision.image_size
     length = model.image_tokens + TEXT
@@ -180,7 +166,7 @@ def filled(
 
     Args:
         shapes: a model of the same shapes, which may be on the meta device.
-        adapted: adapters to add; None: no adapters.
+        adapted: adapters to add.
     """
     model = build_llava(shapes.parts, shapes.cfg.plain, compute)
     if adapted is not None:
@@ -224,19 +210,8 @@ def replace_projector(model: Llava, file: Path) -> None:
 def reloaded_logits(folder: Path, micro: MicroBatch, images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Compute the logits of a micro-batch with transformers' model of an exported folder: float32 [labels, vocabulary
     rows]."""
-    with quiet_transformers():
-        model = load_llava(folder, dtype)
-    ids = micro.input_ids.clone()
-    ids.view(-1)[micro.image_positions] = model.config.image_token_id
-    pixels = images.to(dtype) if len(images) else None
-    logits = model.eval()(input_ids=ids, pixel_values=pixels).logits.float()
-    return logits.flatten(0, 1)[micro.label_positions]
-
-
-def load_llava(folder: Path, dtype: torch.dtype | str) -> Any:
-    """Load a folder's model with transformers, without running code from the folder (Any, as its types lack its
-    methods)."""
-    return LlavaForConditionalGeneration.from_pretrained(
+    transformers_logging.disable_progress_bar()
+    model: Any = LlavaForConditionalGeneration.from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation="sdpa",
@@ -244,17 +219,8 @@ def load_llava(folder: Path, dtype: torch.dtype | str) -> Any:
         local_files_only=True,
         weights_only=True,
     )
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Context manager that turns transformers' progress bars off."""
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
+    ids = micro.input_ids.clone()
+    ids.view(-1)[micro.image_positions] = model.config.image_token_id
+    pixels = images.to(dtype) if len(images) else None
+    logits = model.eval()(input_ids=ids, pixel_values=pixels).logits.float()
+    return logits.flatten(0, 1)[micro.label_positions]

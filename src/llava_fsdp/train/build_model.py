@@ -16,11 +16,8 @@ from llava_fsdp.model.quantization import check_quantizer
 
 
 def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
-    """Build the model on the meta device, as training on `device` has it.
-
-    Raises:
-        ConfigError: the device or the model does not support the configuration.
-    """
+    """Build the model on the meta device, as training on `device` has it. Raises ConfigError if the device or the model
+    does not support the configuration."""
     if cfg.precision.linear is LinearKind.fp8:
         check_fp8(device)
     check_quantizer(cfg.model.quantize, device)

@@ -78,21 +78,16 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
 
 
 def describe_projector(cfg: Config, projector: Path | None) -> str:
-    if projector is None and cfg.model.projector == "auto" and cfg.model.lora.checkpoint is not None:
+    is_missing = projector is None and cfg.model.projector == "auto"
+    if is_missing and cfg.model.lora.checkpoint is not None:
         return f"of the adapter {cfg.model.lora.checkpoint}"
     if cfg.model.checkpoint is not None:
         return "of the checkpoint"
-    if projector is None and cfg.model.projector == "auto":
-        return "random: there is no stage=pretrain run beside output_dir"
-    return str(projector or "random")
+    return "random: there is no stage=pretrain run beside output_dir" if is_missing else str(projector or "random")
 
 
 def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = None) -> Loader:
-    """Open the dataset. The embedded toy dataset is generated first, by one rank.
-
-    Args:
-        choose: builds the sampler; None takes that of the configuration.
-    """
+    """Open the dataset; `choose` builds its sampler if it is not the configured one. One rank draws the toy images."""
     if cfg.data.source is Source.shapes:
         with first_rank_first(world):
             draw_shapes(cfg.data)
@@ -111,16 +106,13 @@ def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
 
 
 def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> None:
-    """Check that all ranks see the same records: machines may read different copies of the files. A collective.
-
-    Raises:
-        DataError: on every rank, naming the ranks that differ from rank 0.
-    """
+    """Check that all ranks see the same records: machines may read different copies of the files. A collective. Raises
+    DataError, on every rank, naming the ranks that differ from rank 0."""
     found = gather_lists([loader.steps.fingerprints()])
     differing = [rank for rank, other in enumerate(found) if other != found[0]]
     if differing:
         raise DataError(
-            f"ranks {differing} have other records, tokenizers or pictures' preparation than rank 0: are {keys} "
+            f"ranks {differing} have other records, tokenizers or image preparation than rank 0: are {keys} "
             "and the model the same files on every machine, and unchanged while the run began? Run it again"
         )
 
@@ -134,12 +126,9 @@ def assemble(
     plan: ShardPlan,
     mesh: DeviceMesh | None,
 ) -> TrainState:
-    """Parallelize a meta-device model, load its weights and build its optimizer: a run at step 0.
+    """Parallelize a meta-device model, load its weights by `fill` and build its optimizer: a run at step 0.
 
     The order matters: what trains, activation checkpointing, sharding, weights into shards, optimizer.
-
-    Args:
-        fill: loads values into the shards.
     """
     buffers = computed_buffers(model)
     offload = Offload(cfg, world.device)

@@ -32,6 +32,7 @@ def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
         "step": state.step,
         "samples": state.samples,
         "skipped": state.skipped,
+        "consecutive": state.consecutive,
         "seed": cfg.seed,
         "scaler": state.scaler.state() if state.scaler is not None else None,
         "broken": sorted(state.loader.broken),

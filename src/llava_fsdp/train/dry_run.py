@@ -41,16 +41,16 @@ from llava_fsdp.train.build_model import build_model, shape_of
 from llava_fsdp.train.build_state import assemble
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.peak_memory import PeakMeter
+from llava_fsdp.train.run_info import device_name
 from llava_fsdp.train.state import TrainState
 
 STEPS = 2
-"""Number of steps that are run: the first creates the optimizer's states, the second is measured with them."""
+"""The first step creates the optimizer's states, the second is measured with them."""
 STATES = ("parameters", "gradients", "optimizer")
 
 
 def dry_run(cfg: Config) -> None:
-    """Measure the memory of a simulated rank, and print a table, or one JSON object with format=json. Leaves no
-    files."""
+    """Measure the memory of a simulated rank, and print a table or, with format=json, JSON. Leaves no files."""
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # the folder's default is output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
@@ -117,7 +117,13 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         "activation_checkpointing": cfg.activation_checkpointing.mode.value,
         "device": device_name(world.device),
         "micro_batches": len(step.micro_batches),
-        "micro_batch": described(contents),
+        "micro_batch": {
+            "positions": contents.tokens,
+            "samples": len(contents.lengths),
+            "pictures": contents.images,
+            "tiles": contents.tiles,
+            "labels": contents.labels,
+        },
         "bytes": {name: {"measured": held[name], "planned": planned.at_rest[name]} for name in STATES},
         "peak": peak | {"planned": planned.bytes["total"]},
         "plan": {"moment": planned.moment, "bytes": planned.bytes},
@@ -129,8 +135,8 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
 def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     """The planner's memory estimate for the same two steps."""
     rows = 1 if cfg.pack else len(contents.lengths)
-    samples, positions = len(contents.lengths), contents.tokens
-    micro = MicroBatch(rows, positions // rows, samples, contents.tiles, contents.labels)
+    samples, tokens = len(contents.lengths), contents.tokens
+    micro = MicroBatch(rows, tokens // rows, samples, contents.tiles, contents.labels)
     return plan_peak(cfg, world.size, world.device, [micro] * micro_batches_of(contents, cfg, world.size))
 
 
@@ -159,27 +165,13 @@ def draw_shards(model: Llava, masters: MasterWeights) -> None:
 
 
 def states(state: TrainState) -> dict[str, int]:
-    """Bytes of this rank's parameters, gradients and optimizer states, after an update, with gradients still held."""
+    """Bytes of this rank's parameters, gradients and optimizer states, while gradients are still held."""
     unpacking = [t for layer in quantized_weights(state.model).values() for t in layer.statistics]
     weights = {id(p): p for p in [*state.model.parameters(), *unpacking, *state.masters.named.values()]}
     gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]
     moments = [v for own in state.optimizer.state.values() for key, v in own.items() if key != "step"]
     tensors = zip(STATES, (weights.values(), gradients, moments), strict=True)
     return {name: sum(local(t).nbytes for t in held) for name, held in tensors}
-
-
-def described(contents: Contents) -> dict[str, int]:
-    return {
-        "positions": contents.tokens,
-        "samples": len(contents.lengths),
-        "pictures": contents.images,
-        "tiles": contents.tiles,
-        "labels": contents.labels,
-    }
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def show(report: dict[str, Any]) -> None:
@@ -189,15 +181,15 @@ def show(report: dict[str, Any]) -> None:
     console.print(
         f"rank 0 of {report['ranks']} imagined ranks on {report['device']}: {report['strategy']}, "
         f"{report['precision']}, activation checkpointing {report['activation_checkpointing']}\n"
-        f"{report['micro_batches']} micro-batch{plural} of {micro['positions']:,} positions in {micro['samples']:,} "
-        f"samples, {micro['pictures']:,} pictures ({micro['tiles']:,} tiles), {micro['labels']:,} labels; "
+        f"{report['micro_batches']} micro-batch{plural} of {micro['positions']:,} tokens in {micro['samples']:,} "
+        f"samples, {micro['pictures']:,} images ({micro['tiles']:,} tiles), {micro['labels']:,} labels; "
         "random weights, synthetic samples, nothing written"
     )
     table = Table("", "measured", "planned", title="bytes of this rank", title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, own in report["bytes"].items():
-        table.add_row(f"{name} at rest", f"{own['measured']:,}", f"{own['planned']:,}")
+        table.add_row(f"{name} between steps", f"{own['measured']:,}", f"{own['planned']:,}")
     planned = report["peak"]["planned"]
     for number, (name, value) in enumerate((n, v) for n, v in report["peak"].items() if n != "planned"):
         table.add_row(name.replace("_", " "), f"{value:,}", "" if number else f"{planned:,}")

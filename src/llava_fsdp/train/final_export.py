@@ -5,19 +5,16 @@ Both are read back and compared before they get their final name.
 
 import dataclasses
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from llava_fsdp.checkpoint.commit import AdapterFolder
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import Checkpoint
 from llava_fsdp.config import Config, DType, FolderFormat, LinearKind, Quantizer
-from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
 from llava_fsdp.distributed.local_shards import whole
 from llava_fsdp.distributed.precision import DTYPES
@@ -73,10 +70,16 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
     final = Path(cfg.output_dir) / EXPORT
     staged = final.with_name(EXPORT + ".tmp")
     sources = state.sources if adapted is None else adapted.merged
+
+    def read(name: str) -> torch.Tensor:
+        if adapted is None:
+            return parameter_values(name, state, is_first_rank)
+        return whole_rows(sources[name]) if is_first_rank else torch.empty(0)  # rank 0 has all, and merges
+
     weights = Weights(
         shapes={name: tuple(source.shape) for name, source in sources.items()},
         dtypes=dict.fromkeys(sources, DTYPES[cfg.export.dtype]),
-        read=reader(state, adapted, is_first_rank),
+        read=read,
         is_first_rank=is_first_rank,
     )
     source = source_of_run(state.model, cfg, state.run, state.step)
@@ -126,22 +129,9 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
 
 
 def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
-    """All parameters by name: on rank 0 with their trained values, in memory; on other ranks with their initial
-    values.
-
-    A collective.
-    """
+    """All parameters by name: trained values, in memory, on rank 0; initial values on other ranks. A collective."""
     trained = {name: parameter_values(name, state, is_first_rank) for name in state.masters.named}
     return state.sources | ({name: Held(values) for name, values in trained.items()} if is_first_rank else {})
-
-
-def reader(state: TrainState, adapted: Adapted | None, is_first_rank: bool) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads a whole parameter by name. With adapters, rank 0 alone has all parameters and
-    merges."""
-    if adapted is None:
-        return lambda name: parameter_values(name, state, is_first_rank)
-    merged = adapted.merged
-    return lambda name: whole_rows(merged[name]) if is_first_rank else torch.empty(0)
 
 
 def is_current(state: TrainState, cfg: Config) -> bool:
@@ -178,11 +168,7 @@ def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch
 
 def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None, is_first_rank: bool) -> None:
     """Load the exported folder with transformers, on rank 0's CPU, and compare its logits on a few samples. A
-    collective.
-
-    Raises:
-        ModelError: they differ by more than rounding to `export.dtype` explains.
-    """
+    collective. Raises ModelError if they differ by more than rounding to `export.dtype` explains."""
     micro = state.loader.steps.probe()
     state.model.eval()
     placed = state.loader.to_device(micro)
@@ -192,10 +178,16 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
     quantised = cfg.model.quantize.mode is not Quantizer.none
     sources = with_trained(state, is_first_rank) if quantised and adapted is None else {}
 
+    def in_full_precision() -> Llava:
+        """The quantized model with its base in full precision, as the export has it."""
+        assert isinstance(state.model, Llava)
+        plain = build_llava(state.model.parts, state.model.cfg.plain, torch.float32)
+        return filled(plain, sources if adapted is None else adapted.sources, compute_dtype(plain), adapted)
+
     def compare() -> None:
         ours, images = live, placed.images.cpu()
         if quantised:
-            ours = logits_in_full(state.model, sources, adapted, dataclasses.replace(micro, images=images))
+            ours = logits(in_full_precision(), dataclasses.replace(micro, images=images))
         reloaded = reloaded_logits(staged, micro, images, DTYPES[cfg.precision.param_dtype])
         difference = relative_difference(reloaded[:, : ours.shape[1]], ours)
         bound = CLOSE if (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32) else CLOSE_BF16
@@ -211,22 +203,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
     on_first_rank(compare, f"{staged} was written, but cannot be read back")
 
 
-def logits_in_full(
-    model: nn.Module, sources: dict[str, Stored], adapted: Adapted | None, micro: MicroBatch
-) -> torch.Tensor:
-    """Logits of a quantized run's model with its base in full precision, as the export has it.
-
-    Args:
-        sources: weights of a model without adapters; `adapted` has its own.
-    """
-    assert isinstance(model, Llava)
-    plain = build_llava(model.parts, model.cfg.plain, torch.float32)
-    sources = sources if adapted is None else adapted.sources
-    return logits(filled(plain, sources, compute_dtype(plain), adapted), micro)
-
-
 def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
-    """Build this run's AdapterWriter (rank 0 only)."""
     names = adapter_tensors(cfg.model, state.masters.named, state.sources)
     source = source_of_run(state.model, cfg, state.run, state.step)
     return AdapterWriter(

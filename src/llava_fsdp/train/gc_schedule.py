@@ -11,13 +11,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collected_by_plan(every: int | None) -> Iterator[Callable[[int], None]]:
-    """Context manager that turns automatic garbage collection off, and yields a function that collects at the due
-    steps, given the number of finished steps.
-
-    Args:
-        every: steps between two collections. They leave out the oldest generation, which holds the model. None keeps
-            automatic collection.
-    """
+    """Turn automatic collection off, and yield a function that collects, given the number of finished steps, every
+    `every` steps. The oldest generation, which holds the model, is left out. None keeps automatic collection."""
     if every is None:
         yield lambda finished: None
         return

@@ -39,10 +39,9 @@ SHARE = 0.01
 
 
 class LivePage:
-    """Collects a run's curves and writes its page.
+    """Collects a run's curves and writes its page, so rarely that this takes at most a hundredth of the time.
 
-    Pages are written so rarely that they take at most a hundredth of the time. If one cannot be written, a warning is
-    logged once and training continues.
+    If one cannot be written, a warning is logged once and training continues.
     """
 
     def __init__(self, cfg: Config, first_step: int, about: dict[str, Any]):
@@ -119,7 +118,7 @@ class LivePage:
     def warn(self, error: Exception) -> None:
         if not self.failed:
             self.failed = True
-            log().warning("%s cannot be written (%s: %s); the run goes on", self.path, type(error).__name__, error)
+            log().warning("%s cannot be written (%s: %s)", self.path, type(error).__name__, error)
 
 
 def rewrite_page(folder: Path) -> None:

@@ -41,7 +41,6 @@ def fit(
         after_step: runs on every rank, after the weights have been updated.
         between_steps: runs on every rank once the data of the next step are there, and ends the run where a stop was
             asked for: a rank whose data do not come is asked then too, while the others wait for its answer.
-        profiler: profiles a few steps; None disables profiling.
     """
     state.model.train()
     started = time.perf_counter()
@@ -84,11 +83,8 @@ def train_step(
     watchdog: Watchdog | None = None,
     profiler: NoProfiler | None = None,
 ) -> StepResult:
-    """Run one optimizer step, or skip the update where the loss or the gradients' norm is not finite.
-
-    Raises:
-        NumericError: in fp16, where the loss scale cannot be lowered any more.
-    """
+    """Run one optimizer step, or skip the update where the loss or the gradients' norm is not finite. Raises
+    NumericError if in fp16, where the loss scale cannot be lowered any more."""
     profiler = profiler or NoProfiler()
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
@@ -134,11 +130,8 @@ def train_step(
 
 def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> None:
     """Update the weights and release the gradients. A step that is not finite is skipped: weights and moments keep
-    their bits, the learning rate schedule does not advance, and the step's samples count as consumed.
-
-    Raises:
-        NumericError: in fp16, where the loss scale cannot be lowered any more.
-    """
+    their bits, the learning rate schedule does not advance, and the step's samples count as consumed. Raises
+    NumericError if in fp16, where the loss scale cannot be lowered any more."""
     if state.scaler is not None:
         state.scaler.update(overflowed=not is_finite, step=state.step + 1)
     if is_finite:
@@ -156,8 +149,7 @@ def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> 
 class SourceSums:
     """Losses of a step by data source, kept on the device until the host reads the step's loss.
 
-    With one source this is the step's loss: nothing is computed or sent. With several, the loss itself is computed
-    as with one, and one more small collective carries the sums by source.
+    With one source this is the step's loss, and nothing is computed or sent. Several need one more small collective.
     """
 
     def __init__(self, facts: StepFacts, device: torch.device):
@@ -166,7 +158,7 @@ class SourceSums:
         """Sum of the losses of each data source, float32 [sources]; [0] with one source."""
 
     def each(self) -> Each | None:
-        """Create a collector of the losses by token of one forward pass; None with one source."""
+        """A collector of the losses by token of one forward pass; None with one source."""
         return Each() if len(self.sums) else None
 
     def add(self, micro: MicroBatch, each: Each | None) -> None:
@@ -183,15 +175,9 @@ class SourceSums:
         return summed(self.sums) if len(self.sums) else self.sums
 
     def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
-        """Mean loss of each data source by name: with one source the step's loss, else the mean over the source's
-        label tokens.
+        """Mean loss of each data source by name, from the step's loss and the result of `summed` on the host.
 
-        Args:
-            loss: the whole step's, normalized as `loss.normalize` asks.
-            sums: the result of `summed`, on the host.
-
-        Returns:
-            None for a source without label tokens; nan where the loss kernel gives only the sum over all sources.
+        None for a source without label tokens; nan where the loss kernel gives only the sum over all sources.
         """
         if not sums:
             return {name: loss if labels else None for name, labels in self.labels.items()}
@@ -201,11 +187,7 @@ class SourceSums:
 
 @torch.no_grad()
 def clip_gradients(masters: MasterWeights, largest: float | None, scale: float = 1.0) -> torch.Tensor:
-    """Divide gradients by the loss scale, then scale them down to a norm of at most `largest`.
-
-    Args:
-        largest: None does not clip.
-        scale: the factor that the loss was multiplied with.
+    """Divide gradients by the loss scale, then scale them down to a norm of at most `largest`; None does not clip.
 
     Returns:
         float32 []: norm of all gradients over all ranks, after the division by `scale` and before clipping.

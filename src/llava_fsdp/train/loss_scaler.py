@@ -20,11 +20,9 @@ class LossScaler:
 
     cfg: ScalerConfig
     scale: float
-    """Loss scale: the factor on the loss."""
     hysteresis: int
     """Number of further overflows until the scale is halved; 1 halves it at the next one."""
     steps: int = 0
-    """Number of updates so far."""
     last_overflow: int = -1
     """Index of the last update with an overflow; -1 before the first."""
 
@@ -33,10 +31,7 @@ class LossScaler:
         return self.cfg.scale is None
 
     def update(self, overflowed: bool, step: int) -> None:
-        """Lower the scale after an overflow; raise it after `window` steps without one.
-
-        Args:
-            step: counted from 1, for the message.
+        """Lower the scale after an overflow in `step`, counted from 1; raise it after `window` steps without one.
 
         Raises:
             NumericError: an overflow at the smallest scale.

@@ -26,10 +26,9 @@ from llava_fsdp.plan.auto import Decision, decide
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.report.run_reader import CONFIG_FILE, REPORT_FILE
 from llava_fsdp.runtime.durable_files import replace_file
-from llava_fsdp.runtime.errors import ConfigError, StorageError
+from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.runtime.run_dir import FOLDER, claimed, restored_umask
 from llava_fsdp.runtime.run_dir_watch import Hold
 from llava_fsdp.runtime.status_file import Outcome, last_word, write_ending
@@ -39,14 +38,14 @@ from llava_fsdp.train.build_state import build_state, open_data
 from llava_fsdp.train.dry_run import dry_run
 from llava_fsdp.train.live_page import rewrite_page
 from llava_fsdp.train.loop import fit
-from llava_fsdp.train.metrics import Reporter
+from llava_fsdp.train.metrics import Reporter, storing
 from llava_fsdp.train.profiler import open_profiler
 from llava_fsdp.train.replica_check import check_replicas
 from llava_fsdp.train.resume import check_settings, continues, resume
 from llava_fsdp.train.same_software import check_same_software
 from llava_fsdp.train.save_and_stop import RunController, open_saver
 from llava_fsdp.train.state import StepResult, TrainState
-from llava_fsdp.train.trackers import check_installed
+from llava_fsdp.train.trackers import HURRY, check_installed
 from llava_fsdp.train.validation import open_validation
 
 
@@ -73,7 +72,7 @@ class RunParts(Run):
 
     def last_words(self) -> None:
         if self.reporter is not None:
-            self.reporter.last_words()
+            self.reporter.end(HURRY)
         elif ranks.own_rank() == 0:
             rewrite_page(self.folder)
 
@@ -151,10 +150,12 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
             if state.step == first_step + 1:  # weights are loaded and kernels compiled
                 ranks.shorten_timeout(mesh, cfg.comm.timeout)
                 watchdog.limit = cfg.comm.timeout
-            validation.after_step()
+            if validation is not None and validation.is_due():
+                validation.measure()
 
         with watchdog.steps():
-            validation.catch_up()
+            if validation is not None:
+                validation.catch_up()
             fit(state, plan, cfg, after_step, controller.between_steps, watchdog, profiler)
             controller.close()
         reporter.close()
@@ -184,7 +185,5 @@ def settle_auto(cfg: Config, world: World) -> Config:
 def write_config(cfg: Config, world: World) -> None:
     if world.is_first:
         path = Path(cfg.output_dir) / CONFIG_FILE
-        try:
+        with storing(path):
             replace_file(path, OmegaConf.to_yaml(OmegaConf.structured(cfg)).encode())
-        except OSError as error:
-            raise StorageError(f"{path} cannot be written ({why(error, path)})") from error

@@ -8,19 +8,12 @@ import resource
 import statistics
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TextColumn
 
 from llava_fsdp.config import Config
 from llava_fsdp.config.renamed import rename_old_files
@@ -33,10 +26,10 @@ from llava_fsdp.runtime.jsonl import Rows, replace_lines
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.train.live_page import LivePage
-from llava_fsdp.train.lost_rows import SKIPPED_FILE, lost_rows
 from llava_fsdp.train.state import StepResult
-from llava_fsdp.train.trackers import HURRY, PATIENCE, Trackers
+from llava_fsdp.train.trackers import PATIENCE, Trackers
 
+SKIPPED_FILE = "skipped_records.jsonl"
 WINDOW = 128
 """Number of preceding losses that a loss is compared with to find spikes."""
 FEWEST = 16
@@ -61,53 +54,33 @@ class Reporter:
 
         Args:
             left_out: records skipped before training (record, kind, reason), listed with step 0.
-            utilization: computes FLOPs and MFU of a step; None leaves them out.
-            run: identifier of the run, kept when it resumes.
             about: description of this start, from `run_info.py`.
         """
         self.cfg = cfg
         self.enabled = is_first_rank
         self.total_steps = total_steps
         self.utilization = utilization
-        self.folder = Path(cfg.output_dir)
+        folder = Path(cfg.output_dir)
         self.spikes = Spikes(cfg.numeric.spike_sigma)
         self.progress: Progress | None = None
         self.recompiles = 0
         self.recent: deque[float] = deque(maxlen=20)  # seconds of each step, to estimate the time left
         if not self.enabled:
             return
-        self.metrics, self.skipped_records = Rows(self.folder / METRICS_FILE), Rows(self.folder / SKIPPED_FILE)
-        try:
-            rename_old_files(self.folder)
-            for message in self.lost(first_step):
-                log().warning(
-                    "%s: %s: it was cut or damaged, and what it had is in no curve and no sum", self.folder, message
-                )
+        self.metrics, self.skipped_records = Rows(folder / METRICS_FILE), Rows(folder / SKIPPED_FILE)
+        with storing(folder):
+            rename_old_files(folder)
             cut_back(self.metrics.path, first_step)
             begin_skipped_records(self.skipped_records.path, first_step, left_out)
-        except OSError as error:
-            raise StorageError(f"output_dir={cfg.output_dir} cannot be written ({why(error, self.folder)})") from error
         about = {**(about or {}), "run": run, "total_steps": total_steps}
         self.page = LivePage(cfg, first_step, about)
         self.trackers = Trackers(cfg, first_step, run, about, self.page.run.config)
         self.page.on_validation = self.trackers.validation
         if sys.stderr.isatty():
-            self.progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[shown]}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=TextConsole(on_stderr=True),
-            )
+            columns = *Progress.get_default_columns(), TextColumn("{task.fields[shown]}")
+            self.progress = Progress(*columns, console=TextConsole(on_stderr=True))
             self.task = self.progress.add_task(cfg.stage.name, total=total_steps, completed=first_step, shown="")
             self.progress.start()
-
-    def lost(self, first_step: int) -> list[str]:
-        with contextlib.suppress(OSError):  # writing to the same files reports the error
-            return lost_rows(self.folder, first_step) if first_step else []
-        return []
 
     def close(self) -> None:
         if self.enabled:
@@ -122,20 +95,12 @@ class Reporter:
             self.progress.update(self.task, shown=text)
 
     def end(self, patience: float = PATIENCE) -> None:
-        """Write the final page and close the trackers, after `run_status.json` has been written.
-
-        Args:
-            patience: most seconds to wait for the trackers.
-        """
+        """Write the final page and close the trackers within `patience` seconds, after `run_status.json` is written."""
         if self.enabled:
             self.page.write()
             if not self.page.failed:
                 log().info("report: %s", self.page.path)
             self.trackers.close(int(self.page.run.status.get("exit_code") or 0), patience)
-
-    def last_words(self) -> None:
-        """Write the final page and close the trackers, in a process that must end within seconds."""
-        self.end(HURRY)
 
     def __call__(self, result: StepResult) -> None:
         self.warn_of_compiling(result)
@@ -155,7 +120,7 @@ class Reporter:
         self.show(row)
 
     def warn_of_compiling(self, result: StepResult) -> None:
-        """Warn when a step compiled again, on any rank: all ranks wait for the one that compiles."""
+        """Warn when a step compiled again; on any rank, as all wait for the one that compiles."""
         if result.recompiles > self.recompiles:
             log().warning(
                 "step %d: %d graphs were compiled anew, which the first steps should have seen to "
@@ -232,8 +197,17 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
     }
 
 
+@contextlib.contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names the file or folder of the run."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written ({why(error, path)})") from error
+
+
 def finite(value: float) -> float | None:
-    """The value, or None if it is not finite, because JSON has no such number."""
+    """The value, or None if it is not finite: JSON has no such number."""
     return value if math.isfinite(value) else None
 
 
@@ -280,11 +254,8 @@ class Spikes:
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
     def stands_out(self, loss: float) -> tuple[float, float] | None:
-        """Mean and standard deviation of the preceding losses if this loss is at least `sigma` deviations above;
-        else None.
-
-        The loss is then added to them, so that one that stays high is reported only for a while.
-        """
+        """Mean and standard deviation of the preceding losses if this loss is more than `sigma` deviations above; else
+        None. The loss is then one of them, so that one that stays high is reported only for a while."""
         found = None
         if self.sigma is not None and math.isfinite(loss):
             if len(self.losses) >= FEWEST:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from llava_fsdp.config import Config, MasterDType, MomentDType, OptimConfig, PrecisionConfig, Schedule
+from llava_fsdp.config import Config, MasterDType, MomentDType, OptimConfig, Schedule
 from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.fused_adamw import build_fused_adamw
 from llava_fsdp.distributed.local_shards import local
@@ -94,17 +94,12 @@ def build_optimizer(
         for (plain, lr), parameters in groups.items()
     ]
     betas = optim.beta1, optim.beta2
-    if is_full(cfg.precision):
+    if (cfg.precision.master_dtype, cfg.precision.moment_dtype) == (MasterDType.fp32, MomentDType.fp32):
         optimizer = build_fused_adamw(settings, betas, optim.eps)
     else:
         optimizer = LowBitAdamW(settings, cfg.precision.moment_dtype, betas, optim.eps, cfg.seed)
     warmup = math.ceil(optim.warmup_ratio * total_steps) if optim.warmup_steps is None else optim.warmup_steps
     return optimizer, LearningRate(optim.lr, optim.schedule, total_steps, warmup)
-
-
-def is_full(cfg: PrecisionConfig) -> bool:
-    """Whether master weights and moments are all fp32, so that torch's fused AdamW can be used."""
-    return (cfg.master_dtype, cfg.moment_dtype) == (MasterDType.fp32, MomentDType.fp32)
 
 
 def prepare_moments(optimizer: torch.optim.Optimizer) -> None:

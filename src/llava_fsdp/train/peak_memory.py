@@ -9,11 +9,8 @@ import torch
 
 
 class PeakMeter:
-    """Peak memory since construction, beyond what was held then.
-
-    On CUDA: bytes allocated to tensors, and bytes that the caching allocator reserved. On the CPU: resident memory of
-    the process without mapped files, such as the code of libraries.
-    """
+    """Peak memory since construction, beyond what was held then: on CUDA allocated and reserved bytes, on the CPU
+    resident memory of the process without mapped files, such as the code of libraries."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
-import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,38 +24,8 @@ T = TypeVar("T")
 FOLDER = "profile"
 LATE = 12
 """Number of the last profiled step by default."""
-KINETO = b"USDT:"
-"""Prefix of the lines that torch's profiler prints when it starts and stops."""
-CLOSING = 5.0
-"""Seconds to wait for the thread that filters standard error."""
 MOST_ENTRIES = 200_000
 """Allocations kept in CUDA's memory history; enough for a few steps."""
-
-
-@contextmanager
-def without_lines(start: bytes) -> Iterator[None]:
-    """Drop lines with a prefix from standard error, including those that C++ code writes to file descriptor 2."""
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    reader, writer = os.pipe()
-    os.dup2(writer, 2)
-    os.close(writer)
-
-    def pass_on() -> None:
-        with open(reader, "rb") as lines:
-            for line in lines:
-                if not line.startswith(start):
-                    os.write(stderr, line)
-
-    thread = threading.Thread(target=pass_on, name="stderr", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(stderr, 2)  # closes the last writer of the pipe, which ends the thread
-        thread.join(CLOSING)
-        os.close(stderr)
 
 
 class NoProfiler:
@@ -94,8 +62,7 @@ class StepProfiler(NoProfiler):
         finally:
             if self.profiler is not None:  # the run ends early: discard the trace
                 log().warning("profile=true: the run has ended before step %d of this start", self.last)
-                with without_lines(KINETO):
-                    self.profiler.stop()
+                self.profiler.stop()
                 self.profiler = None
                 if self.on_cuda:
                     torch.cuda.memory._record_memory_history(enabled=None)
@@ -104,33 +71,26 @@ class StepProfiler(NoProfiler):
         return nullcontext() if self.profiler is None else record_function(RANGE + name)
 
     def begin(self, number: int) -> None:
-        """Start or advance the profiler before a step; profiling begins a step early to warm up, if there is one."""
+        """Start or advance the profiler before a step; it starts a step early, if there is one, to warm up."""
         if number == max(1, self.first - 1):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_cuda else [])]
             plan = schedule(wait=0, warmup=self.first - number, active=self.last - self.first + 1, repeat=1)
             self.profiler = profile(activities=activities, schedule=plan)
-            with without_lines(KINETO):
-                self.profiler.start()
+            self.profiler.start()
         elif self.profiler is not None:
             if number == self.last + 1:
                 self.finish(self.profiler)
                 return
-            with without_lines(KINETO):
-                self.profiler.step()
+            self.profiler.step()
         if number == self.first and self.on_cuda:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)
 
     def finish(self, profiler: profile) -> None:
-        """Write the trace, the memory history and the page.
-
-        Raises:
-            StorageError: a file cannot be written.
-        """
+        """Write the trace, the memory history and the page. Raises StorageError if a file cannot be written."""
         self.profiler = None
         if self.on_cuda:
             torch.cuda.synchronize()
-        with without_lines(KINETO):
-            profiler.stop()
+        profiler.stop()
         name = f"rank-{self.rank}"
         trace = self.folder / f"{name}.trace.json.gz"
         try:
@@ -153,11 +113,7 @@ class StepProfiler(NoProfiler):
 
 
 def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total: int) -> NoProfiler:
-    """Create the profiler that the key `profile` asks for; one that records nothing if it is off.
-
-    Args:
-        done: steps of the run that are finished, of `total`.
-    """
+    """Create the profiler that the key `profile` asks for, after `done` of `total` steps; without it, an idle one."""
     left = total - done
     if not cfg.profile or left <= 0:
         return NoProfiler()
@@ -174,7 +130,7 @@ def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total
 
 
 def usual_steps(left: int) -> tuple[int, int]:
-    """The first and the last of three steps to profile, late enough that everything is compiled and cached; in a
-    short start the last ones, leaving a step before them for the profiler's warm-up."""
+    """The first and the last of three steps to profile, late enough that all is compiled; of a short start the last
+    ones, behind a step for the profiler's warm-up."""
     last = min(left, LATE)
     return min(last, max(2, last - 2)), last

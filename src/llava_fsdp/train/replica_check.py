@@ -18,14 +18,8 @@ SHOWN = 3
 
 
 def check_replicas(state: TrainState, parent: Path) -> None:
-    """Compare what several ranks hold of weights, moments, frozen weights, buffers and counters. A collective.
-
-    Args:
-        parent: the folder of the checkpoints; the message names the last one.
-
-    Raises:
-        ReplicaError: with the ranks and tensors that differ; raised on every rank.
-    """
+    """Compare what several ranks hold of weights, moments, frozen weights, buffers and counters. A collective. Raises
+    ReplicaError on every rank, with the ranks and tensors that differ and the last checkpoint in `parent`."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
     found = find_differences(held_by_this_rank(all_tensors(state), counters(state)), gather_lists)
@@ -52,11 +46,7 @@ def counters(state: TrainState) -> dict[str, str]:
 
 
 def describe(found: list[Difference], hosts: list[str], step: int, parent: Path) -> ReplicaError:
-    """The error that names the ranks, their hosts and the tensors that differ.
-
-    Args:
-        hosts: the host of each rank.
-    """
+    """The error that names the ranks, the `hosts` of all ranks by number, and the tensors that differ."""
     ranks = sorted({rank for difference in found for rank in difference.ranks})
     named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks[:SHOWN])
     named += f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""

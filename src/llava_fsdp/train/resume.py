@@ -33,12 +33,9 @@ FREE_KEYS = {  # paths, how records are read from disk, and names; none of them 
 
 
 def resume(state: TrainState, cfg: Config) -> Path | None:
-    """Load the checkpoint that `checkpoint.resume` names, and return its folder; None if training starts at step 0.
-    A collective.
-
-    Raises:
-        CheckpointError: no checkpoint is undamaged, or it was written with another model, dataset or recipe.
-    """
+    """Load the checkpoint that `checkpoint.resume` names, and return its folder; None if training starts at step 0. A
+    collective. Raises CheckpointError if no checkpoint is undamaged, or it was written with another model, dataset or
+    recipe."""
     found = choose(cfg)
     if found is None:
         return None
@@ -49,6 +46,7 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
     facts = found.facts
     state.step, state.samples, state.run = facts["step"], facts["samples"], facts["run"]
     state.skipped = facts["skipped"]
+    state.consecutive = facts["consecutive"]
     if state.scaler is not None and facts["scaler"] is not None:
         state.scaler.restore(facts["scaler"])
     state.loader.broken = set(facts["broken"])
@@ -64,8 +62,7 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
 
 
 def choose(cfg: Config) -> Checkpoint | None:
-    """Choose and verify the checkpoint to resume from; None if training starts at step 0. A collective; rank 0
-    chooses."""
+    """Choose and verify the checkpoint to resume from, on rank 0; None: start at step 0. A collective."""
     output = Path(cfg.output_dir)
     wanted = on_first_rank(lambda: wish_of(cfg), f"cannot look for checkpoints in {output}")
     if wanted == "never":
@@ -77,18 +74,11 @@ def choose(cfg: Config) -> Checkpoint | None:
     try:
         return verify_together(folder.resolve())
     except CheckpointError as error:
-        others = [p for p in list_checkpoints(folder.resolve().parent) if p != folder.resolve()]
-        cure = (
-            f"continue from another: checkpoint.resume={others[-1]}"
-            if others
-            else "start over: checkpoint.resume=never"
-        )
-        raise CheckpointError(f"{error}; {cure}") from error
+        raise CheckpointError(f"{error}; continue from another step-NNNNNN folder, or start over with never") from error
 
 
 def wish_of(cfg: Config) -> str:
-    """The value of `checkpoint.resume` that holds for this start: the configured one at a first start, `auto` at a
-    restart that has saved since."""
+    """The value of `checkpoint.resume`; `auto` at a restart of a launch that has saved since it began."""
     output, wanted = Path(cfg.output_dir), cfg.checkpoint.resume
     begun = begun_at(output, wanted) if wanted != "auto" else None
     if begun is not None and any((step_of(p) or 0) > begun for p in list_checkpoints(output / FOLDER)):
@@ -112,18 +102,23 @@ def continues(cfg: Config) -> bool:
 
 
 def check_settings(cfg: Config) -> None:
-    """Compare settings with those of the checkpoint that the run would resume, before a model is built.
-
-    Raises:
-        ConfigError: naming the keys that differ.
-    """
+    """Compare settings with those of the checkpoint that the run would resume, before a model is built. A checkpoint
+    that cannot be read is passed over: verifying it reports that. Raises ConfigError, listing every key that differs,
+    and what to do."""
     try:
         wanted = wish_of(cfg)
+        if wanted == "never":
+            return
         newest = list_checkpoints(Path(cfg.output_dir) / FOLDER)[-1:]
-    except OSError:  # a wrong folder is reported where it is used
+        for folder in newest if wanted == "auto" else [Path(wanted)]:
+            with os.fdopen(open_file(folder / STATE_FILE), "rb") as file:
+                config = parse_object(file.read(LARGEST), {"config": (dict,)})["config"]
+            differing = changed_settings(settings_then(config), flat(jsonable(asdict(cfg))))
+            if differing:
+                keys = [line.partition(":")[0] for line in differing]
+                raise ConfigError(other_settings(folder, differing)).about(key=keys[0], keys=keys)
+    except (CheckpointError, OSError, ValueError, TypeError):
         return
-    for folder in newest if wanted == "auto" else [Path(wanted)] if wanted != "never" else []:
-        refuse_other_settings(folder, cfg)
 
 
 def require_checkpoint(folder: Path) -> None:
@@ -134,17 +129,14 @@ def require_checkpoint(folder: Path) -> None:
 
 
 def is_fixed(key: str) -> bool:
-    """Whether the value of this key must stay the same when a run continues."""
+    """Whether a key's value must stay the same when a run continues."""
     free = key in FREE_KEYS or re.fullmatch(r"data\.sources\.[^.]+\.(path|images)", key) is not None
     return key in STORED_AS or (key.partition(".")[0] in FIXED_KEYS and not free)
 
 
 def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder: Path) -> None:
-    """Refuse to continue a run whose fixed settings, data or model have changed.
-
-    Raises:
-        CheckpointError: listing every key that differs, and what to do.
-    """
+    """Refuse to continue a run whose fixed settings, data or model have changed. Raises CheckpointError, listing every
+    key that differs, and what to do."""
     then, now = settings_then(facts["config"]), flat(jsonable(asdict(cfg)))
     differing = changed_settings(then, now)
     moved = f"{then.get('data.path')} -> {now.get('data.path')}"
@@ -154,18 +146,17 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
         "order": "sampler: the original's order depends on micro_batch_size and on the number of ranks; one changed",
         "model": "model: the model is another one: other shapes, or other frozen weights",
     }
-    for what, meaning in meanings.items():
-        drawn_anew = (
-            what == "model" and now["model.random_weights"] and then.get("seed") != now["seed"]
-        )  # the seed is listed already
-        if facts["fingerprints"][what] != state.fingerprints[what] and not drawn_anew:
-            differing.append(meaning)
+    if now["model.random_weights"] and then.get("seed") != now["seed"]:
+        del meanings["model"]  # drawn from the seed, which is listed already
+    differing += [text for what, text in meanings.items() if facts["fingerprints"][what] != state.fingerprints[what]]
     trainable = set(state.masters.named) ^ set(facts["trainable"])
     if trainable:
         differing.append(f"model.train: {len(trainable)} parameters were added or removed, such as {min(trainable)}")
     if differing:
         raise CheckpointError(other_settings(folder, differing))
-    report_changed_schedule(then, now)
+    for key in ("max_steps", "epochs"):
+        if then.get(key) != now.get(key):
+            log().info("%s: %s -> %s; the learning rate schedule is recomputed", key, then.get(key), now.get(key))
 
 
 def other_settings(folder: Path, differing: list[str]) -> str:
@@ -177,11 +168,10 @@ def other_settings(folder: Path, differing: list[str]) -> str:
 
 
 def settings_then(config: dict[str, Any]) -> dict[str, Any]:
-    """Read the configuration that a checkpoint records, by dotted key."""
+    """The configuration that a checkpoint records, by dotted key."""
+    # older checkpoints lack these keys, and their runs used neither
     added = {"model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())}}
-    return flat(jsonable(added)) | flat(
-        present_tree(config)
-    )  # older checkpoints lack these keys; their runs used neither
+    return flat(jsonable(added)) | flat(present_tree(config))
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -191,30 +181,6 @@ def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for key in sorted(then.keys() | now.keys())
         if is_fixed(key) and then.get(key) != now.get(key)
     ]
-
-
-def refuse_other_settings(folder: Path, cfg: Config) -> None:
-    """Compare the configuration with that of a checkpoint before anything is loaded. A `state.json` that cannot be read
-    is passed over here: verifying the checkpoint reports it.
-
-    Raises:
-        ConfigError: listing every key that differs, and what to do.
-    """
-    try:
-        with os.fdopen(open_file(folder / STATE_FILE), "rb") as file:
-            config = parse_object(file.read(LARGEST), {"config": (dict,)})["config"]
-        differing = changed_settings(settings_then(config), flat(jsonable(asdict(cfg))))
-    except (CheckpointError, OSError, ValueError, TypeError):
-        return
-    if differing:
-        keys = [line.partition(":")[0] for line in differing]
-        raise ConfigError(other_settings(folder, differing)).about(key=keys[0], keys=keys)
-
-
-def report_changed_schedule(then: dict[str, Any], now: dict[str, Any]) -> None:
-    for key in ("max_steps", "epochs"):
-        if then.get(key) != now.get(key):
-            log().info("%s: %s -> %s; the learning rate schedule is recomputed", key, then.get(key), now.get(key))
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

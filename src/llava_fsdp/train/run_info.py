@@ -90,7 +90,7 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of this project's checkout, with `-dirty` if files have changed; None without a checkout."""
+    """The commit of this project's checkout, `-dirty` if files have changed; None without a checkout."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None

@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +20,7 @@ from llava_fsdp import __version__
 from llava_fsdp.config import Attention, Config, LinearKind, Quantizer, config_dir
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.log import log
+from llava_fsdp.train.run_info import device_name
 
 PACKAGE = Path(__file__).resolve().parents[1]
 FILES = "llava_fsdp's files"
@@ -31,34 +32,27 @@ VARIABLES = (
 )
 """Environment variables that make the same kernels give other results."""
 SHOWN = 3
-"""How many hosts or files a message names at most."""
+"""How many hosts a message names at most."""
 Gather = Callable[[list[Any]], list[Any]]
 """A function that takes this rank's items, and returns the items of all ranks in rank order."""
 
 
 def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> None:
-    """Refuse to run with different software on the ranks; warn of different hardware or kernels. A collective.
-
-    Raises:
-        ConfigError: with each version, its ranks and their hosts; raised on every rank.
-    """
+    """Refuse to run with different software on the ranks; warn of different hardware or kernels. A collective. Raises
+    ConfigError, with each version, its ranks and their hosts; raised on every rank."""
     own = {name: read() for name, read in must_agree(cfg).items()}
     may = {name: read() for name, read in may_differ(device).items()}
     found = gather([(socket.gethostname(), own, may)])
     hosts = [host for host, _, _ in found]
     wrong = differences(hosts, [facts for _, facts, _ in found])
-    if FILES in wrong:  # the same on all ranks, so that all of them join this gather
-        wrong[FILES] += f"; not the same: {listed(differing_files(gather([package_files()])))}"
     if wrong:
-        said = "; ".join(f"{name}: {what}" for name, what in wrong.items())
         raise ConfigError(
-            f"the ranks run different software and would compute different results. {said}. Install the same "
-            "versions on every machine, from one checkout"
+            f"the ranks run different software and would compute different results. {'; '.join(wrong)}. Install the "
+            "same versions on every machine, from one checkout"
         )
     unlike = differences(hosts, [facts for _, _, facts in found])
     if unlike and os.environ.get("RANK", "0") == "0":
-        said = "; ".join(f"{name}: {what}" for name, what in unlike.items())
-        log().warning("the machines of this run differ, which changes rounding or speed. %s", said)
+        log().warning("the machines of this run differ, which changes rounding or speed. %s", "; ".join(unlike))
 
 
 def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
@@ -93,17 +87,13 @@ def may_differ(device: torch.device) -> dict[str, Callable[[], str]]:
     }
 
 
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
 def torch_build() -> str:
     """The version of torch, with the commit and the CUDA version of its build."""
     return f"{torch.__version__} (git {str(torch.version.git_version)[:12]}, CUDA {torch.version.cuda})"
 
 
 def loaded_version(module: ModuleType) -> str:
-    """The version of the module that this process imported, which need not be the installed package."""
+    """Version of the module that this process imported, which need not be the installed package's."""
     return str(module.__version__)
 
 
@@ -115,9 +105,7 @@ def installed_version(package: str) -> str:
 
 
 def package_digest(files: dict[str, str] | None = None) -> str:
-    """A digest of the names and contents of the package's own files, 32 hex digits.
-
-    It is the same for a checkout and its wheel, on every machine, and whatever the files' times are.
+    """Digest of the names and contents of the package's files; the same for a checkout and its wheel.
 
     Args:
         files: the result of `package_files`; None: that of the running package.
@@ -145,28 +133,21 @@ def is_own(path: Path) -> bool:
     return not hidden and not path.name.endswith((".pyc", "~", ".orig", ".rej"))
 
 
-def differing_files(found: list[dict[str, str]]) -> list[str]:
-    """Names of files that differ between ranks, or that some ranks lack."""
-    names = {name for files in found for name in files}
-    return sorted(name for name in names if len({files.get(name) for files in found}) > 1)
-
-
-def differences(hosts: list[str], facts: list[dict[str, str]]) -> dict[str, str]:
-    """The facts that are not the same on all ranks: each value with its ranks and their hosts.
+def differences(hosts: list[str], facts: list[dict[str, str]]) -> list[str]:
+    """The facts that are not the same on all ranks: `name: ` and each value with its ranks and their hosts.
 
     Args:
         hosts: the host of each rank.
         facts: name -> version of each rank. Another version of the package may have other names.
     """
-    found = {}
+    found = []
     for name in dict.fromkeys(name for own in facts for name in own):
         ranks_of: dict[str | None, list[int]] = {}
         for rank, own in enumerate(facts):
             ranks_of.setdefault(own.get(name), []).append(rank)
         if len(ranks_of) > 1:
-            found[name] = ", ".join(
-                f"{value or 'unknown'} on {describe(ranks, hosts)}" for value, ranks in ranks_of.items()
-            )
+            values = [f"{value or 'unknown'} on {describe(ranks, hosts)}" for value, ranks in ranks_of.items()]
+            found.append(f"{name}: {', '.join(values)}")
     return found
 
 
@@ -179,9 +160,6 @@ def describe(ranks: list[int], hosts: list[str]) -> str:
         else:
             spans.append([rank])
     said = ", ".join("-".join(map(str, span)) for span in spans)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {said} ({listed(dict.fromkeys(hosts[r] for r in ranks))})"
-
-
-def listed(names: Iterable[str]) -> str:
-    every = list(names)
-    return ", ".join(every[:SHOWN]) + (f" and {len(every) - SHOWN} more" if len(every) > SHOWN else "")
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {said} ({', '.join(names[:SHOWN])}{more})"

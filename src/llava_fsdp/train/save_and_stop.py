@@ -37,12 +37,7 @@ class RunController:
         watchdog: Watchdog,
         hold: Hold | None = None,
     ):
-        """Create the controller of a run.
-
-        Args:
-            saver: None if no step is left.
-            hold: the lock on the run's folder; None on other ranks than 0.
-        """
+        """Create the controller of a run: without a saver if no step is left, with a lock `hold` on rank 0."""
         self.hold = hold
         self.state = state
         self.saver = saver
@@ -95,10 +90,10 @@ class RunController:
         if votes.stop:
             self.finish()
             where = "continues there" if self.is_kept else "continues from the checkpoint before, as this one failed"
-            raise Stopped(
-                f"{self.asked_by}: stopped after step {self.state.step}; the same command {where}",
-                bool(self.watchdog.stop),
-            )
+            raise self.stopped(f"stopped after step {self.state.step}; the same command {where}")
+
+    def stopped(self, what: str) -> Stopped:
+        return Stopped(f"{self.watchdog.stop or 'a signal on another rank'}: {what}", bool(self.watchdog.stop))
 
     def save(self) -> None:
         self.watchdog.at(Phase.CHECKPOINT)
@@ -108,11 +103,7 @@ class RunController:
         self.owed = False
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written.
-
-        Raises:
-            CheckpointError, NumericError: it could not be written.
-        """
+        """Wait for the checkpoint that is being written; raises its CheckpointError or NumericError."""
         if self.saver is not None:
             self.watchdog.at(Phase.CHECKPOINT)
             with self.explained():
@@ -133,24 +124,15 @@ class RunController:
         self.saver.close()
         self.saver = None
         if Votes(stop=self.watchdog.wants_stop()).agreed().stop and self.cfg.export.enabled:
-            raise Stopped(
-                f"{self.asked_by}: stopped after the last step; the same command exports the model",
-                bool(self.watchdog.stop),
-            )
+            raise self.stopped("stopped after the last step; the same command exports the model")
 
     def loss(self) -> Loss | None:
-        """How the run's folder was lost (deleted, moved, ...); None if it was not, and on other ranks than 0. Not a
-        collective."""
+        """How the run's folder was lost; None if it was not, and on other ranks than 0. Not a collective."""
         return self.hold.look() if self.hold is not None else None
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Context manager for writing into the run's folder on all ranks: if writing fails because the folder is
-        lost, the error says so.
-
-        Raises:
-            FolderLost
-        """
+        """Raise FolderLost instead of the error of a write into the run's folder if the folder is lost."""
         try:
             yield
         except (CheckpointError, ModelError) as error:
@@ -159,12 +141,9 @@ class RunController:
             raise
 
     def stop_if_lost(self) -> None:
-        """Raise an error if the run's folder is lost, after saving the state into a new one. A collective.
+        """Raise FolderLost if the run's folder is lost, after saving the state into a new one. A collective.
 
         The new folder has the same name. It is not made if something else has that name now.
-
-        Raises:
-            FolderLost: with what is lost and what is not.
         """
         failing = f"cannot look at {self.cfg.output_dir}"
         loss = on_first_rank(self.loss, failing)
@@ -179,7 +158,7 @@ class RunController:
                 leaves_word=False,
             )
         try:
-            on_first_rank(self.remake, failing)
+            on_first_rank(lambda: self.hold and self.hold.remake(), failing)
             if self.saver is not None:
                 self.watchdog.at(Phase.CHECKPOINT)
                 self.saver.forget()
@@ -194,18 +173,9 @@ class RunController:
             else "The run's last checkpoint was in it; the same command starts from the beginning"
         )
         raise FolderLost(
-            f"{said}, with its checkpoints, its metrics and its exports. {saved}. If the folder was moved, put "
-            "it back in place of the new one",
+            f"{said}, with all that was in it. {saved}. If it was moved, put it back in place of the new one",
             leaves_word=True,
         )
-
-    def remake(self) -> None:
-        assert self.hold is not None
-        self.hold.remake()
-
-    @property
-    def asked_by(self) -> str:
-        return self.watchdog.stop or "a signal on another rank"
 
     def give_up(self, result: StepResult) -> None:
         """Raise NumericError, naming the records of the last step as suspects."""
@@ -234,11 +204,7 @@ def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
 def open_saver(
     state: TrainState, cfg: Config, resumed: Path | None = None, adapter_folder: AdapterFolder | None = None
 ) -> "Saver":
-    """Create the saver of a run that is about to begin or to continue. A collective.
-
-    Args:
-        resumed: the checkpoint that it continues from, which has been verified.
-        adapter_folder: what writes adapters into each checkpoint, on rank 0.
+    """Create the saver of a run that begins, or continues from the verified checkpoint `resumed`. A collective.
 
     Raises:
         CheckpointError: there is no room for a checkpoint, or no permission.

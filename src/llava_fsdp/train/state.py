@@ -44,21 +44,18 @@ class TrainState:
     step: int = 0
     """Finished steps, skipped ones included."""
     samples: int = 0
-    """Samples consumed by the finished steps."""
     scaler: LossScaler | None = None
-    """Loss scaler; None unless the precision is fp16."""
+    """None unless the precision is fp16."""
     skipped: int = 0
     """Finished steps without an update, because the loss or the gradients were not finite."""
     utilization: Utilization | None = None
-    """Computes FLOPs and MFU of a step; None leaves them out of the metrics."""
     consecutive: int = 0
     """Skipped steps since the last update, without those after which fp16's loss scale was lowered."""
     about: dict[str, Any] = field(default_factory=dict)
     """Description of this start for `starts.jsonl` and the report; empty on other ranks than 0."""
     compilations: Compilations | None = None
-    """Counts compilations of the model's blocks; None if they are not compiled."""
+    """None if the model's blocks are not compiled."""
     held_out: HeldOut | None = None
-    """Validation data; None without validation."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +69,10 @@ class StepResult:
     """Norm of all gradients before clipping; not finite if the gradients overflowed."""
     seconds: float
     skipped: bool = False
-    """The loss or the gradients were not finite, and the weights were not updated."""
     skipped_steps: int = 0
-    """Skipped steps of the run so far, this one included."""
+    """Of the run so far, this step included."""
     loss_scale: float | None = None
-    """Factor on the loss in fp16; None in other precisions."""
+    """None in other precisions than fp16."""
     recompiles: int = 0
     """Graphs that this rank compiled after the first steps of its process. Each delayed a step by seconds."""
     own_loss_is_finite: bool = True

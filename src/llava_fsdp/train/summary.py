@@ -27,24 +27,18 @@ from llava_fsdp.config import (
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.validation_set import HeldOut
-from llava_fsdp.distributed.compile import Compiling, choose_compiling
-from llava_fsdp.distributed.memory import Weight, bytes_per_rank
+from llava_fsdp.distributed.compile import choose_compiling
+from llava_fsdp.distributed.memory import Weight
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.offload import describe_offload
 from llava_fsdp.distributed.parallelize import describe_units
-from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.model.lora_names import LORA_A, module_of
 from llava_fsdp.runtime.console import TextConsole
-from llava_fsdp.runtime.humanize import readable
 
 
 def unlike_original(cfg: Config, compiles: bool = False) -> str:
-    """One line with the settings that make numbers differ from the original trainer's.
-
-    Args:
-        compiles: whether blocks are compiled, which changes rounding.
-    """
+    """One line with the settings that make numbers differ from the original trainer's; compilation changes rounding."""
     precision = cfg.precision
     # key, value, whether it equals the original's
     choices = [
@@ -72,14 +66,10 @@ def show_run(
     kernel: Kernel | None,
     peak: str,
 ) -> None:
-    """Print model, data, packing of a step, trainable parts, and memory of a rank.
-
-    Args:
-        peak: text that names the peak FLOP/s that MFU refers to.
-    """
+    """Print model, data, packing of a step, and trainable parts; `peak` names the FLOP/s that MFU refers to."""
     console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
     toys = ["a model with random weights"] if cfg.model.random_weights and cfg.model.checkpoint is None else []
-    toys += ["the embedded pictures of shapes"] if cfg.data.source is Source.shapes else []
+    toys += ["the embedded images of shapes"] if cfg.data.source is Source.shapes else []
     if toys:
         console.print(
             Panel(
@@ -97,7 +87,8 @@ def show_run(
     facts.add_row("batch", describe_batch(cfg, world, loader))
     if held_out is not None:
         facts.add_row("validation", describe_held_out(cfg, held_out))
-    facts.add_row("attention", describe_attention(kernel))
+    reason = "SDPA over padded rows: pack=false" if kernel is None else f"{kernel.attention.value} ({kernel.reason})"
+    facts.add_row("attention", reason)
     facts.add_row(
         "compute",
         f"{world.device.type}, {cfg.precision.param_dtype.value}, "
@@ -105,7 +96,8 @@ def show_run(
     )
     facts.add_row("peak", peak)
     compiling = choose_compiling(cfg, world.device, kernel and kernel.attention)
-    facts.add_row("compile", describe_compiling(compiling))
+    blocks = "the language model's blocks, when they first run, which takes a while" if compiling.on else "no"
+    facts.add_row("compile", f"{blocks} ({compiling.reason})")
     if cfg.model.lora.enabled:
         facts.add_row("adapters", describe_adapters(cfg.model.lora, list(weights)))
     if cfg.model.quantize.mode is not Quantizer.none:
@@ -117,12 +109,13 @@ def show_run(
         facts.add_row("offload", describe_offload(cfg, world.device))
     facts.add_row("unlike LLaVA", unlike_original(cfg, compiling.on))
     console.print(facts)
-    console.print(trains_table(weights), bytes_table(cfg, world, weights.values()))
+    table = Table("part", "trains", "frozen", title="parameters", title_justify="left")
+    for part, counts in trained_counts(weights).items():
+        table.add_row(part, *(f"{count:,}" for count in counts))
+    console.print(table)
 
 
 def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
-    """Text with rank and scale of the adapters, and the modules that have one; layers are listed without their
-    number."""
     modules = [module_of(name) for name in names if name.endswith(LORA_A)]
     kinds = Counter(re.sub(r"\.\d+\.", ".*.", module) for module in modules)
     found = f"rank {lora.r}, scale {lora.scaling:g}, dropout {lora.dropout:g}"
@@ -133,7 +126,6 @@ def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
 
 
 def describe_packed(cfg: Config, weights: Iterable[Weight]) -> str:
-    """Text with the number of quantized weights, and bits per weight, quantization statistics included."""
     packed = [w for w in weights if w.per_element > 1]
     held = sum(w.numel * w.item_size(cfg.precision) + w.statistics for w in packed)
     count, quantize = sum(w.count for w in packed), cfg.model.quantize
@@ -171,7 +163,7 @@ def describe_precision(precision: PrecisionConfig) -> str:
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
     if cfg.sampler.name is SamplerName.shuffle and cfg.pack:
         return (
-            f"{cfg.global_batch_size} samples packed into rows of at most {cfg.row_tokens:,} positions, "
+            f"{cfg.global_batch_size} samples packed into rows of at most {cfg.row_tokens:,} tokens, "
             f"as few as they need on each of {world.size} ranks"
         )
     count = loader.num_micro_batches
@@ -180,16 +172,6 @@ def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
         f"{cfg.micro_batch_size * count * world.size} rows for a global batch of {cfg.global_batch_size}"
         + (", each micro-batch's packed into one" if cfg.pack else "")
     )
-
-
-def describe_attention(kernel: Kernel | None) -> str:
-    return "SDPA over padded rows: pack=false" if kernel is None else f"{kernel.attention.value} ({kernel.reason})"
-
-
-def describe_compiling(found: Compiling) -> str:
-    if not found.on:
-        return f"no ({found.reason})"
-    return f"the language model's blocks, when they first run, which takes a while ({found.reason})"
 
 
 def describe_activation_checkpointing(cfg: Config, world: World) -> str:
@@ -201,13 +183,6 @@ def describe_activation_checkpointing(cfg: Config, world: World) -> str:
     return mode.value
 
 
-def trains_table(weights: dict[str, Weight]) -> Table:
-    table = Table("part", "trains", "frozen", title="parameters", title_justify="left")
-    for part, counts in trained_counts(weights).items():
-        table.add_row(part, *(f"{count:,}" for count in counts))
-    return table
-
-
 def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
     """Numbers of trainable and of frozen parameters, by part of the model."""
     found = {}
@@ -217,23 +192,3 @@ def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
             trains = sum(w.count for w in own if w.trainable)
             found[part] = trains, sum(w.count for w in own) - trains
     return found
-
-
-def bytes_table(cfg: Config, world: World, weights: Iterable[Weight]) -> Table:
-    """Table with the bytes of model and optimizer states on rank 0, which holds most, for every sharding strategy."""
-    weights = list(weights)
-    table = Table(
-        "sharding", "strategy", "parameters", "gradients", "optimizer", "sum",
-        title="what rank 0 holds at rest", title_justify="left",
-    )  # fmt: skip
-    for strategy, plan in SHARD_PLANS.items():
-        shard_size = cfg.sharding.shard_size or world.local_size
-        if plan.mesh is Mesh.HYBRID and world.size % shard_size:
-            continue
-        held = bytes_per_rank(weights, strategy, cfg.precision, world.size, shard_size, offload=cfg.offload.mode)
-        parts = (held.parameters, held.gradients, held.optimizer)
-        mark = " <" if strategy is cfg.sharding.strategy else ""
-        table.add_row(plan.zero + mark, strategy.value, *(readable(b) for b in (*parts, sum(parts))))
-    if world.size == 1:
-        table.caption = "one rank: nothing is sharded, and every row is the same"
-    return table

@@ -2,7 +2,7 @@
 
 A tracker must neither slow training down nor end it: rows wait in a queue for a thread, and an error in a tracker is a
 warning and closes it. The thread starts with the first row, after the training's data workers were forked. Workers of a
-validation are forked while it runs: they must not use this module, whose locks may be held at that moment.
+validation are forked while it runs, and must not use this module, whose locks may be held at that moment.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from llava_fsdp.config import Config, TrackConfig, WandbMode
 from llava_fsdp.config.tree import dotted, written
@@ -35,12 +35,6 @@ NAMES = {
     "peak_memory_bytes": "memory/peak_bytes",
 }  # fmt: skip
 """Names in the trackers, by column of metrics.jsonl."""
-
-
-class Tracker(Protocol):
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self, exit_code: int) -> None: ...
 
 
 def check_installed(cfg: TrackConfig) -> None:
@@ -97,14 +91,14 @@ class Trackers:
         self.dropped = 0
 
     def step(self, row: dict[str, Any]) -> None:
-        if self.wanted:
-            self.put(row["step"], values_of_step(row))
+        self.put(row["step"], values_of_step(row))
 
     def validation(self, row: dict[str, Any]) -> None:
-        if self.wanted:
-            self.put(row["step"], values_of_validation(row))
+        self.put(row["step"], values_of_validation(row))
 
     def put(self, step: int, values: dict[str, float]) -> None:
+        if not self.wanted:
+            return
         if self.thread is None:
             self.thread = threading.Thread(target=self.work, name="tracking", daemon=True)
             self.thread.start()
@@ -117,7 +111,7 @@ class Trackers:
 
     def work(self) -> None:
         """Open the trackers, log the queued rows and close the trackers. Runs in the thread."""
-        opened: list[Tracker] = []
+        opened: list[TensorBoard | WeightsAndBiases] = []
         with warned_of("TensorBoard cannot log this run"):
             opened += [TensorBoard(self)] if self.cfg.track.tensorboard else []
         with warned_of("Weights & Biases cannot log this run"):
@@ -144,10 +138,7 @@ class Trackers:
         except queue.Full:
             pass
         if self.thread.is_alive():
-            log().warning(
-                "tracking was not finished %d seconds after the end of the run; `wandb sync` sends what is missing",
-                patience,
-            )
+            log().warning("tracking was not finished after %d seconds; `wandb sync` sends what is missing", patience)
         self.thread = None
 
 
@@ -159,14 +150,11 @@ def warned_of(what: str) -> Iterator[list[None]]:
         yield good
     except Exception as error:
         good.clear()
-        log().warning(
-            "%s (%s: %s); the training goes on", what, type(error).__name__, " ".join(str(error).split())[:500]
-        )
+        log().warning("%s (%s: %s)", what, type(error).__name__, " ".join(str(error).split())[:500])
 
 
 class TensorBoard:
-    """Tracker that writes TensorBoard event files. For steps that a resumed run repeats, TensorBoard shows the later
-    values."""
+    """Tracker that writes TensorBoard event files; of steps that a resumed run repeats, the later values show."""
 
     def __init__(self, run: Trackers):
         from torch.utils.tensorboard import SummaryWriter
@@ -207,10 +195,7 @@ class WeightsAndBiases:
         self.teardown = wandb.teardown
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Log values at a step. Weights & Biases drops repeated steps of a resumed run, whose values are the same.
-
-        It also drops values of earlier steps, so a validation is logged at the present step.
-        """
+        """Log values at a step; a validation at the present one, as Weights & Biases drops values of earlier steps."""
         if any(name.startswith("validation") for name in values):
             self.run.log({"validation/step": step, **values})
         else:

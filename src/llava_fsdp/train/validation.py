@@ -23,13 +23,11 @@ from llava_fsdp.distributed.eval_mode import evaluating
 from llava_fsdp.distributed.mesh import own_rank
 from llava_fsdp.model.generation import check_answers
 from llava_fsdp.report.run_reader import VALIDATION_FILE
-from llava_fsdp.runtime.errors import StorageError
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.jsonl import Rows
 from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.runtime.watchdog import Watchdog
-from llava_fsdp.train.metrics import cut_back, finite, rows_of
+from llava_fsdp.train.metrics import cut_back, finite, rows_of, storing
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
 
@@ -39,28 +37,16 @@ class Loss:
     """Sum of the losses of label tokens, and the number of these tokens."""
 
     total: float
-    """Sum of the losses of label tokens."""
     label_tokens: int
 
     @property
     def row(self) -> dict[str, Any]:
-        """Values for a row of `validation.jsonl`: mean loss per label token (None if it is not finite), and number
-        of label tokens."""
+        """Values for a row of `validation.jsonl`: mean loss per label token (None: not finite), and label tokens."""
         mean = self.total / self.label_tokens if self.label_tokens else math.nan
         return {"loss": finite(mean), "label_tokens": self.label_tokens}
 
 
-class NoValidation:
-    """Validation of a run without validation data: does nothing."""
-
-    def after_step(self) -> None:
-        """Do nothing."""
-
-    def catch_up(self) -> None:
-        """Do nothing."""
-
-
-class Validation(NoValidation):
+class Validation:
     """Validates a run at the steps where it is due; rank 0 writes the results."""
 
     def __init__(
@@ -75,9 +61,8 @@ class Validation(NoValidation):
     ):
         """Prepare the validation of a run.
 
-        Args:
-            pause: a collective between two batches; saves or stops the run if any rank was asked to.
-            note: shows the progress.
+        `pause` is a collective between two batches that saves or stops the run if any rank was asked to; `note` shows
+        the progress.
         """
         self.state = state
         self.held_out = held_out
@@ -96,25 +81,13 @@ class Validation(NoValidation):
 
     def begin_file(self) -> bool:
         """Drop rows of steps that the run repeats; return whether the present step has a row."""
-        try:
+        with storing(self.rows.path):
             cut_back(self.rows.path, self.state.step)
-        except OSError as error:
-            raise StorageError(f"{self.rows.path} cannot be written ({why(error, self.rows.path)})") from error
         return self.rows.path.is_file() and bool(rows_of(self.rows.path, range(self.state.step, self.state.step + 1)))
 
     def is_due(self) -> bool:
         step, every = self.state.step, self.cfg.val.every
         return every is not None and step > 0 and (step % every == 0 or step >= self.last_step)
-
-    def after_step(self) -> None:
-        """Validate if it is due after this step. A collective.
-
-        Raises:
-            Stopped: a stop was asked for; the resumed run begins with this validation.
-            DataError: a held-out record turned bad after the run began, and `data.bad_records` does not allow it.
-        """
-        if self.is_due():
-            self.measure()
 
     def catch_up(self) -> None:
         """Do the validation of the present step if the run stopped before it was finished. A collective."""
@@ -127,6 +100,12 @@ class Validation(NoValidation):
         self.watchdog.at(Phase.VALIDATION, self.state.step)
 
     def measure(self) -> None:
+        """Validate. A collective.
+
+        Raises:
+            Stopped: a stop was asked for; the resumed run begins with this validation.
+            DataError: a held-out record turned bad after the run began, and `data.bad_records` does not allow it.
+        """
         started = time.perf_counter()
         self.watchdog.at(Phase.VALIDATION, self.state.step)
         device = self.held_out.loader.device
@@ -186,7 +165,6 @@ def row_of(step: int, losses: dict[str, Loss], answers: list[Answered], seconds:
 
 
 def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
-    """Convert an answer to an object of `validation.jsonl`."""
     return {
         "record": question.record,
         "question": question.question,
@@ -219,8 +197,8 @@ def open_validation(
     watchdog: Watchdog,
     pause: Callable[[], None],
     note: Callable[[str], None],
-) -> NoValidation:
-    """Build the validation of a run; it does nothing with `val.every=null`.
+) -> Validation | None:
+    """Build the validation of a run; None with `val.every=null`.
 
     Raises:
         ConfigError: the model cannot generate answers.
@@ -229,5 +207,5 @@ def open_validation(
     if state.held_out is None:
         if cfg.val.is_named and own_rank() == 0:
             log().warning("held-out records are named, and val.every=null never looks at them; set val.every=STEPS")
-        return NoValidation()
+        return None
     return Validation(state, state.held_out, cfg, last_step, watchdog, pause, note)

@@ -51,12 +51,7 @@ class AnswerGenerator:
         wants_stop: Callable[[], bool],
         pause: Callable[[], None],
     ):
-        """Create a generator of answers for a run's model.
-
-        Args:
-            wants_stop: whether this rank was asked to stop.
-            pause: a collective between two batches; stops the run if any rank was asked to.
-        """
+        """Create a generator; `pause` is a collective between batches that stops the run if any rank was asked to."""
         assert isinstance(model, Llava)  # FSDP changes the model's class to a subclass
         self.model = model
         self.loader = held_out.loader
@@ -70,21 +65,16 @@ class AnswerGenerator:
 
     @property
     def rows(self) -> int:
-        """Number of questions that a rank answers in one batch.
+        """Number of questions that a rank answers in one batch: those of half a micro-batch's tokens.
 
-        Keys and values of a token take up to twice the memory that a block keeps of it for its backward pass. Half of a
-        micro-batch's tokens therefore needs no more memory than training.
+        Keys and values of a token take up to twice the memory that a block keeps of it for its backward pass.
         """
         longest = max(len(question.sample.input_ids) for question in self.questions) + self.cfg.val.max_new_tokens
         return max(1, min(self.cfg.val.batch_size, self.cfg.row_tokens // 2 // longest))
 
     def answers(self) -> list[Answered]:
-        """Answer all questions, each on one rank; returns the answers in the order of the questions, on every rank.
-        A collective.
-
-        Raises:
-            ImageError: an image cannot be read any more, and `data.bad_records=fail`.
-        """
+        """Answer all questions, each on one rank; returns the answers in the order of the questions, on every rank. A
+        collective. Raises ImageError if an image cannot be read any more, and `data.bad_records=fail`."""
         if not self.questions:
             return []
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -115,7 +115,6 @@ def answer(sessions: Sessions, key: str, box: dict[str, Any], settings: tuple[fl
 
     Args:
         key: Gradio's key of the browser tab.
-        box: text and files of the question.
         settings: temperature, top_p and max_new_tokens.
     """
     text, files = box["text"].strip(), [str(name) for name in box["files"]]
@@ -139,12 +138,7 @@ def box_with(text: str, files: list[str]) -> gr.MultimodalTextbox:
 
 
 def checked_sampling(temperature: float, top_p: float, max_new_tokens: float) -> Sampling:
-    """Return sampling settings from the page's sliders, after checking them, as requests made by hand may hold
-    anything.
-
-    Raises:
-        DataError: a number is out of range.
-    """
+    """Return the sliders' settings; raise DataError if one is out of range, as a request made by hand may be."""
     if not (0 <= temperature <= 100 and 0 < top_p <= 1 and 1 <= max_new_tokens <= 1 << 20):
         raise DataError(
             f"temperature={temperature}, top_p={top_p} and max_new_tokens={max_new_tokens} are out of range"
@@ -154,11 +148,10 @@ def checked_sampling(temperature: float, top_p: float, max_new_tokens: float) ->
 
 def history(session: Session) -> list[Any]:
     """Return a session's conversation as messages for gr.Chatbot."""
-    return [
-        entry
-        for question, files, reply in session.conversation.exchanges()
-        for entry in (message("user", question, files), message("assistant", reply, []))
-    ]
+    found = []
+    for question, files, reply in session.exchanges():
+        found += [message("user", question, files), message("assistant", reply, [])]
+    return found
 
 
 def message(role: str, text: str, files: list[Path]) -> dict[str, Any]:

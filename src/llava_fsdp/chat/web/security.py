@@ -23,9 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MiB = 1 << 20
 LARGEST_JSON = MiB
-"""Most bytes of a request that uploads no file: a question, and the names of files uploaded before."""
+"""Most bytes of a request that uploads no file."""
 ROOM = 2048 * MiB
-"""Most bytes of all files uploaded to the page while it runs."""
+"""Most bytes of all uploaded files."""
 FILE = "/gradio_api/file="
 UPLOAD = "/gradio_api/upload"
 READ = re.compile(
@@ -57,17 +57,20 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class Guard:
-    """ASGI application that checks requests and passes the accepted ones on to another ASGI application."""
+    """ASGI application that checks requests and passes the accepted ones on to another ASGI application.
+
+    Attributes:
+        host: name or address that the page is served at.
+        uploads: folder of the uploaded files; files are served from no other folder.
+        largest_request: most bytes of a request that uploads files.
+        incoming: sizes in bytes of the uploads that are being received.
+    """
 
     app: ASGIApp
     host: str
-    """Name or address that the page is served at."""
     uploads: Path
-    """Folder of the uploaded files; files are served from no other folder."""
     largest_request: int
-    """Most bytes of a request that uploads files."""
     incoming: list[int] = field(default_factory=list)
-    """Sizes in bytes of the uploads that are being received."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -96,11 +99,7 @@ class Guard:
             await PlainTextResponse(str(refusal), refusal.status)(scope, receive, send)
 
     def check_upload(self, headers: Mapping[str, str]) -> None:
-        """Check an upload's size by its Content-Length; the server reads no more than that length.
-
-        Raises:
-            RequestRefused: the upload has no length, or is too large, alone or with all other files.
-        """
+        """Check an upload's size by its Content-Length; the server reads no more than that length."""
         length = headers.get("content-length", "")
         if not length.isdecimal() or "transfer-encoding" in headers:  # with both, the length does not count
             raise RequestRefused(411, "files need a Content-Length, and no Transfer-Encoding")
@@ -123,9 +122,6 @@ def check_names(headers: Mapping[str, str], host: str) -> None:
 
     Another site can make its name resolve to this machine (DNS rebinding), so the Host must be a name of this machine
     or an IP address.
-
-    Raises:
-        RequestRefused: the Host is another name, or the Origin or Sec-Fetch headers are of another site.
     """
     requested = headers.get("host", "")
     try:
@@ -187,7 +183,7 @@ def check_body(body: bytes, uploads: Path) -> None:
 
 
 def objects_of(tree: Any) -> Iterator[dict[str, Any]]:
-    """Yield all objects within a JSON value, without recursion, as it may be nested too deeply for that."""
+    """Yield all objects within a JSON value, without recursion, as it may be nested deeply."""
     left = [tree]
     while left:
         value = left.pop()
@@ -211,8 +207,7 @@ async def whole_body(receive: Receive) -> bytes:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI `receive` that gives the body that was already read, and then later messages such as a
-    disconnect."""
+    """Return an ASGI `receive` that gives the body that was already read, and then later messages."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def again() -> Message:

@@ -24,7 +24,6 @@ def serve(cfg: ChatConfig) -> None:
 
     Raises:
         ConfigError: gradio is missing, or the address is taken; before the model is loaded.
-        ModelError: the model cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="llava_fsdp-page-") as folder:
         prepare_environment(folder)
@@ -63,19 +62,14 @@ def serve(cfg: ChatConfig) -> None:
 
 
 def prepare_environment(folder: str) -> None:
-    """Set Gradio's environment variables before it is imported, removing any others: temporary files go to `folder`,
-    telemetry is off."""
+    """Set Gradio's environment variables before it is imported: files go to `folder`, telemetry is off."""
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
         del os.environ[name]
     os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Open a listening socket at a host and port.
-
-    Raises:
-        ConfigError: the port is taken, or the address is not one of this machine.
-    """
+    """Open a listening socket; raise ConfigError if the port is taken, or the address not one of this machine."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address, family=family)
@@ -87,7 +81,6 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def address_line(cfg: ChatConfig, listening: socket.socket) -> str:
-    """Return a log line with the page's address, and a warning if other machines can reach it."""
     name = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
     line = f"the page is at http://{name}:{cfg.port}; Ctrl-C ends it"
     if listening.getsockname()[0] not in ("127.0.0.1", "::1"):

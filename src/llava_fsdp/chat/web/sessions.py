@@ -3,13 +3,10 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from llava_fsdp.chat.assistant import Assistant
-from llava_fsdp.chat.conversation import Conversation, seeded_generator
+from llava_fsdp.chat.conversation import Conversation
 from llava_fsdp.config import ChatConfig
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import DataError
@@ -20,15 +17,10 @@ MAX_QUESTION_LENGTH = 20_000
 """Greatest number of characters of a question: more than any model here can read."""
 
 
-@dataclass
-class Session:
-    """The conversation of a browser tab."""
+class Session(Conversation):
+    """The conversation of a browser tab, and the generator of its latest answer."""
 
-    conversation: Conversation
-    generator: torch.Generator
-    """Random generator of sampled answers, seeded with `seed` for every new conversation."""
     answer: Generator[str, None, None] | None = None
-    """Generator of the most recent answer; None before the first."""
 
 
 class Sessions:
@@ -43,11 +35,9 @@ class Sessions:
         self._has_ended = False
 
     def get(self, key: str) -> Session:
-        """Return the session of a browser tab; create it if there is none."""
         with self._model_lock:
             if key not in self._sessions:
-                generator = seeded_generator(self.assistant.device, self.cfg.seed)
-                self._sessions[key] = Session(Conversation(self.assistant, self.cfg.max_images), generator)
+                self._sessions[key] = Session(self.assistant, self.cfg.max_images, self.cfg.seed)
                 while len(self._sessions) > MAX_SESSIONS:
                     self._sessions.popitem(last=False)
             self._sessions.move_to_end(key)
@@ -57,17 +47,15 @@ class Sessions:
         """Ask a question in a session and yield pieces of the answer, until it ends or is stopped.
 
         Raises:
-            DataError: a file is not an image, or the question is refused; the conversation is unchanged.
-            OutOfMemory: the conversation does not fit into memory.
+            DataError, OutOfMemory: as `Conversation.ask` and `add`, without the server's folders in the message.
         """
         if len(text) > MAX_QUESTION_LENGTH:
             raise DataError(f"the question has {len(text)} characters; at most {MAX_QUESTION_LENGTH} are taken")
-        conversation = session.conversation
         try:
             with self._model_lock:
                 for path in files:
-                    conversation.add(path, path.name)
-                session.answer = answer = conversation.ask(text, sampling, session.generator)
+                    session.add(path, path.name)
+                session.answer = answer = session.ask(text, sampling)
             while not self._has_ended:
                 with self._model_lock:
                     piece = next(answer, None)
@@ -77,7 +65,7 @@ class Sessions:
         except DataError as error:
             raise DataError(without_folders(str(error), files), error.kind) from error
         finally:
-            conversation.next_images = []
+            session.next_images = []
 
     def stop(self, key: str) -> None:
         """Stop the answer in a browser tab; what was generated of it stays."""
@@ -98,7 +86,6 @@ class Sessions:
 
 
 def without_folders(message: str, files: list[Path]) -> str:
-    """Remove the server's folders from a message about uploaded files, leaving the file names."""
     for path in files:
         message = message.replace(f"image {path} ", "").replace(f"{path} ", f"{path.name} ").replace(str(path), "")
     return message
