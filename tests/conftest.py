@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import warm
 from harness import RankPool
 
 if TYPE_CHECKING:
@@ -20,6 +22,16 @@ torch.set_num_threads(1)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole commands first: files of tests run side by side, and the longest must not be the last to begin."""
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Before the first test, so that commands begin as if there had been none."""
+    if session.items and not session.config.option.collectonly:
+        gc.collect()
+        gc.freeze()  # what was imported stays: a training collects garbage several times
+        if not torch.cuda.is_available():
+            warm.install()
 
 
 @pytest.fixture(scope="session")

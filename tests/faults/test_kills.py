@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from runs import Run, Runs, assert_same_state
+from runs import Run, Runs, assert_same_state, metrics
 from traps import note_samples
 
 pytestmark = pytest.mark.ranks
@@ -59,17 +59,14 @@ def kill_again_and_again(run: Run, kills: int, steps: int, dice: random.Random, 
     return in_saves
 
 
-def kills_change_nothing(runs: Runs, folder: Path, kills: int, steps: int, torchrun: bool) -> None:
+def kills_change_nothing(runs: Runs, folder: Path, kills: int, steps: int) -> None:
     words = [f"max_steps={steps}", f"checkpoint.every={EVERY}"]
     calm, hurt = folder / "calm", folder / "hurt"
     ended = runs.run(*words, folder=calm, trap=note_samples, notes=str(calm), timeout=300)
     assert ended.code == 0 and not ended.left, ended.stderr
 
     losses = Losses()
-    run = runs.start(
-        *words, folder=hurt, restarts=kills, torchrun=torchrun, timeout=60 + 40 * kills, trap=note_samples,
-        notes=str(hurt),
-    )  # fmt: skip
+    run = runs.start(*words, folder=hurt, restarts=kills, timeout=60 + 40 * kills, trap=note_samples, notes=str(hurt))
     in_saves = kill_again_and_again(run, kills, steps, random.Random(kills), losses)
     ended = run.wait()
     losses.note(run)
@@ -77,7 +74,7 @@ def kills_change_nothing(runs: Runs, folder: Path, kills: int, steps: int, torch
     assert in_saves, "some kills are within a save"
 
     assert_same_state(calm / "out", hurt / "out")
-    expected = {row["step"]: row for row in Run(calm, 0, 0, None).rows()}
+    expected = {row["step"]: row for row in metrics(calm / "out")}
     found = run.rows()
     assert [row["step"] for row in found] == list(range(1, steps + 1)), "every step is told once"
     assert losses.by_step == {step: {row["loss"]} for step, row in expected.items()}, "replayed losses are the same"
@@ -92,16 +89,16 @@ def kills_change_nothing(runs: Runs, folder: Path, kills: int, steps: int, torch
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_five_kills(runs: Runs, tmp_path: Path) -> None:
-    kills_change_nothing(runs, tmp_path, kills=5, steps=20, torchrun=False)
+    kills_change_nothing(runs, tmp_path, kills=5, steps=20)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1200)
-def test_ten_kills_under_torchrun(runs: Runs, tmp_path: Path) -> None:
-    kills_change_nothing(runs, tmp_path, kills=10, steps=48, torchrun=True)
+def test_ten_kills(runs: Runs, tmp_path: Path) -> None:
+    kills_change_nothing(runs, tmp_path, kills=10, steps=48)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(4000)
 def test_a_hundred_kills(runs: Runs, tmp_path: Path) -> None:
-    kills_change_nothing(runs, tmp_path, kills=100, steps=220, torchrun=False)
+    kills_change_nothing(runs, tmp_path, kills=100, steps=220)

@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from commands import TORCHRUN
 from rank import TRAP
 from safetensors import safe_open
 
@@ -44,9 +44,7 @@ class Ended:
     """How a run ended."""
 
     code: int
-    """Of torchrun or its stand-in: 0, or 1 if anything failed."""
-    attempts: list[dict[str, int]]
-    """Exit codes by rank, of every attempt; known of the stand-in only."""
+    """Of torchrun: 0, or 1 if anything failed."""
     seconds: float
     stdout: str
     stderr: str
@@ -59,9 +57,9 @@ class Ended:
 class Run:
     """A run under way. `wait` ends it."""
 
-    def __init__(self, folder: Path, agent: int, timeout: float, process: subprocess.Popen | None):
+    def __init__(self, folder: Path, timeout: float, process: subprocess.Popen):
         self.folder = folder
-        self.agent = agent
+        self.agent = process.pid
         self.process = process
         self.began = time.monotonic()
         self.deadline = self.began + timeout
@@ -95,14 +93,12 @@ class Run:
         return False
 
     def signal(self, number: int) -> None:
-        """Send a signal to torchrun, or its stand-in."""
+        """Send a signal to torchrun."""
         with suppress(ProcessLookupError):
             os.kill(self.agent, number)
 
     def alive(self) -> bool:
-        if self.process is not None:
-            return self.process.poll() is None
-        return not (self.folder / "agent.json").exists() and Path(f"/proc/{self.agent}").exists()
+        return self.process.poll() is None
 
     def until(self, happened: Callable[[], Any], what: str = "what was waited for", within: float | None = None) -> Any:
         """Wait until something is true, and give it back.
@@ -158,15 +154,8 @@ class Run:
         self.stop()
         if late:
             raise Late(f"the run did not end in {seconds:.0f} s; alive: {left}\n{self.said()[-6000:]}")
-        answer = self.answer()
         said = [(self.folder / name).read_text(errors="replace") for name in ("stdout.txt", "stderr.txt")]
-        return Ended(answer["code"], answer["attempts"], seconds, said[0], said[1], status(self.out), left)
-
-    def answer(self) -> dict[str, Any]:
-        if self.process is not None:
-            return {"code": self.process.wait(), "attempts": []}
-        path = self.folder / "agent.json"
-        return json.loads(path.read_text()) if path.exists() else {"code": -signal.SIGKILL, "attempts": []}
+        return Ended(self.process.wait(), seconds, said[0], said[1], status(self.out), left)
 
     def stop(self) -> None:
         """Kill every process of the run."""
@@ -180,7 +169,7 @@ class Run:
 
 
 class Runs:
-    """Starts runs; keeps the process that the stand-in's ranks are forked from."""
+    """Starts runs under torchrun."""
 
     def __init__(self, shapes: Path):
         """
@@ -188,7 +177,6 @@ class Runs:
             shapes: where the embedded dataset is drawn, once for all.
         """
         self.shapes = shapes
-        self.server: subprocess.Popen[str] | None = None
         self.begun: list[Run] = []
 
     def start(
@@ -198,8 +186,6 @@ class Runs:
         ranks: int = 2,
         restarts: int = 0,
         timeout: float = 120,
-        grace: float = 30,
-        torchrun: bool = False,
         trap: Callable[..., None] | None = None,
         env: dict[str, str] | None = None,
         **arguments: Any,
@@ -210,65 +196,27 @@ class Runs:
             words: overrides behind those of `QUICK`.
             restarts: as torchrun's --max-restarts.
             timeout: seconds after which it is over, whatever it does.
-            grace: seconds between the request to end and the kill, as torchrun's --shutdown-timeout.
-            torchrun: torchrun itself, which takes some seconds to start, and not its stand-in.
             trap: a function of a module of this folder, called in every rank before the training, with `arguments`.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("agent.json", "stdout.txt", "stderr.txt"):
-            (folder / name).unlink(missing_ok=True)
         given = [*QUICK, f"data.root={self.shapes}", *words]
-        environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", TRAP: trap_words(trap, arguments), **(env or {})}
-        if torchrun:
-            run = self._torchrun(given, folder, ranks, restarts, timeout, grace, environment)
-        else:
-            order = {"words": given, "folder": str(folder), "ranks": ranks, "restarts": restarts}
-            order |= {"timeout": timeout, "grace": grace, "env": environment}
-            run = Run(folder, self._order(order), timeout, None)
-        self.begun.append(run)
-        return run
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", TRAP: trap_words(trap, arguments)}
+        command = [*TORCHRUN, str(ranks), "--max-restarts", str(restarts), str(HERE / "rank.py"), *given]
+        with (folder / "stdout.txt").open("w") as out, (folder / "stderr.txt").open("w") as err:
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment | (env or {}), stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                start_new_session=True,
+            )  # fmt: skip
+        self.begun.append(Run(folder, timeout, process))
+        return self.begun[-1]
 
     def run(self, *words: str, folder: Path, **how: Any) -> Ended:
         """A run from its beginning to its end."""
         return self.start(*words, folder=folder, **how).wait()
 
-    def _torchrun(
-        self,
-        words: list[str],
-        folder: Path,
-        ranks: int,
-        restarts: int,
-        timeout: float,
-        grace: float,
-        environment: dict[str, str],
-    ) -> Run:
-        start = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
-        environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(grace)), **environment}
-        with (folder / "stdout.txt").open("w") as out, (folder / "stderr.txt").open("w") as err:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *start, str(HERE / "rank.py"), *words],
-                cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
-            )  # fmt: skip
-        return Run(folder, process.pid, timeout, process)
-
-    def _order(self, order: dict[str, Any]) -> int:
-        if self.server is None or self.server.poll() is not None:
-            self.server = subprocess.Popen(
-                [sys.executable, str(HERE / "agent.py")],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-        assert self.server.stdin is not None and self.server.stdout is not None
-        self.server.stdin.write(json.dumps(order) + "\n")
-        self.server.stdin.flush()
-        return int(self.server.stdout.readline())
-
     def close(self) -> None:
         for run in self.begun:
             run.stop()
-        if self.server is not None:
-            self.server.kill()
-            self.server.wait()
 
 
 def trap_words(trap: Callable[..., None] | None, arguments: dict[str, Any]) -> str:
@@ -356,7 +304,7 @@ def parent_of(pid: int) -> int:
 
 
 def rank_of(pid: int) -> int | None:
-    """By the name that the stand-in gives it, or by torchrun's environment."""
+    """By the name that warm.py gives it, or by torchrun's environment."""
     with suppress(OSError, ValueError):
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         if name.startswith("rank-"):

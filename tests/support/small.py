@@ -1,5 +1,7 @@
 """A small model and a small dataset, written to disk, and configurations that use them."""
 
+import copy
+import functools
 import json
 import random
 import shutil
@@ -7,6 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig
 from PIL import Image
 
 from llava_fsdp.config import Config, ConversionConfig, PrepareConfig, config_dir, load
@@ -155,14 +161,31 @@ def make_config(parts: Path, dataset: Path, output: Path, *overrides: str, stage
 
 
 def config_of(overrides: list[str], name: str = "train") -> Config:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(PrepareConfig if name == "prepare" else Config, compose(name, overrides))
+    return command_config(PrepareConfig if name == "prepare" else Config, name, *overrides)
 
 
 def command_config(kind: type, name: str, *overrides: str) -> Any:
-    """The configuration of the command `name` with these keys on its command line."""
+    """The configuration of the command `name` with these keys on its command line.
+
+    Files are read once for each set of choices: Hydra takes longer for that than a small training for a step.
+    """
+    choices, values = [], []
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        is_choice = override.key_or_group.startswith("hydra.") or (config_dir() / override.key_or_group).is_dir()
+        (choices if is_choice else values).append(override)
+    node = copy.deepcopy(composed(name, tuple(override.input_line for override in choices)))
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config(values, node)
+    except HydraException:  # so that its message is the one of the command
+        with initialize_config_dir(str(config_dir()), version_base="1.3"):
+            node = compose(name, list(overrides))
+    return load(kind, node)
+
+
+@functools.cache
+def composed(name: str, choices: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(kind, compose(name, list(overrides)))
+        return compose(name, list(choices))
 
 
 def conversion(source: Path | str, to: Path, *overrides: str) -> ConversionConfig:

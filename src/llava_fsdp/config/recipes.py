@@ -1,5 +1,6 @@
 """Compare a run's configuration with the recipe in the YAML files of its stage and model. Imports no torch."""
 
+import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,15 @@ def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:
     chosen = [f"stage={cfg.stage.name}", f"model={cfg.model.name}", f"data={cfg.data.source.value}"]
     if folder is not None:
         chosen.append(f"hydra.searchpath=[{Path(folder).absolute().as_uri()}]")
+    return composed(*chosen)
+
+
+@functools.cache
+def composed(*choices: str) -> dict[str, Any] | None:
+    """Values, by dotted key, of the training's configuration with these choices; None if a choice does not exist."""
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
-            node = without_hydra(compose("train", chosen))
+            node = without_hydra(compose("train", list(choices)))
         merged = OmegaConf.merge(OmegaConf.structured(Config), node)
         tree = OmegaConf.to_container(merged, resolve=True, enum_to_str=True)
     except (HydraException, OmegaConfBaseException):
