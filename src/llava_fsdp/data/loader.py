@@ -28,7 +28,7 @@ from llava_fsdp.data.text.conversation import IM_END, IM_START
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.llava_v1_5 import Original
 from llava_fsdp.data.text.templates import template
-from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
@@ -36,8 +36,7 @@ from llava_fsdp.runtime.progress import watch, watch_silently
 
 PAD_OF_V0 = "[PAD]"
 Gather = Callable[[list[SkippedSample]], list[SkippedSample]]
-"""Function that gathers skipped samples from all ranks: takes this rank's list, returns those of all ranks joined in
-rank order."""
+"""Function that takes this rank's skipped samples and returns those of all ranks in rank order."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +115,20 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: Ima
         ConfigError: there is no such `data.template`, or the tokenizer lacks the tokens of `model.image_start_end`.
     """
     form, start_end = template(cfg.data.template), cfg.model.image_start_end
+    extra = (PAD_OF_V0,) if has_padding_token(cfg) else ()
+    tokenizer = open_tokenizer(folder, shape.vocab_size, extra)
+    for token in (IM_START, IM_END) if start_end else ():
+        if tokenizer.special(token) is None:
+            raise ConfigError(
+                f"model.image_start_end=true, and the tokenizer of {folder} has no {token}; only checkpoints that were "
+                "trained with it have it: set it to false"
+            )
     if cfg.labels is Parity.exact:
-        tokenizer = open_tokenizer(folder, shape.vocab_size)
-        check_start_end(tokenizer, start_end, folder)
         return ExactEncoder(
             tokenizer, form, image_reader.image_rows, cfg.data.max_length, cfg.data.too_long, start_end,
             cfg.trained_special_tokens,
         )  # fmt: skip
-    # --version v0 adds a padding token
-    is_v0 = cfg.data.template == "v0"
-    tokenizer = open_tokenizer(folder, shape.vocab_size, extra=(PAD_OF_V0,) if is_v0 else ())
-    check_start_end(tokenizer, start_end, folder)
-    pad = tokenizer.special(PAD_OF_V0 if is_v0 else "<unk>")
+    pad = tokenizer.special(extra[0] if extra else "<unk>")
     if pad is None:
         raise ConfigError(
             f"labels=llava_v1_5: the tokenizer of {folder} has no <unk>, which LLaVA pads with; use a Llama "
@@ -137,13 +138,9 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: Ima
     return OriginalEncoder(original, image_reader.image_rows)
 
 
-def check_start_end(tokenizer: Tokenizer, start_end: bool, folder: Path) -> None:
-    for token in (IM_START, IM_END) if start_end else ():
-        if tokenizer.special(token) is None:
-            raise ConfigError(
-                f"model.image_start_end=true, and the tokenizer of {folder} has no {token}; only checkpoints that were "
-                "trained with it have it: set it to false"
-            )
+def has_padding_token(cfg: Config) -> bool:
+    """Return whether a padding token is added to the tokenizer, as LLaVA does with `--version v0`."""
+    return cfg.labels is Parity.llava_v1_5 and cfg.data.template == "v0"
 
 
 def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader: ImageReader, folder: Path) -> None:
@@ -169,7 +166,7 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader:
             f"data.max_length={cfg.data.max_length} has no room for an image of {image_reader.most_tokens} tokens; "
             "raise it"
         )
-    if tokenizer_size > shape.vocab_size + (cfg.labels is Parity.llava_v1_5 and cfg.data.template == "v0"):
+    if tokenizer_size > shape.vocab_size + has_padding_token(cfg):
         raise ConfigError(
             f"model.language: the tokenizer has {tokenizer_size} tokens, and the model has embeddings for "
             f"{shape.vocab_size}; use the files of one model"
@@ -192,7 +189,7 @@ class Loader:
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches of a full step on each rank with padded rows; with packed rows it varies by step."""
+        """Number of micro-batches of a full step on each rank with padded rows."""
         return num_micro_batches(self.steps.global_batch_size, self.steps.world_size, self.steps.micro_batch_size)
 
     def prepared(self, first: int, give_up: Callable[[], bool] = lambda: False) -> Iterator[Step | None]:

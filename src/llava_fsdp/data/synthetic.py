@@ -16,7 +16,7 @@ from llava_fsdp.data.loader import Loader, ModelShape
 
 @dataclass(frozen=True)
 class Contents:
-    """Numbers of tokens, images, tiles and labels of a synthetic micro-batch."""
+    """Counts of a synthetic micro-batch."""
 
     lengths: tuple[int, ...]
     """Number of tokens of each sample."""

@@ -1,8 +1,7 @@
 """The built-in data set: generated images of coloured shapes, with LLaVA JSON files of captions and questions.
 
-The same seed gives the same data; only Pillow is needed. An image has one to four equal shapes, each in a corner of its
-own. Guessing an answer without the image is seldom right: all kinds of questions but one have at least four answers,
-none of them much more frequent than the others.
+An image has one to four equal shapes, each in a corner of its own. Guessing an answer without the image is seldom
+right: all kinds of questions but one have at least four answers, none of them much more frequent than the others.
 """
 
 from __future__ import annotations
@@ -23,20 +22,15 @@ from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.small_json import parse_object
 
 FORMAT_VERSION = 1
-"""Version of the generator, increased whenever the same seed would give other images or texts."""
-
+"""Increased whenever the same seed would give other images or texts."""
 TRAIN_PICTURES = 3000
-"""Default number of training images; each has a caption and a conversation."""
-
+"""Training images; each has a caption and a conversation."""
 HELDOUT_PICTURES = 300
-"""Default number of held-out images with one question each, which are in none of the training files."""
-
+"""Held-out images with one question each."""
 TEXT_ONLY_SHARE = 0.08
 """Fraction of the records of ``instructions.json`` that have no image."""
-
 MARKER = "shapes.json"
-"""Name of the file that holds the Recipe of a complete folder; a folder without it is not such a data set."""
-
+"""File with the Recipe of a complete folder."""
 GROUND = (122, 116, 104)
 """Background colour (RGB): the mean of CLIP's normalisation, so that background pixels become about zero."""
 _DARK, _LIT = GROUND, (255, 255, 255)
@@ -51,7 +45,6 @@ COLOURS = {
 """RGB of each colour name. No channel is darker than the background, so that a shape has the same sign in every colour,
 and randomly initialised patch features separate its outline linearly."""
 SHAPES = ("ring", "bar", "cross", "triangle")
-"""Names of the shapes. They differ in many pixels, so that even random patch features can tell them apart."""
 PLURALS = {"ring": "rings", "bar": "bars", "cross": "crosses", "triangle": "triangles"}
 SIZES = {"small": 0.1, "large": 0.155}
 """Half of a shape's width, as a fraction of the image's short side."""
@@ -62,13 +55,10 @@ SPREAD = 2 / 3
 cut into 3 x 3 patches, each shape is in the middle of one patch, where a small vision tower learns it fastest."""
 CANVASES = ((56, 56), (64, 64), (64, 56), (56, 64), (72, 64), (64, 72), (96, 84))
 """Image sizes in pixels, (width, height)."""
-
 COUNT_WEIGHTS = (4, 2, 2, 2)
 """Relative frequencies of images with one to four shapes; the place is asked only of a single shape."""
-
 CAPTION_TURN_SHARE = 0.3
 """Fraction of the conversations that also ask for the caption."""
-
 CAPTION_REQUEST = "Describe the picture."
 
 
@@ -93,11 +83,7 @@ class Scene:
 
 
 def ensure_shapes(
-    root: Path,
-    *,
-    seed: int = 0,
-    train_pictures: int = TRAIN_PICTURES,
-    heldout_pictures: int = HELDOUT_PICTURES,
+    root: Path, *, seed: int = 0, train_pictures: int = TRAIN_PICTURES, heldout_pictures: int = HELDOUT_PICTURES
 ) -> None:
     """Generate the data set in the folder ``root`` if it does not exist yet; otherwise check that it was generated with
     the same parameters.
@@ -124,7 +110,6 @@ def ensure_shapes(
 
 
 def _is_complete(root: Path, recipe: Recipe) -> bool:
-    """Return whether ``root`` was generated from ``recipe``; False if it does not exist or is an empty folder."""
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return False
     try:
@@ -139,7 +124,6 @@ def _is_complete(root: Path, recipe: Recipe) -> bool:
 
 
 def _write_all(root: Path, recipe: Recipe) -> None:
-    """Write all images, the three JSON files and the file with the recipe into ``root``."""
     rng = random.Random(recipe.seed)
     (root / "images").mkdir()
     seen: set[bytes] = set()
@@ -179,10 +163,7 @@ def _record(name: str, image: str | None, turns: list[tuple[str, str]]) -> dict[
 
 
 def _new_picture(root: Path, name: str, rng: random.Random, seen: set[bytes]) -> tuple[str, Scene]:
-    """Generate a random image, save it as ``images/<name>.png``, and return its name and content.
-
-    ``seen`` is the set of pixels of all earlier images, so that no held-out image is also a training image.
-    """
+    """Generate an image with other pixels than all those ``seen`` so far, save it, and return its name and content."""
     while True:
         (count,) = rng.choices(range(1, len(PLACES) + 1), COUNT_WEIGHTS)
         places = tuple(sorted(rng.sample(range(len(PLACES)), count)))
@@ -217,7 +198,6 @@ def draw_picture(scene: Scene, rng: random.Random) -> Image.Image:
 def _draw_shape(
     draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, half: float, fill: tuple[int, int, int]
 ) -> None:
-    """Draw a filled shape with centre (x, y) and half width ``half``, in pixels."""
     if shape == "ring":
         draw.ellipse((x - half, y - half, x + half, y + half), outline=fill, width=round(0.4 * half))
     elif shape == "bar":
@@ -231,7 +211,7 @@ def _draw_shape(
 
 
 def caption(scene: Scene) -> str:
-    """Return a caption with number, size, colour, shape and places, e.g. ``One small red ring at the top left.``"""
+    """Return a caption such as ``One small red ring at the top left.``"""
     count = len(scene.places)
     noun = scene.shape if count == 1 else PLURALS[scene.shape]
     places = " and ".join(PLACES[place] for place in scene.places)
@@ -253,8 +233,6 @@ def questions(scene: Scene) -> dict[str, tuple[str, str]]:
 
 
 def _conversation(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
-    """Return two to five questions of different kinds about an image, with answers; sometimes also a caption
-    request."""
     pairs = list(questions(scene).values())
     pairs = rng.sample(pairs, rng.randint(2, 5))
     if rng.random() < CAPTION_TURN_SHARE:

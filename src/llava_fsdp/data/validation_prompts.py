@@ -64,8 +64,7 @@ def ask(record: Record, tokenizer: Tokenizer, reader: ImageReader, cfg: Config) 
 
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
-    """Collate prompts and their image tiles into a batch; without prompts, a single row of one token, so that each rank
-    can run."""
+    """Collate prompts and their image tiles into a batch; without prompts, into a row of one token."""
     length = max((len(sample.input_ids) for sample, _ in rows), default=1)
     ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
     mask = np.zeros(ids.shape, dtype=bool)

@@ -34,7 +34,6 @@ class HeldOutSampler:
         return self.steps[step][1]
 
     def source(self, step: int) -> int:
-        """Return the number of the source from which a step's samples come."""
         return self.steps[step][0]
 
     def draw(self, steps: int) -> None:
@@ -46,7 +45,7 @@ class HeldOutSampler:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The validation set of a run: its loader, sampler, source names and questions to answer."""
+    """The validation set of a run, opened."""
 
     loader: Loader
     sampler: HeldOutSampler
@@ -120,8 +119,8 @@ def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_t
     """
     numbers = [number for _, samples in sampler.steps for number in samples]
     questions = []
+    steps = loader.steps
     for place in spread(len(numbers), cfg.val.answers) if cfg.val.answers else ():
-        steps = loader.steps
         question = ask(steps.records[numbers[place]], steps.encoder.tokenizer, steps.image_reader, cfg)
         length = len(question.sample.input_ids)
         if length + cfg.val.max_new_tokens > max_tokens:

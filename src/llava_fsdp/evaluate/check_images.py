@@ -1,10 +1,11 @@
 """Check the images of benchmark questions before a model is loaded."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from llava_fsdp.config import DataConfig
-from llava_fsdp.data.images.check import check_links, real
+from llava_fsdp.data.images.check import check_links
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.runtime.errors import DataError
@@ -19,7 +20,7 @@ def check_images(questions: Iterable[BenchmarkQuestion], cfg: DataConfig) -> Non
     """
     if cfg.images is not None and not Path(cfg.images).is_dir():
         raise DataError(f"data.images={cfg.images} is not a folder; give the one that the questions' images are in")
-    folder = real(cfg.images or ".")
+    folder = os.path.realpath(cfg.images or ".")
     for question in (question for question in questions if question.images):
         if cfg.images is None:
             raise DataError(f"{question.where} has image {question.images[0]}, and data.images is not set")

@@ -7,7 +7,7 @@ neither torch nor transformers.
 import sys
 from pathlib import Path
 
-from llava_fsdp.data.images.thumbnails import Thumbnails
+from llava_fsdp.data.images.thumbnails import thumbnail
 from llava_fsdp.report.compare_page import comparison_page
 from llava_fsdp.report.run_page import report_page
 from llava_fsdp.report.run_reader import REPORT_FILE, Run, name_of, put_page, runs_in
@@ -47,7 +47,7 @@ def write(words: list[str]) -> Path:
     runs = [run for folder in folders for run in runs_in(folder)]
     is_one = len(runs) == 1 and runs[0].folder == folders[0]
     path = out or (runs[0].folder / REPORT_FILE if is_one else Path(COMPARISON))
-    page = report_page(runs[0], Thumbnails()) if is_one else comparison_page(uniquely_named(runs))
+    page = report_page(runs[0], thumbnail) if is_one else comparison_page(uniquely_named(runs))
     try:
         put_page(path, page, *(run.folder for run in runs))
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from llava_fsdp.config import Config
 from llava_fsdp.config.recipes import values_of
-from llava_fsdp.data.images.thumbnails import Thumbnails
+from llava_fsdp.data.images.thumbnails import thumbnail
 from llava_fsdp.report.run_page import report_page
 from llava_fsdp.report.run_reader import (
     METRICS_FILE,
@@ -47,7 +47,6 @@ class LivePage:
     def __init__(self, cfg: Config, first_step: int, about: dict[str, Any]):
         self.run = Run(Path(cfg.output_dir), name_of(Path(cfg.output_dir)))
         self.path = self.run.folder / REPORT_FILE
-        self.thumbnails = Thumbnails()
         self.seen: tuple[int, int] | None = None
         """File size and modification time of `validation.jsonl` when it was last read."""
         self.last_reported = self.last_validated(first_step)
@@ -93,7 +92,7 @@ class LivePage:
         try:
             self.look_at_validations()
             self.run.status = read_status(self.run.folder) or {}
-            put_page(self.path, report_page(self.run, self.thumbnails), self.run.folder)
+            put_page(self.path, report_page(self.run, thumbnail), self.run.folder)
         except Exception as error:
             self.warn(error)
         ended = time.monotonic()
@@ -126,6 +125,6 @@ def rewrite_page(folder: Path) -> None:
     if not os.path.isfile(folder / STARTS_FILE) and not os.path.isfile(folder / METRICS_FILE):
         return
     try:
-        put_page(folder / REPORT_FILE, report_page(read_run(folder, is_own=True), Thumbnails()), folder)
+        put_page(folder / REPORT_FILE, report_page(read_run(folder, is_own=True), thumbnail), folder)
     except Exception as error:
         log().warning("%s cannot be written (%s: %s)", folder / REPORT_FILE, type(error).__name__, error)

@@ -15,8 +15,7 @@ from llava_fsdp.config import Normalize
 class MicroBatch:
     """Inputs and labels of one forward pass: one packed row, or rows padded on the right with id 0.
 
-    Positions are indices into the flattened rows (row * length + column), so that the forward pass never waits for a
-    value on the device.
+    Positions are indices into the flattened rows: row * length + column.
     """
 
     input_ids: torch.Tensor
@@ -36,11 +35,11 @@ class MicroBatch:
     scale: float
     """Factor by which the sum of this micro-batch's token losses is multiplied."""
     position_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """Position ids, int64 [1, tokens], from 0 in each sample; empty with padded rows."""
+    """Position ids, int64 [1, tokens], from 0 in each sample; like the next two fields empty with padded rows."""
     cu_seqlens: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
-    """Begin of each sample in the packed row and end of the last, int32 [samples + 1]; empty with padded rows."""
+    """Begin of each sample in the packed row and end of the last, int32 [samples + 1]."""
     lengths: tuple[int, ...] = ()
-    """Number of tokens of each sample of a packed row, on the CPU; empty with padded rows."""
+    """Number of tokens of each sample of a packed row, on the CPU."""
     seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     """Dropout seed of each sample, int64 [samples], below 2**31; the same on any number of ranks."""
     tile_seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
@@ -73,13 +72,12 @@ class SkippedSample:
     """A sample that is left out of a step because it turned out broken when it was read."""
 
     number: int
-    """Number of the sample's record among the records that are trained on."""
     record: str
     """Name of the record in messages."""
     kind: str
     reason: str
     lacks: StepFacts
-    """Counts (tokens, labels, ...) of this sample alone, from the index, to subtract from those of the step."""
+    """Counts of this sample alone, from the index, to subtract from those of the step."""
 
 
 @dataclass
@@ -100,7 +98,7 @@ class StepFacts:
     labels_cut: int = 0
     """Number of labels lost by truncation."""
     skipped: list[SkippedSample] = field(default_factory=list)
-    """Samples that turned out broken when they were read. As prepared by a data worker, only this rank's."""
+    """Samples that turned out broken when they were read."""
     unlabelled: list[str] = field(default_factory=list)
     """Records of samples without any label: masked by LLaVA's rules, or truncated before the first answer."""
     source_labels: dict[str, int] = field(default_factory=dict)

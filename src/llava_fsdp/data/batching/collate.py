@@ -49,7 +49,10 @@ class Collator:
         label_positions = np.flatnonzero(labels != IGNORE)
         ids[ids == IMAGE_ID] = 0
         images, image_rows = self.lay_out(rows)
-        labels_here = len(label_positions)
+        if self.normalize is Normalize.step:
+            scale = 1 / max(1, facts.label_tokens)
+        else:
+            scale = 1 / (max(1, len(label_positions)) * micro_batches)
         return MicroBatch(
             input_ids=torch.from_numpy(ids),
             image_positions=torch.from_numpy(image_positions),
@@ -57,9 +60,7 @@ class Collator:
             images=torch.from_numpy(images),
             label_positions=torch.from_numpy(label_positions),
             label_ids=torch.from_numpy(labels.reshape(-1)[label_positions]),
-            scale=1 / max(1, facts.label_tokens)
-            if self.normalize is Normalize.step
-            else 1 / (max(1, labels_here) * micro_batches),
+            scale=scale,
             **(boundaries(lengths) if self.pack else {}),
             **(dropout_seeds(seeds, rows) if seeds else {}),
             **(label_sources(sources, rows) if sources else {}),

@@ -46,19 +46,13 @@ class LlavaSampler:
                 "fix the record, or set sampler=shuffle"
             )
         self.batches_per_epoch = len(self.epoch(0)[0])
+        self.per_epoch = self.batches_per_epoch // accumulation
+        self.shape = f"{world_size} x {accumulation} x {batch_size}"
         if self.batches_per_epoch < accumulation:
             raise ConfigError(
                 f"sampler=llava_v1_5: an epoch has {self.batches_per_epoch} micro-batches for each rank, fewer than "
                 f"the {accumulation} of a step; lower global_batch_size, or set sampler=shuffle"
             )
-
-    @property
-    def per_epoch(self) -> int:
-        return self.batches_per_epoch // self.accumulation
-
-    @property
-    def shape(self) -> str:
-        return f"{self.world_size} x {self.accumulation} x {self.batch_size}"
 
     def samples(self, step: int) -> list[int]:
         return [index for rank in self.assignment(step) for batch in rank for index in batch]
@@ -79,9 +73,8 @@ class LlavaSampler:
 
     def flat_order(self) -> list[int]:
         """Return the record numbers of the next epoch in order; consumes the same random numbers as LLaVA."""
-        torch.empty((), dtype=torch.int64).random_(
-            generator=self.process_generator
-        )  # the DataLoader's seed for its workers
+        # the DataLoader's seed for its workers
+        torch.empty((), dtype=torch.int64).random_(generator=self.process_generator)
         alone = self.world_size == 1
         if self.grouped:
             megabatches = self.process_generator if alone else self.sampler_generator

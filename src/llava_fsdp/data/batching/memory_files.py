@@ -27,25 +27,14 @@ class Outbox:
     """The memory files of one data worker; each contains one step that is being transferred, or is empty."""
 
     def __init__(self, files: int):
-        """Create the memory files.
-
-        Args:
-            files: number of files, the most steps in transfer at once.
-
-        Raises:
-            OSError: too many files are open.
-        """
+        """Create `files` memory files, the most steps in transfer at once; raise OSError if too many are open."""
         self.files: list[int] = []
         weakref.finalize(self, close, self.files).atexit = False  # at exit a thread may still be reading
         for _ in range(files):
             self.files.append(memory_file())
 
     def put(self, step: Step) -> Sent:
-        """Write the tensors of a step into an empty memory file; called in the worker process.
-
-        Raises:
-            OSError: the system is out of memory.
-        """
+        """Write the tensors of a step into an empty memory file; raise OSError if the system is out of memory."""
         file = next((file for file in self.files if not os.fstat(file).st_size), None)
         assert file is not None, "there are as many files as steps in transfer"
         size = 0
@@ -72,9 +61,9 @@ class Sent:
     step: Step
     """The step with its tensors on the meta device."""
     file: int
-    """File descriptor of the memory file, the same in the worker's and the rank's process."""
+    """File descriptor, the same in the worker's and the rank's process."""
     size: int
-    """Size in bytes of all tensors with padding."""
+    """Bytes of all tensors with padding."""
 
     def receive(self, pin_memory: bool = False) -> Step:
         """Read the step into this process's memory and empty its file; called once, in the rank's process."""
@@ -102,8 +91,7 @@ def padded_size(values: torch.Tensor) -> int:
 
 
 def each_byte(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> None:
-    """Call `move` repeatedly until all bytes of a uint8 tensor are transferred, as one system call transfers at most 2
-    GiB.
+    """Call `move` until all bytes of a uint8 tensor are transferred, as a system call transfers at most 2 GiB.
 
     Args:
         move: (remaining bytes, number of bytes before them) -> number of bytes moved.
@@ -116,13 +104,9 @@ def each_byte(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> N
 
 
 def memory_file() -> int:
-    """Create an anonymous file in memory that forked processes share, and return its descriptor.
-
-    Calls the C library directly: `os.memfd_create` is missing where Python was built against an old one.
-    """
+    """Create a memory file. `os.memfd_create` is missing where Python was built against an old C library."""
     libc = ctypes.CDLL(None, use_errno=True)
-    close_on_exec = 1
-    file = libc.memfd_create(b"llava_fsdp-step", close_on_exec)
+    file = libc.memfd_create(b"llava_fsdp-step", 1)  # 1: closed on exec
     if file < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

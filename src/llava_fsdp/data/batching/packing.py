@@ -19,8 +19,8 @@ LIGHTEST = 8
 def split_step(lengths: list[int], world_size: int, micro_batch_size: int) -> Assignment:
     """Assign the samples of a step to micro-batches of at most `micro_batch_size` padded rows.
 
-    Samples are sorted by length and split evenly, so that there is little padding and the ranks run rows of nearly the
-    same length at the same time. Every rank gets the same number of micro-batches; with few samples some are empty.
+    Sorted by length, so that there is little padding and ranks run rows of like length at the same time. Every rank
+    gets the same number of micro-batches; with few samples some are empty.
 
     Args:
         lengths: tokens of each sample of the step.
@@ -71,8 +71,7 @@ def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens
 
 
 def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Return the bin (micro-batch) of each sample, int64 [samples]: placed by cost or, if room runs out, by length;
-    None if there are too few bins."""
+    """Return the bin (micro-batch) of each sample, by cost or, if room runs out, by length; None with too few bins."""
     place = place_by_cost(tokens, work, bins, most_tokens)
     if place is None:
         place = place_by_length(tokens, bins, most_tokens)
@@ -98,8 +97,7 @@ def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: 
 
 
 def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Put each sample, the longest first, into the bin with the least room that fits it (best fit); None if one does
-    not fit."""
+    """Put each sample, the longest first, into the fullest bin that has room; None if one does not fit."""
     place, room = np.zeros(len(tokens), dtype=np.int64), np.full(bins, most_tokens, dtype=np.int64)
     for sample in np.argsort(-tokens, kind="stable").tolist():
         left = np.where(room >= tokens[sample], room - tokens[sample], most_tokens + 1)
@@ -141,14 +139,11 @@ def seats(load: np.ndarray, world_size: int) -> np.ndarray:
 
 
 def balance(place: np.ndarray, work: np.ndarray, tokens: np.ndarray, owner: np.ndarray, most_tokens: int) -> None:
-    """Swap or move samples from the heaviest micro-batch or rank to light ones as long as that evens out the work;
-    changes `place` in place.
+    """Swap or move samples from the heaviest owner of bins to light ones as long as that evens out the work.
 
     Args:
-        place: int64 [samples], the bin of each sample.
-        work: float64 [samples].
-        tokens: int64 [samples].
-        owner: int64 [bins], the owner of each bin, a micro-batch or a rank; the work of owners is made equal.
+        place: the bin of each sample, int64 [samples]; changed in place.
+        owner: the owner of each bin, itself or a rank, int64 [bins].
     """
     bins, owners = len(owner), int(owner.max()) + 1
     for _ in range(20 * owners):

@@ -20,18 +20,20 @@ from llava_fsdp.runtime.seeds import derive
 
 
 class Sampler(Protocol):
+    """Interface of classes that determine the records of each step."""
+
     @property
     def per_epoch(self) -> int:
         """Number of steps of an epoch."""
         ...
 
-    def samples(self, step: int) -> list[int]:
-        """Return the record numbers of a step, on all ranks together; the last step of an epoch may have fewer."""
-        ...
-
     @property
     def shape(self) -> str:
         """The part of (ranks, accumulation, micro-batch size) that the samples of a step depend on; "" if none."""
+        ...
+
+    def samples(self, step: int) -> list[int]:
+        """Return the record numbers of a step, on all ranks together; the last step of an epoch may have fewer."""
         ...
 
     def draw(self, steps: int) -> None:
@@ -54,15 +56,11 @@ class Share:
     count: int
     """Number of records of the source."""
     samples: int
-    """Number of samples of an epoch that come from the source."""
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """Sampler that draws a random permutation for each epoch, the same on any number of ranks.
-
-    It depends on the seed, the number of the epoch, and the shares of the sources.
-    """
+    """Sampler that draws a permutation for each epoch, which depends on the seed, the epoch and the shares alone."""
 
     count: int
     """Number of records of the dataset."""
@@ -71,7 +69,7 @@ class Shuffle:
     shares: tuple[Share, ...] = ()
     """Share of each source in an epoch; empty: each record once per epoch."""
     _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Cache with the record order of the epoch used last, by the epoch's number."""
+    """The record order of the epoch used last, by the epoch's number."""
 
     shape = ""
 
@@ -110,7 +108,7 @@ class Shuffle:
         return np.sort(taken) + share.first
 
     def draw(self, steps: int) -> None:
-        """Do nothing: an epoch is drawn quickly when it is needed."""
+        """Do nothing: an epoch is drawn when it is needed."""
 
     def assignment(self, step: int) -> None:
         return None
@@ -134,9 +132,8 @@ def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[
         return ()
     firsts = itertools.accumulate(counts, initial=0)
     shares = []
-    for (name, source), count, first, samples in zip(
-        sources.items(), counts, firsts, amounts(sources, counts), strict=False
-    ):
+    columns = zip(sources.items(), counts, firsts, amounts(sources, counts), strict=False)
+    for (name, source), count, first, samples in columns:
         if not count:
             raise ConfigError(f"data.sources.{name}: no record of {source.path} is left to train on; take it out")
         if not samples:

@@ -115,8 +115,7 @@ class Steps(Dataset):
         """Read and encode a record with its images; return a SkippedSample if it is wrong and `data.bad_records=skip`.
 
         Raises:
-            DataError: the record or an image is wrong, and `data.bad_records=fail`; or the record changed since it was
-            examined.
+            DataError: the record or an image is wrong with `data.bad_records=fail`, or the record has changed.
         """
         try:
             return self.load(number)
@@ -148,8 +147,7 @@ class Steps(Dataset):
             raise
 
     def parse(self, number: int) -> Record:
-        """Parse a record; raise DataError without a kind (so that it is not skipped) if it fails, as it could be parsed
-        when the dataset was examined."""
+        """Parse a record; raise DataError without a kind (so that it is not skipped) if that fails."""
         try:
             return self.records[number]
         except DataError as error:
@@ -161,8 +159,7 @@ class Steps(Dataset):
             ) from error
 
     def records_of(self, step: int, ranks: list[int]) -> list[str]:
-        """Return the names (for messages) of the records that the given ranks process in a step; of all ranks if
-        `ranks` is empty."""
+        """Return the names (for messages) of a step's records on the given ranks; on all if `ranks` is empty."""
         numbers = self.sampler.samples(step)
         if ranks:
             by_rank = self.assignment(step, numbers)
@@ -183,8 +180,7 @@ class Steps(Dataset):
         return [[[numbers[i] for i in micro] for micro in rank] for rank in by_rank]
 
     def probe(self) -> MicroBatch:
-        """Return a padded micro-batch with at most one sample with and one without image, equal on all ranks, to
-        compare the outputs of two models at each token."""
+        """Return a padded micro-batch of at most one sample with and one without image, equal on all ranks."""
         rows: dict[bool, Row] = {}
         for number in self.sampler.samples(0):
             has_image = bool(self.records.images[number])

@@ -60,7 +60,6 @@ class Watch:
         return len(self.pids)
 
     def begin(self, step: int) -> None:
-        """Note that this worker begins to prepare a step."""
         worker = get_worker_info()
         if worker is not None and self.workers:
             self.places[worker.id].value = b""
@@ -77,14 +76,13 @@ class Watch:
         self.begin(IDLE)
 
     def place(self, worker: int) -> str:
-        """Return what a worker is reading, for a message."""
         if self.steps[worker] == IDLE:
             return "between two steps"
         at = self.places[worker].value.decode(errors="replace")
         return f"at {at or 'no record yet'} (for step {self.steps[worker] + 1})"
 
     def late(self, step: int) -> str:
-        """Return which worker prepares a step and what it is reading, for a message."""
+        """Return for a message which worker prepares a step and what it is reading."""
         for worker in range(self.workers):
             if self.steps[worker] == step:
                 return f"data worker {worker} is {self.place(worker)}"
@@ -102,18 +100,12 @@ class Watch:
                 raise WorkerError(message).about(record=self.place(worker))
 
     def forget(self) -> None:
-        """Stop checking the workers, as they may end from now on. Replaces the array of their process ids by a new one.
-
-        A worker that is still starting then writes its process id to the discarded array.
-        """
+        """Stop checking the workers: a worker that is still starting writes its process id to the old array."""
         self.pids = shared(ctypes.c_int64 * self.workers)
 
 
 def shared(kind: Any) -> Any:
-    """Return a ctypes array of zeros in memory that forked processes share.
-
-    Arrays of multiprocessing are in /dev/shm: if that is full, writing to them kills the process.
-    """
+    """Return a ctypes array of zeros in memory that forked processes share, which takes no /dev/shm."""
     return kind.from_buffer(mmap.mmap(-1, max(1, ctypes.sizeof(kind))))
 
 
@@ -122,11 +114,7 @@ class WatchedSteps(Dataset):
     files."""
 
     def __init__(self, steps: Dataset, watch: Watch, prefetch: int):
-        """Create the memory files of each worker.
-
-        Raises:
-            OSError: too many files are open.
-        """
+        """Create the memory files of each worker; raise OSError if too many files are open."""
         self.steps = steps
         self.watch = watch
         # one more than is prefetched: the rank requests the next step before it has received this one
@@ -156,11 +144,8 @@ class StartWorker:
 
     def __call__(self, worker: int) -> None:
         signal.set_wakeup_fd(-1)  # inherited: the main process would take this worker's signals for its own
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-            signal.SIGUSR1,
-        ):  # they are sent to the whole process group; the main process handles them
+        # sent to the whole process group; the main process handles them
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         end_with(self.parent)
         gc.enable()  # the main process has it off and collects at chosen times
@@ -202,11 +187,7 @@ def from_workers(
 
 
 def end_workers_at_exit(arriving: Any) -> None:
-    """At exit of this process, kill the remaining workers of a DataLoader's iterator.
-
-    A traceback may still hold the iterator, or a worker may hang. multiprocessing would send the workers SIGTERM,
-    which they ignore, and then wait forever.
-    """
+    """At exit, kill the remaining workers of a DataLoader's iterator: multiprocessing would wait for them forever."""
     workers = arriving._workers  # torch/utils/data/dataloader.py
 
     def end() -> None:
@@ -227,8 +208,7 @@ def end_workers_at_exit(arriving: Any) -> None:
 def start_workers(
     steps: Dataset, numbers: range, watch: Watch, prefetch: int, stall: float, pin_memory: bool
 ) -> Iterator[object] | None:
-    """Start worker processes and return an iterator over the steps that they prepare; None, with a warning, if they
-    cannot be started."""
+    """Return an iterator over the steps that worker processes prepare; None, with a warning, if none can be started."""
     before = multiprocessing.active_children()
     try:
         loader = DataLoader(
@@ -256,8 +236,7 @@ def start_workers(
 
 
 def num_queues(workers: int) -> int:
-    """Return the number of queues to create as a test: twice those of a DataLoader, as it also creates an event and a
-    handle per process."""
+    """Return twice the queues of a DataLoader, which also creates an event and a handle per process."""
     return 2 * (workers + 1)
 
 

@@ -20,14 +20,12 @@ Size = tuple[int, int]
 
 
 def grid_sizes(pinpoints: list[list[int]], tile: int) -> list[Size]:
-    """Return the sizes that an image may be fitted into: `pinpoints`, or if empty LLaVA-NeXT's grids of tiles with
-    `tile` pixels a side."""
+    """Return the sizes that an image may be fitted into: `pinpoints`, or LLaVA-NeXT's grids of tiles."""
     return [(w, h) for w, h in pinpoints] or [(w * tile, h * tile) for w, h in GRIDS]
 
 
 def best_size(image: Size, sizes: list[Size]) -> Size:
-    """Return the size that keeps most pixels of an image; among equal ones the one with the least padding, then the
-    first."""
+    """Return the size that keeps most pixels of an image, then the one with the least padding, then the first."""
 
     def rank(size: Size) -> tuple[int, int]:
         scale = min(size[0] / image[0], size[1] / image[1])
@@ -38,8 +36,7 @@ def best_size(image: Size, sizes: list[Size]) -> Size:
 
 
 def cut_tiles(image: Image.Image, tile: int, sizes: list[Size]) -> list[Image.Image]:
-    """Return the whole image resized to one tile, then the tiles of its best grid line by line, each of tile x tile
-    pixels."""
+    """Return the whole image resized to one tile, then the tiles of its best grid line by line."""
     return [image.resize((tile, tile)), *cut_grid(fit(image, best_size(image.size, sizes)), tile)]
 
 
@@ -68,8 +65,7 @@ def cut_grid(fitted: Image.Image, tile: int) -> list[Image.Image]:
 
 
 def feature_rows(image: Size, sizes: list[Size], tile: int, side: int, merge: PatchMerge) -> np.ndarray:
-    """Return for each token of an image, in order, the index of its vision feature, int64 [tokens]; NEWLINE_ROW at the
-    end of a line.
+    """Return for each token of an image the index of its vision feature, int64 [tokens]; NEWLINE_ROW ends a line.
 
     Args:
         side: number of features along each side of a tile.

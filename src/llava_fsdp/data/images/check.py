@@ -22,7 +22,6 @@ import numpy as np
 from PIL import ExifTags, Image
 from xxhash import xxh3_64_intdigest
 
-from llava_fsdp.config import Examine
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.truncation import JPEG, ends_early
 from llava_fsdp.data.records.problems import Kind
@@ -68,8 +67,7 @@ def examine(path: Path, where: str, full: bool, scaled: bool = True) -> ImageFac
 
     Args:
         where: the record, for error messages.
-        full: decode the whole image; a JPEG at an eighth of its size, which reads every coefficient in a third of the
-            time. Otherwise read the head only, which does not find truncated or broken files.
+        full: decode the whole image; otherwise read the head only, which does not find truncated or broken files.
         scaled: with `full`, also check that an image of more than 8 bits can be scaled to 8.
 
     Raises:
@@ -83,7 +81,7 @@ def examine(path: Path, where: str, full: bool, scaled: bool = True) -> ImageFac
     with decoded(data, path, where) as image:
         facts = ImageFacts(*shown_size(image), image.height, xxh3_64_intdigest(data) if full else 0)
         if full:
-            image.draft(None, (1, 1))  # has an effect on JPEG only
+            image.draft(None, (1, 1))  # a JPEG at an eighth of its size: a third of the time
             image.load()
             if scaled:
                 check_values(image, f"{where}: {path}")
@@ -104,22 +102,16 @@ def shown_size(image: Image.Image) -> Size:
 
 @contextlib.contextmanager
 def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
-    """Open an image with Pillow's warnings off; callers check for the same problems and report them with the record's
-    name."""
+    """Open an image with Pillow's warnings off: callers report the same problems with the record's name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Image.open(file, formats=FORMATS) as image:
             yield image
 
 
-def opened(path: Path, where: str) -> contextlib.AbstractContextManager[Image.Image]:
-    """Open an image file as a context manager; Pillow's errors inside it become ImageError."""
-    return decoded(read_file(path, where), path, where)
-
-
 @contextlib.contextmanager
 def decoded(data: bytes, path: Path, where: str) -> Iterator[Image.Image]:
-    """Open an image from the bytes of a file as a context manager; Pillow's errors inside it become ImageError."""
+    """Open an image from the bytes of a file; Pillow's errors inside this context become ImageError."""
     try:
         # an interrupted copy may leave zeros at the end, which a JPEG decoder takes for data
         if data.startswith(JPEG) and data.endswith(bytes(64)) and ends_early(data):
@@ -146,6 +138,11 @@ def decoded(data: bytes, path: Path, where: str) -> Iterator[Image.Image]:
             f"{where}: image {path} cannot be read: {reason}; take it from its source again, or convert it",
             Kind.image_unreadable,
         ) from error
+
+
+def opened(path: Path, where: str) -> contextlib.AbstractContextManager[Image.Image]:
+    """Open an image file as a context manager; Pillow's errors inside it become ImageError."""
+    return decoded(read_file(path, where), path, where)
 
 
 def read_file(path: Path, where: str) -> bytes:
@@ -180,7 +177,7 @@ def read_file(path: Path, where: str) -> bytes:
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file; raise OSError for a pipe or device, whose reading might never end."""
     try:
-        file = open(path, "rb", buffering=0, opener=without_waiting)
+        file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except IsADirectoryError:
         raise OSError("it is a folder, not a regular file") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -189,16 +186,11 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def without_waiting(path: str, flags: int) -> int:
-    """Open a file for `open(opener=...)` without blocking on a pipe that has no writer."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 def check_pixels(image: Image.Image, path: Path, where: str) -> None:
     if image.width * image.height > MAX_PIXELS:
-        size = f"{image.width} x {image.height}"
         raise ImageError(
-            f"{where}: image {path} has {size} pixels, over the limit of {MAX_PIXELS}; make it smaller",
+            f"{where}: image {path} has {image.width} x {image.height} pixels, over the limit of {MAX_PIXELS}; make it "
+            "smaller",
             Kind.image_bomb,
         )
 
@@ -228,8 +220,8 @@ def to_rgb(image: Image.Image, what: str) -> Image.Image:
 
 
 def white_of(mode: str, values: np.ndarray, what: str) -> float:
-    """Return the pixel value that means white: 65535 with 16 bits; with 32 bits or floats the smallest of 1.0 (floats
-    only), 255 and 65535 that no pixel exceeds."""
+    """Return the pixel value that means white: 65535 with 16 bits; else the smallest of 1.0 (floats only), 255 and
+    65535 that no pixel exceeds."""
     least, most = values.min(initial=0), values.max(initial=0)
     known = (65535.0,) if mode.startswith("I;16") else (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
     for white in known:
@@ -241,30 +233,11 @@ def white_of(mode: str, values: np.ndarray, what: str) -> float:
     )
 
 
-def look_at(folder: Path, name: str, real_folder: str, how: Examine, scaled: bool, allow_links: bool) -> ImageFacts:
-    """Check an image of a dataset and return its size and checksum.
-
-    Args:
-        real_folder: `folder` with symbolic links resolved.
-        how: decode the whole image, or read its head only.
-
-    Raises:
-        ImageError: the image cannot be read; has a `kind`, but not the record's name.
-    """
-    path = folder / name
-    check_links(path, real_folder, allow_links)
-    return examine(path, name, how is Examine.decode, scaled)
-
-
-def real(folder: str) -> str:
-    """Return a folder's path with symbolic links resolved."""
-    return os.path.realpath(folder)
-
-
 def check_links(path: Path, real_folder: str, allow_links: bool) -> None:
+    """Raise ImageError for a link that leads out of the folder of images, whose own links are resolved."""
     if allow_links:
         return
-    target = real(str(path))
+    target = os.path.realpath(path)
     if os.path.commonpath([target, real_folder]) != real_folder:
         raise ImageError(
             f"image {path} is a link to {target}, outside data.images; set data.allow_links=true if that is meant, "

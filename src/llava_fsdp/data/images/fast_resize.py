@@ -49,8 +49,7 @@ class Decoded:
 
 
 def decode(file: Image.Image, needed: tuple[float, float], what: str) -> Decoded:
-    """Decode an image at a reduced size no smaller than `needed` (width, height), or at full size if that is
-    smaller."""
+    """Decode an image, at a reduced size if that is no smaller than `needed` (width, height)."""
     full, turn = shown_size(file), file.getexif().get(ExifTags.Base.Orientation, 1)
     wide, high = (math.ceil(n) for n in needed)
     stored = file.width
@@ -113,8 +112,7 @@ def squeezed(file: Image.Image, size: int, resample: Resampling, what: str) -> I
 
 
 def tiles(file: Image.Image, tile: int, sizes: list[Size], what: str) -> list[Image.Image]:
-    """Return the anyres tiles of an image: the whole image as one tile, then the tiles of the best grid for its full
-    size."""
+    """Return the anyres tiles of an image: the whole image, then the tiles of the best grid for its full size."""
     size = best_size(shown_size(file), sizes)
     shape = fitted_shape(shown_size(file), size)
     image = decode(file, (max(tile, shape[0]), max(tile, shape[1])), what)

@@ -1,7 +1,6 @@
-"""Read image files as square uint8 tiles, which are normalised later, on the device (GPU).
+"""Read image files as square uint8 tiles, which are normalised later, on the device.
 
-The arithmetic is that of CLIPImageProcessor with Pillow, as LLaVA uses it (train.py:692-718). Images stay bytes until
-they are on the device, which saves three quarters of memory and copying; `pixel_table` gives the same values.
+The arithmetic is that of CLIPImageProcessor with Pillow, as LLaVA uses it (train.py:692-718).
 """
 
 import math
@@ -48,16 +47,14 @@ class Preprocessor:
         return tuple(int(m * 255) for m in self.mean)
 
     def pixel_table(self) -> np.ndarray:
-        """Return the normalised value of each byte in each channel, float32 [3, 256], as the image processor computes
-        it."""
+        """Return the normalised value of each byte in each channel, float32 [3, 256]."""
         scaled = (np.arange(256, dtype=np.uint8) * (1 / 255)).astype(np.float32)
         mean, std = np.array(self.mean, dtype=np.float32), np.array(self.std, dtype=np.float32)
         return (scaled[None, :] - mean[:, None]) / std[:, None]
 
 
 def preprocessor_fields(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's `preprocessor_config.json`, or the same from transformers 5's
-    `processor_config.json`; empty if neither file exists."""
+    """Return the content of `preprocessor_config.json`, or of transformers 5's `processor_config.json`; or empty."""
     path, combined = folder / "preprocessor_config.json", folder / "processor_config.json"
     existing = next((file for file in (path, combined) if file.is_file()), None)
     if existing is None:
@@ -157,8 +154,7 @@ class ImageReader:
         return self.rows_of(read_size(path, record.where) if record.sizes is None else record.sizes[number])
 
     def rows_of(self, size: Size) -> np.ndarray:
-        """Return for each token of an image of the given size, with anyres, the index of its vision feature, int64
-        [tokens]."""
+        """Return the same for an image of the given size with anyres."""
         return feature_rows(size, list(self.sizes), self.preprocessor.size, math.isqrt(self.image_tokens), self.merge)
 
     @property
@@ -170,7 +166,7 @@ class ImageReader:
         return max(len(feature_rows(size, [size], tile, side, self.merge)) for size in self.sizes)
 
     def count_tiles(self, rows: np.ndarray) -> int:
-        """Return an image's number of tiles, given the feature index of each of its tokens."""
+        """Return an image's number of tiles from the feature indices of its tokens."""
         return int(rows.max(initial=0)) // self.image_tokens + 1
 
     def tiles(self, record: Record, name: str) -> np.ndarray:
@@ -244,8 +240,7 @@ def open_image(path: Path, where: str, pixels: Pixels) -> Image.Image:
 
 
 def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:
-    """Raise ImageError for an image so narrow that padding it to a square, or enlarging it, would need too much
-    memory."""
+    """Raise ImageError for an image so narrow that its square would need too much memory."""
     short, long = sorted(shape)
     enlarged = long * long if aspect is AspectRatio.pad else preprocessor.size * preprocessor.size * long // short
     if enlarged > MAX_PIXELS:
@@ -270,11 +265,10 @@ def resize(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
 
 
 def resize_padded(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
-    """Pad an RGB image to a square and resize it to one tile, uint8 [3, size, size]; equal bit for bit to doing both
-    one after the other, but faster for wide images.
+    """Pad an RGB image to a square and resize it to one tile, uint8 [3, size, size].
 
-    Pillow resizes each line by itself first and rounds to bytes, which leaves lines of one colour as they are. So the
-    padding above and below can be added after that. For 4:3 this saves a third of the work.
+    Pillow resizes each line by itself first, which leaves lines of one colour as they are: the padding above and below
+    a wide image is added after that, with equal bits and, for 4:3, a third less work.
     """
     size, side = preprocessor.size, max(image.size)
     if image.width <= image.height:

@@ -32,8 +32,7 @@ NOTED = {
 
 
 def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch) -> Records:
-    """Open the dataset's records with their index, making the index if it is missing, and check whether training may
-    begin.
+    """Open the dataset's records, making their index if it is missing, and check whether training may begin.
 
     Raises:
         DataError: training may not begin, by `data.bad_records`, `data.max_bad_records` and `data.too_long`.
@@ -52,8 +51,7 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch
 
 
 def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: str) -> Records:
-    """Examine bad records again, as they may have been fixed since; an index that cannot be written is used
-    unchanged."""
+    """Examine bad records again, as they may have been fixed; an index that cannot be written is used unchanged."""
     try:
         index = open_index(plan, show, look_again=True, since=since)
     except BuildError as error:
@@ -96,25 +94,18 @@ def remarks(records: Records) -> str:
 
 
 def check_door(records: Records, cfg: DataConfig) -> None:
-    """Raise DataError if training may not begin because of bad or long records, by `data.bad_records`,
-    `data.max_bad_records` and `data.too_long`.
-
-    Raises:
-        DataError: names the kinds of problems, the first records and what to do.
-    """
+    """Raise DataError if training may not begin because of bad or long records."""
     report = cfg.index_folder / PAGE
     if cfg.too_long is TooLong.fail and records.counts[Kind.too_long]:
         how = "raise data.max_length, or set data.too_long=truncate or skip"
         raise DataError(describe(records, [Kind.too_long], "too long", how, report))
     kinds = [kind for kind in records.dropping if kind is not Kind.too_long and records.counts[kind]]
+    budget = cfg.budget(len(records.index))
     if records.out and cfg.bad_records is BadRecords.fail:
         how = "fix them, or leave them out: data.bad_records=skip"
         raise DataError(describe(records, kinds, "wrong", how, report))
-    if records.out > cfg.budget(len(records.index)):
-        how = (
-            f"fix them, or raise data.max_bad_records={cfg.max_bad_records}, which allows "
-            f"{cfg.budget(len(records.index))}"
-        )
+    if records.out > budget:
+        how = f"fix them, or raise data.max_bad_records={cfg.max_bad_records}, which allows {budget}"
         raise DataError(describe(records, kinds, "wrong", how, report))
     if not len(records):
         raise DataError(f"{records.index.texts.sources[0].path}: no record is left to train on; see {report}")

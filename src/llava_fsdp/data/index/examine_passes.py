@@ -1,10 +1,13 @@
 """The first two passes over a dataset that make an index: read all records, and examine all images."""
 
+from __future__ import annotations
+
 import hashlib
 import itertools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +16,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from llava_fsdp.config import Examine
-from llava_fsdp.data.images.check import ImageFacts, look_at, real
+from llava_fsdp.data.images.check import ImageFacts, check_links, examine
 from llava_fsdp.data.index.record_store import Texts
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
 from llava_fsdp.data.records.problems import BITS, Kind
@@ -27,17 +30,14 @@ Tell = Callable[[str, str], None]
 """Function that notes a problem of a record: takes its kind and a reason for the user."""
 
 
-@dataclass
 class Findings:
     """Collects the problems found in a chunk of records."""
 
-    numbers: range
-    flags: np.ndarray = field(init=False)
-    """Problems of each record as bits, uint32 [records]."""
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.flags = np.zeros(len(self.numbers), dtype=np.uint32)
+    def __init__(self, numbers: range):
+        self.numbers = numbers
+        self.flags = np.zeros(len(numbers), dtype=np.uint32)
+        """Problems of each record as bits."""
+        self.rows: list[dict[str, Any]] = []
 
     def of(self, number: int, identity: str | None) -> Tell:
         """Return a function that adds problems of one record, each kind once."""
@@ -57,8 +57,7 @@ class Findings:
 
 
 def attempt(make: Callable[[], T], tell: Tell) -> T | None:
-    """Call `make`, and note a DataError with a kind as a problem of the record (returns None); other errors are
-    raised."""
+    """Call `make`; a DataError with a kind is noted as a problem of the record, and None is returned."""
     try:
         return make()
     except DataError as error:
@@ -167,8 +166,7 @@ def check_pictures_named(record: Record, tell: Tell) -> None:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A problem found in an image. Unlike the exception it does not keep stack frames and the file's bytes in
-    memory."""
+    """A problem found in an image; the exception itself would keep the file's bytes in memory."""
 
     kind: str
     reason: str
@@ -190,12 +188,12 @@ class ExaminePictures(Pass):
     allow_links: bool
 
     @cached_property
-    def names(self) -> "PictureNames":
+    def names(self) -> PictureNames:
         return PictureNames(self.records_folder)
 
     @cached_property
     def real_folders(self) -> dict[str, str]:
-        return {s.images: real(s.images) for s in self.texts.sources if s.images is not None}
+        return {s.images: os.path.realpath(s.images) for s in self.texts.sources if s.images is not None}
 
     def columns(self, numbers: range, found: Findings) -> Columns:
         seen: dict[tuple[str | None, str], ImageFacts | Wrong] = {}
@@ -217,11 +215,13 @@ class ExaminePictures(Pass):
         columns = {name: np.array(column, dtype=np.int32) for name, column in values.items()}
         return {**columns, "digest": np.array([p.digest for p in pictures], dtype=np.uint64)}
 
-    def look(self, folder: str | None, name: str) -> "ImageFacts | Wrong":
+    def look(self, folder: str | None, name: str) -> ImageFacts | Wrong:
         if folder is None:
             return ImageFacts(0, 0, 0)
         try:
-            return look_at(Path(folder), name, self.real_folders[folder], self.how, self.scaled, self.allow_links)
+            path = Path(folder) / name
+            check_links(path, self.real_folders[folder], self.allow_links)
+            return examine(path, name, self.how is Examine.decode, self.scaled)
         except DataError as error:
             assert error.kind is not None
             return Wrong(error.kind, str(error))

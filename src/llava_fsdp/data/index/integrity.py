@@ -94,11 +94,7 @@ def check_sum(path: Path) -> int:
 
 
 def check_part(folder: Path, whole: bool) -> None:
-    """Raise DamagedError if a file of a part of the index is missing or has another size.
-
-    Args:
-        whole: also compare checksums.
-    """
+    """Raise DamagedError if a file of a part of the index is missing or has another size; `whole`: or checksum."""
     files = read_json(folder / DONE).get(FILES)
     if not isinstance(files, dict) or not all(isinstance(own, list) and len(own) == 2 for own in files.values()):
         raise damaged(folder / DONE, "it is not what was written")

@@ -47,8 +47,7 @@ def check_unchanged(sources: list[SourceFile], most: int, since: str, undo: Call
 
 
 def read_known(folder: Path) -> dict[str, dict[str, str]]:
-    """Return the known states of source files from `known.json`; empty if it is damaged, as all can be computed
-    again."""
+    """Return the known states of source files; empty if `known.json` is damaged, as all can be computed again."""
     path = folder / KNOWN
     try:
         known = parse_object(path.read_bytes()) if path.is_file() else {}

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import re
 import unicodedata
@@ -24,8 +25,7 @@ CURES = {
 }
 """Advice for error messages, by errno of an error that repeating would not fix."""
 WORD = re.compile(r"(?i:md5)|[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-"""Regular expression for the words of a JSON key: `image` and `url` in `image_url`, `imageUrl2` and `IMAGE-URL`. Only
-`md5` includes a digit."""
+"""The words of a JSON key: `image` and `url` in `image_url`, `imageUrl2` and `IMAGE-URL`."""
 MEDIA = frozenset(
     "image img picture pic photo screenshot thumbnail frame jpg jpeg png gif "
     "video vid movie clip audio sound speech voice wav media".split()
@@ -37,7 +37,6 @@ ABOUT = frozenset(
 )
 """Words of JSON keys that describe media (`image_id`, `video_length`) instead of naming a media file."""
 MEDIA_TAG = re.compile(r"<(video|audio)>", re.IGNORECASE)
-"""Regular expression for tags in a question that refer to video or audio, which are not read."""
 TOO_LARGE = "llava_fsdp bytes of a row"
 """JSON key of the placeholder for a Parquet row that is too large; its value is [bytes of the row, limit in bytes]."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -111,12 +110,11 @@ def id_of(raw: dict[str, Any]) -> str | None:
 
 
 class TwiceError(ValueError):
-    """Raised when a JSON object has the same key twice."""
+    """A JSON object has the same key twice."""
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of a JSON object's pairs; raise TwiceError for a repeated key, of which Python would silently keep
-    the last."""
+    """Make a dict of a JSON object's pairs; raise TwiceError for a repeated key."""
     made = dict(pairs)
     if len(made) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -138,12 +136,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def parse_text(path: Path, index: int, text: bytes, line: int | None = None) -> Any:
-    """Parse a record's bytes as JSON.
-
-    Raises:
-        DataError: the bytes are not UTF-8, not JSON, or JSON nested too deeply, with a repeated key or too long a
-        number.
-    """
+    """Parse a record's bytes as JSON; raise DataError if they are not UTF-8, or not JSON that can be read."""
     where = name_place(path, index, line)
     try:
         return DECODER.decode(text.decode())
@@ -165,7 +158,6 @@ def parse_text(path: Path, index: int, text: bytes, line: int | None = None) -> 
 
 
 def json_cure(text: bytes) -> str:
-    """Return advice for an error message about a line that is not JSON."""
     if text.startswith(BYTE_ORDER_MARK):
         return "it begins with a byte order mark, as files that were put together leave it: take it out"
     if b"\r" in text.strip():
@@ -219,21 +211,13 @@ def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> R
 
 
 def unread_media(raw: dict[str, Any]) -> str | None:
-    """Return a description of the first key of a record or its turns that names media and is not read; None without
-    one."""
-    turns = [turn for turn in raw["conversations"] if isinstance(turn, dict)] if "conversations" in raw else []
-    found = media_of({key: value for key, value in raw.items() if key != "image"})
-    found += [name for turn in turns for name in media_of(turn)]
-    return found[0] if found else None
-
-
-def media_of(raw: dict[str, Any]) -> list[str]:
-    """Return descriptions of the keys of a JSON object that name media and have a value."""
-    return [
-        f"the key {shown(key)}, {shown(value)}"
-        for key, value in raw.items()
-        if names_media(key) and not is_empty(value)
-    ]
+    """Describe the first key of a record or its turns that names media, has a value and is not read."""
+    own = [(key, value) for key, value in raw.items() if key != "image"]
+    turns = [turn for turn in raw.get("conversations", ()) if isinstance(turn, dict)]
+    for key, value in itertools.chain(own, *(turn.items() for turn in turns)):
+        if names_media(key) and not is_empty(value):
+            return f"the key {shown(key)}, {shown(value)}"
+    return None
 
 
 @lru_cache(1024)  # records repeat a few keys millions of times
@@ -245,8 +229,7 @@ def names_media(key: str) -> bool:
 
 
 def unread_tag(turns: Sequence[Turn]) -> str | None:
-    """Return a description of the first `<video>` or `<audio>` tag in a question. A tag with its closing tag in the
-    same question is HTML, and does not count."""
+    """Describe the first `<video>` or `<audio>` tag in a question; one with its closing tag is HTML."""
     for turn in turns:
         found = MEDIA_TAG.search(turn.text) if turn.role == "human" else None
         if found is not None and f"</{found[1].lower()}>" not in turn.text.lower():
@@ -275,7 +258,7 @@ def shown(value: Any) -> str:
 
 
 def check_name(name: str, where: str) -> None:
-    """Raise DataError if an image's path is not a valid path below a folder (an address, absolute, or with `..`)."""
+    """Raise DataError if an image's name is not a path below a folder."""
     if ADDRESS.match(name):
         raise DataError(
             f"{where}: image is {name[:80]!r}, an address; nothing is fetched: download it, and give its path below "

@@ -32,20 +32,16 @@ def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
             number of images.
     """
     check_turns(record)
-    segments = write_turns(asked_turns(record), form, start_end, bool(record.images))
+    segments = prompt(asked_turns(record), form, start_end, bool(record.images))
     return [*segments, Segment(form.pattern.end, False)]
 
 
-def prompt(questions_and_answers: list[Turn], form: Template, start_end: bool, has_images: bool) -> list[Segment]:
-    """Render a prompt for generation: the turns so far, of which the last is a question, up to where the answer begins.
+def prompt(turns: Sequence[Turn], form: Template, start_end: bool, has_images: bool) -> list[Segment]:
+    """Render turns without the text after the last one: after a question, the answer of a model may follow.
 
     Args:
         has_images: whether `<image>` tags stand for images; otherwise they are ordinary text.
     """
-    return write_turns(questions_and_answers, form, start_end, has_images)
-
-
-def write_turns(turns: Sequence[Turn], form: Template, start_end: bool, has_images: bool) -> list[Segment]:
     pattern = form.pattern
     segments = []
     for number, turn in enumerate(turns):
@@ -61,9 +57,8 @@ def write_turns(turns: Sequence[Turn], form: Template, start_end: bool, has_imag
 
 
 def write_question(text: str, form: Template, start_end: bool, has_images: bool) -> list[Segment]:
-    """Return the segments of a question: its text, and a tag for each image."""
     if form.image_only:
-        return [Segment(image_tags(text), False)]
+        return [Segment(IMAGE_TAG * text.count(IMAGE_TAG), False)]
     first, *rest = image_first(text, has_images).split(IMAGE_TAG) if has_images else [text]
     segments = [Segment(first, False, from_record=True)]
     for piece in rest:
@@ -78,20 +73,14 @@ def image_tag(form: Template, start_end: bool) -> str:
 
 
 def image_first(text: str, has_images: bool) -> str:
-    """Move a question's single `<image>` tag to a line of its own at the front, as LLaVA does (train.py:308-329);
-    several tags stay."""
+    """Move a question's single `<image>` tag to a line at the front, as LLaVA does (train.py:308-329)."""
     if not has_images or text.count(IMAGE_TAG) != 1:
         return text
     return f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
 
 
-def image_tags(text: str) -> str:
-    return IMAGE_TAG * text.count(IMAGE_TAG)
-
-
 def asked_turns(record: Record) -> tuple[Turn, ...]:
-    """Return a record's turns from the first question on: a leading answer is dropped, as in LLaVA
-    (train.py:441-443)."""
+    """Return a record's turns without a leading answer, which LLaVA drops (train.py:441-443)."""
     return record.turns[1:] if record.turns and record.turns[0].role == "gpt" else record.turns
 
 
@@ -105,12 +94,10 @@ def opening_question(record: Record) -> tuple[str, int, str]:
     if [turn.role for turn in turns[:2]] != ["human", "gpt"]:
         raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")
     text = image_first(turns[0].text, bool(record.images))
-    shown = min(len(record.images), text.count(IMAGE_TAG))
-    return text, shown, turns[1].text
+    return text, min(len(record.images), text.count(IMAGE_TAG)), turns[1].text
 
 
 def role_cure(role: str) -> str:
-    """Return advice for an error message about a turn with a wrong role."""
     match role.lower():
         case "human" | "gpt" if role in ("human", "gpt"):
             return "human and gpt take turns, human first: fix the conversation"

@@ -9,12 +9,7 @@ PENDING = 8
 
 
 def stops_of(tokenizer: Tokenizer, stop: str, ends: int | list[int] | None) -> frozenset[int]:
-    """Return the token ids that end an answer: the model's end-of-sequence ids, and the template's stop text if it is
-    one token.
-
-    Args:
-        ends: `eos_token_id` of the model's configuration.
-    """
+    """Return the token ids that end an answer: `ends` (the model's `eos_token_id`), and `stop` if it is one token."""
     eos = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
     last = tokenizer.encode(stop)
     return frozenset(eos | ({last[-1].id} if len(last) == 1 else set()))
@@ -25,12 +20,7 @@ class AnswerText:
     character, a part of the stop text, or white space around the whole answer."""
 
     def __init__(self, tokenizer: Tokenizer, stop: str, stops: frozenset[int]):
-        """Begin an empty answer.
-
-        Args:
-            stop: text that ends an answer, over however many tokens.
-            stops: token ids that end an answer.
-        """
+        """Begin an empty answer, which the text `stop` or a token of `stops` ends."""
         self.tokenizer = tokenizer
         self.stop = stop
         self.stops = stops

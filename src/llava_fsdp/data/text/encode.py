@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,8 +19,7 @@ from llava_fsdp.runtime.errors import DataError
 
 UNLIMITED = 1 << 40
 ImageRows = Callable[[Record, int], np.ndarray]
-"""Function (record, number of one of its images) -> index of the vision feature for each token of the image, int64
-[tokens]."""
+"""Function (record, number of an image) -> index of the vision feature of each of its tokens, int64 [tokens]."""
 
 
 @dataclass(frozen=True)
@@ -46,42 +45,10 @@ class Sample:
         return int((self.labels[1:] != IGNORE).sum())
 
 
-class Encoder(Protocol):
-    """Interface of classes that encode the records of one dataset for one model."""
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    @property
-    def special_tokens(self) -> SpecialTokens: ...
-
-    @property
-    def max_length(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Text that changes with anything that decides token ids and labels, except the order of image features."""
-        ...
-
-    def __call__(self, record: Record) -> Sample | None:
-        """Encode a record; return None if it is too long and therefore skipped.
-
-        Raises:
-            DataError: the record is wrong, or too long with data.too_long=fail.
-        """
-        ...
-
-    def measure(self, record: Record, limits: Sequence[int]) -> "Measured":
-        """Encode a record whole and truncated to each of several maximum lengths.
-
-        Raises:
-            DataError: the record is wrong.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Measured:
+    """A record encoded as in training, whole, and truncated to other maximum lengths."""
+
     sample: Sample
     whole: Sample
     at: dict[int, Sample]
@@ -103,10 +70,16 @@ class ExactEncoder:
 
     @property
     def fingerprint(self) -> str:
+        """Text that changes with anything that decides token ids and labels, except the order of image features."""
         form = f"{self.template} {self.start_end} {self.special_tokens.value}"
         return f"exact {self.tokenizer.fingerprint} {form} {self.max_length}"
 
     def __call__(self, record: Record) -> Sample | None:
+        """Encode a record; return None if it is too long and therefore skipped.
+
+        Raises:
+            DataError: the record is wrong, or too long with data.too_long=fail.
+        """
         whole = self._whole(record)
         if len(whole.input_ids) <= self.max_length:
             return whole
@@ -119,6 +92,7 @@ class ExactEncoder:
         return None if self.too_long is TooLong.skip else truncate(whole, self.max_length)
 
     def measure(self, record: Record, limits: Sequence[int]) -> Measured:
+        """Encode a record whole and truncated to each of several maximum lengths; raise DataError if it is wrong."""
         whole = self._whole(record)
         over = {n: truncate(whole, n) for n in {*limits, self.max_length} if n < len(whole.input_ids)}
         return Measured(over.get(self.max_length, whole), whole, over)
@@ -150,14 +124,11 @@ class OriginalEncoder:
 
     own: Original
     image_rows: ImageRows
+    special_tokens: ClassVar[SpecialTokens] = SpecialTokens.parse
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self.own.tokenizer
-
-    @property
-    def special_tokens(self) -> SpecialTokens:
-        return SpecialTokens.parse
 
     @property
     def max_length(self) -> int:
@@ -167,9 +138,6 @@ class OriginalEncoder:
     def fingerprint(self) -> str:
         own = self.own
         return f"llava_v1_5 {own.tokenizer.fingerprint} {own.form} {own.pad_id} {own.start_end} {own.max_length}"
-
-    def check(self, record: Record) -> None:
-        check_like_original(record, self.own)
 
     def __call__(self, record: Record) -> Sample:
         """Encode as LLaVA's dataset, collator and model do (train.py:743-773, llava_arch.py:226-279)."""
@@ -187,7 +155,7 @@ class OriginalEncoder:
         return Sample(ids[:cut], labels[:cut], record.images[: len(rows)], tuple(rows), beyond, lost)
 
     def measure(self, record: Record, limits: Sequence[int]) -> Measured:
-        self.check(record)
+        check_like_original(record, self.own)
         sample = self(record)
         whole = self._at(record, UNLIMITED) if sample.positions_cut else sample
         over = {n: self._at(record, n) for n in limits if n < len(whole.input_ids) and n != self.max_length}
@@ -196,6 +164,9 @@ class OriginalEncoder:
     def _at(self, record: Record, max_length: int) -> Sample:
         """Encode a record with another maximum length; LLaVA truncates before it makes labels, so labels may differ."""
         return replace(self, own=replace(self.own, max_length=max_length))(record)
+
+
+Encoder = ExactEncoder | OriginalEncoder
 
 
 def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -215,10 +186,7 @@ def encode_segments(
     """Return token ids and labels of a rendered conversation, both int64 [length].
 
     The text between two images is tokenized by itself (LLaVA mm_utils.py:185-204); `<image>` is ordinary text if the
-    record has no image. A token is supervised when any of its characters is.
-
-    Args:
-        special_tokens: with `text` only special tokens of the template are read as such, not those in a record.
+    record has no image.
     """
     text = "".join(s.text for s in segments)
     marked = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])
@@ -254,8 +222,7 @@ def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stre
 
 
 def are_supervised(tokens: list[Token], before: np.ndarray) -> list[bool]:
-    """Return for each token whether any of its characters is supervised; a token without characters counts as the next
-    character.
+    """Return for each token whether any of its characters is supervised; one without characters counts as the next.
 
     Args:
         before: number of supervised characters before each character, int64 [characters + 1].

@@ -106,8 +106,7 @@ def encode_turns(turns: list[Turn], has_image: bool, own: Original, where: str) 
 
 
 def encode_caption(turns: list[Turn], own: Original, where: str) -> Tokens:
-    """Encode an image with its caption (template `plain`); of the question only the image tag is kept
-    (train.py:588-607)."""
+    """Encode an image with its caption; of the question only the tag is kept (template `plain`; train.py:588-607)."""
     check_caption(turns, where)
     ids = with_images(f"{IMAGE_TAG}{turns[1].text}{own.form.sep}", own.tokenizer)
     labels = ids.copy()
@@ -124,8 +123,7 @@ def check_caption(turns: list[Turn], where: str) -> None:
 
 
 def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
-    """Encode a conversation with a v0 template. LLaVA tokenizes its sentences one by one, so that labels shift slightly
-    (train.py:268-305, 630-655)."""
+    """Encode a v0 conversation, whose sentences LLaVA tokenizes one by one (train.py:268-305, 630-655)."""
     form = own.form
     names = {"human": form.user, "gpt": form.assistant}
     header = f"{form.system}\n\n"
@@ -172,8 +170,7 @@ ROUNDS: dict[Style, Rounds] = {
 
 
 def encode_rounds(text: str, has_image: bool, own: Original) -> Tokens:
-    """Encode a v1, llama_2 or mpt conversation: mask up to each answer by counted lengths, or everything if the counts
-    differ."""
+    """Encode a v1, llama_2 or mpt conversation: mask by counted lengths, or everything if the counts differ."""
     rule = ROUNDS[own.form.style]
     tokenize = with_images if has_image else plain_text
     whole = tokenize(text, own.tokenizer)
@@ -218,8 +215,7 @@ def split_rounds(text: str, form: Template) -> list[str]:
 
 
 def conversation(turns: list[Turn], form: Template, where: str) -> str:
-    """Return the text of a conversation (conversation.py:32-106); an empty message gives its role without a
-    separator."""
+    """Return the text of a conversation; an empty message gives its role alone (conversation.py:32-106)."""
     if not turns:
         raise DataError(f"{where}: the conversation is empty; the original stops here", Kind.odd_turns)
     if turns[0].role == "gpt":
@@ -232,9 +228,8 @@ def conversation(turns: list[Turn], form: Template, where: str) -> str:
             )
     if form.style is Style.LLAMA_2:
         return conversation_llama_2(turns, form, where)
-    begin = form.system + form.sep
     after_name = ": " if form.style is Style.TWO else ""
-    text = begin
+    text = form.system + form.sep
     for turn in turns:
         asked = turn.role == "human"
         name = form.user if asked else form.assistant
@@ -258,7 +253,7 @@ def conversation_llama_2(turns: list[Turn], form: Template, where: str) -> str:
 
 
 def with_images(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the token ids of a text with image tags, int64 [length]; the parts between tags are tokenized one by one
+    """Return the token ids of a text, int64 [length]; parts between image tags are tokenized one by one
     (mm_utils.py:185-204)."""
     ids = [] if tokenizer.bos is None else [tokenizer.bos]
     for number, chunk in enumerate(text.split(IMAGE_TAG)):

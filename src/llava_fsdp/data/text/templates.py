@@ -1,10 +1,6 @@
-"""The conversation templates of LLaVA: the text around the questions and answers of a conversation.
+"""The conversation templates of LLaVA (conversation.py:211-392): the text around questions and answers."""
 
-Names and texts are those of LLaVA conversation.py:211-392. `STYLES` has the pattern of each style,
-`TEMPLATES` the texts of each template.
-"""
-
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from enum import Enum
 from functools import cached_property
 
@@ -26,8 +22,7 @@ class Style(Enum):
 
 @dataclass(frozen=True)
 class Pattern:
-    """The texts around questions and answers in a template style; `{system}`, `{sep}` etc. are filled from a
-    template."""
+    """The texts around questions and answers in a style; `{system}`, `{sep}` etc. are filled from a template."""
 
     first_question: str
     """Text before the first question."""
@@ -37,9 +32,9 @@ class Pattern:
     answer_header: str
     """Text that announces the answering role; a prompt for generation ends with it."""
     before_answer: str
-    """Text between header and answer; supervised, as the model generates it too."""
+    """Text between header and answer; supervised like the answer."""
     after_answer: str
-    """Text after an answer; supervised, as the model stops by generating it."""
+    """Text by which the model ends an answer; supervised."""
     end: str = ""
     """Text after the last answer."""
 
@@ -68,24 +63,9 @@ class Template:
 
     @cached_property
     def pattern(self) -> Pattern:
-        """The template's Pattern: that of its style with this template's texts filled in."""
-        form = STYLES[self.style]
-        parts = {
-            "system": self.system,
-            "user": self.user,
-            "assistant": self.assistant,
-            "sep": self.sep,
-            "sep2": self.sep2,
-        }
-        return Pattern(
-            form.first_question.format(**parts),
-            form.next_question.format(**parts),
-            form.after_question.format(**parts),
-            form.answer_header.format(**parts),
-            form.before_answer.format(**parts),
-            form.after_answer.format(**parts),
-            form.end.format(**parts),
-        )
+        """The Pattern of the template's style with this template's texts filled in."""
+        own = asdict(self)
+        return Pattern(*(part.format(**own) for part in astuple(STYLES[self.style])))
 
     @property
     def image_only(self) -> bool:

@@ -7,11 +7,11 @@ conversion of such files gives wrong ids on repeated spaces).
 import hashlib
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import sentencepiece
 from google.protobuf.message import DecodeError
@@ -38,7 +38,9 @@ class Token:
     tokens, of which all but the last have none."""
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
+    """Tokenizes text for one model."""
+
     bos: int | None
     """Id of the token that begins each sequence; None if the model expects no such token."""
     legacy: bool
@@ -47,7 +49,10 @@ class Tokenizer(Protocol):
     """Highest token id plus one."""
     fingerprint: str
     """Checksum of the tokenizer's files and settings."""
+    _special: dict[str, int]
+    _find: re.Pattern[str]
 
+    @abstractmethod
     def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
         """Return the tokens of a text, without adding a BOS or EOS token.
 
@@ -55,19 +60,18 @@ class Tokenizer(Protocol):
             special: ranges of the text, in order, that are read as special tokens; other special tokens are read as
                 text. None: all are read as special tokens.
         """
-        ...
+
+    @abstractmethod
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids, without special tokens."""
 
     def find_special(self, text: str) -> list[Stretch]:
         """Return the ranges of characters at which a text has special tokens."""
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-        ...
+        return [found.span() for found in self._find.finditer(text)]
 
     def special(self, text: str) -> int | None:
         """Return the id of a special token; None if the text is not a special token."""
-        ...
+        return self._special.get(text)
 
 
 def open_tokenizer(folder: Path, rows: int | None = None, extra: tuple[str, ...] = ()) -> Tokenizer:
@@ -98,8 +102,7 @@ def read_tokenizer(folder: Path, config: dict, rows: int | None, extra: tuple[st
 
 
 def is_legacy(config: dict) -> bool:
-    """Return `legacy` of a Llama `tokenizer_config.json` as transformers 4 reads it: true unless it is explicitly
-    false."""
+    """Return `legacy` of a Llama `tokenizer_config.json`: true unless it is false, as transformers 4 reads it."""
     return config.get("legacy") is not False
 
 
@@ -112,13 +115,12 @@ def within(token: int, rows: int | None) -> bool:
 
 
 def added_tokens(folder: Path, config: dict) -> dict[str, int]:
-    """Return the added tokens of a model folder with a `tokenizer.model`, text to id, from the files that transformers
-    4 writes."""
+    """Return the added tokens (text to id) beside a `tokenizer.model`, from the files that transformers 4 writes."""
     listed = config.get("added_tokens_decoder", {})
     return read_optional(folder / "added_tokens.json") | {t["content"]: int(i) for i, t in listed.items()}
 
 
-class JsonTokenizer:
+class JsonTokenizer(Tokenizer):
     """A tokenizer read from a `tokenizer.json`.
 
     Converted Llama tokenizers with `legacy=false` put `▁` before a text only if it does not begin with one; the
@@ -166,7 +168,6 @@ class JsonTokenizer:
 
     @cached_property
     def _plain(self) -> FastTokenizer:
-        """The same tokenizer, but it reads special tokens as ordinary text."""
         plain = FastTokenizer.from_str(self._fast.to_str())
         plain.encode_special_tokens = True
         return plain
@@ -192,14 +193,8 @@ class JsonTokenizer:
             at = behind
         return tokens
 
-    def find_special(self, text: str) -> list[Stretch]:
-        return [found.span() for found in self._find.finditer(text)]
-
     def decode(self, ids: list[int]) -> str:
         return self._fast.decode(ids, skip_special_tokens=True).removeprefix(" " if self._prefixes else "")
-
-    def special(self, text: str) -> int | None:
-        return self._special.get(text)
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
@@ -209,8 +204,7 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def encode_fast(tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]:
-    """Tokenize a part of a text that begins at character `at` of the text; characters before the text's begin (a
-    prefix, `at` = -1) are not counted."""
+    """Tokenize a part of a text that begins at its character `at`; -1: the part has one more character in front."""
     found = tokenizer.encode(text, add_special_tokens=False)
     return [
         Token(i, max(at + begin, 0), max(at + end, 0)) for i, (begin, end) in zip(found.ids, found.offsets, strict=True)
@@ -218,8 +212,7 @@ def encode_fast(tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]
 
 
 def without_prefix(path: Path) -> bytes:
-    """Return the bytes of a Llama `tokenizer.model`, changed not to put a space before a text; LlamaTokenizer adds that
-    space itself.
+    """Return the bytes of a Llama `tokenizer.model`, changed not to put a space before a text.
 
     Raises:
         ModelError: the file is not a SentencePiece model, or is one that never puts a space.
@@ -249,7 +242,7 @@ def without_lone_prefix(tokens: list[Token], prefix: int | None, special: set[in
     return tokens
 
 
-class LlamaTokenizer:
+class LlamaTokenizer(Tokenizer):
     """A Llama tokenizer read from a `tokenizer.model`, with the same ids as transformers 4's slow tokenizer.
 
     With `legacy=false` that tokenizer puts one `▁` before every text but none after a special token, and drops the
@@ -263,15 +256,10 @@ class LlamaTokenizer:
         except RuntimeError as error:
             raise ModelError(f"{path} is no SentencePiece model; put the model's tokenizer.json beside it") from error
         self.legacy = is_legacy(config)
-        self._special = {
-            self._pieces.id_to_piece(i): i
-            for i in (self._pieces.unk_id(), self._pieces.bos_id(), self._pieces.eos_id())
-            if i >= 0
-        } | added
+        own = self._pieces.unk_id(), self._pieces.bos_id(), self._pieces.eos_id()
+        self._special = {self._pieces.id_to_piece(i): i for i in own if i >= 0} | added
         for token in extra:
-            self._special.setdefault(
-                token, max(self._pieces.get_piece_size(), *(i + 1 for i in self._special.values()))
-            )
+            self._special.setdefault(token, self._next_id())
         facts = json.dumps([self.legacy, self._special], sort_keys=True).encode()
         self.fingerprint = hashlib.sha256(path.read_bytes() + facts).hexdigest()
         self._find = any_of(self._special)
@@ -290,9 +278,6 @@ class LlamaTokenizer:
             at = end
         return tokens
 
-    def find_special(self, text: str) -> list[Stretch]:
-        return [found.span() for found in self._find.finditer(text)]
-
     def _encode_part(self, part: str, at: int) -> list[Token]:
         prefix = 1 if at == 0 or self.legacy else 0
         plain = " " * prefix + part.replace(SPACE, " ")
@@ -306,6 +291,3 @@ class LlamaTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self._pieces.decode([i for i in ids if i not in self._special.values()]).removeprefix(" ")
-
-    def special(self, text: str) -> int | None:
-        return self._special.get(text)
