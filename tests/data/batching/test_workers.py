@@ -16,6 +16,7 @@ from loaders import agreed_steps
 from PIL import Image
 from small import make_config
 from test_loader import open_loader
+from torch.utils.data import _utils
 
 from llava_fsdp.data.batching.workers import StartWorker, Watch
 from llava_fsdp.data.loader import Loader
@@ -25,6 +26,12 @@ from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import WorkerError
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import fit
+
+
+@pytest.fixture(autouse=True)
+def quick_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch waits five seconds for each worker that does not end."""
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
 
 
 class Trapped:
@@ -59,7 +66,7 @@ def hang() -> None:
 
 
 def failure(loader: Loader, arrived: list[int] | None = None) -> str:
-    """What the run says at its end; without pytest.raises, whose traceback holds workers until garbage is collected."""
+    """What the run says at its end; the traceback of pytest.raises would hold the workers."""
     try:
         for step in agreed_steps(loader):
             (arrived if arrived is not None else []).append(step.facts.step)
@@ -70,10 +77,7 @@ def failure(loader: Loader, arrived: list[int] | None = None) -> str:
 
 def test_a_worker_that_is_killed(parts: Path, dataset: Path) -> None:
     loader, where = trapped(parts, dataset, die)
-    began = time.monotonic()
-    said = failure(loader)
-    assert f"died, at {where} (for step 3); the kernel kills processes when memory runs out" in said
-    assert time.monotonic() - began < 60, "long before data.stall"
+    assert f"died, at {where} (for step 3); the kernel kills processes when memory runs out" in failure(loader)
 
 
 def test_a_death_that_reaches_the_loop_elsewhere(parts: Path, dataset: Path) -> None:
@@ -108,26 +112,26 @@ def test_a_worker_that_stalls(parts: Path, dataset: Path, tmp_path: Path) -> Non
         while not (tmp_path / "told").exists():
             time.sleep(0.01)
 
-    loader, where = trapped(parts, dataset, hang_until_told, "data.stall=2", "data.prefetch=1")
+    loader, where = trapped(parts, dataset, hang_until_told, "data.stall=1", "data.prefetch=1")
     arrived: list[int] = []
     said = failure(loader, arrived)
     (tmp_path / "told").touch()
     assert arrived == [0, 1]
-    assert said.startswith("no data came for 2 seconds: data worker ") and f"is at {where} (for step 3)" in said
+    assert said.startswith("no data came for 1 seconds: data worker ") and f"is at {where} (for step 3)" in said
 
 
 def test_slow_records_are_no_stall(parts: Path, dataset: Path) -> None:
-    """A step may take longer than data.stall while its records go on."""
+    """A step may take longer than data.stall while its records progress."""
     loader = open_loader(parts, dataset, "data.workers=1", "max_steps=1", "global_batch_size=4", "data.stall=1")
     encoder = loader.steps.encoder
     for record in (loader.steps.records[n] for n in loader.steps.sampler.samples(0)):
-        encoder = Trapped(encoder, lambda: time.sleep(0.6), record.id)
+        encoder = Trapped(encoder, lambda: time.sleep(0.4), record.id)
     loader.steps.encoder = encoder
     began = time.monotonic()
-    assert len(list(agreed_steps(loader))) == 1 and time.monotonic() - began > 2.4
+    assert len(list(agreed_steps(loader))) == 1 and time.monotonic() - began > 1.5
 
 
-def test_the_picture_is_named(parts: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_image_is_named(parts: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = open_loader(parts, dataset, "data.workers=1", "max_steps=1")
     monkeypatch.setattr(Image.Image, "resize", lambda *_, **__: die())
     assert re.search(r"record \d+ \(id r\d+\), image .*/images/\d+\.(png|jpg) \(for step 1\)", failure(loader))
@@ -156,9 +160,10 @@ def test_workers_leave_ctrl_c_to_the_main_process(parts: Path, dataset: Path) ->
 ORPHANS = """
 import os, sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1].split(os.pathsep)
 from loaders import agreed_steps
-from test_workers import hang, trapped
+from test_workers import _utils, hang, trapped
+_utils.MP_STATUS_CHECK_INTERVAL = 0.2
 loader, _ = trapped(Path(sys.argv[2]), Path(sys.argv[3]), hang)
 steps = agreed_steps(loader)
 next(steps)
@@ -177,13 +182,14 @@ if sys.argv[4] == "killed":
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux to end them")
 @pytest.mark.parametrize("end", ["killed", "at its end", "after an error"])
-def test_workers_end_with_the_process_that_they_work_for(parts: Path, dataset: Path, end: str) -> None:
+def test_workers_end_with_the_process_that_they_work_for(end: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """A process that ends while it still holds its iterator must not wait for workers that ignore SIGTERM."""
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parent), *sys.path])
+    script = tmp_path / "orphans.py"
+    script.write_text(ORPHANS)
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     run = subprocess.run(
-        [sys.executable, "-c", ORPHANS, str(here), str(parts), str(dataset), end],
-        check=False, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": paths},
+        [sys.executable, str(script), paths, str(parts), str(dataset), end],
+        check=False, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     workers = [int(pid) for pid in run.stdout.split()]
     assert len(workers) == 2, run.stderr

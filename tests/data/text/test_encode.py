@@ -15,7 +15,7 @@ from llava_fsdp.data.records.record import Record, Turn, parse_record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import IM_END, IM_START, prompt
 from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder, Sample, are_supervised, encode_prompt
-from llava_fsdp.data.text.llava_v1_5 import Original
+from llava_fsdp.data.text.llava_v1_5 import Original, check_like_original
 from llava_fsdp.data.text.templates import CURIOUS_USER, TEMPLATES, template
 from llava_fsdp.data.text.tokenizer import Token, Tokenizer, open_tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError, ModelError
@@ -331,14 +331,14 @@ def test_the_original_counts_pictures_before_training(tokenizer: Tokenizer) -> N
     """Two tags in two messages and one picture: the original would take the next record's."""
     wrong = record("<image>\na", "b", "<image>\nc", "d", images=("a.png",))
     with pytest.raises(DataError, match=r"record 3 \(id abc\): 2 images in the text of a record with 1"):
-        original(tokenizer, 999).check(wrong)
-    original(tokenizer, 999).check(record("<image> <image>\na", "b", "c", "d", images=("a.png",)))
-    original(tokenizer, 20).check(wrong)  # the second tag is cut away
+        check_like_original(wrong, original(tokenizer, 999).own)
+    check_like_original(record("<image> <image>\na", "b", "c", "d", images=("a.png",)), original(tokenizer, 999).own)
+    check_like_original(wrong, original(tokenizer, 20).own)  # the second tag is cut away
 
 
 def test_the_original_reads_one_picture_a_record(tokenizer: Tokenizer) -> None:
     with pytest.raises(DataError, match="has a list of 2 images, at which the original stops"):
-        original(tokenizer, 999).check(record("<image>\na", "b", images=("a.png", "b.png")))
+        check_like_original(record("<image>\na", "b", images=("a.png", "b.png")), original(tokenizer, 999).own)
 
 
 def test_half_a_surrogate_pair_is_named() -> None:
