@@ -1,6 +1,9 @@
 """fp16: the loss scale is DeepSpeed's, an overflow skips the step on every rank alike, and nothing of it is lost."""
 
+import json
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,3 +221,24 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
     assert mine["norm"] == other["norm"] > 0
     bf16 = configure(*values[1:-1], "precision=bf16")
     assert mine["collectives"] == pools[2].run(collectives, bf16)[0] > 0
+
+
+def test_scale_and_skipped_steps_are_continued(configure: Configure, tmp_path: Path) -> None:
+    """To the bit, and the rows of metrics.jsonl say what happened."""
+    values = [*FP16, "max_steps=5", "checkpoint.every=3", "checkpoint.keep=9", "precision.scaler.initial_power=19"]
+    values.append("precision.scaler.hysteresis=1")
+    cfg = configure(*values, to=tmp_path / "whole")
+    train.train(cfg)
+    rows = read(tmp_path / "whole")
+    assert 0 < sum(r["skipped"] for r in rows) < 5 and rows[-1]["skipped_steps"] == sum(r["skipped"] for r in rows)
+    assert all((r["grad_norm"] is None) == r["skipped"] for r in rows)
+    kept = "checkpoints/step-000003"
+    shutil.copytree(tmp_path / "whole" / kept, tmp_path / "again" / kept)
+    train.train(configure(*values, to=tmp_path / "again"))
+    for row, expected in zip(read(tmp_path / "again"), rows[3:], strict=True):
+        for key in ("step", "loss", "lr", "grad_norm", "loss_scale", "skipped", "skipped_steps"):
+            assert row[key] == expected[key], key
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
