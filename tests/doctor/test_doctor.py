@@ -459,6 +459,7 @@ def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_ranks_that_agree_print_nothing(tmp_path: Path) -> None:
     """As docs/doctor.md has them started by hand."""
     start = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
