@@ -16,6 +16,8 @@ PIDFD_INFO = struct.Struct("=QQ11Ii")
 """Layout of the kernel's first `struct pidfd_info`: mask and cgroup, eleven numbers of the process, its wait status."""
 
 LAUNCHER_VARIABLES = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|(MASTER|GROUP|ROLE|TORCHELASTIC)_.*)")
+"""Names of the environment variables that torchrun sets for its workers. A torchrun started inside such a worker must
+not see them."""
 
 
 def ending_of(pidfd: int, pid: int) -> str:
@@ -50,7 +52,8 @@ def status_of_reaped(pidfd: int) -> int | None:
 
 
 def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel (of Linux) send this process a signal when its parent process ends."""
+    """Have the kernel send this process a signal when its parent process ends. Does nothing on systems other than
+    Linux."""
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
@@ -59,13 +62,16 @@ def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def end_torchrun() -> None:
-    """End this machine's torchrun after a stop was requested on another machine, whose torchrun ends: this one would
-    restart its ranks and wait for the other until the rendezvous times out."""
+    """End this machine's torchrun together with its ranks, after a stop was requested on another machine.
+
+    The other machine's torchrun ends; this one would otherwise restart its ranks and wait for the other until the
+    rendezvous times out. Not needed on a single machine.
+    """
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env and env.get("GROUP_WORLD_SIZE", "1") != "1" and env.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """A copy of an environment without the variables of torchrun's workers, for a torchrun started inside of one."""
+    """A copy of an environment without the variables that torchrun sets for its workers."""
     return {name: value for name, value in environment.items() if not LAUNCHER_VARIABLES.fullmatch(name)}
