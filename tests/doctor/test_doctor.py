@@ -483,10 +483,8 @@ def test_ranks_over_gloo_see_no_gpu(on_gpus: bool, seen: str, tmp_path: Path, mo
 def test_who_is_stuck() -> None:
     assert "every rank waits in its first all_reduce" in collectives.stuck("2 ranks", ["joined"] * 2, 60, True).result
     assert "rank 1, 2 has not started" in collectives.stuck("3 ranks", ["joined", "", ""], 60, True).result
-    assert (
-        collectives.stuck("2 ranks", ["joined"] * 2, 60, False).cure
-        != collectives.stuck("2 ranks", ["joined"] * 2, 60, True).cure
-    )
+    cures = {collectives.stuck("2 ranks", ["joined"] * 2, 60, on_gpus).cure for on_gpus in (False, True)}
+    assert len(cures) == 2
 
 
 @pytest.mark.e2e

@@ -123,7 +123,7 @@ def test_tables_and_bars_have_colours_and_no_one_else_s(monkeypatch: pytest.Monk
 
 def test_errors_of_a_record_are_one_line() -> None:
     where = name_record(Path(f"/data/{ODD}.json"), 3, 4, ODD)
-    for error in (DataError(f"{where}: {ODD}", "bad_form"), ImageError(f"{where}: picture {ODD}")):
+    for error in (DataError(f"{where}: {ODD}", "bad_form"), ImageError(f"{where}: image {ODD}")):
         assert "\n" not in str(error) and not SEEN.search(str(error))
         assert error.kind in ("bad_form", "image_unreadable")
     assert str(DataError("a list:\n  of lines")) == "a list:\n  of lines"

@@ -313,7 +313,8 @@ class Watchdog:
         beat = self.write_beat()
         if self.warn_after is None:
             return
-        if has_others() and first_failure(self.folder) is not None:  # also if that rank has not joined the group yet
+        has_others = os.environ.get("WORLD_SIZE", "1") != "1"
+        if has_others and first_failure(self.folder) is not None:  # also if that rank has not joined the group yet
             self.end_after_failure()
         if self.size == 1:
             return
@@ -393,10 +394,6 @@ class Watchdog:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def has_others() -> bool:
-    return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def fresh(path: Path) -> TextIO:
