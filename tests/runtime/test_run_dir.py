@@ -179,12 +179,12 @@ def test_launchers_read_the_exit_code(
     assert ended.value.code == code and str(tmp_path) in capsys.readouterr().err
 
 
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_the_last_word_fits_onto_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_status(tmp_path, "running")
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(status_file, "replace_file", full)
     write_ending(tmp_path, Outcome(ENDINGS["checkpoint"], "no room"))
     said = read_status(tmp_path)
@@ -210,18 +210,14 @@ def test_a_private_run_is_read_by_its_user_alone(private: bool, tmp_path: Path) 
 def test_on_a_full_disk_a_status_replaces_a_longer_one_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "no space left")
-
     put_status(tmp_path, "stopping", ending("stopped", "long " * 200))
     monkeypatch.setattr(status_file, "replace_file", full)
     put_status(tmp_path, "stopping", ending("stopped", "short"))
     left = (tmp_path / status_file.STATUS_FILE).read_text()
-    assert "long" not in left
-    assert json.loads(left)["reason"] == "short"
+    assert "long" not in left and json.loads(left)["reason"] == "short"
 
 
-def test_a_run_that_was_killed_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_is_told_from_one_under_way(tmp_path: Path) -> None:
     """By the reader while it runs and afterwards, and by the next start."""
     holder = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)], stdout=subprocess.PIPE, text=True

@@ -367,11 +367,8 @@ def test_torchrun_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
         import pathlib, sys
         from llava_fsdp.sweep.torchrun import run_torchrun
         run_torchrun([sys.executable, "-c", {code!r}, "{tmp_path}/ended"], pathlib.Path("{tmp_path}"), "job 0")"""
-    process, until, log = (
-        subprocess.Popen([sys.executable, "-c", program]),
-        time.monotonic() + 30,
-        tmp_path / "train.log",
-    )
+    log, until = tmp_path / "train.log", time.monotonic() + 30
+    process = subprocess.Popen([sys.executable, "-c", program])
     while not log.exists() or log.read_text() != "on\n":
         assert time.monotonic() < until, log.read_text() if log.exists() else "not begun"
         time.sleep(0.1)
@@ -555,6 +552,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 
 def test_no_two_jobs_have_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_locks.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(gpu_locks, "WAIT_SECONDS", 0.01)
     gpus = [Device(str(n), f"GPU-{n}") for n in range(3)]
 
     def names(held: tuple[list[Device], list]) -> list[str]:

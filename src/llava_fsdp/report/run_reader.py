@@ -57,13 +57,12 @@ class Run:
     """A description of each start of the run (versions, device, command ...; see `run_info.py`), in order."""
     validations: list[dict[str, Any]] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
-    """Content of run_status.json."""
     config: dict[str, Any] = field(default_factory=dict)
     """Configuration values by dotted key."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Configuration values that the overrides of a sweep's job set, by dotted key."""
     value: float | None = None
-    """The value that the sweep minimises, for a sweep's job; None without a sweep, or if the job did not finish."""
+    """The value that a sweep minimises, of a job that has finished."""
     unread: dict[str, int] = field(default_factory=dict)
     """Number of lines that could not be read, by file."""
 
@@ -104,7 +103,6 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
     """Read everything in a run's folder except the weights.
 
     Args:
-        name: name of the run; None: from its folder's name.
         is_own: whether this process runs, or ran, the training in the folder, so that the lock is not checked.
         window: number of steps over which the last loss and the lowest loss are averaged.
 
@@ -198,7 +196,7 @@ def own_overrides(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
-    """The values that overrides set, by key; parsed, so that 1e-4 equals the 0.0001 of a configuration."""
+    """The values that overrides set, parsed, so that 1e-4 equals the 0.0001 of a configuration."""
     values: dict[str, Any] = {}
     for word in overrides:
         key, equals, text = word.lstrip("+").partition("=")
@@ -262,11 +260,7 @@ def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> l
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Every line of a file that is not blank, with its number; nothing if there is no file.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """The lines of a file that are not blank, with their numbers; none if there is no file. Raises DataError."""
     if not path.is_file():
         return
     try:
