@@ -222,10 +222,11 @@ def test_what_one_rank_asks_for_all_do(pools: dict[int, RankPool]) -> None:
     assert Votes(stop=True).agreed() == Votes(stop=True)
 
 
-def ask_to_stop(arguments: tuple[object, ...], now: bool) -> None:
-    """As a signal does; `arguments` are those of a step, the watchdog among them."""
-    (watchdog,) = (own for own in arguments if isinstance(own, Watchdog))
-    watchdog.stop = "SIGTERM" if now else ""
+def asked_to_stop(state: TrainState, *rest: object) -> StepResult:
+    """The second step is asked to stop, as by a signal."""
+    (watchdog,) = (own for own in rest if isinstance(own, Watchdog))
+    watchdog.stop = "SIGTERM" if state.step == 1 else ""
+    return do_step(state, *rest)
 
 
 def test_a_stop_is_saved_once(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,14 +238,9 @@ def test_a_stop_is_saved_once(configure: Configure, monkeypatch: pytest.MonkeyPa
         written.append(saver.facts()["step"])
         save(saver)
 
-    def asked(state: TrainState, *rest: object) -> StepResult:
-        result = do_step(state, *rest)
-        ask_to_stop(rest, state.step == 2)
-        return result
-
     monkeypatch.setattr(Saver, "save", counted)
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "train_step", asked)
+        patched.setattr(loop, "train_step", asked_to_stop)
         cfg = configure("checkpoint.every=2", "max_steps=3")
         with pytest.raises(Stopped, match="SIGTERM: stopped after step 2"):
             train.train(cfg)
@@ -256,13 +252,9 @@ def test_a_stop_is_saved_once(configure: Configure, monkeypatch: pytest.MonkeyPa
 def test_a_stop_in_the_last_step_leaves_the_export_to_the_next_start(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def asked(state: TrainState, *rest: object) -> StepResult:
-        ask_to_stop(rest, state.step == 1)
-        return do_step(state, *rest)
-
     cfg = configure("max_steps=2", "export.enabled=true", "export.verify=false")
     with monkeypatch.context() as patched, pytest.raises(Stopped, match="after the last step"):
-        patched.setattr(loop, "train_step", asked)
+        patched.setattr(loop, "train_step", asked_to_stop)
         train.train(cfg)
     assert (tmp_path / "checkpoints" / "step-000002").is_dir() and not (tmp_path / "export").exists()
     train.train(cfg)
@@ -272,14 +264,10 @@ def test_a_stop_in_the_last_step_leaves_the_export_to_the_next_start(
 def test_a_stop_does_not_promise_what_could_not_be_written(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def asked(state: TrainState, *rest: object) -> StepResult:
-        ask_to_stop(rest, state.step == 1)
-        return do_step(state, *rest)
-
     def refused(*_: object) -> Path:
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr(loop, "train_step", asked)
+    monkeypatch.setattr(loop, "train_step", asked_to_stop)
     monkeypatch.setattr(Committer, "write", refused)
     cfg = configure("max_steps=4", "checkpoint.every=2", "checkpoint.on_save_error=warn")
     with pytest.raises(Stopped, match="after step 2; the same command continues from the checkpoint before"):
