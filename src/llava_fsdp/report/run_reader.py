@@ -130,7 +130,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
 
 
 def status_or_why(folder: Path) -> dict[str, Any]:
-    """The status of a run, or the reason why its status file cannot be read; empty if there is no status file."""
+    """The status of a run, or the reason why it cannot be read; empty if there is no status file."""
     try:
         return status_of(folder)
     except MissingJson:
@@ -217,9 +217,8 @@ def value_typed(text: str) -> int | float | bool | str | None:
 
 
 def name_of(folder: Path) -> str:
-    """A name for a run: its folder's name and the parent folder's name, which keeps runs of one stage apart."""
-    whole = folder.resolve()
-    return "/".join(part for part in (whole.parent.name, whole.name) if part)
+    """A name for a run: the last two parts of its folder, which keep runs of one stage apart."""
+    return "/".join(folder.resolve().parts[1:][-2:])
 
 
 def read_metrics(run: Run) -> None:

@@ -19,14 +19,7 @@ from llava_fsdp.runtime.launch import launch_id
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.runtime.safe_load import is_open_to_others
-from llava_fsdp.runtime.small_json import (
-    BadJson,
-    Kinds,
-    MissingJson,
-    object_or_none,
-    parse_object,
-    read_object,
-)
+from llava_fsdp.runtime.small_json import BadJson, Kinds, MissingJson, object_or_none, parse_object, read_object
 from llava_fsdp.runtime.status_file import (
     FIRST_FAILURE,
     NONE,
