@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ import warm
 from harness import RankPool
 
 if TYPE_CHECKING:
+    from lives import Run
     from small import Configure
 
 # One thread: ranks share the cores, and a forked child must not inherit a running thread pool.
@@ -67,6 +68,22 @@ def configure(parts: Path, dataset: Path, tmp_path: Path) -> Configure:
     return lambda *overrides, to="", stage="finetune": make_config(
         parts, dataset, tmp_path / to, *overrides, stage=stage
     )
+
+
+@pytest.fixture
+def start(tmp_path: Path, parts: Path, dataset: Path) -> Iterator[Callable[..., Run]]:
+    """Starts trainings in one folder, one after the other or beside each other; those still alive are ended."""
+    from lives import Run
+
+    started: list[Run] = []
+
+    def begin(*overrides: str, folder: Path = tmp_path, **settings: object) -> Run:
+        started.append(Run(folder, parts, dataset, *overrides, **settings))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield begin
+    for run in started:
+        run.end()
 
 
 @pytest.fixture(scope="session")

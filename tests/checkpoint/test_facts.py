@@ -1,6 +1,7 @@
 """A run that continues knows of itself what it knew when it was saved: every fact of a checkpoint that is no tensor."""
 
 import contextlib
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import single_world
+from reference import outcome
 from saves import CONFIG as CHECKPOINTS
 from small import Configure
 
@@ -17,18 +19,21 @@ from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry, rank
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.state_json import parse_facts, render_facts
 from llava_fsdp.config import Config, SourceConfig, schema_keys
+from llava_fsdp.data.batching.batch import Step
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime import durable_files
 from llava_fsdp.runtime.durable_files import FILES
 from llava_fsdp.runtime.errors import CheckpointError
+from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoint_contents import facts_of
 from llava_fsdp.train.optimizer import prepare_moments
 from llava_fsdp.train.replica_check import counters
 from llava_fsdp.train.resume import changed_settings, is_fixed, resume, settings_then, start_over
 from llava_fsdp.train.save_and_stop import is_due, open_saver
-from llava_fsdp.train.state import TrainState
+from llava_fsdp.train.state import StepResult, TrainState
 
+do_step = loop.train_step
 FACTS: dict[str, Any] = {"step": 3, "samples": 35, "skipped": 2, "consecutive": 1, "run": "r", "broken": [4]}
 """Each is another than a new run's, and cannot be computed from the others."""
 SCALER = {"scale": 32.0, "hysteresis": 1, "steps": 9, "last_overflow": 5}
@@ -203,3 +208,34 @@ def test_starting_over_leaves_nothing_of_the_run_but_its_configuration(tmp_path:
     assert {path.name for path in (tmp_path / "old-2").iterdir()} == {*files, *folders}
     assert {"config.yaml", "train.log"} <= {path.name for path in tmp_path.iterdir()}
     assert not list((tmp_path / "old-1").iterdir())
+
+
+def test_a_run_with_skipped_steps_continues_as_if_it_had_not_stopped(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The schedule stands where it stood; so learning rates, counts and weights are those of one run."""
+
+    def poisoned(state: TrainState, step: Step, *rest: Any) -> StepResult:
+        if state.step in (1, 4):
+            step.micro_batches[0].scale = float("inf")
+        return do_step(state, step, *rest)
+
+    monkeypatch.setattr(loop, "train_step", poisoned)
+    values = ["export.enabled=true", "export.dtype=fp32", "export.verify=false", "checkpoint.every=3", "max_steps=6"]
+    rows = {}
+    for name in ("whole", "cut"):
+        cfg = configure(*values, "checkpoint.keep=9", to=name)
+        if name == "cut":
+            kept = Path("checkpoints") / "step-000003"
+            (tmp_path / name / "checkpoints").mkdir(parents=True)
+            (tmp_path / "whole" / kept).rename(tmp_path / name / kept)
+        train.train(cfg)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        rows[name] = [json.loads(line) for line in lines]
+    assert [row["skipped_steps"] for row in rows["whole"]] == [0, 1, 1, 1, 2, 2]
+    assert [row["step"] for row in rows["cut"]] == [4, 5, 6]
+    for row, wanted in zip(rows["cut"], rows["whole"][3:], strict=True):
+        for key in ("step", "loss", "lr", "grad_norm", "skipped", "skipped_steps"):
+            assert row[key] == wanted[key], (row["step"], key)
+    found, wanted = (outcome(tmp_path / name).weights for name in ("cut", "whole"))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

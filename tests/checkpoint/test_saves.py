@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import stat
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -361,3 +362,37 @@ def test_damaged_checkpoints_are_none_of_those_that_are_kept(
     damaged = folder_name(4), folder_name(5)
     prune(tmp_path, 2, keep_every, lambda folder: folder.name not in damaged, lambda _: None)
     assert [step_of(folder) for folder in list_checkpoints(tmp_path)] == left
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    """A real one, of 3 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], check=False)
+    if mounted.returncode:
+        pytest.skip("no right to mount")
+    try:
+        saver = saver_of(folder, {"model.a": torch.ones(250_000)})
+        saver.save_step(1)
+        saver.wait()
+        (folder / "filler").write_bytes(b"x" * 1_500_000)
+        saver.save_step(2)
+        with pytest.raises(CheckpointError, match=r"No space left.*step-000002.*KiB, and .* are free"):
+            saver.close()
+        assert names(folder) == ["filler", "latest", "step-000001"]
+        verify(folder / "step-000001")
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_file_size_limit(tmp_path: Path) -> None:
+    saver = saver_of(tmp_path, {"model.a": torch.ones(250_000)})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        saver.save_step(1)
+        with pytest.raises(CheckpointError, match=r"File too large.*rank-00000.*ulimit -f"):
+            saver.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == []

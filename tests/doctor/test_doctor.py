@@ -21,6 +21,7 @@ from llava_fsdp.doctor.checks import CHECKS, Check, run_check
 from llava_fsdp.doctor.context import Context, Needs
 from llava_fsdp.doctor.findings import Finding, Level, ok, output_of, result_and_cure
 from llava_fsdp.doctor.gpus import TorchFacts, parse_links, parse_smi
+from llava_fsdp.doctor.main import doctor
 from llava_fsdp.doctor.network import Interface
 from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.runtime.errors import ConfigError
@@ -125,7 +126,6 @@ THREE = torch_of(A100, A100, A100)
         (lambda: gpus.judge_links(NVLINK.replace("SYS", "NV12"), THREE), {"links": "OK", "P2P": "OK"}, ""),
         (lambda: gpus.judge_links(NVLINK.replace("NV12", "PHB"), THREE), {"links": "WARN", "P2P": "OK"}, ""),
         (lambda: gpus.judge_links(None, torch_of(A100, A100, no_peers=[[0, 1]])), {"P2P": "WARN"}, "0-1"),
-        (lambda: gpus.judge_links(NVLINK, torch_of(A100)), {}, ""),
         (lambda: gpus.judge_count(2, torch_of(A100, A100), {}), {"ranks": "OK"}, ""),
         (lambda: gpus.judge_count(8, torch_of(), {}), {"ranks": "OK"}, ""),
         (
@@ -459,6 +459,7 @@ def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_ranks_that_agree_print_nothing(tmp_path: Path) -> None:
     """As docs/doctor.md has them started by hand."""
     start = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
@@ -482,25 +483,25 @@ def test_ranks_over_gloo_see_no_gpu(on_gpus: bool, seen: str, tmp_path: Path, mo
 def test_who_is_stuck() -> None:
     assert "every rank waits in its first all_reduce" in collectives.stuck("2 ranks", ["joined"] * 2, 60, True).result
     assert "rank 1, 2 has not started" in collectives.stuck("3 ranks", ["joined", "", ""], 60, True).result
-    assert (
-        collectives.stuck("2 ranks", ["joined"] * 2, 60, False).cure
-        != collectives.stuck("2 ranks", ["joined"] * 2, 60, True).cure
-    )
+    cures = {collectives.stuck("2 ranks", ["joined"] * 2, 60, on_gpus).cure for on_gpus in (False, True)}
+    assert len(cures) == 2
 
 
 @pytest.mark.e2e
-def test_doctor_of_this_machine(tmp_path: Path) -> None:
-    """The whole command: two ranks really talk; a dataset that is not there fails it, and nothing else does."""
+def test_doctor_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks really talk; a dataset that is not there fails the command, and nothing else does."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "one.png").write_bytes(b"x" * 100)
-    done = command(
-        "llava_fsdp.doctor", "stage=pretrain", "data=llava_json", "data.path=gone.json", "data.images=.",
-        "format=json", cwd=tmp_path, timeout=400,
-    )  # fmt: skip
-    report = json.loads(done.stdout)
+    words = ["stage=pretrain", "data=llava_json", "data.path=gone.json", "data.images=.", "format=json"]
+    with pytest.raises(ConfigError) as raised:
+        doctor(config(*words))
+    report = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in report["checks"]}
     failed = [name for name, row in rows.items() if row["level"] == "FAIL"]
-    assert failed == ["data.path"] and done.returncode == 2, done.stderr
-    assert f"1 of {len(report['checks'])} checks fail: data.path" in done.stderr and "Traceback" not in done.stderr
+    assert failed == ["data.path"] and raised.value.exit_code == 2
+    assert str(raised.value) == f"1 of {len(report['checks'])} checks fail: data.path"
     talked = [row for name, row in rows.items() if name.startswith("2 ranks")]
     assert talked[0]["level"] == "OK" and talked[0]["result"].startswith("right sums")
     assert {"Python", "torch", "GPUs", "memory by the plan", "shared memory", "speed of output_dir"} <= set(rows)

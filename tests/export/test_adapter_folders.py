@@ -27,6 +27,7 @@ from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.export import verify_logits
 from llava_fsdp.export.adapter_folder import whole
 from llava_fsdp.export.main import export
 from llava_fsdp.export.source_model import Opened, open_source
@@ -346,6 +347,10 @@ def probed(state: TrainState) -> tuple[MicroBatch, torch.Tensor]:
     return micro, state.model.eval()(*micro.inputs, return_logits=True)
 
 
+def in_full(state: TrainState, adapted: Adapted, micro: MicroBatch) -> torch.Tensor:
+    return verify_logits.logits(final_export.in_full_precision(state.model, {}, adapted), micro)
+
+
 def test_logits_in_full_are_the_runs_own(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
     """What stands in for a quantised run in its proof: where nothing is quantised, the run itself."""
     run = made("plain")
@@ -355,8 +360,7 @@ def test_logits_in_full_are_the_runs_own(made: Callable[[str], Made], dataset: P
     resume(state, cfg)
     assert run.opened.adapted is not None
     micro, live = probed(state)
-    in_full = final_export.logits_in_full(state.model, {}, run.opened.adapted, micro)
-    assert relative_difference(in_full, live) < 1e-5
+    assert relative_difference(in_full(state, run.opened.adapted, micro), live) < 1e-5
 
 
 @pytest.mark.parametrize("mode", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
@@ -373,7 +377,7 @@ def test_a_quantised_run_merges_into_the_base_in_full(mode: str, dataset: Path, 
     state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
     resume(state, cfg)
     micro, live = probed(state)
-    assert relative_difference(final_export.logits_in_full(state.model, {}, opened, micro), live) > 10 * CLOSE
+    assert relative_difference(in_full(state, opened, micro), live) > 10 * CLOSE
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

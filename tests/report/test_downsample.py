@@ -24,12 +24,7 @@ def curve_of(values: dict[int, float], most: int = 1000) -> Curve:
     return curve
 
 
-def test_a_short_curve_is_every_value() -> None:
-    points = curve_of({step: step / 2 for step in range(1, 11)}).points()
-    assert points == [(s, s / 2, s / 2, s / 2) for s in range(1, 11)]
-
-
-@pytest.mark.parametrize("steps", [1001, 5000, 100_000])
+@pytest.mark.parametrize("steps", [1001, 5000, 20_000])
 def test_a_long_curve_is_bounded_and_loses_no_spike(steps: int) -> None:
     curve = curve_of({step: 100.0 if step == 777 else step / steps for step in range(1, steps + 1)})
     points = curve.points()
@@ -40,10 +35,10 @@ def test_a_long_curve_is_bounded_and_loses_no_spike(steps: int) -> None:
     assert len(curve.points(100)) <= 100 and max(p.most for p in curve.points(100)) == 100.0
 
 
-def test_fewer_points_leave_the_curve_as_it_is() -> None:
-    curve = curve_of({step: float(step) for step in range(1, 101)})
-    before = curve.points()
-    assert len(curve.points(9)) <= 9 and curve.points() == before
+def test_a_short_curve_is_every_value_and_fewer_points_leave_it_as_it_is() -> None:
+    curve = curve_of({step: step / 2 for step in range(1, 101)})
+    assert len(curve.points(9)) <= 9
+    assert curve.points() == [(s, s / 2, s / 2, s / 2) for s in range(1, 101)]
 
 
 def test_a_curve_depends_on_its_steps_alone() -> None:
@@ -87,7 +82,7 @@ def test_a_bad_row_is_refused_whole(broken: object) -> None:
 
 def test_a_hundred_thousand_steps_are_a_small_page(tmp_path: Path) -> None:
     run = read_run(imagine(tmp_path / "run", 60, tuple("abcdefghijklmnop")))
-    for step in range(61, 100_001):
+    for step in range(61, 100_001, 10):
         for name, curve in run.history.curves.items():
             curve.add(step, (step * 37 % 1009) + len(name) / 7)
         for curve in run.history.sources.values():

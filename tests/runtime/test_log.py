@@ -24,5 +24,5 @@ def test_other_libraries_noise_is_left_out_and_nothing_else(caplog: pytest.LogCa
     for name, text in said.items():
         logging.getLogger(name).warning(text)
         logging.getLogger(name).warning("a shape is wrong")
-    logging.getLogger("llava_fsdp.test").warning("Failed to load a picture")
-    assert caplog.messages == ["a shape is wrong", "a shape is wrong", "Failed to load a picture"]
+    logging.getLogger("llava_fsdp.test").warning("Failed to load an image")
+    assert caplog.messages == ["a shape is wrong", "a shape is wrong", "Failed to load an image"]

@@ -246,7 +246,9 @@ def test_a_projectors_file_alone_is_compared(copied: Path, parts: Path, dataset:
         with_projector(file, parts, dataset, tmp_path / "b")
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, "config.json", NOTES])
+@pytest.mark.parametrize(
+    "name", [WEIGHTS, *(pytest.param(own, marks=pytest.mark.slow) for own in ("config.json", NOTES))]
+)
 def test_a_finished_run_writes_a_damaged_export_anew(
     name: str, copied: Path, parts: Path, dataset: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -272,7 +274,9 @@ def test_a_finished_run_writes_a_damaged_adapter_anew(copied: Path, parts: Path,
     assert open_adapter(path.parent).modules
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json", NOTES])
+@pytest.mark.parametrize(
+    "name", [WEIGHTS, *(pytest.param(own, marks=pytest.mark.slow) for own in ("tokenizer.json", NOTES))]
+)
 def test_the_checkpoint_stands_in_for_a_damaged_export(
     name: str, copied: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

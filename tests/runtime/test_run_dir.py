@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from llava_fsdp import status
 from llava_fsdp.runtime import launch, run_dir, status_file
 from llava_fsdp.runtime.errors import ENDINGS, ExitCode, FolderInUse
 from llava_fsdp.runtime.run_dir import claimed, is_others
@@ -61,6 +62,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch):
     """This process as a worker of torchrun's."""
+    monkeypatch.setattr(status_file, "PATIENCE", 0.1)
 
     def be(rank: int, attempt: int = 0, launch: str = "run7", **more: str) -> None:
         values = {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_RUN_ID": launch, **more}
@@ -95,8 +97,7 @@ def ending(name: str, reason: str = "") -> Outcome:
     return Outcome(ENDINGS[name], reason)
 
 
-def test_the_first_failure_is_the_one_that_counts(tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_file, "PATIENCE", 0.1)
+def test_the_first_failure_is_the_one_that_counts(tmp_path: Path, launched) -> None:
     launched(rank=1)
     assert write_ending(tmp_path, ending("data", "record 7")) is None
     launched(rank=0)
@@ -133,7 +134,7 @@ def test_every_ending_has_its_exit_code() -> None:
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_only_what_a_restart_may_mend_is_started_again(name: str, tmp_path: Path, launched) -> None:
+def test_only_what_a_restart_may_repair_is_started_again(name: str, tmp_path: Path, launched) -> None:
     launched(rank=0)
     write_ending(tmp_path, ending(name))
     launched(rank=1, attempt=1)
@@ -167,23 +168,23 @@ def test_the_culprit_has_the_key_of_a_wrong_setting(tmp_path: Path, launched) ->
         ({"status": "done", "exit_code": 0, "reason": "", "time": 0.0}, 1),
     ],
 )
-def test_launchers_read_the_exit_code(said: dict | None, code: int, tmp_path: Path) -> None:
+def test_launchers_read_the_exit_code(
+    said: dict | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if said is not None:
         (tmp_path / "run_status.json").write_text(json.dumps({"time": time.time() + 60, **said}))
-    done = subprocess.run(
-        [sys.executable, "-m", "llava_fsdp.status", "--this-launch", f"output_dir={tmp_path}", "stage=pretrain"],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    assert str(tmp_path) in done.stderr
+    monkeypatch.setattr(sys, "argv", ["status", "--this-launch", f"output_dir={tmp_path}", "stage=pretrain"])
+    with pytest.raises(SystemExit) as ended:
+        status.main()
+    assert ended.value.code == code and str(tmp_path) in capsys.readouterr().err
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_the_last_word_fits_onto_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_status(tmp_path, "running")
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(status_file, "replace_file", full)
     write_ending(tmp_path, Outcome(ENDINGS["checkpoint"], "no room"))
     said = read_status(tmp_path)
@@ -209,18 +210,14 @@ def test_a_private_run_is_read_by_its_user_alone(private: bool, tmp_path: Path) 
 def test_on_a_full_disk_a_status_replaces_a_longer_one_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "no space left")
-
     put_status(tmp_path, "stopping", ending("stopped", "long " * 200))
     monkeypatch.setattr(status_file, "replace_file", full)
     put_status(tmp_path, "stopping", ending("stopped", "short"))
     left = (tmp_path / status_file.STATUS_FILE).read_text()
-    assert "long" not in left
-    assert json.loads(left)["reason"] == "short"
+    assert "long" not in left and json.loads(left)["reason"] == "short"
 
 
-def test_a_run_that_was_killed_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_is_told_from_one_under_way(tmp_path: Path) -> None:
     """By the reader while it runs and afterwards, and by the next start."""
     holder = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -298,8 +295,15 @@ def test_stacks_of_the_start_before_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folders", "said"), [((), "0\n"), (("step-000004", "step-000012", "step-000099.tmp"), "12\n")]
 )
-def test_a_script_is_told_what_is_saved(folders: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_a_script_is_told_what_is_saved(
+    folders: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for name in folders:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    asked = [sys.executable, "-m", "llava_fsdp.status", "--saved", f"output_dir={tmp_path}"]
-    assert subprocess.run(asked, check=True, capture_output=True, text=True).stdout == said
+    monkeypatch.setattr(sys, "argv", ["status", "--saved", f"output_dir={tmp_path}"])
+    status.main()
+    assert capsys.readouterr().out == said

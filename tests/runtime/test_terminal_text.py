@@ -123,7 +123,7 @@ def test_tables_and_bars_have_colours_and_no_one_else_s(monkeypatch: pytest.Monk
 
 def test_errors_of_a_record_are_one_line() -> None:
     where = name_record(Path(f"/data/{ODD}.json"), 3, 4, ODD)
-    for error in (DataError(f"{where}: {ODD}", "bad_form"), ImageError(f"{where}: picture {ODD}")):
+    for error in (DataError(f"{where}: {ODD}", "bad_form"), ImageError(f"{where}: image {ODD}")):
         assert "\n" not in str(error) and not SEEN.search(str(error))
         assert error.kind in ("bad_form", "image_unreadable")
     assert str(DataError("a list:\n  of lines")) == "a list:\n  of lines"
@@ -132,7 +132,7 @@ def test_errors_of_a_record_are_one_line() -> None:
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A dataset whose ids and names of pictures, roles and keys are hostile, and mostly wrong."""
+    """A dataset whose ids and names of images, roles and keys are hostile, and mostly wrong."""
     turns = [{"from": "human", "value": "what"}, {"from": "gpt", "value": "red"}]
     asked = [{"from": "human", "value": "<image>\nwhat"}, {"from": "gpt", "value": "red"}]
     records = [
@@ -153,22 +153,9 @@ def hostile(tmp_path: Path) -> Path:
 def test_what_prepare_says(hostile: Path, parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = make_config(parts, hostile, hostile / "out")
     setup_logging()
-    prepare(
-        config_of(
-            [
-                f"data.path={cfg.data.path}",
-                f"data.images={cfg.data.images}",
-                "data=llava_json",
-                f"model.language={parts / 'language'}",
-                f"model.vision={parts / 'vision'}",
-                "model.random_weights=true",
-                "data.max_length=256",
-                f"data.index={hostile / 'index'}",
-                f"report={hostile / 'report'}",
-            ],
-            "prepare",
-        )
-    )
+    words = ["data=llava_json", f"data.path={cfg.data.path}", f"data.images={cfg.data.images}", "data.max_length=256"]
+    words += [f"model.{part}={parts / part}" for part in ("language", "vision")] + ["model.random_weights=true"]
+    prepare(config_of([*words, f"data.index={hostile / 'index'}", f"report={hostile / 'report'}"], "prepare"))
     said = capsys.readouterr()
     check(said.out + said.err)
     assert "id 3a\\u001b]0;title" in said.out and "duplicate_id" in said.out
@@ -197,14 +184,8 @@ def test_a_status_and_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = imagine(tmp_path / "run", 5)
-    said = {
-        "status": f"failed{ODD}",
-        "exit_code": 2,
-        "reason": ODD.replace("\n", ""),
-        "time": 1.0,
-        "before": {"status": ODD},
-    }
-    (run / "run_status.json").write_text(json.dumps(said))
+    said = {"status": f"failed{ODD}", "exit_code": 2, "reason": ODD.replace("\n", ""), "time": 1.0}
+    (run / "run_status.json").write_text(json.dumps({**said, "before": {"status": ODD}}))
     monkeypatch.setattr(sys, "argv", ["status", f"output_dir={run}"])
     with pytest.raises(SystemExit):
         status.main()

@@ -38,6 +38,7 @@ READ_AT_IMPORT = ("PYTHONPATH", "PYTHONSAFEPATH", "HF_HOME", "HF_HUB_OFFLINE", "
 """Variables that a process which has imported everything cannot take up any more."""
 PR_SET_CHILD_SUBREAPER, PR_SET_NAME = 36, 15
 LARGEST = 1 << 20
+EXECUTABLE = sys.executable
 LIBC = ctypes.CDLL(None)
 OriginalPopen = subprocess.Popen
 
@@ -63,7 +64,7 @@ class Popen(OriginalPopen):
 
 def is_warm(args: Any, environment: dict[str, str]) -> bool:
     """Whether the nursery can start a command."""
-    if isinstance(args, str | bytes | os.PathLike) or len(args) < 2 or args[0] != sys.executable:
+    if isinstance(args, str | bytes | os.PathLike) or len(args) < 2 or args[0] != EXECUTABLE:
         return False
     first, *more = [word for word in map(str, args[1:]) if word != "-u"]
     known = first == "-m" and more and more[0].startswith(("llava_fsdp.", "torch.distributed.run"))

@@ -2,8 +2,8 @@
 
 import contextlib
 import json
+import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,14 +21,15 @@ from llava_fsdp.config.cli import quoted
 from llava_fsdp.report.results import Results, read_results
 from llava_fsdp.report.run_reader import JOB_FILE, runs_in
 from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError
+from llava_fsdp.runtime.log import setup_logging
 from llava_fsdp.runtime.run_dir import restored_umask
 from llava_fsdp.runtime.status_file import mode_of
-from llava_fsdp.sweep import gpu_locks, torchrun
+from llava_fsdp.sweep import gpu_locks, hydra_process, torchrun
 from llava_fsdp.sweep import main as sweep
 from llava_fsdp.sweep.gpu_locks import Device, check_devices, list_devices, locked
 from llava_fsdp.sweep.hydra_process import run_jobs
 from llava_fsdp.sweep.job import Job, make_job_folder, read_jobs, record_failure, train_command, value_of
-from llava_fsdp.sweep.results import best_of, differing, write_results
+from llava_fsdp.sweep.results import best_of, differing, show, write_results
 from llava_fsdp.sweep.stop import NOW, SAVE, StopRequest
 
 
@@ -54,37 +55,43 @@ def run_sweep(*arguments: str, cwd: Path, **more: str) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@pytest.fixture
+def hydra_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra runs in this process, whose root logger is afterwards as it was."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(StopRequest, "take_signals", lambda self: None)
+
+
 @pytest.mark.e2e
 def test_a_job_that_fails_does_so_alone(tmp_path: Path, dataset: Path) -> None:
-    """The first job fails in training, the second at the door, and the third trains to its end."""
+    """The first job is refused before its launch, and the second trains to its end."""
     code, out, err = run_sweep(
-        "-m", "stage=pretrain", "data.max_length=100000,1,200", "launch.nproc_per_node=1", "hydra.sweep.dir=three",
+        "-m", "stage=pretrain", "data.max_length=1,200", "launch.nproc_per_node=1", "hydra.sweep.dir=two",
         "data=llava_json", f"data.path={dataset}/mixed.json", f"data.images={dataset}/images", "data.workers=0",
         "max_steps=1", "global_batch_size=2", "micro_batch_size=2", "export.enabled=false",
         cwd=tmp_path,
     )  # fmt: skip
-    folder = tmp_path / "three"
-    jobs = [json.loads((folder / str(n) / "job.json").read_text()) for n in range(3)]
-    assert [(job["status"], job["exit_code"]) for job in jobs] == [("user", 2), ("user", 2), ("done", 0)], err
-    loss = json.loads((folder / "2" / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
-    assert code == ExitCode.USER and jobs[2]["value"] == jobs[2]["numbers"]["loss"] == loss
+    folder = tmp_path / "two"
+    jobs = [json.loads((folder / str(n) / "job.json").read_text()) for n in range(2)]
+    assert [(job["status"], job["exit_code"]) for job in jobs] == [("user", 2), ("done", 0)], err
+    loss = json.loads((folder / "1" / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+    assert code == ExitCode.USER and jobs[1]["value"] == jobs[1]["numbers"]["loss"] == loss
     for words in (
-        "job 0: failed", "data.max_length=100000 is above", "data.max_length=1 must be at least 2", "command: ",
-        "-m llava_fsdp.train stage=pretrain data.max_length=100000", "job 2: step 1/1  loss",
-        f"job 2: done in {jobs[2]['seconds']:.0f} s, loss {loss:.4f}",
+        "job 0: failed", "data.max_length=1 must be at least 2", "job 1: step 1/1  loss",
+        f"job 1: done in {jobs[1]['seconds']:.0f} s, loss {loss:.4f}",
     ):  # fmt: skip
         assert words in err, words
-    assert not (folder / "1" / "train.log").exists()  # refused at the door: nothing was launched
-    assert "step 1/1" in (folder / "2" / "train.log").read_text()
+    assert not (folder / "0" / "train.log").exists()
+    assert "step 1/1" in (folder / "1" / "train.log").read_text()
     rows = [line for line in out.splitlines() if line.startswith("│")]
-    assert [("failed (user)" in row, "done" in row) for row in rows] == [(True, False), (True, False), (False, True)]
-    assert f"{loss:.4f}" in rows[2] and "best by loss: job 2: data.max_length=200\n" in out
-    assert re.search(r"job 0 failed \(user\): data.max_length=100000 is above .*\n.*  log: three/0/train.log", out)
+    assert [("failed (user)" in row, "done" in row) for row in rows] == [(True, False), (False, True)]
+    assert f"{loss:.4f}" in rows[1] and "best by loss: job 1: data.max_length=200\n" in out
     results = json.loads((folder / "results.json").read_text())
-    assert results["best"] == 2 and results["metric"] == "loss"
-    assert [job["differs"] for job in results["jobs"]] == [[f"data.max_length={n}"] for n in (100000, 1, 200)]
+    assert results["best"] == 1 and results["metric"] == "loss"
+    assert [job["differs"] for job in results["jobs"]] == [["data.max_length=1"], ["data.max_length=200"]]
 
 
+@pytest.mark.usefixtures("hydra_here")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -101,9 +108,29 @@ def test_a_job_that_fails_does_so_alone(tmp_path: Path, dataset: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_costs_no_launch(arguments: list[str], message: str, tmp_path: Path) -> None:
-    code, _, err = run_sweep(*arguments, cwd=tmp_path)
-    assert message in err and code == ExitCode.USER
+def test_a_mistake_costs_no_launch(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The process that runs Hydra is this one."""
+
+    def run_here(words: list[str], stop: StopRequest) -> int:
+        monkeypatch.setattr(sys, "argv", list(words))
+        with pytest.raises(SystemExit) as ended:
+            hydra_process.main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sweep", *arguments])
+    monkeypatch.setattr(sweep, "supervise", run_here)
+    with pytest.raises(SystemExit) as ended:
+        sweep.main()
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said and ended.value.code == ExitCode.USER
     assert not list(tmp_path.rglob("train.log"))
 
 
@@ -340,11 +367,8 @@ def test_torchrun_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
         import pathlib, sys
         from llava_fsdp.sweep.torchrun import run_torchrun
         run_torchrun([sys.executable, "-c", {code!r}, "{tmp_path}/ended"], pathlib.Path("{tmp_path}"), "job 0")"""
-    process, until, log = (
-        subprocess.Popen([sys.executable, "-c", program]),
-        time.monotonic() + 30,
-        tmp_path / "train.log",
-    )
+    log, until = tmp_path / "train.log", time.monotonic() + 30
+    process = subprocess.Popen([sys.executable, "-c", program])
     while not log.exists() or log.read_text() != "on\n":
         assert time.monotonic() < until, log.read_text() if log.exists() else "not begun"
         time.sleep(0.1)
@@ -438,11 +462,17 @@ def test_a_job_whose_process_was_killed(tmp_path: Path, monkeypatch: pytest.Monk
     assert read_jobs(tmp_path) == [], "of another version"
 
 
+@pytest.mark.usefixtures("hydra_here")
 @pytest.mark.parametrize(("private", "folder_mode", "mode"), [(True, 0o700, 0o600), (False, 0o755, 0o644)])
 def test_files_of_a_sweep_are_private(
-    private: bool, folder_mode: int, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    private: bool,
+    folder_mode: int,
+    mode: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Hydra's own way to a job, with a torchrun that ends at once."""
+    """Hydra's own way to a job, with a torchrun that fails at once."""
     monkeypatch.chdir(tmp_path)
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 9\n")
@@ -452,10 +482,14 @@ def test_files_of_a_sweep_are_private(
     monkeypatch.setattr(sys, "argv", ["sweep", *words])
     with restored_umask():
         os.umask(0o022)
+        setup_logging()
         jobs, succeeded, said = run_jobs(StopRequest(tmp_path / ".stop"))
         write_results(Path("s"), jobs)
         assert os.umask(0o022) == 0o022
     (job,) = jobs
+    show(jobs)
+    printed = capsys.readouterr()
+    assert "  log: s/0/train.log" in printed.out and f"  command: {python} -m torch.distributed.run" in printed.err
     assert not succeeded and job.reason.startswith("torchrun returned 9"), said
     assert mode_of(Path("s/0")) == folder_mode
     for name in ("0/job.json", "0/train.log", "results.json"):
@@ -518,6 +552,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 
 def test_no_two_jobs_have_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_locks.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(gpu_locks, "WAIT_SECONDS", 0.01)
     gpus = [Device(str(n), f"GPU-{n}") for n in range(3)]
 
     def names(held: tuple[list[Device], list]) -> list[str]:

@@ -1,26 +1,27 @@
 """fp16: the loss scale is DeepSpeed's, an overflow skips the step on every rank alike, and nothing of it is lost."""
 
+import json
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import RankPool, single_world
-from loaders import agreed_steps
 from small import Configure
+from steps import begin, held_masters, run_steps
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from llava_fsdp.config import Config, ScalerConfig
 from llava_fsdp.distributed.local_shards import whole
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.precision import MasterWeights
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import NumericError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import clip_gradients, train_step
 from llava_fsdp.train.loss_scaler import build_scaler
-from llava_fsdp.train.state import StepResult, TrainState
 
 FP16 = ["precision=fp16", "optim.schedule=constant", "global_batch_size=4", "micro_batch_size=2"]
 HIGH = 40
@@ -108,23 +109,6 @@ def test_rules_are_deepspeeds() -> None:
         deepspeed.comm.get_rank = theirs_at_rank
 
 
-def built(cfg: Config, world: World) -> TrainState:
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-    state.model.train()
-    return state
-
-
-def run(cfg: Config, steps: int) -> tuple[TrainState, list[StepResult]]:
-    state = built(cfg, single_world())
-    results = []
-    for step in agreed_steps(state.loader):
-        results.append(train_step(state, step, SHARD_PLANS[cfg.sharding.strategy], cfg, 0.0))
-        if len(results) == steps:
-            break
-    return state, results
-
-
 # overrides; the loss scale of every step as a power of two; which steps were skipped
 FORCED = {
     "scale": (["scale=1.1e12"], [40, 40, 40], "xxx"),
@@ -139,14 +123,14 @@ FORCED = {
 def test_every_setting_by_a_forced_overflow(name: str, configure: Configure) -> None:
     """In training. A skipped step leaves weights, moments and the schedule as they were; the loss is without scale."""
     overrides, powers, marks = FORCED[name]
-    values = [*FP16, f"max_steps={len(powers) + 1}", *(f"precision.scaler.{value}" for value in overrides)]
-    cfg = configure(*values)
-    first = built(cfg, single_world())
+    cfg = configure(*FP16, f"max_steps={len(powers)}", *(f"precision.scaler.{value}" for value in overrides))
+    state, _ = begin(single_world(), cfg)
+    first = held_masters(state)
     if name == "minimum":
         with pytest.raises(NumericError, match=r"step 2: .*precision\.scaler\.minimum"):
-            run(cfg, 2)
+            run_steps(state, cfg)
         return
-    state, results = run(cfg, len(powers))
+    results = run_steps(state, cfg)
     assert [round(torch.tensor(r.loss_scale).log2().item()) for r in results] == powers
     assert "".join("x" if r.skipped else "." for r in results) == marks
     assert [r.skipped_steps for r in results] == [marks[: n + 1].count("x") for n in range(len(marks))]
@@ -155,7 +139,7 @@ def test_every_setting_by_a_forced_overflow(name: str, configure: Configure) -> 
     assert all(0 < r.loss < 20 for r in results)
     good = marks.count(".")
     assert [r.lr for r in results] == [results[0].lr if n < 1 or not good else cfg.optim.lr for n in range(len(marks))]
-    moved = [not torch.equal(p, first.masters.named[n]) for n, p in state.masters.named.items()]
+    moved = [not torch.equal(p, first[n]) for n, p in state.masters.named.items()]
     assert any(moved) if good > 1 else not any(moved)
     assert all(("step" not in s) or int(s["step"]) == good for s in state.optimizer.state.values())
 
@@ -175,8 +159,7 @@ def test_gradients_are_divided_by_the_scale_and_then_clipped(largest: float | No
 
 def one_rank_overflows(world: World, cfg: Config, who: int) -> dict[str, Any]:
     """A step in which rank `who` alone has a loss that overflows, then one without."""
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = built(cfg, world)
+    state, plan = begin(world, cfg)
     before = {n: whole(p).clone() for n, p in state.masters.named.items()}
     step = state.loader.steps.prepare(0)
     if world.rank == who:
@@ -198,9 +181,9 @@ def one_rank_overflows(world: World, cfg: Config, who: int) -> dict[str, Any]:
 
 
 def collectives(world: World, cfg: Config) -> int:
-    state = built(cfg, world)
+    state, plan = begin(world, cfg)
     with CommDebugMode() as counted:
-        train_step(state, state.loader.steps.prepare(0), SHARD_PLANS[cfg.sharding.strategy], cfg, 0.0)
+        train_step(state, state.loader.steps.prepare(0), plan, cfg, 0.0)
     return counted.get_total_counts()
 
 
@@ -218,3 +201,24 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
     assert mine["norm"] == other["norm"] > 0
     bf16 = configure(*values[1:-1], "precision=bf16")
     assert mine["collectives"] == pools[2].run(collectives, bf16)[0] > 0
+
+
+def test_scale_and_skipped_steps_are_continued(configure: Configure, tmp_path: Path) -> None:
+    """To the bit, and the rows of metrics.jsonl say what happened."""
+    values = [*FP16, "max_steps=5", "checkpoint.every=3", "checkpoint.keep=9", "precision.scaler.initial_power=19"]
+    values.append("precision.scaler.hysteresis=1")
+    cfg = configure(*values, to=tmp_path / "whole")
+    train.train(cfg)
+    rows = read(tmp_path / "whole")
+    assert 0 < sum(r["skipped"] for r in rows) < 5 and rows[-1]["skipped_steps"] == sum(r["skipped"] for r in rows)
+    assert all((r["grad_norm"] is None) == r["skipped"] for r in rows)
+    kept = "checkpoints/step-000003"
+    shutil.copytree(tmp_path / "whole" / kept, tmp_path / "again" / kept)
+    train.train(configure(*values, to=tmp_path / "again"))
+    for row, expected in zip(read(tmp_path / "again"), rows[3:], strict=True):
+        for key in ("step", "loss", "lr", "grad_norm", "loss_scale", "skipped", "skipped_steps"):
+            assert row[key] == expected[key], key
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from small import make_config
 
+from llava_fsdp.checkpoint.commit import Committer
 from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.config import Config
-from llava_fsdp.runtime.errors import ConfigError, FolderLost
+from llava_fsdp.runtime.errors import CheckpointError, ConfigError, FolderLost
 from llava_fsdp.runtime.run_dir import list_checkpoints
 from llava_fsdp.runtime.status_file import read_status
+from llava_fsdp.train import final_export
 from llava_fsdp.train import main as train
 from llava_fsdp.train.save_and_stop import RunController
 
@@ -102,3 +104,57 @@ def test_another_recipe_is_refused_before_the_folder_is_touched(
     words = "max_steps=5", "activation_checkpointing=none", "data.workers=0", "checkpoint.every=3"
     train.train(make_config(parts, dataset, folder, *words))
     assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["folder", "checkpoints", "checkpoint", "file", "lock"])
+def test_what_is_deleted_while_a_checkpoint_is_written(
+    what: str, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One error of its class where the run cannot go on, and none where it can."""
+    folder = tmp_path / "out"
+    paths = {
+        "folder": folder, "checkpoints": folder / "checkpoints", "checkpoint": folder / "checkpoints/step-000004.tmp",
+        "file": folder / "checkpoints/step-000004.tmp/rank-00000.safetensors", "lock": folder / ".lock",
+    }  # fmt: skip
+    complete, done = Committer.complete, []
+
+    def hurt(self: Committer, staged: Path, *rest: object) -> None:
+        if staged.name == "step-000004.tmp" and not done:
+            done.append(staged)
+            shutil.rmtree(paths[what]) if paths[what].is_dir() else paths[what].unlink()
+        complete(self, staged, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Committer, "complete", hurt)
+    cfg = configured(parts, dataset, folder)
+    if what == "lock":
+        train.train(cfg)
+    elif what == "file":  # written and forced to the disk already; whoever reads it finds out
+        train.train(cfg)
+        with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is missing"):
+            verify(folder / "checkpoints" / "step-000004")
+    else:
+        with pytest.raises(FolderLost if what == "folder" else CheckpointError) as caught:
+            train.train(cfg)
+        assert caught.value.exit_code == 3
+    monkeypatch.undo()
+    train.train(cfg)
+    assert verify(folder / "checkpoints" / "step-000004").facts["step"] == 4
+
+
+@pytest.mark.slow
+def test_a_folder_that_goes_during_the_export(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "out"
+    export = final_export.export
+
+    def late(*args: object) -> Path:
+        found = export(*args)  # type: ignore[arg-type]
+        shutil.rmtree(folder)
+        return found
+
+    monkeypatch.setattr(final_export, "export", late)
+    with pytest.raises(FolderLost) as caught:
+        train.train(configured(parts, dataset, folder, "export.enabled=true", "export.verify=false"))
+    assert caught.value.exit_code == 3

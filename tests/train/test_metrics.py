@@ -11,6 +11,7 @@ from llava_fsdp.plan.mfu import Utilization
 from llava_fsdp.report.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, History, mean_loss
 from llava_fsdp.report.run_reader import Run, own_overrides, thinned, validations_until
 from llava_fsdp.train import metrics
+from llava_fsdp.train.lost_rows import due_between, faults_of
 from llava_fsdp.train.metrics import begin_skipped_records, cut_back, metrics_row
 from llava_fsdp.train.state import StepResult
 
@@ -156,3 +157,16 @@ def test_overrides_that_tell_jobs_apart() -> None:
 def test_a_sweep_compares_the_loss_of_label_tokens() -> None:
     assert mean_loss([(1.0, 3), (5.0, 1)]) == 2.0 and mean_loss([(0.1, 1)] * 3) == 0.1
     assert mean_loss([(1.0, 0), (2.0, 0)]) == 1.5, "without label tokens every step counts the same"
+
+
+def test_validations_that_were_due_between_two_steps() -> None:
+    """After the first, and before the second: its own may be under way."""
+    facts = {"config": {"val": {"every": 5}}}
+    found = {pair: list(due_between(*pair, facts)) for pair in [(0, 15), (5, 16), (4, 11), (10, 15), (14, 15), (3, 3)]}
+    assert found == {(0, 15): [5, 10], (5, 16): [10, 15], (4, 11): [5, 10], (10, 15): [], (14, 15): [], (3, 3): []}
+    for every in (None, 0, -5, True, 5.0):
+        assert not due_between(0, 15, {"config": {"val": {"every": every}}})
+    assert (
+        faults_of({"skipped_records": 3, "unlabelled": 2}) == 5
+        and faults_of({"skipped_records": True, "unlabelled": "2"}) == 0
+    )

@@ -14,6 +14,7 @@ import torch
 from harness import RankPool, single_world
 from loaders import agreed_steps
 from small import Configure
+from steps import begin
 from torch._inductor.exc import InductorError
 
 from llava_fsdp.checkpoint.commit import Committer
@@ -23,9 +24,8 @@ from llava_fsdp.data.batching.batch import Step
 from llava_fsdp.distributed import local_shards
 from llava_fsdp.distributed.compile import Compilations
 from llava_fsdp.distributed.consensus import Votes
-from llava_fsdp.distributed.mesh import World, make_mesh, own_rank
+from llava_fsdp.distributed.mesh import World, own_rank
 from llava_fsdp.distributed.precision import MasterWeights
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import CheckpointError, NumericError, Stopped
 from llava_fsdp.runtime.heartbeat import Beat, Phase
 from llava_fsdp.runtime.watchdog import BEAT, Run, Watchdog
@@ -56,12 +56,8 @@ def poison_gradient(state: TrainState, step: Step) -> None:
 
 
 def run(cfg: Config, world: World, change: TrainStep) -> tuple[TrainState, list[StepResult]]:
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-    results = []
-    for step in agreed_steps(state.loader):
-        results.append(change(state, step, plan, cfg, 0.0))
-    return state, results
+    state, plan = begin(world, cfg)
+    return state, [change(state, step, plan, cfg, 0.0) for step in agreed_steps(state.loader)]
 
 
 def kept(state: TrainState) -> dict[str, torch.Tensor]:
@@ -187,7 +183,7 @@ def test_a_resume_knows_the_records_that_broke(configure: Configure, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", breaking)
         train.train(cfg)
-    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    state, _ = begin(single_world(), cfg)
     assert resume(state, cfg) is not None
     assert state.loader.broken == {3, 5}
 
@@ -200,8 +196,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_whatever_the_gradients_are(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = configure("micro_batch_size=6", "optim.warmup_ratio=0")
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, single_world(), plan, None)
+    state, plan = begin(single_world(), cfg)
     step = state.loader.steps.prepare(0)
     step.micro_batches[-1].scale = float("inf")
     monkeypatch.setattr(loop, "clip_gradients", lambda *_: torch.ones(()))
@@ -222,10 +217,11 @@ def test_what_one_rank_asks_for_all_do(pools: dict[int, RankPool]) -> None:
     assert Votes(stop=True).agreed() == Votes(stop=True)
 
 
-def ask_to_stop(arguments: tuple[object, ...], now: bool) -> None:
-    """As a signal does; `arguments` are those of a step, the watchdog among them."""
-    (watchdog,) = (own for own in arguments if isinstance(own, Watchdog))
-    watchdog.stop = "SIGTERM" if now else ""
+def asked_to_stop(state: TrainState, *rest: object) -> StepResult:
+    """The second step is asked to stop, as by a signal."""
+    (watchdog,) = (own for own in rest if isinstance(own, Watchdog))
+    watchdog.stop = "SIGTERM" if state.step == 1 else ""
+    return do_step(state, *rest)
 
 
 def test_a_stop_is_saved_once(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,14 +233,9 @@ def test_a_stop_is_saved_once(configure: Configure, monkeypatch: pytest.MonkeyPa
         written.append(saver.facts()["step"])
         save(saver)
 
-    def asked(state: TrainState, *rest: object) -> StepResult:
-        result = do_step(state, *rest)
-        ask_to_stop(rest, state.step == 2)
-        return result
-
     monkeypatch.setattr(Saver, "save", counted)
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "train_step", asked)
+        patched.setattr(loop, "train_step", asked_to_stop)
         cfg = configure("checkpoint.every=2", "max_steps=3")
         with pytest.raises(Stopped, match="SIGTERM: stopped after step 2"):
             train.train(cfg)
@@ -256,13 +247,9 @@ def test_a_stop_is_saved_once(configure: Configure, monkeypatch: pytest.MonkeyPa
 def test_a_stop_in_the_last_step_leaves_the_export_to_the_next_start(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def asked(state: TrainState, *rest: object) -> StepResult:
-        ask_to_stop(rest, state.step == 1)
-        return do_step(state, *rest)
-
     cfg = configure("max_steps=2", "export.enabled=true", "export.verify=false")
     with monkeypatch.context() as patched, pytest.raises(Stopped, match="after the last step"):
-        patched.setattr(loop, "train_step", asked)
+        patched.setattr(loop, "train_step", asked_to_stop)
         train.train(cfg)
     assert (tmp_path / "checkpoints" / "step-000002").is_dir() and not (tmp_path / "export").exists()
     train.train(cfg)
@@ -272,14 +259,10 @@ def test_a_stop_in_the_last_step_leaves_the_export_to_the_next_start(
 def test_a_stop_does_not_promise_what_could_not_be_written(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def asked(state: TrainState, *rest: object) -> StepResult:
-        ask_to_stop(rest, state.step == 1)
-        return do_step(state, *rest)
-
     def refused(*_: object) -> Path:
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr(loop, "train_step", asked)
+    monkeypatch.setattr(loop, "train_step", asked_to_stop)
     monkeypatch.setattr(Committer, "write", refused)
     cfg = configure("max_steps=4", "checkpoint.every=2", "checkpoint.on_save_error=warn")
     with pytest.raises(Stopped, match="after step 2; the same command continues from the checkpoint before"):
@@ -293,8 +276,8 @@ def test_a_compiler_that_dies_of_the_stop_is_no_bug(configure: Configure, monkey
         raise InductorError(RuntimeError("g++ was ended"), None)
 
     cfg = configure("max_steps=2", "data.workers=0")
-    plan, world, watchdog = SHARD_PLANS[cfg.sharding.strategy], single_world(), Watchdog()
-    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state, plan = begin(single_world(), cfg)
+    watchdog = Watchdog()
     watchdog.stop = "SIGTERM"
     said: list[str] = []
     monkeypatch.setattr(loop, "log", lambda: SimpleNamespace(info=said.append))
@@ -311,8 +294,8 @@ def test_a_compiler_that_dies_of_the_stop_is_no_bug(configure: Configure, monkey
 def test_a_rank_that_reports_a_step_is_behind_those_that_go_on(configure: Configure) -> None:
     """Its disk or terminal may hang: it must not look as if it waited for them."""
     cfg = configure("max_steps=2")
-    plan, world, watchdog = SHARD_PLANS[cfg.sharding.strategy], single_world(), Watchdog()
-    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state, plan = begin(single_world(), cfg)
+    watchdog = Watchdog()
     seen: list[Beat] = []
 
     def look() -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from harness import CPU, RankPool, World
 from small import Configure, make_config
+from steps import begin
 
 from llava_fsdp.config import Config
-from llava_fsdp.distributed.mesh import make_mesh
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.report.profile_page import profile_page
 from llava_fsdp.report.profile_trace import CATEGORIES, Times, TraceError, times_of, united, within, without
 from llava_fsdp.runtime.errors import ConfigError, StorageError
@@ -54,8 +53,7 @@ def test_a_run_with_and_without(configure: Configure, tmp_path: Path) -> None:
 def recorded(world: World, parts: Path, dataset: Path, folder: Path) -> list[dict[str, float]]:
     cfg = make_config(parts, dataset, folder, *PROFILE[:2], "sharding=zero3")
     folder.mkdir(exist_ok=True)
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = build_state.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state, plan = begin(world, cfg)
     fit(state, plan, cfg, lambda _: None, profiler=StepProfiler(cfg, (2, 3), world.rank, world.device))
     return times_of(folder / "profile" / f"rank-{world.rank}.trace.json.gz").steps
 

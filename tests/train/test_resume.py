@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import RankPool
 from reference import EXPORTED, TOLERANCE, difference, outcome, run_ranks, vocabulary
+from safetensors.torch import load_file
 from saves import interrupted
 from small import Configure, make_config
 
@@ -16,7 +17,9 @@ from llava_fsdp.checkpoint.snapshot import Snapshot
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.model.weight_names import ours
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
+from llava_fsdp.runtime.run_dir import list_checkpoints
 from llava_fsdp.train import main as train
 from llava_fsdp.train.resume import resume
 
@@ -218,3 +221,34 @@ def test_a_save_beside_the_steps_is_of_its_step(
         folders = [tmp_path / name / "checkpoints" / f"step-{step:06d}" for name in ("waits", "beside")]
         one, other = ((folder / "rank-00000.safetensors").read_bytes() for folder in folders)
         assert one == other, step
+
+
+def test_never_starts_over_and_loses_nothing(whole_run: Path, configure: Configure, tmp_path: Path) -> None:
+    shutil.copytree(whole_run, tmp_path / "copy")
+    cfg = configure(*OFTEN, "checkpoint.resume=never", "seed=9", to=tmp_path / "copy")
+    train.train(cfg)
+    assert outcome(tmp_path / "copy").losses != outcome(whole_run).losses
+    old = tmp_path / "copy" / "old-1"
+    kept = [p.name for p in list_checkpoints(old / "checkpoints")]
+    assert kept == ["step-000002", "step-000004", "step-000006"]
+    assert (old / "metrics.jsonl").read_text() == (whole_run / "metrics.jsonl").read_text()
+    before, after = outcome(whole_run).weights, outcome(tmp_path / "copy").weights
+    assert all(torch.equal(t, before[n]) for n, t in load_export(old).items()), "the old export is kept"
+    assert not all(torch.equal(after[n], before[n]) for n in before), "and is not taken for the new one's"
+
+
+def load_export(folder: Path) -> dict[str, torch.Tensor]:
+    return {ours(n): t for n, t in load_file(folder / "export" / "model.safetensors").items()}
+
+
+def test_going_back_starts_a_branch(whole_run: Path, configure: Configure, tmp_path: Path) -> None:
+    """From an earlier checkpoint by name: the later ones are another branch, and never continued from again."""
+    folder = tmp_path / "copy"
+    shutil.copytree(whole_run, folder)
+    back = f"checkpoint.resume={whole_run / 'checkpoints' / 'step-000002'}"
+    train.train(configure(*OFTEN, "checkpoint.every=1", "max_steps=4", back, to=folder))
+    found = [p.name for p in list_checkpoints(folder / "checkpoints")]
+    assert found == ["step-000002", "step-000003", "step-000004"]
+    kept = list_checkpoints(folder / "old-1" / "checkpoints")
+    assert [p.name for p in kept] == ["step-000004", "step-000006"]
+    assert len(outcome(folder).losses) == 4

@@ -1,13 +1,18 @@
 """Ranks that run other code, or other versions of what computes, are refused before a model is loaded."""
 
+import os
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lives import FAULTY, Run
 from machine import ROOT
 from small import Configure, make_config
+from test_nodes import free_port
 
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import same_software
@@ -115,3 +120,43 @@ def test_which_files_are_the_packages_own() -> None:
 def test_a_name_that_a_rank_lacks_differs() -> None:
     found = differences(["h0", "h1", "h2"], [{"a": "1", "b": "2"}, {"a": "1"}, {"a": "1", "b": "2", "c": "3"}])
     assert [line.partition(":")[0] for line in found] == ["b", "c"]
+
+
+def another_package(folder: Path) -> str:
+    """A copy of the package with one line more."""
+    shutil.copytree(ROOT / "src", folder / "copy" / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "copy" / "conf").symlink_to(CONF)
+    template = folder / "copy" / "src" / "llava_fsdp" / "data" / "text" / "templates.py"
+    template.write_text(template.read_text() + "\nANOTHER = 1\n")
+    return str(folder / "copy" / "src")
+
+
+def another_python(folder: Path) -> str:
+    """A path with which Python says that it is another version."""
+    (folder / "patch").mkdir()
+    fake = "import platform\n\nplatform.python_version_tuple = lambda: ('3', '99', '1')\n"
+    (folder / "patch" / "sitecustomize.py").write_text(fake)
+    return f"{folder / 'patch'}{os.pathsep}{ROOT / 'src'}"
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("other,shown", [
+    (another_package, (FILES,)),
+    (another_python, ("Python: ", "3.99 on rank 1 (")),
+])  # fmt: skip
+def test_two_processes_of_different_software_end_before_a_model_is_loaded(
+    start: Callable[..., Run], tmp_path: Path, other: Callable[[Path], str], shown: tuple[str, ...]
+) -> None:
+    port, paths = str(free_port()), [str(ROOT / "src"), other(tmp_path)]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    own = [{**env, "RANK": str(n), "LOCAL_RANK": str(n), "PYTHONPATH": paths[n]} for n in (0, 1)]
+    runs = [start(script=[sys.executable, str(FAULTY)], env=each) for each in own]
+    codes = [run.wait(280) for run in runs]
+    assert codes == [2, 2], runs[0].said + runs[1].said
+    status = runs[0].status
+    assert (status["class"], status["exit_code"]) == ("config", 2)
+    assert all(each in status["reason"] for each in (*shown, "rank 0 (", "rank 1 (")), status["reason"]
+    assert not runs[0].checkpoints and not runs[0].rows
+    beats = list((runs[0].output / ".heartbeats").glob("rank-?.json"))
+    assert all('"step": 0' in beat.read_text() for beat in beats)

@@ -7,38 +7,42 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool, single_world
-from loaders import agreed_steps
 from small import Configure, make_config
+from steps import begin, held_masters, run_steps
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
-from llava_fsdp.data.batching.batch import StepFacts
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.data.batching.batch import SkippedSample, StepFacts
+from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.loss import Each, choose_loss
 from llava_fsdp.train.build_state import build_state
-from llava_fsdp.train.loop import SourceSums, train_step
+from llava_fsdp.train.loop import SourceSums
 from llava_fsdp.train.metrics import metrics_row
 
-SEVERAL = ("data.path=null", "optim.clip=1")
+SEVERAL = ("data.path=null", "optim.clip=1", "micro_batch_size=3", "loss.chunk_tokens=7")
 
 
 def sources(dataset: Path) -> list[str]:
     return [f"++data.sources.{name}.path={dataset / f'{name}.json'}" for name in ("mixed", "text", "captions")]
 
 
-def run(world: World, parts: Path, dataset: Path, output: Path, several: bool, *overrides: str) -> dict[str, Any]:
+def run(world: World, parts: Path, dataset: Path, output: Path, *overrides: str) -> dict[str, Any]:
     """Two steps: rows of metrics, and the weights."""
-    cfg = make_config(parts, dataset, output, "max_steps=2", *(sources(dataset) if several else []), *overrides)
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
-    rows = [metrics_row(train_step(state, step, plan, cfg, 0.0)) for step in agreed_steps(state.loader)]
-    weights = {n: p.to_local() if hasattr(p, "to_local") else p for n, p in state.masters.named.items()}
-    return {"rows": rows, "weights": {n: p.detach().clone() for n, p in weights.items()}}
+    cfg = make_config(parts, dataset, output, "max_steps=2", *overrides)
+    state, _ = begin(world, cfg)
+    rows = [metrics_row(result) for result in run_steps(state, cfg)]
+    return {"rows": rows, "weights": held_masters(state)}
 
 
-def test_the_parts_are_the_whole(parts: Path, dataset: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def asked(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of three sources on one rank."""
+    return run(single_world(), parts, dataset, tmp_path_factory.mktemp("asked"), *sources(dataset), *SEVERAL)
+
+
+def test_the_parts_are_the_whole(asked: dict[str, Any]) -> None:
     """Weighted by their label tokens, sources add up to the step."""
-    rows = run(single_world(), parts, dataset, tmp_path / "a", True, *SEVERAL)["rows"]
+    rows = asked["rows"]
     for row in rows:
         own = row["sources"]
         assert list(own) == ["mixed", "text", "captions"]
@@ -57,21 +61,22 @@ def test_every_record_is_of_the_file_that_it_lies_in(configure: Configure, datas
     assert found == [Path(steps.records[number].file).stem for number in numbers] and len(set(found)) == 3
 
 
-def test_asking_changes_no_bit(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = run(single_world(), parts, dataset, tmp_path / "a", True, *SEVERAL, "loss.chunk_tokens=7")
+def test_asking_changes_no_bit(
+    asked: dict[str, Any], parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("llava_fsdp.train.loop.SourceSums.each", lambda self: None)
-    silent = run(single_world(), parts, dataset, tmp_path / "b", True, *SEVERAL, "loss.chunk_tokens=7")
+    silent = run(single_world(), parts, dataset, tmp_path, *sources(dataset), *SEVERAL)
     assert [r["loss"] for r in asked["rows"]] == [r["loss"] for r in silent["rows"]]
     assert [r["grad_norm"] for r in asked["rows"]] == [r["grad_norm"] for r in silent["rows"]]
     assert all(torch.equal(asked["weights"][name], silent["weights"][name]) for name in asked["weights"])
 
 
 @pytest.mark.ranks
-def test_on_any_number_of_ranks(parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]) -> None:
-    words = (*SEVERAL, "sharding=zero3", "micro_batch_size=3")
-    alone = run(single_world(), parts, dataset, tmp_path / "a", True, *words)["rows"]
-    for found in pools[2].run(run, parts, dataset, tmp_path / "b", True, *words):
-        for row, expected in zip(found["rows"], alone, strict=True):
+def test_on_any_number_of_ranks(
+    asked: dict[str, Any], parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    for found in pools[2].run(run, parts, dataset, tmp_path, *sources(dataset), *SEVERAL, "sharding=zero3"):
+        for row, expected in zip(found["rows"], asked["rows"], strict=True):
             for name, own in row["sources"].items():
                 assert own["label_tokens"] == expected["sources"][name]["label_tokens"]
                 assert own["loss"] == pytest.approx(expected["sources"][name]["loss"], rel=1e-5)
@@ -80,7 +85,7 @@ def test_on_any_number_of_ranks(parts: Path, dataset: Path, tmp_path: Path, pool
 def test_one_source_is_the_loss(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nobody asks for more."""
     monkeypatch.setattr("llava_fsdp.train.loop.Each", lambda: pytest.fail("a single source needs no losses of labels"))
-    for row in run(single_world(), parts, dataset, tmp_path, False)["rows"]:
+    for row in run(single_world(), parts, dataset, tmp_path)["rows"]:
         assert row["sources"] == {"mixed": {"loss": row["loss"], "label_tokens": row["label_tokens"]}}
 
 
@@ -99,8 +104,6 @@ def test_samples_that_turn_out_broken_are_in_no_source(configure: Configure, dat
     number = steps.sampler.samples(0)[0]
     whole, lacks = steps.facts(0, steps.sampler.samples(0)), steps.facts(0, [number])
     assert sum(lacks.source_labels.values()) == lacks.label_tokens > 0
-    from llava_fsdp.data.batching.batch import SkippedSample
-
     rest = whole.without([SkippedSample(number, "r", "image_missing", "", lacks)])
     assert sum(rest.source_labels.values()) == rest.label_tokens == whole.label_tokens - lacks.label_tokens
 
@@ -127,6 +130,6 @@ def test_kernels_tell_each_label(dtype: torch.dtype, differentiate: bool) -> Non
 def test_a_kernel_that_knows_the_sum_alone(parts: Path, dataset: Path, tmp_path: Path) -> None:
     if not hasattr(torch.nn.functional, "linear_cross_entropy"):
         pytest.skip("this torch has no linear_cross_entropy")
-    rows = run(single_world(), parts, dataset, tmp_path, True, *SEVERAL, "loss.kernel=torch")["rows"]
+    rows = run(single_world(), parts, dataset, tmp_path, *sources(dataset), *SEVERAL, "loss.kernel=torch")["rows"]
     assert all(s["loss"] is None and s["label_tokens"] >= 0 for r in rows for s in r["sources"].values())
     assert all(r["loss"] > 0 for r in rows)

@@ -168,7 +168,7 @@ def test_training_is_the_same_to_the_bit(
     size: int, overrides: list[str], configure: Configure, held: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     found = []
-    for name, values in (("with", keys(held, "val.every=1", "val.answers=3")), ("without", [])):
+    for name, values in (("with", keys(held, "val.every=1", "val.answers=3", "val.limit=12")), ("without", [])):
         # after the stage, which is chosen anew for adapters
         cfg = configure(*overrides, "max_steps=2", *values, to=name)
         if size == 1:
@@ -255,7 +255,12 @@ def test_leaves_nothing_behind(configure: Configure, held: Path, pools: dict[int
 
 def test_continued_run_does_what_is_owed_once(configure: Configure, held: Path, tmp_path: Path) -> None:
     """The run died in the validation of step 4, whose checkpoint was there, or behind it; or before step 4's was."""
-    common = ["max_steps=5", "checkpoint.every=2", "checkpoint.keep=9", *keys(held, "val.every=2", "val.answers=2")]
+    common = [
+        "max_steps=5",
+        "checkpoint.every=2",
+        "checkpoint.keep=9",
+        *keys(held, "val.every=2", "val.answers=2", "val.limit=6"),
+    ]
     whole = tmp_path / "whole"
     train.train(configure(*common, to=whole))
     expected = rows(whole)

@@ -17,6 +17,7 @@ from llava_fsdp.doctor.findings import Finding, Level, fail, output_of, result_a
 from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.runtime.os_errors import existing, free_bytes
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 USUAL = 30.0
 """Seconds that a check may take."""
 SLOW = 240.0
@@ -32,21 +33,9 @@ class Check:
     seconds: float = USUAL
 
 
-def version(context: Context) -> Iterator[Finding]:
-    yield from software.judge_python(sys.version_info[:3])
-
-
 def packages(context: Context) -> Iterator[Finding]:
     yield from software.judge_packages(software.requirements(), software.version_of)
     yield from software.judge_optional(software.version_of)
-
-
-def environment(context: Context) -> Iterator[Finding]:
-    yield from software.judge_environment(os.environ)
-
-
-def torch(context: Context) -> Iterator[Finding]:
-    yield from gpus.judge_torch(context.torch, context.smi, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def devices(context: Context) -> Iterator[Finding]:
@@ -58,10 +47,6 @@ def devices(context: Context) -> Iterator[Finding]:
 def links(context: Context) -> Iterator[Finding]:
     if len(context.torch.devices) > 1:
         yield from gpus.judge_links(output_of(["nvidia-smi", "topo", "-m"], gpus.SECONDS), context.torch)
-
-
-def cores(context: Context) -> Iterator[Finding]:
-    yield from host.judge_cores(context.host, context.ranks, context.cfg.data.workers)
 
 
 def memory(context: Context) -> Iterator[Finding]:
@@ -80,10 +65,6 @@ def shared(context: Context) -> Iterator[Finding]:
 
     needed = context.ranks * lock_bytes(context.workers)
     yield from host.judge_shared(*host.read_shared(), needed, len(context.torch.devices) > 1)
-
-
-def limits(context: Context) -> Iterator[Finding]:
-    yield from host.judge_limits(host.read_limits(), bool(network.read_infiniband()))
 
 
 def output(context: Context) -> Iterator[Finding]:
@@ -159,10 +140,6 @@ def plan(context: Context) -> Iterator[Finding]:
     yield from config_checks.judge_taken(context.needs, {gpu.index: gpu.memory - gpu.used for gpu in context.gpus})
 
 
-def two_ranks(context: Context) -> Iterator[Finding]:
-    yield from try_ranks(2, on_gpus=len(context.torch.devices) > 1)
-
-
 def all_gpus(context: Context) -> Iterator[Finding]:
     count = len(context.torch.devices)
     if count > 2:
@@ -170,25 +147,25 @@ def all_gpus(context: Context) -> Iterator[Finding]:
 
 
 CHECKS = (
-    Check("software", "Python", version),
+    Check("software", "Python", lambda _: software.judge_python(sys.version_info[:3])),
     Check("software", "packages", packages),
-    Check("software", "torch", torch, SLOW),
-    Check("software", "environment", environment),
+    Check("software", "torch", lambda c: gpus.judge_torch(c.torch, c.smi, os.environ.get(VISIBLE)), SLOW),
+    Check("software", "environment", lambda _: software.judge_environment(os.environ)),
     Check("GPUs", "GPUs", devices, SLOW),
     Check("GPUs", "links", links),
     Check("configuration", "places", places, SLOW),
     Check("configuration", "needs", needs, SLOW),
     Check("configuration", "memory by the plan", plan, SLOW),
-    Check("machine", "cores", cores),
+    Check("machine", "cores", lambda c: host.judge_cores(c.host, c.ranks, c.cfg.data.workers)),
     Check("machine", "memory", memory),
     Check("machine", "shared memory", shared, SLOW),
-    Check("machine", "limits", limits),
+    Check("machine", "limits", lambda _: host.judge_limits(host.read_limits(), bool(network.read_infiniband()))),
     Check("disks", "output_dir", output),
     Check("disks", "speed of output_dir", output_speed),
     Check("disks", "dataset", data),
     Check("disks", "offload.folder", nvme),
     Check("network", "interfaces", interfaces),
-    Check("network", "2 ranks", two_ranks, LIMIT + USUAL),
+    Check("network", "2 ranks", lambda c: try_ranks(2, on_gpus=len(c.torch.devices) > 1), LIMIT + USUAL),
     Check("network", "all GPUs", all_gpus, LIMIT + USUAL),
 )
 

@@ -25,19 +25,15 @@ def judge_places(cfg: Config) -> Iterator[Finding]:
         return
     try:
         check_places(cfg)
-        yield ok(
-            "places", ", ".join(f"{key}={name}" for key, name in paths.items()) or "none: data and model are drawn"
-        )
+        named = ", ".join(f"{key}={name}" for key, name in paths.items())
+        yield ok("places", named or "none: data and model are drawn")
     except ConfigError as error:
         yield fail("places", *result_and_cure(error))
 
 
 def judge_model(cfg: Config, environment: Mapping[str, str], cache: Path) -> Iterator[Finding]:
-    """Check where each part of the model is: on this machine, in the Hugging Face cache, or still to be downloaded.
-
-    Args:
-        cache: the cache folder of the Hugging Face hub client.
-    """
+    """Check where each part of the model is: on this machine, in the Hugging Face `cache`, or still to be
+    downloaded."""
     names = {"model.language": cfg.model.language, "model.vision": cfg.model.vision}
     if cfg.model.checkpoint is not None:
         names = {"model.checkpoint": cfg.model.checkpoint}
@@ -93,11 +89,7 @@ def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
 
 
 def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
-    """Check that other processes leave enough memory on each GPU for a rank.
-
-    Args:
-        free: free bytes of each GPU, by index.
-    """
+    """Check that other processes leave enough of each GPU's free bytes for a rank."""
     total = needs.row.bytes["total"]
     tight = [index for index, count in free.items() if count < total <= needs.row.usable]
     if tight:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llava_fsdp.config import DoctorConfig
-from llava_fsdp.doctor.gpus import SmiGpu, TorchFacts, parse_smi, read_smi, read_torch, seen_gpus
+from llava_fsdp.doctor.findings import output_of
+from llava_fsdp.doctor.gpus import QUERY, SECONDS, SmiGpu, TorchFacts, parse_smi, read_torch, seen_gpus
 from llava_fsdp.runtime.host import Host, read_host
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Context:
 
     @cached_property
     def smi(self) -> list[SmiGpu]:
-        return parse_smi(read_smi() or "")
+        return parse_smi(output_of(QUERY, SECONDS) or "")
 
     @property
     def gpus(self) -> list[SmiGpu]:

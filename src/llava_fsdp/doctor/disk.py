@@ -68,8 +68,6 @@ def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure:
 
     Args:
         needed: bytes that the training writes there; 0: unknown.
-        what: what needs them, for the printed result.
-        cure: advice if there is too little space.
     """
     result = f"{folder}: {readable(free)} free" + (f", {what} {readable(needed)}" if needed else "")
     if needed > free:
@@ -136,9 +134,8 @@ def judge_images(name: str, paths: Iterable[Path]) -> Iterator[Finding]:
         try:
             count += len(path.read_bytes())
         except OSError as error:
-            yield fail(
-                name, f"{path} cannot be read ({error.strerror})", "let this user read the images: chmod -R a+rX"
-            )
+            cure = "let this user read the images: chmod -R a+rX"
+            yield fail(name, f"{path} cannot be read ({error.strerror})", cure)
             return
         files += 1
         if time.monotonic() - start > SECONDS:

@@ -13,9 +13,9 @@ from llava_fsdp.runtime.visible_devices import visible_gpus
 
 MIB = 1 << 20
 SECONDS = 20
-"""Time limit of nvidia-smi in seconds; it is slow when GPUs are asleep."""
+"""Time limit of nvidia-smi, which is slow when GPUs are asleep."""
 TORCH_SECONDS = 90
-"""Time limit in seconds for importing torch and using every GPU once."""
+"""Time limit for importing torch and using every GPU once."""
 FIELDS = (
     "index", "name", "uuid", "memory.total", "memory.used", "driver_version", "compute_cap", "mig.mode.current",
     "ecc.errors.uncorrected.volatile.total",
@@ -61,10 +61,6 @@ class TorchFacts:
     error: str = ""
 
 
-def read_smi() -> str | None:
-    return output_of(QUERY, SECONDS)
-
-
 def parse_smi(text: str) -> list[SmiGpu]:
     """Parse nvidia-smi's output into GPUs. Other lines are skipped; an unknown number becomes 0."""
     gpus = []
@@ -72,20 +68,10 @@ def parse_smi(text: str) -> list[SmiGpu]:
         fields = [field.strip() for field in line.split(",")]
         if len(fields) != len(FIELDS) or not fields[0].isdecimal():
             continue
-        own = dict(zip(FIELDS, fields, strict=True))
-        gpus.append(
-            SmiGpu(
-                index=int(own["index"]),
-                name=own["name"],
-                uuid=own["uuid"],
-                memory=number(own["memory.total"]) * MIB,
-                used=number(own["memory.used"]) * MIB,
-                driver=own["driver_version"],
-                capability=own["compute_cap"],
-                mig=own["mig.mode.current"] == "Enabled",
-                ecc_errors=number(own["ecc.errors.uncorrected.volatile.total"]),
-            )
-        )
+        index, name, uuid, memory, used, driver, capability, mig, errors = fields
+        memory, used, errors = (int(text) if text.isdecimal() else 0 for text in (memory, used, errors))
+        gpu = SmiGpu(int(index), name, uuid, memory * MIB, used * MIB, driver, capability, mig == "Enabled", errors)
+        gpus.append(gpu)
     return gpus
 
 
@@ -103,10 +89,6 @@ def seen_gpus(gpus: Sequence[SmiGpu], visible: str | None, count: int | None) ->
     keys = [key for _, key in visible_gpus(list(by_key), visible)]
     parted = [gpu.uuid for gpu in gpus if gpu.mig] if any(key.startswith("MIG-") for key in keys) else []
     return [by_key[key] for key in dict.fromkeys([*keys, *parted]) if key in by_key][:count]
-
-
-def number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
 
 
 def read_torch() -> TorchFacts:
@@ -177,17 +159,12 @@ def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
     Args:
         matrix: output of `nvidia-smi topo -m`.
     """
-    count = len(facts.devices)
-    if count < 2:
-        return
     links = parse_links(matrix or "")
     if links:
         kinds = sorted(set(links.values()))
         slow = sorted(pair for pair, kind in links.items() if kind in SLOW_LINKS)
         if slow and any(kind.startswith("NV") for kind in kinds):
-            cure = (
-                "select those with NVLink with CUDA_VISIBLE_DEVICES=..., or gather only among them with sharding=hybrid"
-            )
+            cure = "select those with NVLink with CUDA_VISIBLE_DEVICES=..., or gather among them: sharding=hybrid"
             yield warn("links", f"{', '.join(kinds)}: GPUs {pairs(slow)} have no NVLink between them", cure)
         elif slow:
             cure = "sharding=zero2, or zero0 with adapters, sends less than zero3: llava_fsdp.plan compares them"
@@ -198,7 +175,7 @@ def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
         cure = "in a virtual machine, let the host enable it; otherwise switch ACS off in the BIOS (IOMMU)"
         yield warn("P2P", f"GPUs {pairs(facts.no_peers)} cannot reach each other's memory", cure)
     else:
-        yield ok("P2P", f"all {count} GPUs reach each other's memory")
+        yield ok("P2P", f"all {len(facts.devices)} GPUs reach each other's memory")
 
 
 def parse_links(matrix: str) -> dict[tuple[int, int], str]:

@@ -10,11 +10,8 @@ from llava_fsdp.runtime.host import Host
 from llava_fsdp.runtime.humanize import readable
 
 GIB = 1 << 30
-FILES = 4096
-"""Number of open files that a process may need: sockets to other ranks, files of weights, images, shared memory of data
-workers."""
-MANY = 65536
-"""Number of open files that is enough for any training."""
+FILES, MANY = 4096, 65536
+"""Numbers of open files that a process may need, and that are enough for any training."""
 HEADROOM = 0.9
 """Share of the host's free memory that a training may be planned to use."""
 
@@ -43,7 +40,6 @@ def judge_memory(host: Host, needed: int, what: str) -> Iterator[Finding]:
 
     Args:
         needed: bytes that all ranks on this machine need; 0: unknown.
-        what: what needs them, for the printed result.
     """
     limit = f", {readable(host.limit)} for this container" if host.limit is not None else ""
     result = f"{readable(host.memory)}{limit}, {readable(host.free)} free"
@@ -64,13 +60,8 @@ def read_shared(path: Path = Path("/dev/shm")) -> tuple[int, int]:
 
 
 def judge_shared(total: int, free: int, needed: int, several: bool) -> Iterator[Finding]:
-    """Check that there is enough shared memory, which holds the locks of data workers and NCCL's buffers between
-    processes.
-
-    Args:
-        needed: bytes that the data workers' locks take.
-        several: whether there are several GPUs.
-    """
+    """Check that there is enough shared memory for NCCL's buffers (if there are `several` GPUs) and the locks of data
+    workers (`needed` bytes)."""
     result = f"/dev/shm of {readable(total)}, {readable(free)} free"
     cure = "docker run --ipc=host, or --shm-size=16g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
     if needed > free:

@@ -22,6 +22,9 @@ class Interface:
     megabits: int | None
     """Speed in megabits per second; None: unknown."""
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.address}" + (f" ({self.megabits / 1000:.3g} Gb/s)" if self.megabits else "")
+
 
 def read_interfaces(root: Path = Path("/sys/class/net")) -> list[Interface]:
     found = []
@@ -74,7 +77,7 @@ def judge_interfaces(
                 cure = f"unset {variable}, or name one of {', '.join(sorted(names))}"
                 yield fail("interfaces", f"{variable}={chosen}, but there is no {name}", cure)
                 return
-    described = ", ".join(f"{each.name} {each.address}{speed_of(each)}" for each in useful)
+    described = ", ".join(map(str, useful))
     if nodes > 1 and not useful:
         yield fail("interfaces", "none with an address except loopback", "let the container have the host's network")
         return
@@ -86,10 +89,6 @@ def judge_interfaces(
             yield warn("InfiniBand", ", ".join(f"{name} {state}" for name, state in ports.items()), cure)
         else:
             yield ok("InfiniBand", f"{len(ports)} ports, all active")
-
-
-def speed_of(interface: Interface) -> str:
-    return f" ({interface.megabits / 1000:.3g} Gb/s)" if interface.megabits else ""
 
 
 def judge_name(host: str, address: str | None, nodes: int) -> Iterator[Finding]:

@@ -42,8 +42,7 @@ def judge_python(version: tuple[int, int, int]) -> Iterator[Finding]:
 
 
 def requirements() -> list[str]:
-    """The requirements that the installed llava-fsdp package declares; empty if it is not installed (run from a
-    checkout)."""
+    """The requirements that the installed llava-fsdp package declares; empty in a checkout."""
     try:
         return importlib.metadata.requires("llava-fsdp") or []
     except importlib.metadata.PackageNotFoundError:
@@ -51,12 +50,7 @@ def requirements() -> list[str]:
 
 
 def judge_packages(declared: list[str], version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Check that the packages that every training needs are installed in the declared versions.
-
-    Args:
-        declared: requirements as in a package's metadata; requirements of extras are ignored.
-        version_of: returns a package's version.
-    """
+    """Check that packages are installed in the declared versions. Requirements of extras are ignored."""
     from packaging.requirements import Requirement  # installed with transformers, and may be missing too
 
     needed = [r for r in map(Requirement, declared) if r.marker is None or r.marker.evaluate({"extra": ""})]

@@ -40,11 +40,12 @@ def write_tokenizer(
     if lacks_tokenizer(folder, staged):
         return vocab_size, vocab_size + 1, -(-(vocab_size + 2) // ROW_MULTIPLE) * ROW_MULTIPLE
     ours = open_tokenizer(folder, vocab_size)  # before transformers', as its errors are clearer
-    options: dict[str, Any] = {"config": language, "trust_remote_code": False, "local_files_only": True}
     with foreign(f"{folder}: transformers cannot read its tokenizer"):
         if (folder / "tokenizer.model").is_file():
             # with the language model's configuration, as transformers cannot read that of an original's folder
-            tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder, config=language, trust_remote_code=False, local_files_only=True
+            )
         else:
             tokenizer = from_file(folder)
     tokenizer.add_tokens([IMAGE_TAG], special_tokens=True)

@@ -18,19 +18,18 @@ LAUNCHER: Mapping[str, Rule] = {
     **each(NUMBER, "num_gpus num_accelerators num_nodes nproc_per_node nnodes num_processes num_machines"),
     **each(CHOSEN, "include i"),
     **each(ELASTIC, "min_elastic_nodes max_elastic_nodes elastic_training"),
-    **each(
-        PLACE, "master_port master_addr node_rank standalone rdzv_backend rdzv_endpoint rdzv_id rdzv_conf local_addr"
-    ),
-    **each(PLACE, "numa_binding machine_rank main_process_ip main_process_port"),
+    **each(PLACE, """
+        master_port master_addr node_rank standalone rdzv_backend rdzv_endpoint rdzv_id rdzv_conf local_addr
+        numa_binding machine_rank main_process_ip main_process_port"""),
     "max_restarts": RESTARTS,
-    **each(LOGS, "enable_each_rank_log log_level q quiet monitor_interval event_log_handler log_dir r redirects t tee"),
-    **each(LOGS, "local_ranks_filter logs_specs debug"),
-    **each(
-        NOT_NEEDED, "module m no_python no_local_rank no_ssh no_ssh_check force_multi save_pid ssh_port start_method"
-    ),
-    **each(NOT_NEEDED, "role use_env run_path same_network main_training_function"),
-    **each(BY_TORCHRUN, "hostfile H launcher launcher_args mpirun_hostfile deepspeed_hostfile"),
-    **each(BY_TORCHRUN, "deepspeed_multinode_launcher"),
+    **each(LOGS, """
+        enable_each_rank_log log_level q quiet monitor_interval event_log_handler log_dir r redirects t tee
+        local_ranks_filter logs_specs debug"""),
+    **each(NOT_NEEDED, """
+        module m no_python no_local_rank no_ssh no_ssh_check force_multi save_pid ssh_port start_method role use_env
+        run_path same_network main_training_function"""),
+    **each(BY_TORCHRUN, """
+        hostfile H launcher launcher_args mpirun_hostfile deepspeed_hostfile deepspeed_multinode_launcher"""),
     **each(OUTSIDE, "exclude e bind_cores_to_rank bind_core_list venv_script"),
     "autotuning": unsupported("python -m llava_fsdp.sweep runs the configurations that you name"),
-}
+}  # fmt: skip

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 from llava_fsdp.runtime.errors import ConfigError
@@ -137,13 +138,7 @@ def is_operator(word: str) -> bool:
 
 
 def simple_commands(words: list[str]) -> list[list[str]]:
-    found: list[list[str]] = [[]]
-    for word in words:
-        if is_operator(word):
-            found.append([])
-        else:
-            found[-1].append(word)
-    return [command for command in found if command]
+    return [list(command) for operator, command in groupby(words, is_operator) if not operator]
 
 
 def refuse_bash(command: list[str], operators: list[str], problems: list[str], where: str) -> None:

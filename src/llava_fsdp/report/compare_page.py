@@ -34,23 +34,15 @@ def comparison_page(runs: list[Run]) -> str:
 
 
 def results_table(runs: list[Run]) -> str:
-    """HTML table of all runs' results; the run with the lowest value of a sweep's metric is marked best."""
     best = min((run for run in runs if run.value is not None), key=lambda run: run.value or 0.0, default=None)
-    texts_by_column = columns([results_of(run) for run in runs])
-    rows = (
-        [
-            run.name,
-            f"{run.state}, best" if run is best else run.state,
-            *(texts[place] for texts in texts_by_column.values()),
-        ]
-        for place, run in enumerate(runs)
-    )
-    return table(["run", "status", *texts_by_column], rows)
+    texts = columns([results_of(run) for run in runs])
+    states = [f"{run.state}, best" if run is best else run.state for run in runs]
+    rows = zip([run.name for run in runs], states, *texts.values(), strict=True)
+    return table(["run", "status", *texts], rows)
 
 
 def charts(runs: list[Run]) -> Iterator[Chart]:
-    """One chart for each curve, with a line for each run. Bands from least to greatest value are left out, as they
-    would cover other runs' curves."""
+    """One chart for each curve, with a line for each run, without bands, which would cover other runs' curves."""
     curves = [(chart, names, key) for chart, names in CURVES for key in names]
     most = points_each(len(runs) * (len(curves) + 2))
     for chart, names, key in curves:
@@ -67,8 +59,6 @@ def charts(runs: list[Run]) -> Iterator[Chart]:
 
 
 def differences(runs: list[Run]) -> Iterator[str]:
-    """HTML sections: configuration keys that differ between the runs, then versions and machines, then why the runs
-    ended."""
     keys = differing([run.config for run in runs], [run.overrides for run in runs], IGNORED)
     names = ["key", *(run.name for run in runs)]
     without = ", ".join(run.name for run in runs if not run.config)
@@ -83,12 +73,8 @@ def differences(runs: list[Run]) -> Iterator[str]:
 def differing(
     trees: list[dict[str, Any]], overrides: list[dict[str, Any]] | None = None, ignored: tuple[str, ...] = ()
 ) -> list[list[str]]:
-    """Table rows (key, its value in each run) of the keys that do not have the same value in all runs.
-
-    Args:
-        overrides: for a run whose configuration is unknown (empty tree), the values that a sweep has set; its other
-            keys are not compared.
-    """
+    """Table rows (key, its value in each run) of the keys that do not have the same value in all runs. Of a run whose
+    configuration is unknown (empty tree) only the `overrides` of its sweep are compared."""
     overrides = overrides or [{} for _ in trees]
     rows = []
     for key in dict.fromkeys(key for tree in trees for key in tree if key not in ignored):

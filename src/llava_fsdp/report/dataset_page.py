@@ -10,11 +10,7 @@ from llava_fsdp.report.svg import Bar, draw_bars
 
 
 def dataset_page(report: dict[str, Any]) -> str:
-    """The report page of a dataset, as HTML.
-
-    Args:
-        report: content of report.json, the statistics of the dataset.
-    """
+    """The report page of a dataset, as HTML, from the content of its report.json."""
     out = report["left_out"]
     counts = f"{report['records']:,} records, {report['kept']:,} kept, {out['wrong']:,} skipped as wrong, "
     parts = [
@@ -40,7 +36,6 @@ def lengths(statistics: dict[str, Any]) -> Iterator[str]:
 
 
 def truncation(report: dict[str, Any]) -> Iterator[str]:
-    """Chart and table of how many records several maximum lengths would truncate or leave without label tokens."""
     names = ["records_cut", "positions_lost", "label_tokens_lost", "left_without_labels"]
     samples = max(1, report["lengths"]["samples"])
     labels = {"records_cut": "truncated", "left_without_labels": "left without label tokens"}
@@ -69,5 +64,4 @@ def problems(kinds: dict[str, Any]) -> Iterator[str]:
 
 
 def spaced(names: Iterable[str]) -> list[str]:
-    """Names of fields with spaces instead of underscores."""
     return [name.replace("_", " ") for name in names]

@@ -13,13 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MOST_POINTS = 1000
-"""Maximum number of points of a curve; each is a stretch of consecutive steps."""
 WINDOW = 20
 """Number of steps over which the reported last loss and lowest loss are averaged: a single step's loss is noisy."""
 MOST_SKIPS = 100
-"""Maximum number of skipped steps that are listed by number."""
 MOST_SOURCES = 200
-"""Maximum number of data sources for which loss curves are kept."""
 
 
 class Point(NamedTuple):
@@ -76,7 +73,6 @@ def put(stretches: dict[int, list[float]], number: int, values: list[float]) -> 
 
 
 def halved(stretches: dict[int, list[float]]) -> dict[int, list[float]]:
-    """Merge neighbouring stretches of a curve in pairs, which halves their number."""
     pairs: dict[int, list[float]] = {}
     for number, values in stretches.items():
         put(pairs, number // 2, list(values))
@@ -105,16 +101,13 @@ class History:
     sources: dict[str, Curve] = field(default_factory=dict)
     """Loss curve of each data source."""
     source_labels: dict[str, int] = field(default_factory=dict)
-    """Number of label tokens of each data source."""
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0))
     steps: int = 0
     """Number of rows (steps) added."""
     last: dict[str, Any] = field(default_factory=dict)
-    """The last row added."""
     skipped: list[int] = field(default_factory=list)
     """Numbers of the first steps that were skipped, at most `MOST_SKIPS`."""
     skipped_steps: int = 0
-    """Number of steps that were skipped."""
     lowest: tuple[float, int] | None = None
     """The lowest mean loss of `window` consecutive steps, and the last of these steps."""
     recent: deque[tuple[float, float]] = field(default_factory=deque)
@@ -185,12 +178,8 @@ class History:
 
 
 def mean_loss(steps: Iterable[tuple[float, float]]) -> float:
-    """Mean loss of several steps, weighted by their label tokens as in the loss of one step. If all losses are equal,
-    exactly that loss.
-
-    Args:
-        steps: (loss, label tokens) of each step; without any label tokens every step counts the same.
-    """
+    """Mean of the losses of several steps (loss, label tokens), weighted by label tokens as in the loss of one step. If
+    all losses are equal, exactly that loss; without any label tokens every step counts the same."""
     losses, tokens = zip(*steps, strict=True)
     if len(set(losses)) == 1:
         return losses[0]
@@ -199,18 +188,13 @@ def mean_loss(steps: Iterable[tuple[float, float]]) -> float:
 
 
 def checked(row: object) -> tuple[int, dict[str, float | None]]:
-    """The step of a row of metrics.jsonl, and its values by name. Raises ValueError if the row has no step."""
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
         raise ValueError("it has no step")
     return row["step"], {name: number_of(row, name) for name in VALUES}
 
 
 def number_of(row: dict[str, Any], name: str) -> float | None:
-    """A number in a row of metrics; None if it is missing or not finite.
-
-    Raises:
-        ValueError: the value is not a number.
-    """
+    """A number in a row of metrics; None if it is missing or not finite. Raises ValueError if it is not a number."""
     value = row.get(name)
     if value is None:
         return None

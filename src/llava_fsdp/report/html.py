@@ -12,11 +12,11 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 DATA = "<script type='application/json'>"
 """HTML tag before a chart's values, from which assets/charts.js draws the chart."""
 LONGEST_CELL = 2000
-"""Maximum number of characters of a table cell; longer text is cut."""
+"""Characters of a table cell; longer text is cut."""
 
 
 def whole_page(title: str, body: str) -> str:
-    """A complete HTML page that loads no other file. The chart script is included only if the body has a chart."""
+    """A complete HTML page that loads no other file."""
     script = f"<script>\n{(ASSETS / 'charts.js').read_text()}</script>" if DATA in body else ""
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"

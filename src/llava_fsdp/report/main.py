@@ -38,11 +38,7 @@ def main() -> None:
 
 
 def write(words: list[str]) -> Path:
-    """Write the report page that a command line asks for, and return its path.
-
-    Raises:
-        LlavaFsdpError: a folder is not a run's or cannot be read; or the page cannot be written.
-    """
+    """Write the report page that a command line asks for, and return its path. Raises LlavaFsdpError."""
     folders, out = parse(words)
     runs = [run for folder in folders for run in runs_in(folder)]
     is_one = len(runs) == 1 and runs[0].folder == folders[0]

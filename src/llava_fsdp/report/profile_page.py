@@ -23,11 +23,7 @@ NAME_LENGTH = 100
 
 def profile_page(times: Times, title: str, first: int = 1) -> str:
     """The report page of a profile, as HTML: time of each step by category, and the kernels or operations that took
-    longest.
-
-    Args:
-        first: number of the first recorded step.
-    """
+    longest. `first` is the number of the first recorded step."""
     count = len(times.steps)
     total = {name: sum(step[name] for step in times.steps) for name in CATEGORIES}
     whole = sum(total.values())

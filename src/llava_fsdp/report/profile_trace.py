@@ -48,12 +48,8 @@ class TraceError(Exception):
 
 
 def times_of(path: Path) -> Times:
-    """Read a gzipped trace that PyTorch's profiler wrote (`export_chrome_trace`), and compute the times of its steps.
-
-    Raises:
-        OSError: the file cannot be read.
-        TraceError: the trace is incomplete, or holds no step.
-    """
+    """Compute the times of the steps in a gzipped trace of PyTorch's profiler (`export_chrome_trace`). Raises OSError,
+    and TraceError if the trace is incomplete or holds no step."""
     try:
         with gzip.open(path, "rt") as file:
             events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
@@ -90,8 +86,8 @@ def times_of(path: Path) -> Times:
 
 
 def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans]) -> tuple[dict[str, Spans], Spans]:
-    """Time spans in which kernels ran, by the part of the step that launched them (no instant counts for two parts),
-    and the spans of collectives."""
+    """Time spans of kernels, by the part of the step that launched them (no instant counts twice), and of
+    collectives."""
     launches = {e["args"].get("correlation"): e["ts"] for e in events if e.get("cat") in LAUNCHING and "args" in e}
     ran: dict[str, list[Any]] = {name: [] for name in COMPUTING}
     collectives = []
@@ -139,7 +135,6 @@ def add_exclusive(events: list[Any], waiting: Spans, total: Counter[str]) -> Non
 
 
 def spans_of(events: Iterable[Any]) -> Spans:
-    """The time span (begin, end) of each event, in the order of the events."""
     return [(e["ts"], e["ts"] + e["dur"]) for e in events]
 
 

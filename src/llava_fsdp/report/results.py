@@ -26,11 +26,11 @@ class Results:
     val_score: float | None = None
     """Best score of all validations."""
     tokens_per_second: float | None = None
-    """Tokens per second of all ranks together, mean over the second half of the run."""
+    """Of all ranks together, mean over the second half of the run."""
     mfu: float | None = None
     """Model FLOPs utilization as a share of the GPU's peak, mean over the second half of the run."""
     peak_memory_bytes: int | None = None
-    """Peak memory of rank 0 in bytes."""
+    """Of rank 0."""
     data_share: float | None = None
     """Share of the time in steps that rank 0 waited for data."""
     skipped_steps: int = 0
@@ -84,11 +84,7 @@ def results_of(run: Run) -> Results:
 
 
 def read_results(folder: Path, window: int) -> Results:
-    """Read the results from a run's folder, even if the run has not finished.
-
-    Args:
-        window: number of steps over which the loss is averaged.
-    """
+    """Read the results from a run's folder, also of an unfinished run. The loss is averaged over `window` steps."""
     run = Run(folder, "", History(window))
     try:
         read_metrics(run)

@@ -57,7 +57,6 @@ def charts_of(run: Run) -> Iterator[Chart]:
 
 
 def points_of(run: Run, key: str, most: int) -> list[Point]:
-    """The points of one of the run's curves, in the unit of its chart (memory in GiB)."""
     curve = run.history.curves.get(key)
     points = curve.points(most) if curve is not None else []
     size = GIB if key == "peak_memory_bytes" else 1

@@ -36,7 +36,6 @@ def header(run: Run) -> str:
 
 
 def tiles(run: Run) -> str:
-    """HTML list of the run's most important numbers: steps, loss, speed, memory, validation, time."""
     history, results, about = run.history, results_of(run), run.about
     total, planned = about.get("total_steps"), about.get("planned_peak")
     lowest = f", to step {history.lowest_loss[1]:,}" if history.lowest_loss else ""

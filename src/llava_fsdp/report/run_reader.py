@@ -57,13 +57,12 @@ class Run:
     """A description of each start of the run (versions, device, command ...; see `run_info.py`), in order."""
     validations: list[dict[str, Any]] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
-    """Content of run_status.json."""
     config: dict[str, Any] = field(default_factory=dict)
     """Configuration values by dotted key."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Configuration values that the overrides of a sweep's job set, by dotted key."""
     value: float | None = None
-    """The value that the sweep minimises, for a sweep's job; None without a sweep, or if the job did not finish."""
+    """The value that a sweep minimises, of a job that has finished."""
     unread: dict[str, int] = field(default_factory=dict)
     """Number of lines that could not be read, by file."""
 
@@ -104,7 +103,6 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
     """Read everything in a run's folder except the weights.
 
     Args:
-        name: name of the run; None: from its folder's name.
         is_own: whether this process runs, or ran, the training in the folder, so that the lock is not checked.
         window: number of steps over which the last loss and the lowest loss are averaged.
 
@@ -132,7 +130,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
 
 
 def status_or_why(folder: Path) -> dict[str, Any]:
-    """The status of a run, or the reason why its status file cannot be read; empty if there is no status file."""
+    """The status of a run, or the reason why it cannot be read; empty if there is no status file."""
     try:
         return status_of(folder)
     except MissingJson:
@@ -198,7 +196,7 @@ def own_overrides(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
-    """The values that overrides set, by key; parsed, so that 1e-4 equals the 0.0001 of a configuration."""
+    """The values that overrides set, parsed, so that 1e-4 equals the 0.0001 of a configuration."""
     values: dict[str, Any] = {}
     for word in overrides:
         key, equals, text = word.lstrip("+").partition("=")
@@ -219,9 +217,8 @@ def value_typed(text: str) -> int | float | bool | str | None:
 
 
 def name_of(folder: Path) -> str:
-    """A name for a run: its folder's name and the parent folder's name, which keeps runs of one stage apart."""
-    whole = folder.resolve()
-    return "/".join(part for part in (whole.parent.name, whole.name) if part)
+    """A name for a run: the last two parts of its folder, which keep runs of one stage apart."""
+    return "/".join(folder.resolve().parts[1:][-2:])
 
 
 def read_metrics(run: Run) -> None:
@@ -262,11 +259,7 @@ def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> l
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Every line of a file that is not blank, with its number; nothing if there is no file.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """The lines of a file that are not blank, with their numbers; none if there is no file. Raises DataError."""
     if not path.is_file():
         return
     try:

@@ -13,10 +13,9 @@ MOST_STARTS = 50
 MOST_ANSWERS = 12
 MOST_EARLIER = 5
 MOST_TEXT = 1200
-"""Maximum number of characters shown of a question or an answer."""
+"""Characters shown of a question or an answer."""
 MOST_ROWS = 1000
 MOST_COMMAND = 20_000
-"""Maximum number of characters shown of the command."""
 Thumbnail = Callable[[str], str | None]
 """Function: path of an image -> data URL of a thumbnail, or None."""
 
@@ -63,7 +62,6 @@ def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[in
 
 
 def settings(run: Run) -> Iterator[str]:
-    """HTML of what trains, the recipe, and the memory that the run takes."""
     trains = run.about.get("trains")
     parts = [section("What trains", table(["part", "trains", "frozen"], trains))] if trains else []
     yield columns(*parts, *sources(run), *memory(run))
@@ -115,7 +113,6 @@ def memory(run: Run) -> Iterator[str]:
 
 
 def history_tables(run: Run) -> Iterator[str]:
-    """HTML of where and how the run was started, and of skipped steps and samples."""
     yield columns(*environment(run), *starts(run), *samples(run))
     if run.about.get("command"):
         yield section("Command", f"<pre>{escape(shortened(str(run.about['command']), MOST_COMMAND))}</pre>")

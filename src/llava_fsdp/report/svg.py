@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import Any
 
 from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.html import DATA, inline_json, shortened
@@ -27,9 +28,8 @@ FLAT = 1e-12
 RARE = 3
 """Percentage of a line's bands that a chart may cut off, so that a spike of one step does not flatten all the rest."""
 MOST_LABELS = 16
-"""Maximum number of bars that have a label below them."""
+"""Number of bars that have a label below them."""
 WIDEST_BAR = 90
-"""Largest width of a bar in pixels."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Chart:
     logs: bool = False
     """Whether the chart has a switch for a logarithmic axis."""
     marks: list[int] = field(default_factory=list)
-    """Steps after which the run was restarted; marked by vertical lines."""
+    """Steps after which the run was restarted."""
     level: tuple[str, float] | None = None
     """(name, value) of a horizontal line to compare the curves with."""
     wide: bool = False
@@ -92,12 +92,8 @@ def draw(chart: Chart) -> str:
 
 
 def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] = (), stacked: bool = False) -> str:
-    """A chart of vertical bars as an HTML figure; empty if all values are 0.
-
-    Args:
-        names: legend, the name of each value of a bar; empty if a bar has one value.
-        stacked: whether the values of a bar are stacked instead of side by side.
-    """
+    """A chart of vertical bars as an HTML figure; empty if all values are 0. `names` are those of a bar's values,
+    which are `stacked` or side by side."""
     longest = max((sum(bar.values) if stacked else max(bar.values) for bar in bars), default=0)
     if longest <= 0:
         return ""
@@ -124,12 +120,7 @@ def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] =
 def figure(
     kind: str, title: str, unit: str, scale: "Scale", body: Iterable[str], names: list[tuple[str, str]], more: str = ""
 ) -> str:
-    """A chart as an HTML <figure>: title, unit, SVG shapes and legend.
-
-    Args:
-        names: legend entries (name, CSS class of the colour); a single entry is not shown.
-        more: HTML below the legend.
-    """
+    """A chart as an HTML <figure>, with a legend of `names` (name, CSS class of the colour), if several."""
     items = "".join(f"<li class='{colour}'>{escape(shortened(name, NAME_LENGTH))}</li>" for name, colour in names)
     return (
         f"<figure class='{kind}'>"
@@ -187,7 +178,6 @@ def extent(line: Line) -> tuple[float, float]:
 
 
 def grid(scale: Scale, share: bool = False) -> list[str]:
-    """Horizontal grid lines of a chart with their values, as SVG."""
     values, parts = ticks(scale.low, scale.high, 5), []
     for value in values:
         y = scale.y(value)
@@ -210,7 +200,6 @@ def level(scale: Scale, chart: Chart) -> list[str]:
 
 
 def marks(scale: Scale, chart: Chart) -> list[str]:
-    """Vertical lines at the steps where the run was restarted, as SVG."""
     bottom = scale.height - BELOW
     return [
         f"<path class='mark' d='M{scale.x(step):.1f} {TOP}V{bottom}'><title>started after step {step:,}</title></path>"
@@ -250,23 +239,16 @@ def data(chart: Chart, lines: Sequence[Line]) -> str:
         "marks": chart.marks,
         "level": chart.level,
         "along": chart.along,
-        "lines": [
-            {
-                "name": shortened(line.name, NAME_LENGTH),
-                "colour": line.colour,
-                "dots": line.dots,
-                "x": [rounded(p.step) for p in line.points],
-                "y": [rounded(p.mean) for p in line.points],
-                **(
-                    {"low": [rounded(p.least) for p in line.points], "high": [rounded(p.most) for p in line.points]}
-                    if any(p.least < p.most for p in line.points)
-                    else {}
-                ),
-            }
-            for line in lines
-        ],
+        "lines": [line_data(line) for line in lines],
     }
     return f"{DATA}{inline_json(values)}</script>"
+
+
+def line_data(line: Line) -> dict[str, Any]:
+    step, mean, low, high = ([rounded(value) for value in values] for values in zip(*line.points, strict=True))
+    values = {"name": shortened(line.name, NAME_LENGTH), "colour": line.colour, "dots": line.dots, "x": step, "y": mean}
+    has_band = any(point.least < point.most for point in line.points)
+    return {**values, "low": low, "high": high} if has_band else values
 
 
 def rounded(value: float) -> float | int:

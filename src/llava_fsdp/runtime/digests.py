@@ -28,8 +28,7 @@ class Digest:
 
 
 def digest_of(file: RawIOBase) -> Digest:
-    """The size and digest of an unbuffered file, read from its current position to the end. Raises OSError if the file
-    cannot be read."""
+    """The size and digest of an unbuffered file, from its current position to the end. Raises OSError."""
     digest, size, buffer = xxh3_128(), 0, bytearray(CHUNK)
     while count := file.readinto(buffer):
         digest.update(memoryview(buffer)[:count])
@@ -38,17 +37,13 @@ def digest_of(file: RawIOBase) -> Digest:
 
 
 def digest_of_file(path: Path) -> Digest:
-    """The size and digest of a file; symbolic links are followed. Raises OSError if the file cannot be read."""
+    """The size and digest of a file; symbolic links are followed. Raises OSError."""
     with path.open("rb", buffering=0) as file:
         return digest_of(file)
 
 
 def sealed(body: bytes) -> bytes:
-    """The content of a JSON file with a last key `digest` added: the digest of all bytes before that key.
-
-    Args:
-        body: a JSON object without its closing brace.
-    """
+    """A JSON object, given without its closing brace, with a last key `digest`: the digest of all bytes before it."""
     return body + BEFORE + xxh3_128(body).hexdigest().encode() + AFTER
 
 
@@ -59,8 +54,8 @@ def unsealed(content: bytes) -> bytes | None:
 
 
 def share(files: Mapping[K, Digest], rank: int, size: int) -> list[K]:
-    """The files whose digests this rank is to compute. The largest files are assigned first, each to the rank with the
-    fewest bytes."""
+    """The files whose digests this rank is to compute: the largest are assigned first, to the rank with the fewest
+    bytes."""
     load = [0] * size
     mine: list[K] = []
     by_size: Iterable[K] = sorted(files, key=lambda name: (-files[name].bytes, str(name)))

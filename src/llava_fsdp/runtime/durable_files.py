@@ -56,11 +56,8 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def create(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Open a new file for writing. Raises FileExistsError if the path exists, even as a link.
-
-    Args:
-        mode: permissions before the umask.
-    """
+    """Open a new file for writing; `mode` is before the umask. Raises FileExistsError if the path exists, even as a
+    link."""
     return open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
 
 
@@ -72,10 +69,10 @@ def replace_file(path: Path, content: bytes, mode: int = 0o666, durable: bool = 
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces `path` when the block ends: readers see the old content or all of the new.
+    """Open a temporary file that replaces `path` when the block ends; if the block or the disk fails, the old file is
+    kept.
 
-    The temporary file is written beside `path` as `NAME.XXXXXXXX.tmp`, so that several processes, also on several
-    machines, may replace one file. If the block or the disk fails, the old file is kept.
+    The temporary file is `NAME.XXXXXXXX.tmp`, so that processes on several machines may replace one file.
 
     Args:
         mode: permissions before the umask.
@@ -139,10 +136,7 @@ def sync_tree(folder: Path) -> None:
     """Fsync all files below a folder, then all folders."""
     inside = sorted(folder.rglob("*"))
     for path in (path for path in inside if path.is_file() and not path.is_symlink()):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
     for path in (*(path for path in inside if path.is_dir()), folder):
         sync_folder(path)

@@ -88,13 +88,9 @@ class Stopped(LlavaFsdpError):
     ending = "stopped"
 
     def __init__(self, message: str, asked_here: bool = True):
-        """Create the error.
-
-        Args:
-            asked_here: whether this rank itself received the request to stop.
-        """
         super().__init__(message)
         self.asked_here = asked_here
+        """Whether this rank itself received the request to stop."""
 
 
 class ConfigError(LlavaFsdpError):
@@ -119,12 +115,8 @@ class DataError(LlavaFsdpError):
     ending = "data"
 
     def __init__(self, message: str, kind: str | None = None):
-        """Create the error.
-
-        Args:
-            kind: a record's problem, from the table in `data/records/problems.py`; line breaks in the message are then
-                escaped, as it contains names and values from the record.
-        """
+        """`kind` is a record's problem, from the table in `data/records/problems.py`; line breaks in the message are
+        then escaped, as it contains names and values from the record."""
         super().__init__(message if kind is None else shown_name(message))
         self.kind = kind
 
@@ -147,22 +139,21 @@ class WorkerError(DataError):
 
 
 class WorkerLost(WorkerError):
-    """Error: a data worker process was killed between two records, so that no record is the cause and a restart may
-    help."""
+    """Error: a data worker was killed between two records, so that no record is the cause and a restart may help."""
 
     ending = "communication"
 
 
 class SourceError(DataError):
-    """Error: a dataset file or the dataset's index cannot be read or has changed. Only the rank that reads the file
-    raises this."""
+    """Error: a dataset file or the dataset's index cannot be read or has changed. Only the rank that reads it raises
+    this."""
 
     on_every_rank = False
 
 
 class DamagedError(DataError):
-    """Error: the content of a dataset's index has changed since it was written. Only the rank that reads the index
-    raises this."""
+    """Error: the content of a dataset's index has changed since it was written. Only the rank that reads it raises
+    this."""
 
     on_every_rank = False
 
@@ -196,19 +187,13 @@ class FolderLost(CheckpointError):
     """Error: `output_dir` was deleted, moved, replaced or taken by another run during this run."""
 
     def __init__(self, message: str, leaves_word: bool):
-        """Create the error.
-
-        Args:
-            leaves_word: whether the folder now at that path belongs to this run, so that the error may be
-                recorded there.
-        """
+        """`leaves_word`: whether the folder now at that path belongs to this run."""
         super().__init__(message)
         self.leaves_word = leaves_word
 
 
 class OffloadError(ConfigError):
-    """Error: there is not enough host memory or disk space for `offload`. Only the rank that needs the space raises
-    this."""
+    """Error: host memory or disk space is too small for `offload`. Only the rank that needs it raises this."""
 
     on_every_rank = False
 

@@ -36,7 +36,7 @@ ORDER = {phase.value: number for number, phase in enumerate(Phase)}
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat: the state that a rank writes into its file every second."""
+    """The state that a rank writes into its file every second."""
 
     rank: int
     host: str

@@ -47,8 +47,7 @@ class Host:
 
 
 def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> Host:
-    """Read the limits on this process's CPU cores and memory, including those of all enclosing cgroups: the lowest
-    limit counts."""
+    """Read the limits on this process's CPU cores and memory: the lowest of the machine and all enclosing cgroups."""
     memory = {
         line.split(":")[0]: int(line.split()[1]) * 1024
         for line in (text_of(proc / "meminfo") or "").splitlines()
@@ -70,12 +69,8 @@ def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -
 
 
 def cgroups(listed: str, root: Path) -> list[Path]:
-    """Folders of the cgroups that limit this process, innermost first: its own, the enclosing ones, and the root, which
-    in a container is the container's own.
-
-    Args:
-        listed: content of /proc/self/cgroup.
-    """
+    """Folders of the cgroups that limit this process, innermost first, from the content of /proc/self/cgroup. The last
+    is the root, which in a container is the container's own."""
     found = []
     for line in listed.splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.runtime.durable_files import replace_file
+from llava_fsdp.runtime.durable_files import replace_file, write_all
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
 
@@ -16,12 +16,8 @@ MOST_WAITING = 200_000
 
 
 class Rows:
-    """Appends rows to a JSON Lines file. Rows that cannot be written now (disk full) are kept in memory, and are
-    written in order as soon as possible.
-
-    An error of writing does not end the training: a warning is logged when it first happens, and at the end if rows are
-    lost.
-    """
+    """Appends rows to a JSON Lines file. Rows that cannot be written now (disk full) wait in memory, with a warning
+    when this begins, and at the end if rows are lost."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -44,8 +40,7 @@ class Rows:
             log().warning("%s can be written again, and has all rows that waited", self.path)
 
     def write(self) -> OSError | None:
-        """Write all unwritten rows to the file, or none: a partial line on a full disk would spoil the next one.
-        Returns the error, if any."""
+        """Write all waiting rows, or none: a partial line would spoil the next one. Returns the error, if any."""
         if not self.waiting:
             return None
         try:
@@ -65,18 +60,12 @@ class Rows:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append bytes to a file, all or none. Symbolic links are refused.
-
-    Raises:
-        OSError
-    """
+    """Append bytes to a file, all or none. Symbolic links are refused. Raises OSError."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         before = os.fstat(handle).st_size
         try:
-            left = memoryview(data)
-            while left:
-                left = left[os.write(handle, left) :]
+            write_all(handle, memoryview(data))
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(handle, before)

@@ -12,11 +12,8 @@ def env_rank() -> int:
 
 
 def launch_id() -> str | None:
-    """The name of this launch of torchrun, which stays the same when torchrun restarts the ranks; None without
-    torchrun.
-
-    Without a name from the user (--rdzv-id), torchrun calls every launch "none"; torchrun's process id is then added.
-    """
+    """The name of this launch of torchrun, the same in all restarts of the ranks; None without torchrun. Without a name
+    from the user (--rdzv-id) torchrun calls every launch "none"; its process id is then added."""
     given = os.environ.get("TORCHELASTIC_RUN_ID")
     return f"none-{socket.gethostname()}-{os.getppid()}" if given == "none" and is_one_node() else given
 
@@ -31,11 +28,8 @@ def attempt() -> int:
 
 
 def incarnation() -> str:
-    """An identifier of this start of the ranks, the same on all ranks and different after each restart.
-
-    Each node counts its own restarts. On several nodes the port of torchrun's store is used instead, which is new for
-    each start (launch/multinode.sh).
-    """
+    """An identifier of this start of the ranks, the same on all ranks and different after each restart. Each node
+    counts its own restarts; several share the port of torchrun's store, which is new for each (launch/multinode.sh)."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"process {os.getpid()}"
     meeting = attempt() if is_one_node() else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -9,31 +9,29 @@ from llava_fsdp.runtime.humanize import readable
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers that mean that the disk or the user's quota is full."""
 FORBIDDEN = (errno.EACCES, errno.EPERM)
+A_FILE = ", or a folder above it, is a file"
+MEANING = {
+    errno.EROFS: " is mounted read-only",
+    errno.ENOTDIR: A_FILE,
+    errno.EEXIST: A_FILE,
+    errno.ENOENT: "; was it deleted? Is output_dir one folder that all machines see?",
+    errno.EFBIG: " is larger than this process may write (ulimit -f)",
+    errno.ELOOP: " is a symbolic link, and nothing is written through links",
+    errno.ESTALE: " was deleted or replaced on its server",
+    errno.EIO: ": its disk, or the connection to it, has failed (see dmesg)",
+}
+"""What is said after a path, by error number."""
 
 
 def why(error: OSError, path: Path) -> str:
     """Explain an OSError in words, with the path and, where known, what to do about it."""
-    where = error.filename or path
     said = error.strerror or str(error)
     if error.errno in FULL:
         return f"{said}: {full(path)}"
+    where = error.filename or path
     if error.errno in FORBIDDEN:
         return f"{said}: {where} is not accessible to this user (uid {os.getuid()})"
-    if error.errno == errno.EROFS:
-        return f"{said}: {where} is mounted read-only"
-    if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return f"{said}: {where}, or a folder above it, is a file"
-    if error.errno == errno.ENOENT:
-        return f"{said}: {where}; was it deleted? Is output_dir one folder that all machines see?"
-    if error.errno == errno.EFBIG:
-        return f"{said}: {where} is larger than this process may write (ulimit -f)"
-    if error.errno == errno.ELOOP:
-        return f"{said}: {where} is a symbolic link, and nothing is written through links"
-    if error.errno == errno.ESTALE:
-        return f"{said}: {where} was deleted or replaced on its server"
-    if error.errno == errno.EIO:
-        return f"{said}: the disk of {where}, or the connection to it, has failed (see dmesg)"
-    return f"{said}: {where}"
+    return f"{said}: {where}{MEANING.get(error.errno or 0, '')}"
 
 
 def full(path: Path) -> str:
@@ -54,18 +52,18 @@ def existing(path: Path) -> Path:
 
 def free_bytes(path: Path) -> int:
     """Bytes that this user can still write to the disk of `path`; 0 if unknown. `path` need not exist yet."""
-    try:
-        found = os.statvfs(existing(path))
-    except OSError:
-        return 0
-    return found.f_bavail * found.f_frsize
+    found = statvfs(path)
+    return found.f_bavail * found.f_frsize if found is not None else 0
 
 
 def free_inodes(path: Path) -> int | None:
-    """Number of files that the disk of `path` can still take; None if the file system has no fixed limit, or the number
-    is unknown."""
+    """Number of files that the disk of `path` can still take; None if unlimited or unknown."""
+    found = statvfs(path)
+    return found.f_favail if found is not None and found.f_files else None
+
+
+def statvfs(path: Path) -> os.statvfs_result | None:
     try:
-        found = os.statvfs(existing(path))
+        return os.statvfs(existing(path))
     except OSError:
         return None
-    return found.f_favail if found.f_files else None

@@ -31,24 +31,18 @@ Watch = Callable[[str, int], contextlib.AbstractContextManager[Advance]]
 def watch(label: str, chunks: int) -> Iterator[Advance]:
     """Show how many chunks are done, as a progress bar on a terminal or else as log lines. Work of less than `SECONDS`
     logs nothing."""
-    if sys.stderr.isatty():
-        with show_bar(label, chunks) as advance:
-            yield advance
-    else:
+    if not sys.stderr.isatty():
         yield log_lines(label, chunks)
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=TextConsole(on_stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=chunks)
+        yield lambda count: progress.advance(task, count)
 
 
 @contextlib.contextmanager
 def watch_silently(_label: str, _chunks: int) -> Iterator[Advance]:
     yield lambda _: None
-
-
-@contextlib.contextmanager
-def show_bar(label: str, chunks: int) -> Iterator[Advance]:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=TextConsole(on_stderr=True), transient=True) as progress:
-        task = progress.add_task(label, total=chunks)
-        yield lambda count: progress.advance(task, count)
 
 
 def log_lines(label: str, chunks: int) -> Advance:

@@ -61,11 +61,8 @@ def read_notes(folder: Path) -> dict[str, Any]:
 
 
 def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, Any]:
-    """Parse the content of a folder's notes (`llava_fsdp.json`), and check the content against the digest at its end.
-
-    Args:
-        is_accepted: whether a user changed the notes on purpose, so that their digest is not checked.
-    """
+    """Parse a folder's notes, and check them against the digest at their end, unless the user changed them on purpose
+    (`is_accepted`)."""
     advice = "copy the whole folder again" if is_accepted else cure(folder, NOTES)
     with foreign(f"{folder / NOTES} is not what was written; {advice}", DamagedModel):
         found = parse_object(content, KINDS)
@@ -77,8 +74,7 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
 
 
 def is_older(notes: Mapping[str, Any]) -> bool:
-    """Whether an earlier version of this package wrote these notes. Such notes list no files, or only an adapter's
-    tensor files."""
+    """Whether an earlier version wrote these notes, which then list no files, or only an adapter's tensor files."""
     return DIGEST not in notes and not any(isinstance(entry, dict) for entry in notes.get(FILES, {}).values())
 
 
@@ -96,11 +92,8 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def listed(folder: Path) -> dict[str, Digest]:
-    """The size and digest of each file that a folder's notes list, by relative path; empty if it has no notes.
-
-    Raises:
-        DamagedModel: the notes were changed after they were written.
-    """
+    """The size and digest of each file that a folder's notes list, by relative path; empty if it has no notes. Raises
+    DamagedModel."""
     return files_of(read_notes(folder), folder)
 
 
@@ -117,8 +110,7 @@ def checked_name(name: str) -> str:
 
 
 def read_digest(path: Path, said: Any) -> Digest:
-    """The size and digest of a file from its entry in the notes. If an earlier version left out the size, the file's
-    present size is used."""
+    """The size and digest of a file from its entry in the notes. Earlier versions left out the size."""
     said = {"bytes": path.stat().st_size if path.is_file() else 0, "xxh128": said} if isinstance(said, str) else said
     found = Digest(said["bytes"], said["xxh128"])
     if type(found.bytes) is not int or found.bytes < 0 or not HEX.fullmatch(found.xxh128):
@@ -128,10 +120,7 @@ def read_digest(path: Path, said: Any) -> Digest:
 
 def check_folder(folder: Path, largest: int | None = None) -> None:
     """Check that all files listed in a model folder's notes are unchanged, and that no file was added that programs
-    would load with them.
-
-    Args:
-        largest: files of more bytes are not read, only their size is checked; None: all files are read.
+    would load with them. Of files with more than `largest` bytes only the size is checked.
 
     Raises:
         DamagedModel: a file was changed, added or removed; the message says what the user can do.
@@ -170,11 +159,7 @@ def refuse_strangers(folder: Path, files: Mapping[str, Digest]) -> None:
 
 
 def check_digests(files: Mapping[Path, Digest], folder: Path) -> None:
-    """Read files in several threads, and compare their digests with the expected ones.
-
-    Args:
-        folder: the folder whose notes list these files.
-    """
+    """Read the files of a folder in several threads, and compare their digests with the expected ones."""
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(partial(check_digest, folder=folder), files, files.values()))
 
@@ -190,21 +175,16 @@ def check_digest(path: Path, expected: Digest, folder: Path) -> None:
 
 
 def cure(folder: Path, name: str) -> str:
-    """Advice to the user about a model file that was changed, as text."""
-    is_of_run = (folder.parent / "config.yaml").is_file()
-    again = (
-        "start its run again, which writes it anew from its checkpoint" if is_of_run else "copy the whole folder again"
-    )
+    """Advice to the user about a model file that was changed."""
+    again = "copy the whole folder again"
+    if (folder.parent / "config.yaml").is_file():
+        again = "start its run again, which writes it anew from its checkpoint"
     command = f"python -m llava_fsdp.export source={shlex.quote(str(folder))} 'accept=[{name}]'"
     return f"{again}, or, if you changed it on purpose, accept it: {command}"
 
 
 def seal(folder: Path, said: Mapping[str, Any]) -> None:
-    """Write the notes (`llava_fsdp.json`) of a folder, with the size and digest of every file in the folder.
-
-    Args:
-        said: all other entries of the notes.
-    """
+    """Write the notes of a folder: the entries `said`, and the size and digest of every file in the folder."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     (folder / NOTES).write_bytes(render(said, digests(folder, (name for name in names if name != NOTES))))
 

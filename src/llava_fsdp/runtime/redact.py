@@ -53,11 +53,7 @@ def secrets_of(env: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def redact(text: str, known: Iterable[str] = ()) -> str:
-    """Replace every secret in a text by `***`.
-
-    Args:
-        known: known secrets, which are hidden whatever they look like.
-    """
+    """Replace every secret in a text by `***`; the `known` ones are hidden whatever they look like."""
     for secret in known:
         text = text.replace(secret, HIDDEN)
     text = LOGIN.sub(HIDDEN, VALUES.sub(HIDDEN, text))

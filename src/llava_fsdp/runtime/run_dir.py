@@ -19,14 +19,7 @@ from llava_fsdp.runtime.launch import launch_id
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.runtime.safe_load import is_open_to_others
-from llava_fsdp.runtime.small_json import (
-    BadJson,
-    Kinds,
-    MissingJson,
-    object_or_none,
-    parse_object,
-    read_object,
-)
+from llava_fsdp.runtime.small_json import BadJson, Kinds, MissingJson, object_or_none, parse_object, read_object
 from llava_fsdp.runtime.status_file import (
     FIRST_FAILURE,
     NONE,
@@ -89,14 +82,12 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | Non
             "output_dir=%s can be written by every user of this machine, and a run continues from what it finds there; "
             "chmod o-w %s", folder, folder,
         )  # fmt: skip
-    try:
-        make_run_folder(folder, private)
-        refuse_links(folder)
-        handle = open_lock(folder)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    try:
+    with contextlib.ExitStack() as at_end:
         try:
+            make_run_folder(folder, private)
+            refuse_links(folder)
+            handle = open_lock(folder)
+            at_end.callback(os.close, handle)
             lock(handle, folder)
             warn_of_killed(folder)
             drop_stale_failure(folder)
@@ -104,14 +95,9 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | Non
             put_status(folder, "running", mode=0o600 if private else 0o666, before=before)
             (folder / STEPPED_FILE).unlink(missing_ok=True)
         except OSError as error:
-            raise cannot_write(folder, error) from error
+            said = f"output_dir={folder} cannot be written ({why(error, folder)}); give another folder"
+            raise ConfigError(said) from error
         yield handle
-    finally:
-        os.close(handle)
-
-
-def cannot_write(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"output_dir={folder} cannot be written ({why(error, folder)}); give another folder")
 
 
 def open_lock(folder: Path) -> int:
@@ -119,12 +105,7 @@ def open_lock(folder: Path) -> int:
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse a run folder in which a file or folder that a run writes is a symbolic link.
-
-    Raises:
-        ConfigError: something that a run writes into the folder is a symbolic link.
-        OSError: the folder cannot be read.
-    """
+    """Raise ConfigError if a file or folder that a run writes is a symbolic link."""
     links = sorted(entry.name for entry in os.scandir(folder) if entry.name in WRITTEN and entry.is_symlink())
     if links:
         raise ConfigError(
@@ -153,8 +134,7 @@ def make_run_folder(folder: Path, private: bool) -> None:
 
 
 def await_claim(folder: Path) -> None:
-    """Wait up to 15 seconds until rank 0 of this launch has locked the folder; a network file system may show the lock
-    late."""
+    """Wait up to 15 seconds until rank 0 of this launch has locked the folder."""
     until = time.monotonic() + CLAIMING
     while launch_id() is not None and time.monotonic() < until:
         if (object_or_none(folder / LOCK_FILE, LOCK) or {}).get("launch") == launch_id():
@@ -199,23 +179,19 @@ def holder_of(handle: int) -> dict[str, Any]:
 
 
 def held_by(folder: Path) -> dict[str, Any] | None:
-    """Information about the process that has locked the run's folder; None if no lock is known.
-
-    Must not be called by the process that holds the lock: closing the file would release it.
-    """
+    """Information about the process that has locked the run's folder; None if no lock is known. Not for the process
+    that holds the lock: closing the file would release it."""
     is_held, holder = look_at_lock(folder)
     return holder if is_held else None
 
 
 def is_known_free(folder: Path) -> bool:
-    """Whether it is certain that no run uses the folder. Must not be called by the process that holds the lock (this
-    would release it)."""
+    """Whether it is certain that no run uses the folder. Not for the process that holds the lock; see `held_by`."""
     return look_at_lock(folder)[0] is False
 
 
 def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
-    """Whether the run's folder is locked, and by which process; None if unknown (no permission, or a file system
-    without locks)."""
+    """Whether the run's folder is locked (None: unknown), and by which process."""
     try:
         # read-only, for a read-only mount
         handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -258,7 +234,7 @@ def warn_of_killed(folder: Path) -> None:
 
 
 def mark_begun(folder: Path, wish: str, step: int) -> None:
-    """Record for restarts that the run has begun as requested (over again, or from a folder), and at which step."""
+    """Record for restarts that the run has begun as requested (over again, or from a folder), and after which step."""
     if launch_id() is None or begun_at(folder, wish) is not None:
         return
     begun = {"wish": wish, "step": step, "launch": launch_id(), "time": time.time()}
@@ -266,11 +242,8 @@ def mark_begun(folder: Path, wish: str, step: int) -> None:
 
 
 def begun_at(folder: Path, wish: str) -> int | None:
-    """The step at which an earlier attempt of this launch began as requested (`mark_begun`); None if none did.
-
-    A scheduler that starts a job again gives it the same name (RDZV_ID), so that it counts as the same launch. The
-    name that torchrun gives by default may be used by another launch too.
-    """
+    """The step at which an earlier attempt of this launch began as requested (`mark_begun`); None if none did. A job
+    that a scheduler starts again has the same name (RDZV_ID) and counts as the same launch."""
     try:
         begun = read_object(folder / BEGUN_FILE, BEGUN)
     except MissingJson:
@@ -280,6 +253,7 @@ def begun_at(folder: Path, wish: str) -> int | None:
         return None
     if begun["wish"] != wish or launch_id() is None or begun["launch"] != launch_id():
         return None
+    # torchrun's own name may be another launch's too
     if os.environ["TORCHELASTIC_RUN_ID"] == "none" and not is_of_this_launch(begun):
         return None
     return begun["step"]
@@ -290,7 +264,7 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step number in a checkpoint's folder name; None if the name is not the name of a checkpoint."""
+    """The step number in a checkpoint's folder name; None if it is not a checkpoint's."""
     match = NAME.fullmatch(folder.name)
     return int(match[1]) if match and folder.name == folder_name(int(match[1])) else None
 

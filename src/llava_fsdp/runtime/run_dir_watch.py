@@ -45,11 +45,10 @@ class Hold:
         self.is_warned = False
 
     def look(self) -> Loss | None:
-        """Check the run's folder. Returns what happened to it; None if the folder is intact, has been locked again, or
-        cannot be checked.
+        """Check the run's folder with two calls of stat. Returns what happened to it; None if the folder is intact, has
+        been locked again, or cannot be checked.
 
-        This costs two calls of stat if nothing has happened. Some file systems (FUSE, overlays) may change the inode
-        number of the same folder. After such a change the content of the locked file decides.
+        Some file systems (FUSE, overlays) may change a folder's inode number. The content of the lock file decides.
         """
         with self.one_at_a_time:
             try:
@@ -74,8 +73,7 @@ class Hold:
             return identity(os.stat(self.folder))
 
     def look_closer(self, found: tuple[int, int]) -> Loss | None:
-        """Check the folder by the content of its lock file, as the folder or that file may have been replaced, and lock
-        the file again."""
+        """Check the folder by the content of its lock file, and lock that file again."""
         if found != self.place and not self.says_ours():
             return Loss("is another folder now than the one that this run began in")
         if os.path.islink(self.folder / LOCK_FILE):
@@ -98,12 +96,15 @@ class Hold:
                 os.close(handle)
         return False
 
-    def lock_again(self) -> Loss | None:
-        """Lock the present lock file, keeping the number of the old descriptor. The new descriptor is closed before
-        locking, because closing any descriptor of a file releases its POSIX locks."""
+    def open_lock(self) -> None:
+        """Open the present lock file under the number of the old descriptor. The new one is closed before locking,
+        because closing any descriptor of a file releases its POSIX locks."""
         handle = open_lock(self.folder)
         os.dup2(handle, self.handle, inheritable=False)
         os.close(handle)
+
+    def lock_again(self) -> Loss | None:
+        self.open_lock()
         try:
             fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -118,16 +119,10 @@ class Hold:
         return None
 
     def remake(self) -> None:
-        """Create the run's folder again, empty and locked.
-
-        Raises:
-            OSError
-        """
+        """Create the run's folder again, empty and locked. Raises OSError."""
         with self.one_at_a_time:
             make_run_folder(self.folder, self.private)
-            handle = open_lock(self.folder)
-            os.dup2(handle, self.handle, inheritable=False)
-            os.close(handle)
+            self.open_lock()
             with contextlib.suppress(OSError):
                 fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             sign_lock(self.handle)

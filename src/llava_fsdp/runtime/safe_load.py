@@ -26,11 +26,7 @@ CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")
 
 
 def read_text(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> str:
-    """Read a UTF-8 text file of limited size.
-
-    Raises:
-        LlavaFsdpError: of type `error`; the file cannot be read, or is too large.
-    """
+    """Read a UTF-8 text file. Raises an error of type `error` if it cannot be read or is too large."""
     try:
         if not path.is_file():
             raise error(f"{path} is not a file")
@@ -43,11 +39,7 @@ def read_text(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
 
 
 def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> dict[str, Any]:
-    """Read a JSON file that holds an object, as a dict.
-
-    Raises:
-        LlavaFsdpError: of type `error`; the file cannot be read, or does not hold a JSON object.
-    """
+    """Read a JSON object from a file. Raises an error of type `error` if the file cannot be read or is no object."""
     text = read_text(path, error, largest)
     try:
         found = json.loads(text)  # like transformers, accepts NaN and repeated keys
@@ -62,12 +54,8 @@ def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
 
 @contextlib.contextmanager
 def foreign(what: str, error: type[LlavaFsdpError] = ModelError) -> Iterator[None]:
-    """Context in which a library parses a file of unknown origin: any exception is raised again as an error that names
-    the file.
-
-    Raises:
-        LlavaFsdpError: unchanged if the block raised one; of type `error` for any other exception.
-    """
+    """Context in which a library parses a file of unknown origin: an exception other than LlavaFsdpError becomes one of
+    type `error`, which says `what` is wrong."""
     try:
         yield
     except LlavaFsdpError:
@@ -92,10 +80,7 @@ def refuse_model_code(fields: dict[str, Any], path: Path) -> None:
 
 def beside(path: Path, name: object) -> Path:
     """The path of a file that is named in another file (such as an index of weights) and must be in the same folder.
-
-    Raises:
-        ModelError: the name is not a plain file name.
-    """
+    Raises ModelError if the name is not a plain file name."""
     plain = isinstance(name, str) and re.fullmatch(r"[\w.+=-][\w.+= -]*", name) and name not in (".", "..")
     if not plain:
         raise ModelError(f"{path} names {str(name)[:200]!r}, which is not a file beside it")
@@ -103,11 +88,8 @@ def beside(path: Path, name: object) -> Path:
 
 
 def refuse_yaml_bombs(path: Path, largest: int = MiB) -> str:
-    """Read the text of a YAML file and refuse aliases, which could make the parsed content grow without limit.
-
-    Raises:
-        ConfigError: the file is too large, has an alias, or is not YAML.
-    """
+    """Read the text of a YAML file. Raises ConfigError if it is too large, is not YAML, or has an alias, which could
+    make the parsed content grow without limit."""
     text = read_text(path, ConfigError, largest)
     try:
         aliases = [

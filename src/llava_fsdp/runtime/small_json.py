@@ -26,11 +26,7 @@ class MissingJson(BadJson):
 
 
 def parse(content: bytes | str) -> Any:
-    """Parse strict JSON in UTF-8: no NaN, no infinity (such as 1e999), no repeated key.
-
-    Raises:
-        BadJson
-    """
+    """Parse strict JSON in UTF-8: no NaN, no infinity (such as 1e999), no repeated key. Raises BadJson."""
     try:
         text = content.decode() if isinstance(content, bytes) else content
         return json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=unique)
@@ -57,11 +53,8 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None) -> dict[str, Any]:
     """Parse a JSON object and check the types of its values.
 
-    `kinds` lists the allowed types of each key; a key that may be missing has `type(None)` among them. An
-    integer counts as a float too, and has at most 63 bits; True and False are not numbers.
-
-    Raises:
-        BadJson
+    `kinds` lists the allowed types of each key; a key that may be missing has `type(None)` among them. An integer
+    counts as a float too, and has at most 63 bits; True and False are not numbers. Raises BadJson.
     """
     found = require_kinds(parse(content), kinds or {})
     if not is_flat(found):
@@ -70,11 +63,7 @@ def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None)
 
 
 def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
-    """Check that a value is a dict whose values have the types that `kinds` lists by key, and return the dict.
-
-    Raises:
-        BadJson: naming the key.
-    """
+    """A value that is a dict whose values have the types that `kinds` lists by key. Raises BadJson, naming the key."""
     if not isinstance(found, dict):
         raise BadJson(f"it holds a {type(found).__name__}, not an object")
     for key, allowed in kinds.items():
@@ -108,11 +97,8 @@ def is_flat(tree: Any) -> bool:
 
 
 def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST) -> dict[str, Any]:
-    """Read a JSON object from a file and check the types of its values.
-
-    Raises:
-        BadJson: naming the file; MissingJson if there is no such file.
-    """
+    """Read a JSON object from a file and check the types of its values. Raises BadJson, naming the file; MissingJson if
+    there is none."""
     try:
         return parse_object(read_bytes(path, largest), kinds)
     except BadJson as error:
@@ -120,11 +106,7 @@ def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: i
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Read a regular file. Does not wait if the path is a pipe or a device.
-
-    Raises:
-        BadJson: without the file's name.
-    """
+    """Read a regular file without waiting for a pipe or device. Raises BadJson, without the file's name."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())

@@ -42,8 +42,8 @@ FAILURE: dict[str, Kinds] = {
     "incarnation": (str,), "rank": (int,), "class": (str,), "exit_code": (int,), "reason": (str,),
 }  # fmt: skip
 PATIENCE = 2
-"""Seconds for which a rank that lost contact waits for another rank's failure report: torchrun ends all ranks as soon
-as one has failed, and takes that one for the cause."""
+"""Seconds for which a rank that lost contact waits for another rank's failure report before it ends: torchrun takes the
+first that ends for the cause."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,8 @@ def is_without_end(said: dict[str, Any]) -> bool:
 
 
 def came_before(folder: Path, is_claiming: bool = False) -> dict[str, Any] | None:
-    """The status of the previous start of the run that took steps or finished; None if the present start has taken
-    steps, or there was no earlier one.
-
-    The status of a finished run is thus kept if a later command fails before its first step.
+    """The status of the previous start that took steps or finished, which is kept until this start has taken a step;
+    None if it has, or there was no earlier start.
 
     Args:
         is_claiming: whether this start has written nothing yet, so that the file is from another start.
@@ -88,10 +86,8 @@ def came_before(folder: Path, is_claiming: bool = False) -> dict[str, Any] | Non
 
 
 def note_steps(folder: Path) -> None:
-    """Record that this start of the run has taken a step, so that its end counts as the end of the run.
-
-    The record is a separate file, because another rank may be writing `run_status.json` at the same time.
-    """
+    """Record that this start has taken a step, so that its end counts as the run's. This is a file of its own, because
+    another rank may be writing `run_status.json` at the same time."""
     os.close(os.open(folder / STEPPED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 
@@ -139,8 +135,7 @@ def put_status(
 
 
 def own_word(said: dict[str, Any]) -> dict[str, Any]:
-    """The part of a status that the most recent start wrote. If that start failed before its first step in the folder
-    of a finished run, that is the entry `refused`."""
+    """The part of a status that the most recent start wrote: `refused` if it failed in the folder of a finished run."""
     refused = said.get("refused")
     if not isinstance(refused, dict):
         return said
@@ -164,12 +159,8 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 
 def status_of(folder: Path) -> dict[str, Any]:
-    """The content of a run folder's `run_status.json`. The entry `before` (status of the previous start) is kept only
-    if the most recent start has taken no step.
-
-    Raises:
-        BadJson: the file cannot be read; MissingJson: it does not exist.
-    """
+    """The content of a run folder's `run_status.json`, with `before` (the previous start's status) only while this
+    start has taken no step. Raises BadJson; MissingJson if there is no file."""
     path = folder / STATUS_FILE
     said = read_object(path, WORD)
     for own in (said, said.get("before"), said.get("refused")):
@@ -232,8 +223,7 @@ def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def last_word(path: Path) -> Iterator[None]:
-    """Context in which a file about the end of the run is written. An error is only logged: it changes neither the exit
-    code nor other files."""
+    """Context in which a file about the end of the run is written; an error is only logged."""
     try:
         yield
     except Exception as error:
@@ -242,13 +232,8 @@ def last_word(path: Path) -> Iterator[None]:
 
 
 def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
-    """Record in `run_status.json` how the run ended, unless another rank has done so.
-
-    A rank that lost contact to another rank first waits for that rank's report. Errors of writing are only logged.
-
-    Returns:
-        The report of the first failure, if another rank wrote it.
-    """
+    """Record in `run_status.json` how the run ended. A rank that lost contact first waits for another rank's report.
+    Errors of writing are only logged. Returns the report of the first failure, if another rank wrote it."""
     rank, ending = env_rank(), outcome.ending
     is_done = ending.name == "done"
     if is_absent(folder) or (is_done and rank != 0):

@@ -46,21 +46,17 @@ FROZEN = 5.0
 HEARING = 3.0
 """Seconds that a signal may take to be handled on a busy machine."""
 ONE_WISH = 0.5
-"""Seconds within which two SIGINT signals count as one Ctrl-C: the key was pressed twice, or a launcher forwards the
-signal that the terminal has already sent to all processes."""
+"""Seconds within which two SIGINT signals count as one Ctrl-C: a launcher may forward what the terminal has sent."""
 SETTLE = 0.3
-"""Seconds to wait before a SIGTERM is taken for a request to stop: torchrun also sends SIGTERM when another rank has
-failed."""
+"""Seconds before a SIGTERM is taken for a request to stop: torchrun sends it, too, when another rank has failed."""
 STACKS = "stacks"
 TOGETHER = (Phase.AGREEING, Phase.COMPUTE, Phase.OPTIMIZER)
-"""Phases of a step in which ranks wait only for other ranks. If all ranks stay in one of these phases for long, the
-network is at fault."""
+"""Phases in which ranks wait only for other ranks: if all stay in one of them for long, the network is at fault."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Run:
-    """Functions of a training run that the watchdog calls from its thread. This base class is for a process without a
-    run."""
+    """What the watchdog calls from its thread. This base class is for a process without a run."""
 
     def check_folder(self) -> None:
         """Check that the run's folder still exists and is locked. Called every second."""
@@ -78,11 +74,8 @@ class Run:
 
 
 class Watchdog:
-    """Background thread of a rank: writes heartbeats, receives requests to stop or to save a checkpoint (signals), and
-    ends the process when other ranks end or stall.
-
-    The thread starts when the object is entered with `with`.
-    """
+    """Background thread of a rank, which starts when the object is entered: writes heartbeats, receives requests to
+    stop or to save (signals), and ends the process when other ranks end or stall."""
 
     def __init__(
         self,
@@ -92,12 +85,11 @@ class Watchdog:
         warn_after: int | None = None,
         run: Run | None = None,
     ):
-        """Set the limits; the thread starts in `__enter__`.
+        """Set the limits, in seconds.
 
         Args:
-            limit: seconds that a collective may wait. May be changed later.
-            warn_after: seconds after which waiting ranks report which ranks they wait for; None: the progress of
-                ranks is not compared.
+            limit: how long a collective may wait; may be changed later.
+            warn_after: how long until ranks report for whom they wait; None: the progress of ranks is not compared.
         """
         self.folder = folder or Path()
         self.rank = rank
@@ -112,9 +104,9 @@ class Watchdog:
         self.interrupted_at: float | None = None
         """Time of the first SIGINT, by the monotonic clock."""
         self.saves = 0
-        """Number of SIGUSR1 signals so far, each of which asks for a checkpoint; counted by the watchdog's thread."""
+        """Number of SIGUSR1 signals, each of which asks for a checkpoint; counted by the watchdog's thread."""
         self.saves_taken = 0
-        """Number of these SIGUSR1 requests that the main thread has already handled."""
+        """Number of these that the main thread has handled."""
         self.step = 0
         self.phase = Phase.LOADING
         self.stepping = False
@@ -132,11 +124,7 @@ class Watchdog:
         """The other ranks on this machine: pidfd -> (rank, process id)."""
 
     def at(self, phase: Phase, step: int | None = None) -> None:
-        """Record that the main thread begins a phase of a step.
-
-        Args:
-            step: number of finished steps; None: unchanged.
-        """
+        """Record that the main thread begins a phase, after `step` finished steps (None: as many as before)."""
         self.phase = phase
         self.step = self.step if step is None else step
 
@@ -149,11 +137,8 @@ class Watchdog:
         return self.saves_taken > before
 
     def wants_stop_soon(self) -> bool:
-        """Whether a stop is requested now or within the next `HEARING` seconds.
-
-        A signal to the whole process group may end child processes, such as a compiler, before the watchdog's thread
-        has handled the signal.
-        """
+        """Whether a stop is requested now or within `HEARING` seconds: a signal to the whole process group may end a
+        child process, such as a compiler, before the watchdog's thread has handled it."""
         until = time.monotonic() + HEARING
         while not self.stop and time.monotonic() < until:
             time.sleep(0.05)
@@ -161,12 +146,8 @@ class Watchdog:
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
-        """Context in which the training steps are taken. After the first step, a stop signal takes effect only at the
-        end of a step.
-
-        Before the first step ends no work can be lost, and that step may compile for longer than torchrun waits before
-        it kills its ranks.
-        """
+        """Context of the training steps. A stop signal takes effect at the end of a step, except in the first step,
+        which has no work to lose and may compile for longer than torchrun waits before it kills its ranks."""
         try:
             yield
         finally:
@@ -224,11 +205,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def among(self, ranks: list[tuple[int, str, int]]) -> Iterator[None]:
-        """Context in which the other ranks are watched. It ends after the run's last barrier.
-
-        Args:
-            ranks: (rank, host, process id) of each rank.
-        """
+        """Context in which the other `ranks` (rank, host, process id) are watched, to the run's last barrier."""
         self.size = len(ranks)
         here = socket.gethostname()
         for rank, host, pid in ranks:
@@ -302,14 +279,13 @@ class Watchdog:
                     put_status(self.folder, "stopping", Outcome(ENDINGS["stopped"], name, step=self.step))
 
     def is_second_interrupt(self) -> bool:
-        """Whether there was an earlier SIGINT, long enough ago (`ONE_WISH` seconds) to be a separate Ctrl-C."""
+        """Whether there was a SIGINT more than `ONE_WISH` seconds ago."""
         first, now = self.interrupted_at, time.monotonic()
         self.interrupted_at = now if first is None else first
         return first is not None and now - first > ONE_WISH
 
     def end_with_peer(self, pidfd: int, rank: int, pid: int) -> None:
-        """End this process because another rank on this machine has ended. That rank has written its failure report
-        already, if it could."""
+        """End this process because another rank on this machine has ended, with a failure report if it could."""
         how = ending_of(pidfd, pid)
         if first_failure(self.folder) is None:
             reason = f"rank {rank} (process {pid} on {socket.gethostname()}) {how}"
@@ -337,7 +313,8 @@ class Watchdog:
         beat = self.write_beat()
         if self.warn_after is None:
             return
-        if has_others() and first_failure(self.folder) is not None:  # also if that rank has not joined the group yet
+        has_others = os.environ.get("WORLD_SIZE", "1") != "1"
+        if has_others and first_failure(self.folder) is not None:  # also if that rank has not joined the group yet
             self.end_after_failure()
         if self.size == 1:
             return
@@ -365,8 +342,8 @@ class Watchdog:
                 log().warning("waiting for %.0f seconds: %s", waiting, each)
 
     def give_up(self, beat: Beat, waiting: float, late: list[Late]) -> None:
-        """End the run because ranks wait too long. This comes before the process group's own timeout, whose message
-        would name the waiting rank instead of the late one."""
+        """End the run because ranks wait too long, before the process group's own timeout, which would name the waiting
+        rank instead of the late one."""
         faulthandler.dump_traceback(self.stacks, all_threads=True)
         if not late:
             late = self.watcher.late(beat, list(range(self.size)))
@@ -384,8 +361,8 @@ class Watchdog:
         )
 
     def end_after_failure(self) -> None:
-        """End this process because another rank has reported a failure, without a report of its own, after torchrun has
-        noticed the failed rank."""
+        """End this process, without a report, because another rank has reported a failure, which torchrun must notice
+        first."""
         time.sleep(PATIENCE)
         first = first_failure(self.folder)
         self.kill_frozen()
@@ -405,8 +382,7 @@ class Watchdog:
         self.exit(int(outcome.ending.exit_code if first is None else first["exit_code"]))
 
     def kill_frozen(self) -> None:
-        """Kill the frozen ranks of this machine: they do not react to torchrun's SIGTERM, and torchrun would wait half
-        a minute for them."""
+        """Kill the frozen ranks of this machine, for which torchrun would wait half a minute."""
         for handle, (rank, _) in self.peers.items():
             with contextlib.suppress(OSError):
                 if beat_age(self.folder, rank) > FROZEN:
@@ -420,13 +396,8 @@ class Watchdog:
         os._exit(code)
 
 
-def has_others() -> bool:
-    return os.environ.get("WORLD_SIZE", "1") != "1"
-
-
 def fresh(path: Path) -> TextIO:
-    """Open a new file that only its owner can read. An existing file that is not empty is first renamed to
-    `NAME.N.txt`."""
+    """Open a new file that only its owner can read. A file with content is first renamed to `NAME.N.txt`."""
     if os.path.lexists(path) and path.lstat().st_size:
         number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}.txt").exists())
         os.replace(path, path.with_suffix(f".{number}.txt"))

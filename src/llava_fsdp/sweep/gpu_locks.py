@@ -22,9 +22,7 @@ from llava_fsdp.runtime.visible_devices import visible_gpus
 
 GPU_LINE = re.compile(r"(\s*)(GPU|MIG)\b.*?\(UUID:\s*((?:GPU|MIG)-[^)\s]+)\)")
 WAIT_SECONDS = 1.0
-"""Seconds between two attempts to lock GPUs."""
 SMI_SECONDS = 20
-"""Seconds that nvidia-smi may take."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,7 @@ class Device:
 
 
 def list_devices(listed: str, visible: str | None) -> list[Device]:
-    """The GPUs that a process started now would see.
-
-    Args:
-        listed: output of `nvidia-smi -L`.
-        visible: value of CUDA_VISIBLE_DEVICES; None: not set.
-    """
+    """The GPUs that a process would see, from the output of `nvidia-smi -L` and CUDA_VISIBLE_DEVICES (`visible`)."""
     gpus: list[str] = []
     parts: dict[int, list[str]] = {}
     for line in listed.splitlines():
@@ -143,11 +136,7 @@ def open_lock(path: Path) -> int:
 
 
 def lock_folder() -> Path:
-    """Create and return this user's folder of GPU locks on this machine.
-
-    Raises:
-        ConfigError: the folder belongs to another user.
-    """
+    """Create and return this user's folder of GPU locks. Raises ConfigError if it belongs to another user."""
     folder = Path(tempfile.gettempdir()) / f"llava_fsdp-devices-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     state = folder.lstat()

@@ -21,11 +21,8 @@ from llava_fsdp.sweep.torchrun import JobFailed
 
 
 def main() -> None:
-    """Run all jobs of a sweep, write and print the results, and exit with the code of the first job that failed.
-
-    The first command-line argument is the path of the stop file; the second is the sweep's folder, empty for a single
-    job.
-    """
+    """Run all jobs of a sweep, write and print the results, and exit with the code of the first job that failed. The
+    arguments begin with the stop file's path and the sweep's folder (empty for a single job)."""
     setup_logging()
     stop, folder = StopRequest(Path(sys.argv[1])), sys.argv[2]
     del sys.argv[1:3]
@@ -39,8 +36,7 @@ def main() -> None:
 
 
 def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
-    """Run all jobs with Hydra. Returns the jobs that ran in this process, whether Hydra and all jobs succeeded, and
-    Hydra's error messages."""
+    """Run all jobs. Returns those that ran in this process, whether all succeeded, and Hydra's error messages."""
     jobs: list[Job] = []
     errors = io.StringIO()
 

@@ -74,8 +74,7 @@ class Job:
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """Read the jobs of a sweep's folder, ordered by number. A job whose status is still `running` was killed with its
-    process."""
+    """Read the jobs of a sweep's folder, ordered by number. One that is still `running` was killed with its process."""
     jobs = []
     for path in job_files(folder):
         try:
@@ -150,8 +149,7 @@ def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
 
 
 def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
-    """Record why a job did not finish, and its results so far. There are no results if this start took no step, for
-    example because the folder holds a run with another configuration.
+    """Record why a job did not finish, and its results so far: none if this start took no step.
 
     Args:
         is_stopping: whether a stop was requested; a job that had not begun then counts as stopped, and runs at the next
@@ -220,10 +218,7 @@ def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None
 
 def train_command(config: SweepConfig, overrides: list[str], folder: Path, config_folders: list[str]) -> list[str]:
     """The torchrun command of one job: with the job's overrides except the sweep's own keys, and its output folder.
-
-    Args:
-        config_folders: folders given with `--config-dir`.
-    """
+    `config_folders` are those of `--config-dir`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(config.launch.nproc_per_node), "-m", "llava_fsdp.train"]
     for path in config_folders:

@@ -72,22 +72,15 @@ class StopRequest:
 
 
 def ignore_signals() -> None:
-    """Ignore SIGINT and SIGTERM in a worker of a Hydra launcher: the sweep's main process receives and handles them
-    too."""
+    """Ignore SIGINT and SIGTERM in a worker of a Hydra launcher, as the sweep's main process handles them."""
     with contextlib.suppress(ValueError):  # not the main thread
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
 def supervise(words: Sequence[str], stop: StopRequest) -> int:
-    """Run a Python module in a session of its own and wait for it; each signal raises the level of the stop request.
-
-    Args:
-        words: name of the module, and its arguments.
-
-    Returns:
-        The exit code; if the process was killed, minus the signal's number.
-    """
+    """Run a Python module (`words`: its name and arguments) in a session of its own and wait for it; each signal raises
+    the level of the stop request. Returns the exit code; minus the signal's number if the process was killed."""
     start = [sys.executable, "-m", "llava_fsdp.sweep.exec_child", str(os.getpid()), sys.executable, "-m", *words]
     child = subprocess.Popen(start, start_new_session=True)
 

@@ -28,12 +28,8 @@ class JobFailed(LlavaFsdpError):
     """Error: one training of a sweep did not finish."""
 
     def __init__(self, reason: str, code: ExitCode = ExitCode.BUG, took_steps: bool = False):
-        """Create the error.
-
-        Args:
-            code: exit code of the rank that failed first.
-            took_steps: whether this start took a step; if not, the folder may hold an earlier run.
-        """
+        """`code` is that of the rank that failed first. The folder may hold an earlier run unless this start
+        `took_steps`."""
         super().__init__(reason)
         self.code = code
         self.took_steps = took_steps
@@ -55,7 +51,7 @@ def run_torchrun(
     Args:
         level: returns the level of the stop request: 0 continue, 1 save and end, 2 end at once.
         visible: value of CUDA_VISIBLE_DEVICES for the command; None: unchanged.
-        held: file descriptors that the command inherits: locks that must be held while it runs.
+        held: file descriptors of locks that the command inherits.
 
     Raises:
         JobFailed: the command returned an error; the message has the reason that a rank recorded.

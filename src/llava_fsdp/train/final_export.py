@@ -178,16 +178,10 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
     quantised = cfg.model.quantize.mode is not Quantizer.none
     sources = with_trained(state, is_first_rank) if quantised and adapted is None else {}
 
-    def in_full_precision() -> Llava:
-        """The quantized model with its base in full precision, as the export has it."""
-        assert isinstance(state.model, Llava)
-        plain = build_llava(state.model.parts, state.model.cfg.plain, torch.float32)
-        return filled(plain, sources if adapted is None else adapted.sources, compute_dtype(plain), adapted)
-
     def compare() -> None:
         ours, images = live, placed.images.cpu()
         if quantised:
-            ours = logits(in_full_precision(), dataclasses.replace(micro, images=images))
+            ours = logits(in_full_precision(state.model, sources, adapted), dataclasses.replace(micro, images=images))
         reloaded = reloaded_logits(staged, micro, images, DTYPES[cfg.precision.param_dtype])
         difference = relative_difference(reloaded[:, : ours.shape[1]], ours)
         bound = CLOSE if (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32) else CLOSE_BF16
@@ -201,6 +195,13 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
             )
 
     on_first_rank(compare, f"{staged} was written, but cannot be read back")
+
+
+def in_full_precision(model: torch.nn.Module, sources: dict[str, Stored], adapted: Adapted | None) -> Llava:
+    """A quantized model with its base in full precision, as the export has it."""
+    assert isinstance(model, Llava)
+    plain = build_llava(model.parts, model.cfg.plain, torch.float32)
+    return filled(plain, sources if adapted is None else adapted.sources, compute_dtype(plain), adapted)
 
 
 def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:

@@ -26,10 +26,10 @@ from llava_fsdp.runtime.jsonl import Rows, replace_lines
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.train.live_page import LivePage
+from llava_fsdp.train.lost_rows import SKIPPED_FILE, lost_rows
 from llava_fsdp.train.state import StepResult
 from llava_fsdp.train.trackers import PATIENCE, Trackers
 
-SKIPPED_FILE = "skipped_records.jsonl"
 WINDOW = 128
 """Number of preceding losses that a loss is compared with to find spikes."""
 FEWEST = 16
@@ -70,6 +70,10 @@ class Reporter:
         self.metrics, self.skipped_records = Rows(folder / METRICS_FILE), Rows(folder / SKIPPED_FILE)
         with storing(folder):
             rename_old_files(folder)
+            for message in lost_rows(folder, first_step) if first_step else ():
+                log().warning(
+                    "%s: %s: the file was cut or damaged, and curves and sums go without these rows", folder, message
+                )
             cut_back(self.metrics.path, first_step)
             begin_skipped_records(self.skipped_records.path, first_step, left_out)
         about = {**(about or {}), "run": run, "total_steps": total_steps}

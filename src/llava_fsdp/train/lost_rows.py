@@ -1,0 +1,87 @@
+"""Find rows that a run's files have lost when the run continues: the files were cut, emptied or damaged."""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from llava_fsdp.config.renamed import present_row
+from llava_fsdp.report.run_reader import METRICS_FILE, STARTS_FILE, VALIDATION_FILE
+from llava_fsdp.runtime.jsonl import read_rows
+from llava_fsdp.runtime.run_dir import FOLDER, folder_name
+from llava_fsdp.runtime.safe_load import SMALL
+from llava_fsdp.runtime.small_json import object_or_none
+
+SKIPPED_FILE = "skipped_records.jsonl"
+MOST_STRETCHES = 8
+"""Most ranges of steps that a message names."""
+
+
+def lost_rows(folder: Path, step: int) -> list[str]:
+    """Describe each file that lacks rows of steps up to `step`, from which the run continues.
+
+    Steps before the folder's first start are not checked: a run that continues another folder's checkpoint has no rows
+    of them. Validation is checked after the last start, for which `val.every` is known, and before `step`, whose own
+    validation may still be due.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    checkpoint = folder / FOLDER / folder_name(step)
+    starts = steps_in(folder / STARTS_FILE, step - 1)
+    if not starts and not checkpoint.is_dir():
+        return []
+    begin = min(starts, default=0)
+    messages = []
+    if not starts:
+        messages.append(f"{STARTS_FILE} has no start before step {step}")
+    rows = {row["step"]: row for row in of_steps(folder / METRICS_FILE, step)}
+    steps = range(begin + 1, step + 1)
+    if missing := [own for own in steps if own not in rows]:
+        messages.append(f"{METRICS_FILE} lacks the rows of {len(missing)} of {len(steps)} steps ({stretches(missing)})")
+    listed = Counter(row["step"] for row in of_steps(folder / SKIPPED_FILE, step))
+    if short := [own for own in steps if listed[own] < faults_of(rows.get(own, {}))]:
+        messages.append(f"{SKIPPED_FILE} lacks records that {METRICS_FILE} counts, of steps {stretches(short)}")
+    measured = set(steps_in(folder / VALIDATION_FILE, step))
+    due = due_between(max(starts, default=step), step, object_or_none(checkpoint / "state.json", largest=SMALL) or {})
+    if missing := [own for own in due if own not in measured]:
+        messages.append(f"{VALIDATION_FILE} lacks the rows of steps {stretches(missing)}")
+    return messages
+
+
+def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
+    """Steps after `begin` and before `end` at which validation was due, by the configuration in `state.json`."""
+    config = facts.get("config")
+    val = config.get("val") if isinstance(config, dict) else None
+    every = val.get("every") if isinstance(val, dict) else None
+    if type(every) is not int or every < 1:
+        return range(0)
+    return range((begin // every + 1) * every, end, every)
+
+
+def faults_of(row: dict[str, Any]) -> int:
+    """Number of rows that a step must have in `skipped_records.jsonl`, according to its row in the metrics file."""
+    counts = [present_row(row).get("skipped_records"), row.get("unlabelled")]
+    return sum(count for count in counts if type(count) is int)
+
+
+def of_steps(path: Path, last: int) -> list[dict[str, Any]]:
+    """Rows of a JSON Lines file whose step is at most `last`."""
+    return [row for row in read_rows(path) if type(row.get("step")) is int and row["step"] <= last]
+
+
+def steps_in(path: Path, last: int) -> list[int]:
+    return [row["step"] for row in of_steps(path, last)]
+
+
+def stretches(steps: Iterable[int]) -> str:
+    """Format sorted steps as ranges in text, such as `1 to 16, 20`."""
+    found: list[list[int]] = []
+    for step in steps:
+        if found and step == found[-1][1] + 1:
+            found[-1][1] = step
+        else:
+            found.append([step, step])
+    ranges = [f"{first} to {last}" if last > first else str(first) for first, last in found[:MOST_STRETCHES]]
+    more = len(found) - MOST_STRETCHES
+    return ", ".join(ranges) + (f" and {more} more stretches" if more > 0 else "")
