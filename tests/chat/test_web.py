@@ -37,7 +37,7 @@ PATIENCE = 90_000
 PACED = """
 import time
 from llava_fsdp.chat.assistant import Assistant
-from llava_fsdp.chat.main import main
+from llava_fsdp.chat.__main__ import main
 
 fast = Assistant.stream
 

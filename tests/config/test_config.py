@@ -130,14 +130,14 @@ WRONG = [
     ("data=llava_json", "data.path is not set; give it on the command line: data.path=VALUE"),
     (
         "stage=nope",
-        "Could not find 'stage/nope'\n\nAvailable options in 'stage':\n\tfinetune\n\tfinetune_lora\n\tfinetune_qlora\n"
-        "\tfinetune_task\n\tfinetune_task_lora\n\tpretrain",
+        "stage=nope: choose one of finetune, finetune_lora, finetune_qlora, finetune_task, finetune_task_lora, "
+        "pretrain",
     ),
     (
         "sharding=zero4",
-        "Available options in 'sharding':\n\tauto\n\thybrid\n\thybrid2\n\tzero0\n\tzero1\n\tzero2\n\tzero3",
+        "sharding=zero4: choose one of auto, hybrid, hybrid2, zero0, zero1, zero2, zero3; did you mean zero3?",
     ),
-    ("precision=int8", "Available options in 'precision':\n\tbf16\n\tbf16_pure\n\tfp16\n\tfp32\n\tfp8"),
+    ("precision=int8", "precision=int8: choose one of bf16, bf16_pure, fp16, fp32, fp8"),
     # wrong types
     ("optim.lr=fast", "optim.lr=fast must be a number"),
     ("epochs=1.5", "epochs=1.5 must be a whole number"),

@@ -78,11 +78,12 @@ def test_states_beyond_a_limit_on_private_memory(dataset: Path, tmp_path: Path) 
 
 LIMITED = """
 import resource, sys
-from llava_fsdp.train import main as train
+import llava_fsdp.train.main
+from llava_fsdp.train import __main__ as entry
 limit = int(sys.argv.pop(1))
 if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-train.main()
+entry.main()
 """
 
 

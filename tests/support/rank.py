@@ -15,9 +15,10 @@ TRAP = "LLAVA_FSDP_TRAP"
 
 def main() -> None:
     set_trap()
-    from llava_fsdp.train import main as train
 
-    train.main()
+    from llava_fsdp.train import __main__ as entry
+
+    entry.main()
 
 
 def set_trap() -> None:

@@ -1,10 +1,19 @@
 """Entry point of `python -m llava_fsdp.chat`; see main.py for what it does."""
 
+from llava_fsdp.config import ChatConfig, cli
 from llava_fsdp.runtime.log import leave_noise_out
 
+
+def main() -> None:
+    leave_noise_out()
+    cli.run("chat", ChatConfig, task)
+
+
+def task(cfg: ChatConfig) -> None:
+    from llava_fsdp.chat.main import chat  # once the command line is checked: torch takes seconds
+
+    chat(cfg)
+
+
 if __name__ == "__main__":
-    leave_noise_out()  # before transformers is imported
-
-    from llava_fsdp.chat.main import main
-
     main()

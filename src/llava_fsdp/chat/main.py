@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llava_fsdp.chat.assistant import Assistant
 from llava_fsdp.chat.conversation import Conversation
-from llava_fsdp.config import AspectRatio, ChatConfig, cli
+from llava_fsdp.config import AspectRatio, ChatConfig
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import ConfigError, DataError, OutOfMemory
 from llava_fsdp.runtime.log import log
@@ -26,10 +26,6 @@ HELP = """\
 /help         show these lines
 /quit         end; so does Ctrl-D
 Ctrl-C stops an answer and keeps what was written of it; a second Ctrl-C ends the program."""
-
-
-def main() -> None:
-    cli.run("chat", ChatConfig, chat)
 
 
 def chat(cfg: ChatConfig) -> None:

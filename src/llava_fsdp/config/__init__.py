@@ -77,6 +77,7 @@ from llava_fsdp.config.load import (
     config_dir,
     did_you_mean,
     load,
+    nearest,
     schema_keys,
     without_hydra,
 )

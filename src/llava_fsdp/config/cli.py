@@ -18,18 +18,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
+from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from llava_fsdp.config import SOURCES, config_dir, did_you_mean, load, schema_keys
+from llava_fsdp.config import SOURCES, config_dir, did_you_mean, load, nearest, schema_keys
+from llava_fsdp.config.help import asked_help, render_help
 from llava_fsdp.config.hydra_guard import FLAGS, check_command_line
 from llava_fsdp.runtime.errors import ENDINGS, ConfigError, ExitCode, FolderLost, LlavaFsdpError, Stopped
 from llava_fsdp.runtime.heartbeat import read_beat
 from llava_fsdp.runtime.launch import attempt, env_rank, is_one_node
 from llava_fsdp.runtime.log import leave_noise_out, log, setup_logging
-from llava_fsdp.runtime.process_end import end_torchrun, end_with
+from llava_fsdp.runtime.process_end import end_agent, end_torchrun, end_with
 from llava_fsdp.runtime.redact import redact, secrets_of
 from llava_fsdp.runtime.run_dir import is_others
 from llava_fsdp.runtime.status_file import PATIENCE, Outcome, is_absent, last_word, settled
@@ -45,8 +48,7 @@ LITERAL = frozenset({
     "track.name", "track.project",
 })  # fmt: skip
 PATH_KEYS = {"chat": "model.checkpoint", "evaluate": "model.checkpoint", "export": "source"}
-"""Key that a path without `key=` on the command line is most likely meant for, by program; output_dir for other
-programs."""
+"""Key of a command line's first word if it is a folder without `key=`, by program."""
 WITH_VALUES = frozenset({
     *FLAGS, "--config-name", "-cn", "--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun",
 })  # fmt: skip
@@ -159,10 +161,17 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()
+    stop_restarts(ends_torchrun, outcome.ending.is_permanent)
+    os._exit(code)
+
+
+def stop_restarts(ends_torchrun: bool, is_permanent: bool) -> None:
+    """Keep torchrun from starting this rank again where that cannot help."""
     if ends_torchrun:
         time.sleep(PATIENCE)  # torchrun also stops ranks to start them again with more machines
         end_torchrun()
-    os._exit(code)
+    if is_permanent:
+        end_agent()
 
 
 def write_outcome(folder: Path | None, outcome: Outcome, on_exit: Status) -> dict[str, Any] | None:
@@ -205,17 +214,33 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
         ConfigError: Hydra's error about a wrong key or choice, shortened, with the nearest key that exists; or
             a multirun, which cannot work under torchrun.
     """
+    refuse_multirun(config_name)
+    check_command_line(sys.argv[1:], LITERAL)
+    words = name_folder(sys.argv[1:], PATH_KEYS.get(config_name))
+    if (group := asked_help(words)) is not None:
+        if not is_later_rank():
+            print(render_help(config_name, schema, words, group))
+        return None
+    refuse_bare_words(words, config_name)
+    refuse_unknown(words, schema)
+    sys.argv[1:] = words = [taken_literally(word) for word in words]
+    if any(word.startswith("-") or "hydra" in word.partition("=")[0] for word in words):
+        return compose_with_flags(config_name, schema)
+    try:
+        with initialize_config_dir(str(config_dir()), version_base="1.3"):
+            return hydra.compose(config_name, words)
+    except HydraException as error:
+        raise ConfigError(shorten(str(error), schema)) from None
+
+
+def compose_with_flags(config_name: str, schema: type) -> DictConfig | None:
+    """Do the same with Hydra's own program, which knows flags such as `--cfg job`; it takes longer."""
     composed: list[DictConfig] = []
 
     def body(node: DictConfig) -> None:
         assert HydraConfig.get().mode == RunMode.RUN
         composed.append(node)
 
-    refuse_multirun(config_name)
-    check_command_line(sys.argv[1:], LITERAL)
-    refuse_bare_words(sys.argv[1:], config_name)
-    refuse_no_choice(sys.argv[1:])
-    sys.argv[1:] = [taken_literally(argument) for argument in sys.argv[1:]]
     stderr = io.StringIO()
     program = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(body)
     try:
@@ -229,6 +254,35 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
                 return None
             raise ConfigError(shorten(stderr.getvalue(), schema)) from None
     return composed[0] if composed else None
+
+
+def name_folder(words: list[str], key: str | None) -> list[str]:
+    """The words of a command line, with `key=` before the first if that is a plain word: the folder of a model."""
+    if key is None or not words or "=" in words[0] or words[0].startswith(("-", "~")):
+        return words
+    return [f"{key}={words[0]}", *words[1:]]
+
+
+def refuse_unknown(words: list[str], schema: type) -> None:
+    """Raise ConfigError for a key or a choice that does not exist, with the nearest that does; Hydra takes seconds to
+    find it. With `--config-dir`, whose choices are not known here, Hydra finds it."""
+    if any(word.startswith("--config-dir") or word == "-cd" for word in words):
+        return
+    keys = schema_keys(schema)
+    flag = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        is_plain = equals and re.fullmatch(r"\w+(\.\w+)*", name) and flag not in WITH_VALUES
+        flag = word
+        if not is_plain or name.startswith("hydra.") or name.startswith(SOURCES):
+            continue
+        folder = config_dir() / name
+        if "." not in name and folder.is_dir():
+            choices = sorted(path.stem for path in folder.glob("*.yaml"))
+            if value not in choices and not value.startswith(("[", "${")) and "," not in value:
+                raise ConfigError(f"{word}: choose one of {', '.join(choices)}{nearest(value, choices)}")
+        elif name not in keys:
+            raise ConfigError(f"{name} is not a key of the configuration{did_you_mean(name, keys)}")
 
 
 def taken_literally(argument: str) -> str:
@@ -269,15 +323,6 @@ def refuse_bare_words(words: list[str], config_name: str) -> None:
             hint = f"did you mean {key}={word}?" if os.path.exists(word) else f"as in {key}=outputs/mine"
             raise ConfigError(f"{word} has no key; arguments are written key=value, {hint}")
         flag = word
-
-
-def refuse_no_choice(arguments: list[str]) -> None:
-    """Raise ConfigError for `group=null`, naming the group's choices; Hydra's own error does not name the group."""
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if value == "null" and re.fullmatch(r"\w+", key) and (config_dir() / key).is_dir():
-            choices = sorted(path.stem for path in (config_dir() / key).glob("*.yaml"))
-            raise ConfigError(f"{argument}: choose one of {', '.join(choices)}")
 
 
 def shorten(message: str, schema: type) -> str:

@@ -137,5 +137,17 @@ def did_you_mean(name: str, known: list[str]) -> str:
     if new := present_key(name):
         return f"; it is called {new} now"
     groups = {key.rpartition(".")[0] for key in known}
-    near = difflib.get_close_matches(name, [k for k in known if "." not in name or k not in groups], n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    leaf = name.rpartition(".")[2]
+    moved = [key for key in known if key.rpartition(".")[2] == leaf]
+    if len(moved) == 1 and moved[0] != name:
+        return f"; did you mean {moved[0]}?"
+    return nearest(name, [key for key in known if "." not in name or key not in groups])
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """Suggestion of the known name that differs from `name` by a slip of the fingers; empty if none is so close."""
+    area, _, leaf = name.rpartition(".")
+    same_area = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == area}
+    near = difflib.get_close_matches(leaf, list(same_area), n=1, cutoff=0.7)
+    found = same_area[near[0]] if near else next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), "")
+    return f"; did you mean {found}?" if found else ""

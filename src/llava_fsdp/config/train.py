@@ -44,8 +44,11 @@ class OptimConfig:
     weight_decay: float
     """Weight decay of AdamW; not applied to biases and norms."""
     beta1: float
+    """Decay rate of AdamW's first moment, the mean of gradients."""
     beta2: float
+    """Decay rate of AdamW's second moment, the mean of squared gradients."""
     eps: float
+    """Number added to the root of the second moment before dividing by it."""
     clip: float | None
     """Largest norm of all gradients together; larger gradients are scaled down to it; null: no clipping."""
     schedule: Schedule
@@ -185,7 +188,9 @@ class Config:
     """Which tokens are labels. exact: every answer is supervised; llava_v1_5: as in the original's preprocessing,
     which masks whole samples (LLaVA train.py:332-655)."""
     seed: int
+    """Seed of weights that are drawn, of the order of samples and of dropout."""
     epochs: int
+    """Number of times that every record is trained on."""
     max_steps: int | None
     """Number of steps after which training ends; null: every epoch to its end."""
     global_batch_size: int

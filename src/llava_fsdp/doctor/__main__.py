@@ -1,10 +1,19 @@
-"""Entry point of `python -m llava_fsdp.doctor`, the command that checks this machine for a training (see main.py)."""
+"""Entry point of `python -m llava_fsdp.doctor`; see main.py for what it does."""
 
+from llava_fsdp.config import DoctorConfig, cli
 from llava_fsdp.runtime.log import leave_noise_out
 
+
+def main() -> None:
+    leave_noise_out()
+    cli.run("doctor", DoctorConfig, task)
+
+
+def task(cfg: DoctorConfig) -> None:
+    from llava_fsdp.doctor.main import doctor  # once the command line is checked: torch takes seconds
+
+    doctor(cfg)
+
+
 if __name__ == "__main__":
-    leave_noise_out()  # before transformers is imported
-
-    from llava_fsdp.doctor.main import main
-
     main()

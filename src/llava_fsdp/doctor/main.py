@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from rich.table import Table
 
-from llava_fsdp.config import DoctorConfig, Format, cli
+from llava_fsdp.config import DoctorConfig, Format
 from llava_fsdp.doctor.checks import CHECKS, run_check
 from llava_fsdp.doctor.context import Context
 from llava_fsdp.doctor.findings import Finding, Level
@@ -19,10 +19,6 @@ from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import ConfigError
 
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
-
-
-def main() -> None:
-    cli.run("doctor", DoctorConfig, doctor)
 
 
 def doctor(cfg: DoctorConfig) -> None:

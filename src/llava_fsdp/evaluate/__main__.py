@@ -1,10 +1,19 @@
 """Entry point of `python -m llava_fsdp.evaluate`; see main.py for what it does."""
 
+from llava_fsdp.config import EvaluateConfig, cli
 from llava_fsdp.runtime.log import leave_noise_out
 
+
+def main() -> None:
+    leave_noise_out()
+    cli.run("evaluate", EvaluateConfig, task)
+
+
+def task(cfg: EvaluateConfig) -> None:
+    from llava_fsdp.evaluate.main import evaluate  # once the command line is checked: torch takes seconds
+
+    evaluate(cfg)
+
+
 if __name__ == "__main__":
-    leave_noise_out()  # before transformers is imported
-
-    from llava_fsdp.evaluate.main import main
-
     main()

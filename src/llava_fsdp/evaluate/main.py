@@ -15,7 +15,7 @@ from xxhash import xxh3_128_hexdigest
 
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE
-from llava_fsdp.config import EvaluateConfig, Format, Task, cli
+from llava_fsdp.config import EvaluateConfig, Format, Task
 from llava_fsdp.data.records.record import Turn, reading
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.data.toy_shapes import draw_shapes
@@ -30,14 +30,11 @@ from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.digests import digest_of_file
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.jsonl import replace_lines
+from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch, watch_silently
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints
 from llava_fsdp.runtime.terminal_text import shown_name
-
-
-def main() -> None:
-    cli.run("evaluate", EvaluateConfig, evaluate)
 
 
 def evaluate(cfg: EvaluateConfig) -> None:
@@ -139,7 +136,7 @@ class AnswerGenerator:
         cfg = self.cfg
         if self.assistant is None:
             self.assistant = Assistant(cfg.model.checkpoint, cfg.data.template, cfg.data.image_aspect_ratio)
-        show = watch_silently if cli.is_later_rank() else watch
+        show = watch_silently if env_rank() != 0 else watch
         with show("questions", len(questions)) as advance:
             for start in range(0, len(questions), cfg.batch_size):
                 batch = questions[start : start + cfg.batch_size]

@@ -1,10 +1,19 @@
 """Entry point of `python -m llava_fsdp.export`; see main.py for what it does."""
 
+from llava_fsdp.config import ConversionConfig, cli
 from llava_fsdp.runtime.log import leave_noise_out
 
+
+def main() -> None:
+    leave_noise_out()
+    cli.run("export", ConversionConfig, task)
+
+
+def task(cfg: ConversionConfig) -> None:
+    from llava_fsdp.export.main import export  # once the command line is checked: torch takes seconds
+
+    export(cfg)
+
+
 if __name__ == "__main__":
-    leave_noise_out()  # before transformers is imported
-
-    from llava_fsdp.export.main import main
-
     main()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from llava_fsdp.config import ConversionConfig, DType, FolderFormat, KeptDType, cli
+from llava_fsdp.config import ConversionConfig, DType, FolderFormat, KeptDType
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.export.adapter_folder import whole
@@ -25,10 +25,6 @@ from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch_loading
 from llava_fsdp.runtime.provenance import NOTES
-
-
-def main() -> None:
-    cli.run("export", ConversionConfig, export)
 
 
 @torch.no_grad()

@@ -1,10 +1,22 @@
-"""Entry point of `python -m llava_fsdp.plan`; the program is in main.py."""
+"""Entry point of `python -m llava_fsdp.plan`; see main.py for what it does."""
 
+import sys
+
+from llava_fsdp.config import PlanConfig, cli
 from llava_fsdp.runtime.log import leave_noise_out
 
+
+def main() -> None:
+    words = sys.argv[1:]
+
+    def task(cfg: PlanConfig) -> None:
+        from llava_fsdp.plan.main import plan  # once the command line is checked: torch takes seconds
+
+        plan(cfg, words)
+
+    leave_noise_out()
+    cli.run("plan", PlanConfig, task)
+
+
 if __name__ == "__main__":
-    leave_noise_out()  # before transformers is imported
-
-    from llava_fsdp.plan.main import main
-
     main()

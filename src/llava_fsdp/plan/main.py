@@ -11,10 +11,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from llava_fsdp.config import DType, Format, OffloadMode, PlanConfig, SamplerName, Source, cli
+from llava_fsdp.config import DType, Format, OffloadMode, PlanConfig, SamplerName, Source
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.hardware import Machine, machine_named
 from llava_fsdp.plan.planner import Planner, PlanRow, Ranks
@@ -27,10 +26,6 @@ OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "format"}
 CHOSEN = {"sharding", "activation_checkpointing", "offload", "tokens_per_micro_batch", "dry_run"}
 """Configuration groups and keys that the planner chooses, and `dry_run`, which would keep the printed command from
 training; all are left out of that command."""
-
-
-def main() -> None:
-    cli.run("plan", PlanConfig, partial(plan, typed=sys.argv[1:]))
 
 
 def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:

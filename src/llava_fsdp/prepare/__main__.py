@@ -1,10 +1,19 @@
-"""Entry point of `python -m llava_fsdp.prepare`; the program is in main.py."""
+"""Entry point of `python -m llava_fsdp.prepare`; see main.py for what it does."""
 
+from llava_fsdp.config import PrepareConfig, cli
 from llava_fsdp.runtime.log import leave_noise_out
 
+
+def main() -> None:
+    leave_noise_out()
+    cli.run("prepare", PrepareConfig, task)
+
+
+def task(cfg: PrepareConfig) -> None:
+    from llava_fsdp.prepare.main import prepare  # once the command line is checked: torch takes seconds
+
+    prepare(cfg)
+
+
 if __name__ == "__main__":
-    leave_noise_out()  # before transformers is imported
-
-    from llava_fsdp.prepare.main import main
-
     main()

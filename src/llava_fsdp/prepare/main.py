@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from llava_fsdp.config import Format, PrepareConfig, cli
+from llava_fsdp.config import Format, PrepareConfig
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.bad_records import same_files
 from llava_fsdp.data.index.build import Plan, open_index
@@ -30,10 +30,6 @@ from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch
 from llava_fsdp.train.build_model import shape_of
-
-
-def main() -> None:
-    cli.run("prepare", PrepareConfig, prepare)
 
 
 def prepare(cfg: PrepareConfig) -> None:

@@ -10,12 +10,16 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+AGENT = "LLAVA_FSDP_AGENT"
+"""Environment variable with the process id of the agent (train/agent.py) in its ranks."""
 PIDFD_GET_INFO = 0xC040FF0B
 PIDFD_INFO_EXIT = 1 << 3
 PIDFD_INFO = struct.Struct("=QQ11Ii")
 """Layout of the kernel's first `struct pidfd_info`: mask and cgroup, eleven numbers of the process, its wait status."""
 
-LAUNCHER_VARIABLES = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|(MASTER|GROUP|ROLE|TORCHELASTIC)_.*)")
+LAUNCHER_VARIABLES = re.compile(
+    rf"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|{AGENT}|(MASTER|GROUP|ROLE|TORCHELASTIC)_.*)"
+)
 """Names of the environment variables that torchrun sets for its workers. A torchrun started inside such a worker must
 not see them."""
 
@@ -69,6 +73,15 @@ def end_torchrun() -> None:
     """
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env and env.get("GROUP_WORLD_SIZE", "1") != "1" and env.get("LOCAL_RANK") == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def end_agent() -> None:
+    """End the agent of `llava-fsdp train`, if it started this rank: it would restart ranks that a restart cannot help.
+
+    torchrun itself cannot be told; its restarted ranks end at once (`cli.begin`).
+    """
+    if os.environ.get(AGENT) == str(os.getppid()):
         os.kill(os.getppid(), signal.SIGTERM)
 
 

@@ -1,10 +1,42 @@
-"""Entry point of `torchrun -m llava_fsdp.train`; the program is in main.py."""
+"""Entry point of `torchrun -m llava_fsdp.train`; the program is in main.py, which is imported once the command line is
+checked: torch takes seconds."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from llava_fsdp.config import Config, cli
+from llava_fsdp.report.run_reader import REPORT_FILE
+from llava_fsdp.runtime.launch import env_rank
+from llava_fsdp.runtime.status_file import Outcome, last_word, write_ending
+
+if TYPE_CHECKING:
+    from llava_fsdp.train.main import RunParts
+
+
+def main() -> None:
+    parts: RunParts | None = None
+
+    def task(cfg: Config) -> None:
+        from llava_fsdp.train.main import RunParts, train
+
+        nonlocal parts
+        parts = RunParts()
+        train(cfg, parts)
+
+    def on_exit(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
+        first = write_ending(folder, outcome)
+        with last_word(folder / REPORT_FILE):
+            if parts is not None and parts.reporter is not None:
+                parts.reporter.end()
+            elif env_rank() == 0:
+                from llava_fsdp.train.live_page import rewrite_page
+
+                rewrite_page(folder)
+        return first
+
+    cli.run("train", Config, task, on_exit)
+
 
 if __name__ == "__main__":
-    cli.begin("train", Config)  # before torch is imported, which takes seconds
-
-    from llava_fsdp.train.main import main
-
+    cli.begin("train", Config)
     main()

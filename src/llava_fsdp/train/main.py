@@ -6,13 +6,11 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
-from llava_fsdp.config import Config, Format, cli
+from llava_fsdp.config import Config, Format
 from llava_fsdp.config.paths import check_places, check_same_settings
 from llava_fsdp.distributed import mesh as ranks
 from llava_fsdp.distributed.consensus import on_first_rank
@@ -24,14 +22,13 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.plan.auto import Decision, decide
 from llava_fsdp.plan.workload import samples_in
-from llava_fsdp.report.run_reader import CONFIG_FILE, REPORT_FILE
+from llava_fsdp.report.run_reader import CONFIG_FILE
 from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import FOLDER, claimed, restored_umask
 from llava_fsdp.runtime.run_dir_watch import Hold
-from llava_fsdp.runtime.status_file import Outcome, last_word, write_ending
 from llava_fsdp.runtime.watchdog import Run, Watchdog
 from llava_fsdp.train import final_export
 from llava_fsdp.train.build_state import build_state, open_data
@@ -75,21 +72,6 @@ class RunParts(Run):
             self.reporter.end(HURRY)
         elif ranks.own_rank() == 0:
             rewrite_page(self.folder)
-
-
-def main() -> None:
-    parts = RunParts()
-
-    def on_exit(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
-        first = write_ending(folder, outcome)
-        with last_word(folder / REPORT_FILE):
-            if parts.reporter is not None:
-                parts.reporter.end()
-            elif ranks.own_rank() == 0:
-                rewrite_page(folder)
-        return first
-
-    cli.run("train", Config, partial(train, parts=parts), on_exit)
 
 
 def train(cfg: Config, parts: RunParts | None = None) -> None:

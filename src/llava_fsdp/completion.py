@@ -1,0 +1,79 @@
+"""What makes a shell complete `llava-fsdp`: `llava-fsdp completion bash` prints it; zsh takes the same.
+
+The shell calls `llava-fsdp completion words COMMAND WORD`, which prints the keys, choices or commands that begin so.
+"""
+
+import sys
+
+from llava_fsdp.__main__ import COMMANDS
+from llava_fsdp.config import (
+    ChatConfig,
+    Config,
+    ConversionConfig,
+    DoctorConfig,
+    EvaluateConfig,
+    PlanConfig,
+    PrepareConfig,
+    SweepConfig,
+    config_dir,
+    schema_keys,
+)  # fmt: skip
+
+SCHEMAS = {
+    "train": Config, "prepare": PrepareConfig, "plan": PlanConfig, "doctor": DoctorConfig, "evaluate": EvaluateConfig,
+    "chat": ChatConfig, "export": ConversionConfig, "sweep": SweepConfig, "status": Config,
+}  # fmt: skip
+SCRIPT = """\
+# eval "$(llava-fsdp completion bash)" in ~/.bashrc; in ~/.zshrc the same with zsh
+_llava_fsdp() {
+    local word="${COMP_LINE:0:COMP_POINT}"
+    word="${word##* }"
+    COMPREPLY=()
+    local found cut=""
+    [[ "$word" != *=* || "$COMP_WORDBREAKS" != *=* ]] || cut="${word%%=*}="
+    while IFS= read -r found; do
+        COMPREPLY+=("${found#"$cut"}")
+    done < <(llava-fsdp completion words "${COMP_WORDS[1]}" "$word" 2>/dev/null)
+    if [[ ${#COMPREPLY[@]} -eq 0 ]]; then
+        while IFS= read -r found; do
+            COMPREPLY+=("$found")
+        done < <(compgen -f -- "${word#*=}")
+    elif [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *= ]]; then
+        compopt -o nospace
+    fi
+}
+complete -F _llava_fsdp llava-fsdp
+"""
+ZSH = "autoload -U +X bashcompinit && bashcompinit\ncompopt() { true; }\n"
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case ["bash"]:
+            print(SCRIPT, end="")
+        case ["zsh"]:
+            print(ZSH + SCRIPT, end="")
+        case ["words", command, word]:
+            for found in completions(command, word):
+                print(found)
+        case _:
+            print("usage: llava-fsdp completion bash|zsh", file=sys.stderr)
+            sys.exit(2)
+
+
+def completions(command: str, word: str) -> list[str]:
+    """The words that begin with `word`: choices of a group behind its `=`, else keys with `=`, or commands."""
+    if command not in SCHEMAS:
+        return [name for name in COMMANDS if name.startswith(word)] if command == word else []
+    group, equals, begun = word.partition("=")
+    if equals:
+        stems = sorted(path.stem for path in (config_dir() / group).glob("*.yaml")) if group.isidentifier() else []
+        return [f"{group}={stem}" for stem in stems if stem.startswith(begun)]
+    keys = schema_keys(SCHEMAS[command])
+    groups = {key.rpartition(".")[0] for key in keys}
+    takes_value = [key for key in keys if key not in groups or (config_dir() / key).is_dir()]
+    return [f"{key}=" for key in takes_value if key.startswith(word)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""`llava-fsdp train`: the last line and the exit code are the run's, whatever ends it; mistakes cost no second."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from llava_fsdp import __main__ as command
+from llava_fsdp.completion import completions
+from llava_fsdp.config import Config
+from llava_fsdp.config.help import asked_help, meanings, render_help
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.train.launcher import OF_OTHER_PROGRAMS, WITH_VALUE, WITHOUT_VALUE, split
+
+QUICK = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def test_flags_are_torchruns() -> None:
+    """All of its flags are known, with or without a value; a new release of torch may have more."""
+    known: dict[str, bool] = {}
+    for action in get_args_parser()._actions:
+        for name in action.option_strings:
+            if name.startswith("--") and name != "--help":
+                known[name.removeprefix("--").replace("_", "-")] = action.nargs != 0
+    assert known.keys() <= WITH_VALUE | WITHOUT_VALUE | OF_OTHER_PROGRAMS
+    assert {name for name, takes in known.items() if takes} <= WITH_VALUE
+    assert {name for name, takes in known.items() if not takes} <= WITHOUT_VALUE | OF_OTHER_PROGRAMS
+
+
+def test_flags_and_words_are_told_apart() -> None:
+    flags, words = split(
+        ["--nproc_per_node", "8", "stage=finetune", "--nnodes=2:3", "--standalone", "--config-dir", "mine", "a=--b",
+         "--rdzv-conf", "join_timeout=9"]
+    )  # fmt: skip
+    assert flags == ["--nproc-per-node=8", "--nnodes=2:3", "--standalone", "--rdzv-conf=join_timeout=9"]
+    assert words == ["stage=finetune", "--config-dir", "mine", "a=--b"]
+    assert split(["--help", "data"]) == ([], ["--help", "data"])
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--max-restart", "3"], "--max-restarts"),
+        (["--nproc-per-node", "many"], "many"),
+        (["--nnodes"], "--nnodes"),
+        (["--module", "x"], "--module"),
+        (["--nowhere"], "torchrun"),
+    ],
+)
+def test_flags_that_torchrun_would_refuse(words: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        split(words)
+
+
+def answered(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "llava_fsdp", *words],
+        check=False, capture_output=True, text=True, timeout=60, env=QUICK,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--help",), 0, "  migrate "),
+        ((), 2, "usage"),
+        (("trian",), 2, "did you mean train?"),
+        (("train", "--help"), 0, "learning rate"),
+        (("train", "--help", "optim"), 0, "optim.lr="),
+        (("train", "stage=finetun"), 2, "did you mean finetune?"),
+        (("train", "optim.lrr=1"), 2, "did you mean optim.lr?"),
+        (("train", "epochs=0"), 2, "epochs=0 must be at least 1"),
+        (("plan", "gpu=h10"), 2, ""),
+        (("evaluate", "task=many"), 2, "task=many"),
+        (("export", "nothing"), 2, ""),
+    ],
+)
+def test_what_is_answered_without_torch(words: tuple[str, ...], code: int, said: str) -> None:
+    if words == ("train", "--help"):
+        said = "groups of keys"
+    done = answered(*words)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + "\n".join(lines) and "Traceback" not in done.stderr
+    if words[:1] not in (("plan",), ("export",)):  # whose errors need more than the configuration
+        assert not any(line.endswith(" torch") for line in done.stderr.splitlines())
+
+
+def test_every_command_is_listed_and_is_there() -> None:
+    for name in command.COMMANDS:
+        package = Path(command.__file__).with_name(name)
+        assert (package / "__main__.py").is_file() or package.with_suffix(".py").is_file()
+        assert f"  {name} " in command.usage()
+
+
+def test_help_has_the_value_and_meaning_of_every_key() -> None:
+    assert asked_help(["--help", "data"]) == "data" and asked_help(["-h"]) == "" and asked_help(["seed=1"]) is None
+    text = render_help("train", Config, ["stage=pretrain", "optim.lr=0.25"], "optim")
+    assert "optim.lr=0.25" in text and meanings(Config.__dataclass_fields__["optim"].type)["clip"][:20] in text
+    with pytest.raises(ConfigError, match="did you mean data"):
+        render_help("train", Config, [], "dat")
+
+
+def test_completions() -> None:
+    assert completions("tr", "tr") == ["train"]
+    assert completions("train", "stage=pre") == ["stage=pretrain"]
+    assert completions("train", "optim.l") == ["optim.lr="]
+    assert "sharding=" in completions("plan", "sh") and completions("report", "x") == []
+
+
+class Launched:
+    """A training of the embedded default that `llava-fsdp train` runs."""
+
+    def __init__(self, folder: Path, *words: str):
+        self.output = folder / "out"
+        self.log = folder / "log.txt"
+        fixed = [f"output_dir={self.output}", "export.enabled=false", "log_every=1", "max_steps=200"]
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "llava_fsdp", "train", *fixed, *words],
+                stdout=file, stderr=subprocess.STDOUT, env=QUICK, start_new_session=True, cwd=folder,
+            )  # fmt: skip
+
+    def until_step(self, step: int) -> None:
+        path, end = self.output / "metrics.jsonl", time.monotonic() + 200
+        while not path.is_file() or path.read_text().count("\n") < step:
+            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
+            time.sleep(0.05)
+
+    def ranks(self) -> list[int]:
+        def children(pid: int | str) -> list[str]:
+            return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+        end = time.monotonic() + 100
+        while time.monotonic() < end and self.process.poll() is None:
+            found = [int(rank) for agent in children(self.process.pid) for rank in children(agent)]
+            if found:
+                return found
+            time.sleep(0.02)
+        raise AssertionError(self.log.read_text())
+
+    def end(self) -> tuple[int, str]:
+        code = self.process.wait(200)
+        text = self.log.read_text()
+        assert "Traceback" not in text and "ChildFailedError" not in text and "elastic" not in text, text
+        return code, text.splitlines()[-1]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[list[Launched]]:
+    started: list[Launched] = []
+    yield started
+    for one in started:
+        if one.process.poll() is None:
+            os.killpg(one.process.pid, signal.SIGKILL)
+
+
+@pytest.mark.e2e
+def test_ctrl_c_saves_and_ends_with_our_code(launch: list[Launched], tmp_path: Path) -> None:
+    run = Launched(tmp_path, "--nproc-per-node", "2")
+    launch.append(run)
+    run.until_step(3)
+    os.killpg(run.process.pid, signal.SIGINT)
+    code, last = run.end()
+    status = json.loads((run.output / "run_status.json").read_text())
+    assert (code, status["status"]) == (75, "stopped") and "stopped (exit code 75)" in last
+    assert list((run.output / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.e2e
+def test_a_missing_file_is_told_once_and_not_tried_again(launch: list[Launched], tmp_path: Path) -> None:
+    run = Launched(tmp_path, "data=llava_json", "data.path=gone.json", "data.images=.")
+    launch.append(run)
+    code, last = run.end()
+    assert code == 2 and "gone.json" in last and run.log.read_text().count("ConfigError") == 1
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [True, False], ids=["in a step", "before its first word"])
+def test_a_killed_rank(late: bool, launch: list[Launched], tmp_path: Path) -> None:
+    run = Launched(tmp_path, "--nproc-per-node=2", "--max-restarts=0")
+    launch.append(run)
+    if late:
+        run.until_step(2)
+    os.kill(run.ranks()[-1], signal.SIGKILL)
+    code, last = run.end()
+    assert code == (5 if late else 1) and "killed by signal 9" in last
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once_and_a_lost_launcher_saves(launch: list[Launched], tmp_path: Path) -> None:
+    run = Launched(tmp_path, "--nproc-per-node=2", "checkpoint.every=150")
+    launch.append(run)
+    run.until_step(2)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.8)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] in (75, 130), "the save may be done before"
+    again = Launched(tmp_path, "--nproc-per-node=2")
+    launch.append(again)
+    again.until_step(5)
+    ranks = again.ranks()
+    again.process.kill()
+    again.process.wait()
+    end = time.monotonic() + 60
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert json.loads((again.output / "run_status.json").read_text())["status"] == "stopped"
