@@ -206,8 +206,8 @@ def test_compat_sets_what_the_original_does() -> None:
     assert unlike_original(cfg).startswith("nothing of labels, order")
     cfg = config_of(["compat=llava_v1_5", "labels=exact", "precision=fp32"])
     assert cfg.sampler.group_by_modality_length and cfg.precision.reduce_dtype is DType.fp32
-    assert unlike_original(cfg).startswith("labels=exact;")
-    assert unlike_original(config_of(["compat=llava_v1_5", "data.pixels=fast"])).startswith("data.pixels=fast;")
+    assert unlike_original(cfg).startswith("labels=exact (")
+    assert unlike_original(config_of(["compat=llava_v1_5", "data.pixels=fast"])).startswith("data.pixels=fast (")
     ours = unlike_original(config_of([]))
     for key in ("labels=exact", "sampler=shuffle", "loss.normalize=step", "data.pixels=exact", "reduce_dtype=fp32"):
         assert key in ours

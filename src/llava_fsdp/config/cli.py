@@ -49,6 +49,7 @@ LITERAL = frozenset({
 })  # fmt: skip
 PATH_KEYS = {"chat": "model.checkpoint", "evaluate": "model.checkpoint", "export": "source"}
 """Key of a command line's first word if it is a folder without `key=`, by program."""
+BACKBONES = ("model.language", "model.vision", "model.checkpoint")
 WITH_VALUES = frozenset({
     *FLAGS, "--config-name", "-cn", "--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun",
 })  # fmt: skip
@@ -223,6 +224,8 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
         return None
     refuse_bare_words(words, config_name)
     refuse_unknown(words, schema)
+    if "model" in schema_keys(schema) and (config_dir() / f"{config_name}.yaml").is_file():
+        words = with_own_model(words)
     sys.argv[1:] = words = [taken_literally(word) for word in words]
     if any(word.startswith("-") or "hydra" in word.partition("=")[0] for word in words):
         return compose_with_flags(config_name, schema)
@@ -261,6 +264,25 @@ def name_folder(words: list[str], key: str | None) -> list[str]:
     if key is None or not words or "=" in words[0] or words[0].startswith(("-", "~")):
         return words
     return [f"{key}={words[0]}", *words[1:]]
+
+
+def with_own_model(words: list[str]) -> list[str]:
+    """The words with `model=own` if they name a backbone or a checkpoint and no `model=`: it must not be trained by the
+    recipe of `model=tiny`, whose learning rate is for two million parameters.
+
+    Raises:
+        ConfigError: a vision tower is named without a language model.
+    """
+    given = {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+    named = {key for key in BACKBONES if given.get(key, "null") != "null" and not given[key].startswith("package:")}
+    if not named or "model" in given:
+        return words
+    if named == {"model.vision"}:
+        raise ConfigError(
+            f"model.vision={given['model.vision']} is named without a language model: name model.language=DIR too, or "
+            "choose the other parts by model="
+        )
+    return [*words, "model=own"]
 
 
 def refuse_unknown(words: list[str], schema: type) -> None:

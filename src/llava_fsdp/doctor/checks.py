@@ -13,7 +13,7 @@ from llava_fsdp.config.paths import exists, places_read
 from llava_fsdp.doctor import config_checks, disk, gpus, host, network, software
 from llava_fsdp.doctor.collectives import LIMIT, try_ranks
 from llava_fsdp.doctor.context import Context
-from llava_fsdp.doctor.findings import Finding, Level, fail, output_of, result_and_cure, warn
+from llava_fsdp.doctor.findings import Finding, Level, fail, ok, output_of, result_and_cure, warn
 from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.runtime.os_errors import existing, free_bytes
 
@@ -115,7 +115,9 @@ def interfaces(context: Context) -> Iterator[Finding]:
 
 
 def places(context: Context) -> Iterator[Finding]:
-    yield from config_checks.judge_places(context.cfg)
+    for finding in config_checks.judge_places(context.cfg):
+        context.is_missing |= finding.level is Level.FAIL
+        yield finding
     read = places_read(context.cfg)
     for finding in config_checks.judge_model(context.cfg, os.environ, config_checks.hub_cache(os.environ)):
         # memory can be planned even if the model is missing, from the model shapes that the package knows
@@ -140,6 +142,18 @@ def plan(context: Context) -> Iterator[Finding]:
     yield from config_checks.judge_taken(context.needs, {gpu.index: gpu.memory - gpu.used for gpu in context.gpus})
 
 
+def door(context: Context) -> Iterator[Finding]:
+    """Run what a training checks before it reads records or weights, by the same functions."""
+    if context.is_missing:
+        return
+    import torch
+
+    from llava_fsdp.train.door import check_door
+
+    check_door(context.cfg, torch.device("cuda" if context.torch.devices else "cpu"))
+    yield ok("train", "takes this configuration")
+
+
 def all_gpus(context: Context) -> Iterator[Finding]:
     count = len(context.torch.devices)
     if count > 2:
@@ -155,6 +169,7 @@ CHECKS = (
     Check("GPUs", "links", links),
     Check("configuration", "places", places, SLOW),
     Check("configuration", "needs", needs, SLOW),
+    Check("configuration", "train", door, SLOW),
     Check("configuration", "memory by the plan", plan, SLOW),
     Check("machine", "cores", lambda c: host.judge_cores(c.host, c.ranks, c.cfg.data.workers)),
     Check("machine", "memory", memory),

@@ -34,6 +34,8 @@ class Context:
 
     def __init__(self, cfg: DoctorConfig):
         self.cfg = cfg
+        self.is_missing = False
+        """Whether a path that the configuration names does not exist; other rows say which."""
         self.unreadable: str | None = None
         """Configuration key of a model part that cannot be read; memory is then not planned, and one row says so."""
 

@@ -93,7 +93,7 @@ def refuse_unread_weights(folders: dict[str, Path]) -> None:
         if any((folder / name).is_file() for name in WHOLE_MODEL):
             raise ConfigError(
                 f"{key}={folder} has weights, which model.random_weights=true would not read; set it to false "
-                "(model=tiny, the default, draws its weights), or choose another model="
+                "to start from them, or give folders that have only a config.json"
             )
 
 
@@ -311,10 +311,12 @@ def find_projector(cfg: Config) -> Path | None:
         return run / EXPORT
     if cfg.model.random_weights and not run.exists():
         return None
+    own = f"model.language={cfg.model.language} model.vision={cfg.model.vision}"
+    named = own if cfg.model.name == "own" else f"model={cfg.model.name}"
     state = f"{run} is a run that has not finished" if run.exists() else f"there is no {run}"
     raise ConfigError(
         f"model.projector=auto looks for the projector of a stage=pretrain run, and {state}. Make one:\n"
-        f"  torchrun --nproc-per-node N -m llava_fsdp.train stage=pretrain model={cfg.model.name} output_dir={run} "
+        f"  llava-fsdp train stage=pretrain {named} output_dir={run} "
         "data=llava_json data.path=CAPTIONS.json data.images=DIR\n"
         "or give one with model.projector=PATH, or start from a random one with model.projector=random"
     )

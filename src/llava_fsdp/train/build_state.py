@@ -22,17 +22,17 @@ from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
-from llava_fsdp.export.processor import rehearse_tokenizer
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import find_weights, fingerprint, frozen_digests, load_weights
-from llava_fsdp.model.pretrained import artifacts_of, find_parts, find_projector
+from llava_fsdp.model.pretrained import artifacts_of
 from llava_fsdp.model.quantization import quantized_weights
 from llava_fsdp.plan.mfu import utilization_of
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch_loading
-from llava_fsdp.train.build_model import build_model, shape_of
+from llava_fsdp.train.build_model import shape_of
+from llava_fsdp.train.door import check_prompts, open_model
 from llava_fsdp.train.loss_scaler import build_scaler
 from llava_fsdp.train.optimizer import build_optimizer
 from llava_fsdp.train.run_info import about_run
@@ -42,12 +42,9 @@ from llava_fsdp.train.summary import show_run
 
 def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | None) -> TrainState:
     """Build model, optimizer and data, sharded, with their initial weights: the state at step 0."""
-    parts = find_parts(cfg.model)
-    projector = find_projector(cfg)
-    model = build_model(cfg, parts, world.device)
-    if cfg.exports_model:
-        tokenizer = parts.language_folder, parts.language, cfg.trained_template, cfg.model.image_start_end
-        on_first_rank(lambda: rehearse_tokenizer(*tokenizer), "cannot write the tokenizer of an export")
+    model, projector = open_model(cfg, world.device)
+    parts = model.parts
+    on_first_rank(lambda: check_prompts(cfg, parts), "cannot write the tokenizer of an export")
     loader = open_data(cfg, world, model)
     check_profile(cfg, loader.total_steps)
     check_same_records(loader)
@@ -62,10 +59,9 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     about: dict[str, Any] = {}
     if world.is_first:
         weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
-        show_run(
-            cfg, world, loader, held_out, weights, describe_projector(cfg, projector), model.kernel, utilization.source
-        )
         about = about_run(cfg, world, model, loader.steps.records, weights)
+        planned, kernel = about["planned_peak"], model.kernel
+        show_run(cfg, world, loader, held_out, weights, describe_projector(cfg, projector), kernel, planned)
 
     packed = quantized_weights(model)
 
@@ -83,7 +79,7 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
         return f"of the adapter {cfg.model.lora.checkpoint}"
     if cfg.model.checkpoint is not None:
         return "of the checkpoint"
-    return "random: there is no stage=pretrain run beside output_dir" if is_missing else str(projector or "random")
+    return "random (no stage=pretrain run beside output_dir)" if is_missing else str(projector or "random")
 
 
 def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = None) -> Loader:

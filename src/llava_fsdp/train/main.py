@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from llava_fsdp.config import Config, Format
-from llava_fsdp.config.paths import check_places, check_same_settings
+from llava_fsdp.config.paths import check_same_settings
 from llava_fsdp.distributed import mesh as ranks
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.distributed.mesh import World, distributed, gather_lists, make_mesh
@@ -32,17 +32,18 @@ from llava_fsdp.runtime.run_dir_watch import Hold
 from llava_fsdp.runtime.watchdog import Run, Watchdog
 from llava_fsdp.train import final_export
 from llava_fsdp.train.build_state import build_state, open_data
+from llava_fsdp.train.door import check_folder
 from llava_fsdp.train.dry_run import dry_run
 from llava_fsdp.train.live_page import rewrite_page
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.metrics import Reporter, storing
 from llava_fsdp.train.profiler import open_profiler
 from llava_fsdp.train.replica_check import check_replicas
-from llava_fsdp.train.resume import check_settings, continues, resume
+from llava_fsdp.train.resume import continues, resume
 from llava_fsdp.train.same_software import check_same_software
 from llava_fsdp.train.save_and_stop import RunController, open_saver
 from llava_fsdp.train.state import StepResult, TrainState
-from llava_fsdp.train.trackers import HURRY, check_installed
+from llava_fsdp.train.trackers import HURRY
 from llava_fsdp.train.validation import open_validation
 
 
@@ -81,9 +82,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
         return dry_run(cfg)
     if cfg.format is Format.json:
         raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
-    check_places(cfg)
-    check_installed(cfg.track)
-    check_settings(cfg)
+    check_folder(cfg)
     folder, rank = Path(cfg.output_dir), ranks.own_rank()
     parts.folder = folder
     with (

@@ -1,11 +1,11 @@
 """Print one screen about the run before training, on rank 0."""
 
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
 
-from rich.panel import Panel
+import numpy as np
+import torch
 from rich.table import Table
 
 from llava_fsdp.config import (
@@ -17,12 +17,12 @@ from llava_fsdp.config import (
     LoraConfig,
     Normalize,
     OffloadMode,
+    OptimConfig,
     Parity,
     Pixels,
     PrecisionConfig,
     Quantizer,
     SamplerName,
-    Source,
 )
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import Loader
@@ -34,7 +34,14 @@ from llava_fsdp.distributed.offload import describe_offload
 from llava_fsdp.distributed.parallelize import describe_units
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.model.lora_names import LORA_A, module_of
+from llava_fsdp.report.run_reader import REPORT_FILE
 from llava_fsdp.runtime.console import TextConsole
+from llava_fsdp.runtime.humanize import readable
+
+PARTS = {
+    "vision_tower": "vision tower", "multi_modal_projector": "projector", "image_newline": "image newline",
+    "language_model": "language model", "lm_head": "output layer",
+}  # fmt: skip
 
 
 def unlike_original(cfg: Config, compiles: bool = False) -> str:
@@ -53,7 +60,7 @@ def unlike_original(cfg: Config, compiles: bool = False) -> str:
     kernels = "; compiled blocks (compile=false runs them as they are)" if compiles else ""
     if not ours:
         return f"nothing of labels, order, loss.normalize, data.pixels and precision (compat=llava_v1_5){kernels}"
-    return f"{', '.join(ours)}; compat=llava_v1_5 sets the original's (docs/llava.md){kernels}"
+    return f"{', '.join(ours)} (compat=llava_v1_5 sets the original's){kernels}"
 
 
 def show_run(
@@ -64,60 +71,83 @@ def show_run(
     weights: dict[str, Weight],
     projector: str,
     kernel: Kernel | None,
-    peak: str,
+    planned: int | None,
 ) -> None:
-    """Print model, data, packing of a step, and trainable parts; `peak` names the FLOP/s that MFU refers to."""
+    """Print what trains on what, and how, in at most fifteen lines.
+
+    Args:
+        planned: planned peak memory of a GPU in bytes; None: there is no plan, as on a CPU.
+    """
     console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
-    toys = ["a model with random weights"] if cfg.model.random_weights and cfg.model.checkpoint is None else []
-    toys += ["the embedded images of shapes"] if cfg.data.source is Source.shapes else []
-    if toys:
-        console.print(
-            Panel(
-                f"This run uses {' and '.join(toys)}.\n"
-                "The real thing: model=llava_v1_5_7b data=llava_json data.path=FILE.json data.images=DIR",
-                title="embedded default" if len(toys) == 2 else "note",
-            )
-        )
-    steps = loader.steps
+    records = loader.steps.records
+    model = cfg.model.checkpoint or f"{cfg.model.language} + {cfg.model.vision}"
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("model", f"{cfg.model.name}: {cfg.model.checkpoint or f'{cfg.model.language} + {cfg.model.vision}'}")
-    facts.add_row("projector", projector)
-    facts.add_row("data", f"{describe_data(cfg, steps.records)}, template {cfg.data.template}")
-    facts.add_row("steps", f"{loader.total_steps:,} ({steps.sampler.per_epoch:,} an epoch); output in {cfg.output_dir}")
-    facts.add_row("batch", describe_batch(cfg, world, loader))
-    if held_out is not None:
-        facts.add_row("validation", describe_held_out(cfg, held_out))
-    reason = "SDPA over padded rows: pack=false" if kernel is None else f"{kernel.attention.value} ({kernel.reason})"
-    facts.add_row("attention", reason)
-    facts.add_row(
-        "compute",
-        f"{world.device.type}, {cfg.precision.param_dtype.value}, "
-        f"activation checkpointing {describe_activation_checkpointing(cfg, world)}",
-    )
-    facts.add_row("peak", peak)
-    compiling = choose_compiling(cfg, world.device, kernel and kernel.attention)
-    blocks = "the language model's blocks, when they first run, which takes a while" if compiling.on else "no"
-    facts.add_row("compile", f"{blocks} ({compiling.reason})")
+    facts.add_column(min_width=13)
+    facts.add_column(overflow="fold")
+    toy = ", random weights" if cfg.model.random_weights and cfg.model.checkpoint is None else ""
+    facts.add_row(cfg.stage.name, f"{cfg.model.name}: {model}{toy}; projector {projector.splitlines()[0]}")
+    facts.add_row("trains", describe_trained(weights))
     if cfg.model.lora.enabled:
         facts.add_row("adapters", describe_adapters(cfg.model.lora, list(weights)))
     if cfg.model.quantize.mode is not Quantizer.none:
         facts.add_row("base", describe_packed(cfg, weights.values()))
-    if units := describe_units(cfg.sharding):
-        facts.add_row("units", units)
-    facts.add_row("precision", describe_precision(cfg.precision))
-    if cfg.offload.mode is not OffloadMode.none:
-        facts.add_row("offload", describe_offload(cfg, world.device))
+    facts.add_row("data", f"{describe_data(cfg, records)}, template {cfg.data.template}")
+    facts.add_row("steps", describe_steps(cfg, loader, float(np.mean(records.lengths))))
+    facts.add_row("learning", describe_learning(cfg.optim))
+    facts.add_row("sharding", describe_sharding(cfg, world))
+    facts.add_row("batch", describe_batch(cfg, world, loader))
+    facts.add_row("precision", f"{cfg.precision.param_dtype.value}; {describe_precision(cfg.precision)}")
+    compiling = choose_compiling(cfg, world.device, kernel and kernel.attention)
+    attention = "SDPA over padded rows" if kernel is None else f"{kernel.attention.value} ({kernel.reason})"
+    facts.add_row("kernels", f"attention {attention}; compile {'yes' if compiling.on else 'no'} ({compiling.reason})")
+    if planned is not None:
+        there = torch.cuda.get_device_properties(world.device).total_memory
+        facts.add_row("memory", f"{readable(planned)} planned of the {readable(there)} of each GPU")
+    facts.add_row("saves", describe_saves(cfg, held_out))
+    facts.add_row("output", f"{cfg.output_dir}, a page of it in {cfg.output_dir}/{REPORT_FILE}")
     facts.add_row("unlike LLaVA", unlike_original(cfg, compiling.on))
     console.print(facts)
-    table = Table("part", "trains", "frozen", title="parameters", title_justify="left")
-    for part, counts in trained_counts(weights).items():
-        table.add_row(part, *(f"{count:,}" for count in counts))
-    console.print(table)
+
+
+def describe_trained(weights: dict[str, Weight]) -> str:
+    counts = trained_counts(weights)
+    trains, total = (sum(column) for column in zip(*((own, own + rest) for own, rest in counts.values()), strict=True))
+    parts = ", ".join(f"{PARTS[part]} {own:,}" for part, (own, _) in counts.items() if own)
+    return f"{trains:,} of {total:,} parameters ({trains / total:.1%}): {parts}"
+
+
+def describe_steps(cfg: Config, loader: Loader, mean: float) -> str:
+    per_epoch, total = loader.steps.sampler.per_epoch, loader.total_steps
+    return (
+        f"{total:,}, {total / per_epoch:.3g} epochs of {per_epoch:,}; a step has {cfg.global_batch_size:,} samples, "
+        f"about {cfg.global_batch_size * mean:,.0f} tokens"
+    )
+
+
+def describe_learning(optim: OptimConfig) -> str:
+    own = {"projector": optim.projector_lr, "vision tower": optim.vision_lr}
+    others = ", ".join(f"{part} {rate:g}" for part, rate in own.items() if rate is not None)
+    warmup = f"{optim.warmup_ratio:.3g} of the steps" if optim.warmup_steps is None else f"{optim.warmup_steps} steps"
+    return f"rate {optim.lr:g}{f' ({others})' if others else ''}, {optim.schedule.value} after a warm-up of {warmup}"
+
+
+def describe_sharding(cfg: Config, world: World) -> str:
+    found = f"{cfg.sharding.strategy.value} over {world.size} {world.device.type} rank{'s' * (world.size > 1)}"
+    found += f", activation checkpointing {describe_activation_checkpointing(cfg, world)}"
+    if cfg.offload.mode is not OffloadMode.none:
+        found += f", offload {describe_offload(cfg, world.device)}"
+    units = describe_units(cfg.sharding)
+    return f"{found}; {units}" if units else found
+
+
+def describe_saves(cfg: Config, held_out: HeldOut | None) -> str:
+    every = "at the end" if cfg.checkpoint.every is None else f"every {cfg.checkpoint.every:,} steps and at the end"
+    return f"{every}; validates {'never' if held_out is None else describe_held_out(cfg, held_out)}"
 
 
 def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
     modules = [module_of(name) for name in names if name.endswith(LORA_A)]
-    kinds = Counter(re.sub(r"\.\d+\.", ".*.", module) for module in modules)
+    kinds = Counter(module.rpartition(".")[2] for module in modules)
     found = f"rank {lora.r}, scale {lora.scaling:g}, dropout {lora.dropout:g}"
     found += ", DoRA" if lora.use_dora else ""
     found += f", biases {lora.bias.value}" if lora.bias is not LoraBias.none else ""
@@ -164,7 +194,7 @@ def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
     if cfg.sampler.name is SamplerName.shuffle and cfg.pack:
         return (
             f"{cfg.global_batch_size} samples packed into rows of at most {cfg.row_tokens:,} tokens, "
-            f"as few as they need on each of {world.size} ranks"
+            "as few as they need on each rank"
         )
     count = loader.num_micro_batches
     return (
@@ -186,7 +216,7 @@ def describe_activation_checkpointing(cfg: Config, world: World) -> str:
 def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
     """Numbers of trainable and of frozen parameters, by part of the model."""
     found = {}
-    for part in ("vision_tower", "multi_modal_projector", "image_newline", "language_model", "lm_head"):
+    for part in PARTS:
         own = [w for n, w in weights.items() if n.partition(".")[0] == part]
         if own:
             trains = sum(w.count for w in own if w.trainable)

@@ -1,0 +1,73 @@
+"""What a training refuses before it reads records or weights; `doctor` runs the same functions."""
+
+from pathlib import Path
+
+import torch
+
+from llava_fsdp.config import Config, Source
+from llava_fsdp.config.paths import check_places
+from llava_fsdp.data.index.record_store import sources_of
+from llava_fsdp.export.processor import rehearse_tokenizer
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.pretrained import Parts, find_parts, find_projector
+from llava_fsdp.runtime.log import log
+from llava_fsdp.train.build_model import build_model
+from llava_fsdp.train.resume import check_settings
+from llava_fsdp.train.trackers import check_installed
+
+VICUNA = "v1"
+PROMPTS = {"qwen": "chatml", "mistral": "mistral_instruct", "mpt": "mpt"}
+"""Beginning of a language model's type -> the template whose prompts its instruct models know."""
+
+
+def check_door(cfg: Config, device: torch.device) -> None:
+    """Check all that a training on `device` checks before it reads records or weights. Raises the training's errors."""
+    check_folder(cfg)
+    model, _ = open_model(cfg, device)
+    check_prompts(cfg, model.parts)
+    if cfg.data.source is not Source.shapes:
+        sources_of(cfg.data, "data")
+
+
+def check_folder(cfg: Config) -> None:
+    """Check the paths that a training reads, its trackers, and the run that `output_dir` has already.
+
+    Raises:
+        ConfigError
+    """
+    check_places(cfg)
+    check_installed(cfg.track)
+    check_settings(cfg)
+
+
+def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
+    """Find the model's parts and build it on the meta device; returns it and the folder of its projector, if any.
+
+    Raises:
+        ConfigError, ModelError
+    """
+    parts = find_parts(cfg.model)
+    projector = find_projector(cfg)
+    return build_model(cfg, parts, device), projector
+
+
+def check_prompts(cfg: Config, parts: Parts) -> None:
+    """Warn of a template that is another model's, and check that an export could be given its tokenizer. Raises
+    ModelError or ConfigError if not."""
+    warn_of_template(cfg, str(parts.language.model_type), parts.language.vocab_size)
+    if cfg.exports_model:
+        rehearse_tokenizer(parts.language_folder, parts.language, cfg.trained_template, cfg.model.image_start_end)
+
+
+def warn_of_template(cfg: Config, kind: str, vocabulary: int) -> None:
+    """Warn if a language model that is not Vicuna's kind gets Vicuna's prompts."""
+    is_llama_3 = kind == "llama" and vocabulary > 100_000
+    if cfg.data.template != VICUNA or (kind == "llama" and not is_llama_3):
+        return
+    better = next((name for start, name in PROMPTS.items() if kind.startswith(start)), None)
+    log().warning(
+        "data.template=v1 has Vicuna's prompts, and the language model is %s: %s",
+        "a Llama 3" if is_llama_3 else kind,
+        f"data.template={better} has those of its instruct models" if better else
+        "its instruct models know others; a base model learns any. data.template chooses",
+    )  # fmt: skip
