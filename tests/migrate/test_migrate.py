@@ -698,10 +698,10 @@ def test_no_key_of_any_json_is_dropped(seed: int, tmp_path: Path) -> None:
     (tmp_path / "zero.json").write_text(json.dumps(content).replace("Infinity", "1e999"))
     (tmp_path / "run.sh").write_text(f"deepspeed llava/train/train.py --deepspeed zero.json {FINETUNE}")
     (run,) = read_runs([str(tmp_path / "zero.json"), str(tmp_path / "run.sh")], {}, draw.choice([1, 3, 8]))
-    rows = table_of(run).rows
-    keys = [r.key for r in rows if r.source == "zero.json"]
+    printed = json.loads(json.dumps(entry.as_json(table_of(run)), allow_nan=False))
+    keys = [r["key"] for r in printed["keys"] if r["source"] == "zero.json"]
     assert keys == list(flat(json.loads(json.dumps(content))))
-    assert all(r.text for r in rows) and entry.table(rows).row_count > len(rows)
+    assert all(r["text"] and r["verdict"] for r in printed["keys"])
 
 
 # --- which file -------------------------------------------------------------------------------------------------------
@@ -810,8 +810,8 @@ def test_accelerates_own_file_of_defaults(tmp_path: Path) -> None:
     done = accelerated(tmp_path, text)
     assert done.words[0] == "CUDA_VISIBLE_DEVICES=2,3"
     assert [r.key for r in done.rows if r.verdict is unsupported] == ["base_job_name"]
-    found = row(done, "base_job_name")
-    assert entry.shown(found, found.value) == "2024-01-01"
+    printed = {r["key"]: r["value"] for r in json.loads(json.dumps(entry.as_json(done)))["keys"]}
+    assert printed["base_job_name"] == "2024-01-01"
 
 
 def test_files_of_another_kind_are_named(tmp_path: Path) -> None:
@@ -841,10 +841,11 @@ def test_entry(tmp_path: Path) -> None:
     (tmp_path / "zero.json").write_text(json.dumps(ZERO2))
     script = f"deepspeed llava/train/train.py --deepspeed zero.json {FINETUNE} --version $V"
     (tmp_path / "run.sh").write_text(script)
-    done = run_entry("run.sh", "gpus=8", "V=plain", cwd=tmp_path)
+    done = run_entry("run.sh", "gpus=8", "V=plain", "format=json", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (ExitCode.DONE, "")
-    assert "data.template=plain" in done.stdout and "--nproc-per-node 8" in done.stdout
-    assert "# incomplete" not in done.stdout and " keys: " in done.stdout
+    (run,) = json.loads(done.stdout)["runs"]
+    assert run["overrides"]["data.template"] == "plain" and run["incomplete"] == [] and run["gpus"] == 8
+    assert run["keys"] and all(each["known"] for each in run["keys"])
 
     (tmp_path / "zero.json").write_text('\ufeff{"x\\nrm": 1, "\\ud800": 1e999, "zero_optimization": {"stage": 2}}')
     text = run_entry("run.sh", "gpus=8", "V=plain", cwd=tmp_path)
@@ -887,6 +888,7 @@ MISTAKES = [
     (["empty.sh"], "empty.sh has no training command"),
     (["ok.json"], "ok.json is not used by a training command"),
     (["ok.json", "gpus=0"], "gpus=0: gpus is a number of at least 1"),
+    (["ok.json", "format=xml"], "format=xml: choose text or json"),
     (["ok.json", "--gpus"], "--gpus is not an option"),
     (["ok.json", "gpu=8"], "gpu=8: no script reads $gpu, and it is not an option"),
     (["gpus=8"], "no PATH was given"),

@@ -4,9 +4,12 @@ Prints the llava_fsdp command that does the same, and what every key became. Run
 transformers.
 """
 
+import json
+import math
 import re
 import sys
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.table import Table
@@ -21,11 +24,12 @@ from llava_fsdp.runtime.log import log, setup_logging
 from llava_fsdp.runtime.redact import HIDDEN, is_secret_name, redact
 
 USAGE = """\
-usage: python -m llava_fsdp.migrate PATH... [gpus=N] [NAME=VALUE...]
+usage: python -m llava_fsdp.migrate PATH... [gpus=N] [format=json] [NAME=VALUE...]
 
 PATH         a training script (finetune.sh), a DeepSpeed JSON (zero3.json) or an Accelerate YAML, in any number
 gpus=N       GPUs of the whole training, where the launcher's flags do not give it
 NAME=VALUE   a variable that the script reads and does not set
+format=json  print one JSON object
 
 The exit code is 2 where a printed command is not complete; lines that begin with "# incomplete" say why.
 """
@@ -35,64 +39,106 @@ COMPILED = (
 )
 
 
+@dataclass
+class Request:
+    paths: list[str] = field(default_factory=list)
+    gpus: int | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+    format: str = "text"
+
+
 def main() -> None:
     setup_logging()
     if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
         print(USAGE, end="")
         sys.exit(ExitCode.DONE if sys.argv[1:] else ExitCode.USER)
     try:
-        paths, variables, gpus = parse(sys.argv[1:])
-        check_variables(paths, variables)
-        found = [migrate(run) for run in read_runs(paths, variables, gpus)]
+        request = parse(sys.argv[1:])
+        check_variables(request)
+        found = [migrate(run) for run in read_runs(request.paths, request.variables, request.gpus)]
     except LlavaFsdpError as error:
         log().error("%s: %s", type(error).__name__, error)
         sys.exit(error.exit_code)
     with until_reader_leaves():
-        for migration in found:
-            show(migration)
+        if request.format == "json":
+            print(json.dumps({"runs": [as_json(migration) for migration in found]}, indent=1))
+        else:
+            for migration in found:
+                show(migration)
     if any(migration.lacks for migration in found):
         sys.exit(ExitCode.USER)
 
 
-def parse(arguments: list[str]) -> tuple[list[str], dict[str, str], int | None]:
-    """Parse the command line into paths, variables (NAME=VALUE) and the number of GPUs.
+def parse(arguments: list[str]) -> Request:
+    """Parse the command line: paths, and options written `key=value`.
 
     Raises:
         ConfigError: an option has a wrong value, or no path was given.
     """
-    paths: list[str] = []
-    variables: dict[str, str] = {}
-    gpus = None
+    request = Request()
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if argument.startswith("-"):
             raise ConfigError(f"{argument} is not an option; options are written key=value, and -h lists them")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
-            paths.append(argument)
+            request.paths.append(argument)
         elif name == "gpus":
             if not re.fullmatch(r"[1-9]\d*", value):
                 raise ConfigError(f"{argument}: gpus is a number of at least 1")
-            gpus = int(value)
+            request.gpus = int(value)
+        elif name == "format":
+            if value not in ("text", "json"):
+                raise ConfigError(f"{argument}: choose text or json")
+            request.format = value
         else:
-            variables[name] = value
-    if not paths:
+            request.variables[name] = value
+    if not request.paths:
         raise ConfigError("no PATH was given: a training script, a DeepSpeed JSON or an Accelerate YAML")
-    return paths, variables, gpus
+    return request
 
 
-def check_variables(names: list[str], variables: dict[str, str]) -> None:
+def check_variables(request: Request) -> None:
     """Raise ConfigError for a NAME=VALUE that no file reads: the name is then misspelled."""
-    paths = [Path(name) for name in names]
+    paths = [Path(path) for path in request.paths]
     text = "".join(path.read_text(errors="replace") for path in paths if path.is_file())
-    for name, value in variables.items():
+    for name, value in request.variables.items():
         if not re.search(rf"\$\{{?{name}\b", text):
             raise ConfigError(f"{name}={value}: no script reads ${name}, and it is not an option; -h lists them")
 
 
-def shown(row: Row, value: object) -> str:
-    """A value as text; hidden where the key's name says that it is a secret."""
-    hidden = value is not None and is_secret_name(row.key.rpartition(".")[2])
-    return HIDDEN if hidden else written(value)
+def as_json(migration: Migration) -> dict[str, object]:
+    return {
+        "name": migration.run.name,
+        "command": lines(migration.words, width=sys.maxsize),
+        "overrides": {key: plain(value) for key, value in migration.kept.items()},
+        "gpus": migration.run.gpus,
+        "notes": list(migration.run.notes),
+        "incomplete": migration.lacks,
+        "cautions": migration.cautions,
+        "keys": [
+            {
+                "source": row.source, "key": row.key, "value": shown(row, row.value), "verdict": row.verdict.value,
+                "resolved": shown(row, row.outcome.resolved), "text": redact(row.text), "known": row.known,
+            }
+            for row in migration.rows
+        ],
+    }  # fmt: skip
+
+
+def plain(value: object) -> object:
+    """A value that JSON can represent: other types, and numbers that are not finite, become text."""
+    if isinstance(value, list):
+        return [plain(v) for v in value]
+    known = value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if known else str(value)
+
+
+def shown(row: Row, value: object) -> object:
+    """A value for the JSON output, with secrets hidden."""
+    if value is not None and is_secret_name(row.key.rpartition(".")[2]):
+        return HIDDEN
+    found = plain(value)
+    return redact(found) if isinstance(found, str) else found
 
 
 def comment(text: str) -> str:
@@ -136,7 +182,7 @@ def table(rows: list[Row]) -> Table:
             made.add_section()
             made.add_row(comment(row.source), style="bold")
             source = row.source
-        value, resolved = shown(row, row.value), shown(row, row.outcome.resolved)
+        value, resolved = (written(shown(row, v)) for v in (row.value, row.outcome.resolved))
         value = value if row.outcome.resolved is None else f"{value} = {resolved}"
         made.add_row(comment(row.key), comment(value), row.verdict.value, comment(row.text))
     return made
