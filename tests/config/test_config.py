@@ -49,7 +49,7 @@ SCHEMAS = {
     "doctor": DoctorConfig,
     "plan": PlanConfig,
 }
-FILL = ["data.path=records.json"]  # the one value that a choice leaves open
+FILL = ["data.path=records.json", "model.language=lm"]  # the values that choices leave open
 
 
 def composed(*overrides: str, name: str = "train") -> DictConfig:

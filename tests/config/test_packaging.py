@@ -24,7 +24,7 @@ with initialize_config_dir(str(config_dir()), version_base="1.3"):
     names = []
     for stage in stages:
         for model in models:
-            cfg = load(Config, compose("train", overrides=[f"stage={stage}", f"model={model}"]))
+            cfg = load(Config, compose("train", overrides=[f"stage={stage}", f"model={model}", "model.language=lm"]))
             names.append([cfg.stage.name, cfg.model.name])
 print(json.dumps({"package": llava_fsdp.__file__, "conf": str(config_dir()), "names": names}))
 """

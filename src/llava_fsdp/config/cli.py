@@ -224,7 +224,7 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
         return None
     refuse_bare_words(words, config_name)
     refuse_unknown(words, schema)
-    if "model" in schema_keys(schema) and (config_dir() / f"{config_name}.yaml").is_file():
+    if "optim" in schema_keys(schema):  # commands that take the keys of a training
         words = with_own_model(words)
     sys.argv[1:] = words = [taken_literally(word) for word in words]
     if any(word.startswith("-") or "hydra" in word.partition("=")[0] for word in words):
@@ -282,7 +282,8 @@ def with_own_model(words: list[str]) -> list[str]:
             f"model.vision={given['model.vision']} is named without a language model: name model.language=DIR too, or "
             "choose the other parts by model="
         )
-    return [*words, "model=own"]
+    checkpoint = [f"model.language={given['model.checkpoint']}"] if "model.language" not in given else []
+    return [*words, "model=own", *checkpoint]
 
 
 def refuse_unknown(words: list[str], schema: type) -> None:
