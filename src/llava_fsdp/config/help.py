@@ -38,7 +38,7 @@ EXAMPLES = {
 
 def asked_help(words: list[str]) -> str | None:
     """The group of keys whose help a command line asks for; empty: all of them, None: it asks for no help."""
-    for word, behind in zip(words, [*words[1:], ""], strict=True):
+    for word, behind in itertools.zip_longest(words, words[1:], fillvalue=""):
         if word in FLAGS:
             return "" if "=" in behind or behind.startswith("-") else behind
     return None
