@@ -68,6 +68,7 @@ def test_rows_are_equal_to_the_bit_in_bf16(
         for sharding in ("zero2", "zero3"):
             folder = tmp_path / f"{sharding}-{activation_checkpointing}"
             values = [*BF16, f"sharding={sharding}", f"activation_checkpointing={activation_checkpointing}", *EXPORTED]
+            values.append("max_steps=2")
             if tower:
                 values.append("model.train=[projector,language,vision]")
             pools[2].run(run_ranks, configure(*values, to=folder))
