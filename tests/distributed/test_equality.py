@@ -58,7 +58,7 @@ COVERING = [*FEW_CASES, ("zero3", 4), ("hybrid2", 4)]
 ALL = (1, 2, 4)
 TABLES = [
     pytest.param("finetune", (2,), COVERING, id="finetune"),
-    pytest.param("pretrain", (2,), [("zero2", 2), ("zero3", 2), ("hybrid", 4)], id="pretrain"),
+    pytest.param("pretrain", (2,), FEW_CASES, id="pretrain"),
     pytest.param("finetune-tower", (2,), CASES, id="finetune-tower", marks=pytest.mark.slow),
     pytest.param("finetune", ALL, CASES, id="finetune-all", marks=pytest.mark.slow),
     pytest.param("pretrain", ALL, CASES, id="pretrain-all", marks=pytest.mark.slow),
@@ -98,7 +98,7 @@ def test_table_equals_plain_loop(
             first = by_order_of_sums.setdefault(key, got)
             assert first.losses == got.losses, which
             assert all(torch.equal(first.weights[n], got.weights[n]) for n in got.weights), which
-    assert len(by_order_of_sums) > 1
+    assert len(by_order_of_sums) >= (4 if cases is FEW_CASES else 5)
 
 
 def order_of_sums(strategy: str, size: int, accumulation: int) -> object:

@@ -1,4 +1,4 @@
-"""What a training refuses before it reads records or weights; `doctor` runs the same functions."""
+"""What a training refuses before it reads records or values of weights; `doctor` runs the same functions."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from llava_fsdp.config.paths import check_places
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.export.processor import rehearse_tokenizer
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.pretrained import Parts, find_parts, find_projector
 from llava_fsdp.runtime.log import log
 from llava_fsdp.train.build_model import build_model
@@ -23,8 +24,9 @@ PROMPTS = {"qwen": "chatml", "mistral": "mistral_instruct", "mpt": "mpt"}
 def check_door(cfg: Config, device: torch.device) -> None:
     """Check all that a training on `device` checks before it reads records or weights. Raises the training's errors."""
     check_folder(cfg)
-    model, _ = open_model(cfg, device)
+    model, projector = open_model(cfg, device)
     check_prompts(cfg, model.parts)
+    find_weights(model, model.parts, cfg.model, projector, cfg.seed)
     if cfg.data.source is not Source.shapes:
         sources_of(cfg.data, "data")
 
