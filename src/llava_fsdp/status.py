@@ -1,4 +1,4 @@
-"""Print how a training ended: `python -m llava_fsdp.status` with the training's own arguments.
+"""Print how a training ended: `llava-fsdp status FOLDER`, or with the training's own arguments.
 
 Prints the status in `run_status.json` and ends with its exit code, which torchrun does not return: 0 done, 75 stopped
 (the same command continues), 2 a mistake to fix, 3 a checkpoint, 4 numbers, 5 lost or late ranks, 1 a bug or no status
@@ -51,6 +51,7 @@ def main() -> None:
     if not prints_step and (flag := take_flag(r"--this-launch(?:=(\d+))?")):
         since, code_without_status = started(os.getpid()), int(flag[1] or ExitCode.BUG)
         hint = take_flag(r"--without-word=(.+)")
+    sys.argv[1:] = cli.name_folder(sys.argv[1:], "output_dir")
     try:
         node = cli.compose("train", Config)
     except ConfigError as error:  # the training has reported it, too, but had no folder to write it to

@@ -22,8 +22,9 @@ from PIL import Image
 
 import llava_fsdp.config as schemas
 from llava_fsdp.config import config_dir, load, schema_keys
-from llava_fsdp.config.cli import taken_literally
+from llava_fsdp.config.cli import PATH_KEYS, name_folder, taken_literally
 from llava_fsdp.migrate.main import parse
+from llava_fsdp.train.launcher import split
 
 SOURCES = ROOT / "src" / "llava_fsdp"
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -132,6 +133,9 @@ def entry_of(words: list[str]) -> tuple[str, list[str]] | None:
     """A command's entry and its arguments; None for a program that is none of ours."""
     if re.fullmatch(r"(?:\./)?launch/(?:node|multinode)\.sh", words[0]):
         return "llava_fsdp.train", words[1:]
+    if words[0] == "llava-fsdp" and len(words) > 1 and not words[1].startswith("-"):
+        named = split(words[2:])[1] if words[1] == "train" else words[2:]
+        return f"llava_fsdp.{words[1]}", name_folder(named, PATH_KEYS.get(words[1]))
     modules = [n for n, word in enumerate(words) if word == "-m" and n + 1 < len(words)]
     if modules and words[modules[0] + 1].startswith("llava_fsdp."):
         return words[modules[0] + 1], words[modules[0] + 2 :]
@@ -186,7 +190,7 @@ def write_files(folder: Path) -> None:
 
 def test_what_is_not_run_says_why() -> None:
     assert [b.where for b in BLOCKS if b.kind and not b.note] == []
-    others = {"llava_fsdp", "quickstart.sh", "test.sh", "pip"}
+    others = {"llava_fsdp", "llava-fsdp", "quickstart.sh", "test.sh", "pip"}
     unknown = [
         (block.where, words[0]) for block in SHELL if block.kind != "norun" for words in block.commands
         if entry_of(words) is None and not any(name in word for name in others for word in words)
