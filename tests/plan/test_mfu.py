@@ -111,13 +111,10 @@ def test_a_compiled_block_that_runs_again_does_so_to_the_end(
     assert compiled.recomputed.token - plain.recomputed.token == (2 * last if mode == "full" else 0)
 
 
-def test_a_run_on_a_cpu_has_no_mfu(
-    parts: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_on_a_cpu_has_no_mfu(parts: Path, dataset: Path, tmp_path: Path) -> None:
     train.train(make_config(parts, dataset, tmp_path, "max_steps=2"))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(row["flops"] > 0 and row["mfu"] is None and row["hfu"] is None for row in rows)
-    assert "unknown hardware: no MFU (a CPU" in capsys.readouterr().err
 
 
 def test_the_line_of_a_step_has_mfu(

@@ -203,7 +203,7 @@ def test_every_gpu_says_where_its_numbers_are_from() -> None:
 
 def test_models_of_conf_have_shapes() -> None:
     for path in (config_dir() / "model").glob("*.yaml"):
-        cfg = config_of([f"model={path.stem}"])
+        cfg = config_of([f"model={path.stem}", *(["model.language=package:tiny-llama"] if path.stem == "own" else [])])
         parts = shapes_of(cfg.model)
         assert parts.language.hidden_size > 0 and parts.vision.image_size > 0
 

@@ -61,6 +61,8 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
         weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
         about = about_run(cfg, world, model, loader.steps.records, weights)
         planned, kernel = about["planned_peak"], model.kernel
+        if world.device.type == "cuda" and utilization.peak is None:
+            log().info("%s", utilization.source)
         show_run(cfg, world, loader, held_out, weights, describe_projector(cfg, projector), kernel, planned)
 
     packed = quantized_weights(model)
