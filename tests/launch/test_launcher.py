@@ -71,7 +71,7 @@ def answered(*words: str) -> subprocess.CompletedProcess[str]:
     [
         (("--help",), 0, "  migrate "),
         ((), 2, "usage"),
-        (("trian",), 2, "did you mean train?"),
+        (("exprt",), 2, "did you mean export?"),
         (("train", "--help"), 0, "learning rate"),
         (("train", "--help", "optim"), 0, "optim.lr="),
         (("train", "stage=finetun"), 2, "did you mean finetune?"),

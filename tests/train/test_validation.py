@@ -421,7 +421,7 @@ def test_embedded_run_is_measured_on_held_out_pictures(tmp_path: Path, capsys: p
     assert row["metric"] == "vqa" and row["loss"] is not None and 0 <= row["score"] <= 1
     assert (tmp_path / "shapes" / "heldout.json.index").is_dir()
     said = " ".join(capsys.readouterr().err.split())
-    assert "validation every 2 steps; " in said and "heldout.json: 300 records; 4 questions by vqa" in said
+    assert "validates every 2 steps; " in said and "heldout.json: 300 records; 4 questions by vqa" in said
 
 
 def test_one_is_warned_of_measuring_what_is_trained_on(

@@ -162,7 +162,8 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()
-    stop_restarts(ends_torchrun, outcome.ending.is_permanent)
+    # rank 0 has written the status, and told whoever waits for it
+    stop_restarts(ends_torchrun, outcome.ending.is_permanent and is_first and not is_later_rank())
     os._exit(code)
 
 
@@ -219,14 +220,17 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
     check_command_line(sys.argv[1:], LITERAL)
     words = name_folder(sys.argv[1:], PATH_KEYS.get(config_name))
     if (group := asked_help(words)) is not None:
-        if not is_later_rank():
-            print(render_help(config_name, schema, words, group))
-        return None
+        words = [word for word in words if "=" in word and not word.startswith("-")]
     refuse_bare_words(words, config_name)
     refuse_unknown(words, schema)
     if "optim" in schema_keys(schema):  # commands that take the keys of a training
         words = with_own_model(words)
-    sys.argv[1:] = words = [taken_literally(word) for word in words]
+    words = [taken_literally(word) for word in words]
+    if group is not None:
+        if not is_later_rank():
+            print(render_help(config_name, schema, words, group))
+        return None
+    sys.argv[1:] = words
     if any(word.startswith("-") or "hydra" in word.partition("=")[0] for word in words):
         return compose_with_flags(config_name, schema)
     try:

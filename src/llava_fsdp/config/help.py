@@ -14,6 +14,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from llava_fsdp.config.describe import takes
@@ -48,14 +49,16 @@ def render_help(config_name: str, schema: type, words: list[str], group: str = "
     """The help of a command, or of one group of its keys such as `data` or `model.lora`.
 
     Args:
-        words: the command line. Its keys and choices are in the values shown; the flag and the group are left out.
+        words: the keys and choices of the command line, which are in the values shown.
 
     Raises:
-        ConfigError: there is no such group.
+        ConfigError: there is no such group, or the values do not go together.
     """
-    settings = [word for word in words if "=" in word and not word.startswith("-")]
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        node = compose(config_name, settings)
+    try:
+        with initialize_config_dir(str(config_dir()), version_base="1.3"):
+            node = compose(config_name, words)
+    except HydraException as error:
+        raise ConfigError(str(error).partition("\n")[0]) from error
     groups = groups_of(schema)
     if group and group not in groups:
         raise ConfigError(

@@ -45,7 +45,8 @@ def run(flags: list[str], words: list[str]) -> dict[str, object] | None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        return {"rank": rank, "reason": f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"}
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return {"rank": rank, "reason": how, "code": max(0, code)}
     except Exception as error:  # a rendezvous that fails has many classes
         return {"kind": "meeting", "reason": f"{type(error).__name__}: {error}"}
     return None

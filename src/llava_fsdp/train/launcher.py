@@ -22,11 +22,10 @@ from typing import Any
 
 from llava_fsdp.config import Config, cli, load
 from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError
-from llava_fsdp.runtime.launch import started
 from llava_fsdp.runtime.log import log, setup_logging
 from llava_fsdp.runtime.process_end import without_launcher
 from llava_fsdp.runtime.small_json import BadJson, MissingJson
-from llava_fsdp.runtime.status_file import STATUS_FILE, own_word, status_of
+from llava_fsdp.runtime.status_file import STATUS_FILE, is_without_end, own_word, status_of
 
 WITH_VALUE = frozenset({
     "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts",
@@ -40,13 +39,14 @@ OF_OTHER_PROGRAMS = frozenset({"module", "no-python", "run-path"})
 """torchrun's flags that say what it runs, which here is always the training."""
 PRINTS = frozenset({"--help", "-h", "--cfg", "-c", "--info", "-i", "--hydra-help", "--version"})
 """Flags with which a command prints something and trains nothing."""
-NUMBERS = {"nnodes": r"\d+(:\d+)?", "nproc-per-node": r"\d+|gpu|cpu|auto|xpu", "max-restarts": r"\d+",
+NUMBERS = {"nnodes": r"[1-9]\d*(:[1-9]\d*)?", "nproc-per-node": r"[1-9]\d*|gpu|cpu|auto|xpu", "max-restarts": r"\d+",
            "node-rank": r"\d+", "master-port": r"\d+", "rdzv-endpoint": r".+?(:\d+)?"}  # fmt: skip
 STOP_SECONDS = "600"
 """Seconds that ranks get to save a checkpoint after a signal; torchrun's default is 30."""
 
 
 def main() -> None:
+    since = time.time()
     setup_logging()
     try:
         flags, words = split(sys.argv[1:])
@@ -58,7 +58,6 @@ def main() -> None:
         sys.argv[1:] = words
         runpy.run_module("llava_fsdp.train", run_name="__main__")
         return
-    since = started(os.getpid())
     with agent(flags, words) as run:
         code, said = run.wait()
     sys.exit(end_of(folder, since, code, said, run.asked))
@@ -74,6 +73,7 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
     rest: list[str] = []
     given = iter(words)
     for word in given:
+        word = {"-t": "--tee", "-r": "--redirects"}.get(word, word)
         name, equals, value = word.partition("=")
         plain = name.removeprefix("--").replace("_", "-")
         if not name.startswith("-") or name in PRINTS or name in cli.WITH_VALUES or name == "--multirun":
@@ -191,21 +191,22 @@ def end_of(folder: Path, since: float, code: int, said: dict[str, Any], asked: i
         status = own_word(status_of(folder))
     except (BadJson, MissingJson):
         status = {}
-    if (status.get("time") or 0.0) >= since and status.get("exit_code") is not None:
+    is_own = bool(status) and (status.get("time") or 0.0) >= since and not is_without_end(status)
+    if is_own and status.get("exit_code") is not None:
         log().log(
             20 if status["exit_code"] == ExitCode.STOPPED else 40, "%s: %s (exit code %d) %s",
             path, status["status"], status["exit_code"], status.get("reason") or "",
         )  # fmt: skip
         return int(status["exit_code"])
     if asked:
-        log().info("stopped before the first step was over; the same command begins again")
+        log().info("stopped without an end in %s; the same command continues", path)
         return ExitCode.INTERRUPTED if asked == -1 else asked
     if said.get("kind") == "meeting":
         log().error("the machines did not meet: %s", said["reason"])
         return ExitCode.COMMUNICATION
     how = f"rank {said['rank']} {said['reason']}" if "rank" in said else "torchrun's agent ended"
-    log().error("%s, before the run could write %s", how, path)
-    return ExitCode.BUG
+    log().error("%s, and no end is recorded in %s", how, path)
+    return int(said.get("code") or ExitCode.BUG)
 
 
 if __name__ == "__main__":
