@@ -85,17 +85,11 @@ except (OSError, ValueError):
     pass' "${RDZV_ENDPOINT%:*}" "${RDZV_ENDPOINT##*:}"
 }
 
-# A restarted worker must not read addresses of dead workers from the previous store (pytorch#135712).
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-
 meeting="join_timeout=${JOIN_TIMEOUT:-600}"
 if [[ -n "${NODE_RANK:-}" ]]; then
     meeting+=",is_host=$([[ "$NODE_RANK" -eq 0 ]] && echo true || echo false)"
 fi
 ranks="$(ranks_here)"
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_per_rank "$ranks")}"
-export OMP_NUM_THREADS
-restarts="$(restarts)"
 read -r own interface <<<"$(facing_endpoint)" || true
 own="${LOCAL_ADDR:-${own:-}}"
 if [[ -n "${interface:-}" && -z "${GLOO_SOCKET_IFNAME:-}" && -z "${LOCAL_ADDR:-}" ]]; then
@@ -103,12 +97,9 @@ if [[ -n "${interface:-}" && -z "${GLOO_SOCKET_IFNAME:-}" && -z "${LOCAL_ADDR:-}
 fi
 trap 'exit 75' TERM
 [[ "${NODE_RANK:-0}" -eq 0 ]] || await_endpoint "${JOIN_TIMEOUT:-600}"
-WITHOUT_WORD=5 # mostly the ranks never met: worth another start, as other machines may come up late
-WITHOUT_WORD_SAY="Most likely fewer than NNODES=$NNODES machines met within JOIN_TIMEOUT=${JOIN_TIMEOUT:-600} seconds. Are \
-RDZV_ID=$RDZV_ID, RDZV_ENDPOINT=$RDZV_ENDPOINT and NNODES the same on all machines, and is every NODE_RANK there once?"
-train_with \
+exec python -m llava_fsdp train \
     --nnodes "$NNODES" --nproc-per-node "$ranks" \
     --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "$RDZV_ID" --rdzv-conf "$meeting" ${own:+--local-addr "$own"} \
-    --max-restarts "$restarts" \
+    --max-restarts "${MAX_RESTARTS:-3}" \
     --log-dir "${LOG_DIR:-outputs/logs/$RDZV_ID}" --tee 3 --local-ranks-filter 0 \
-    -- "$@"
+    "$@"

@@ -10,7 +10,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 use_venv
 
 ranks="$(ranks_here)"
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_per_rank "$ranks")}"
-export OMP_NUM_THREADS
-restarts="$(restarts)"
-train_with --standalone --nproc-per-node "$ranks" --max-restarts "$restarts" -- "$@"
+exec python -m llava_fsdp train --nproc-per-node "$ranks" --max-restarts "${MAX_RESTARTS:-3}" "$@"

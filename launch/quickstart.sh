@@ -10,9 +10,7 @@ set_up ""
 
 gpus="$(count_gpus)"
 ranks=$((gpus > 0 ? gpus : 2))
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_per_rank "$ranks")}"
-export OMP_NUM_THREADS
-train=(torchrun --standalone --nproc-per-node "$ranks" -m llava_fsdp.train)
+train=(python -m llava_fsdp train --nproc-per-node "$ranks")
 
 say "stage 1 of 2: the projector learns, on $ranks ranks"
 "${train[@]}" stage=pretrain

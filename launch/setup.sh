@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the other scripts: finds Python, makes .venv, installs the project, counts GPUs and cores.
+# Sourced by the other scripts: finds Python, makes .venv, installs the project, counts GPUs.
 # Needs bash and Python 3.11 or 3.12 with pip and venv; run again, it installs only what has changed.
 
 # The pin of torch is here and not in constraints.txt: pip refuses an installed torch that a constraint
@@ -23,14 +23,6 @@ count_gpus() {
     grep -c '^GPU ' <<<"$listed" || true
 }
 
-count_cores() { getconf _NPROCESSORS_ONLN; }
-
-# Threads that each of $1 ranks may use: cores / ranks, at least 1.
-threads_per_rank() {
-    local threads=$(($(count_cores) / $1))
-    echo $((threads > 1 ? threads : 1))
-}
-
 # Ranks to start on this machine: NPROC_PER_NODE, default: one per GPU.
 ranks_here() {
     local ranks="${NPROC_PER_NODE:-$(count_gpus)}"
@@ -39,12 +31,6 @@ ranks_here() {
     [[ "$ranks" != 0 ]] ||
         die "found no GPU that works (nvidia-smi -L); to train on the CPU, say how many ranks: NPROC_PER_NODE=2"
     echo "$ranks"
-}
-
-# Restarts of the workers by torchrun: MAX_RESTARTS, default 3.
-restarts() {
-    [[ "${MAX_RESTARTS:-3}" =~ ^[0-9]+$ ]] || die "MAX_RESTARTS=$MAX_RESTARTS must be a number of restarts"
-    echo "${MAX_RESTARTS:-3}"
 }
 
 # await PID: waits for the end of a child, through the signals that end a wait early; $code is its exit code.
@@ -60,53 +46,12 @@ await() {
     [[ $again -eq 127 ]] || code=$again
 }
 
-children_of() { cat "/proc/$1/task/$1/children" 2>/dev/null || true; }
-
-# stop_ranks PID: sends SIGTERM to the ranks of a torchrun, and to torchrun once they have ended, so that it does not
-# restart them. Never to torchrun first: many schedulers have already sent it one, and a second kills saving ranks.
-stop_ranks() {
-    local ranks rank
-    ranks="$(children_of "$1")"
-    for rank in $ranks; do
-        kill -TERM "$rank" 2>/dev/null || true
-    done
-    for rank in $ranks; do
-        while kill -0 "$rank" 2>/dev/null; do sleep 0.1; done
-    done
-    [[ -z "$ranks" ]] || sleep 1
-    kill -TERM "$1" 2>/dev/null || true
-}
-
-# train_with FLAGS... -- ARGUMENTS...: trains under torchrun, and exits with the code that run_status.json gives for the
-# end of the run: torchrun's own exit code is always 1. SIGTERM stops the run with a checkpoint, also when only this
-# script gets it. SIGUSR1 saves one; it must not reach torchrun, which it would end. If the status does not tell how the
-# run ended and no stop was requested, the code is $WITHOUT_WORD or 1, and the last message $WITHOUT_WORD_SAY.
-train_with() {
-    local flags=() pid asked="" say=""
-    while [[ "$1" != -- ]]; do
-        flags+=("$1")
-        shift
-    done
-    shift
-    torchrun "${flags[@]}" -m llava_fsdp.train "$@" &
-    pid=$!
-    trap '[[ -n "$asked" ]] || stop_ranks "$pid" & asked=75' TERM
-    # shellcheck disable=SC2046  # the ranks, each a word
-    trap 'kill -USR1 $(children_of "$pid") 2>/dev/null || true' USR1
-    trap 'asked=130' INT # Ctrl-C reaches torchrun without us
-    await "$pid"
-    [[ $code -ne 0 ]] || exit 0
-    [[ -n "$asked" ]] || say="${WITHOUT_WORD_SAY:-}"
-    asked="${asked:-${WITHOUT_WORD:-}}"
-    exec python -m llava_fsdp.status "--this-launch${asked:+=$asked}" ${say:+"--without-word=$say"} "$@"
-}
-
 # Puts .venv, where there is one, before whatever else is installed.
 use_venv() {
     if [[ -d "$VENV/bin" ]]; then
         export PATH="$VENV/bin:$PATH"
     fi
-    command -v torchrun >/dev/null || die "torchrun is not on PATH; launch/quickstart.sh sets up .venv"
+    command -v python >/dev/null || die "python is not on PATH; launch/quickstart.sh sets up .venv"
 }
 
 # Whether $1 runs and is a Python that the project supports. A name on PATH may be a shim of nothing.

@@ -1,11 +1,13 @@
 """The command `llava-fsdp`, also `python -m llava_fsdp`: lists all commands, and runs one of them."""
 
 import difflib
+import os
 import runpy
+import signal
 import sys
 
 from llava_fsdp import __version__
-from llava_fsdp.runtime.errors import ExitCode
+from llava_fsdp.runtime.exit_codes import ExitCode
 
 COMMANDS = {
     "train": "train a model under torchrun, on all GPUs of this machine or, with --nnodes, of several",
@@ -38,9 +40,15 @@ def main() -> None:
         print(f"{name} is not a command of llava-fsdp{hint}", file=sys.stderr)
         sys.exit(ExitCode.USER)
     sys.argv = [f"llava-fsdp {name}", *rest]
-    # train starts torchrun; `python -m llava_fsdp.train`, which torchrun runs, is one rank
-    module = "train.launcher" if name == "train" else name
-    runpy.run_module(f"llava_fsdp.{module}", run_name="__main__", alter_sys=False)
+    module = name
+    if name == "train":  # starts torchrun; `python -m llava_fsdp.train`, which torchrun runs, is one rank
+        module = "train.launcher"
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitCode.STOPPED))
+        signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
+    try:
+        runpy.run_module(f"llava_fsdp.{module}", run_name="__main__", alter_sys=False)
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)
 
 
 def usage() -> str:

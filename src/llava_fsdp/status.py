@@ -5,27 +5,21 @@ Prints the status in `run_status.json` and ends with its exit code, which torchr
 at all. A run that continues and one that was killed have no end in their status: the lock of the folder tells them
 apart.
 
-Flags, before the other arguments:
-    --this-launch[=CODE]     ignore a status that is older than this process, which a launch script becomes by `exec`;
-                             without a status, exit with CODE (75 for a script that was told to stop)
-    --without-word=TEXT      behind --this-launch: the last line to print without a status
-    --saved                  print the step of the newest checkpoint instead, 0 without one: a scheduler's script
-                             compares it before and after a run
+`--saved`, before the other arguments, prints the step of the newest checkpoint instead, 0 without one: a scheduler's
+script compares it before and after a run.
 """
 
-import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import Config, cli
-from llava_fsdp.runtime.errors import ConfigError, ExitCode
-from llava_fsdp.runtime.launch import started
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.log import log, setup_logging
 from llava_fsdp.runtime.run_dir import FOLDER, held_by, is_known_free, list_checkpoints, step_of
 from llava_fsdp.runtime.small_json import BadJson, MissingJson
-from llava_fsdp.runtime.status_file import STATUS_FILE, is_without_end, own_word, status_of
+from llava_fsdp.runtime.status_file import STATUS_FILE, is_without_end, status_of
 from llava_fsdp.runtime.terminal_text import shown_name
 
 
@@ -35,23 +29,14 @@ def newest_step(output_dir: Path) -> int:
     return (step_of(checkpoints[-1]) or 0) if checkpoints else 0
 
 
-def take_flag(pattern: str) -> re.Match[str] | None:
-    """Remove the first command-line argument if it matches the pattern, as Hydra would take it for its own flag;
-    returns the match."""
-    flag = re.fullmatch(pattern, sys.argv[1], re.DOTALL) if sys.argv[1:2] else None
-    if flag is not None:
-        del sys.argv[1]
-    return flag
-
-
 def main() -> None:
     setup_logging()
-    since, code_without_status, hint = 0.0, int(ExitCode.BUG), None
-    prints_step = take_flag("--saved") is not None
-    if not prints_step and (flag := take_flag(r"--this-launch(?:=(\d+))?")):
-        since, code_without_status = started(os.getpid()), int(flag[1] or ExitCode.BUG)
-        hint = take_flag(r"--without-word=(.+)")
-    sys.argv[1:] = cli.name_folder(sys.argv[1:], "output_dir")
+    if sys.argv[1:2] in (["--help"], ["-h"]):
+        print(__doc__)
+        return
+    prints_step = sys.argv[1:2] == ["--saved"]
+    words = sys.argv[2:] if prints_step else sys.argv[1:]
+    sys.argv[1:] = cli.name_folder(words, "output_dir")
     try:
         node = cli.compose("train", Config)
     except ConfigError as error:  # the training has reported it, too, but had no folder to write it to
@@ -63,11 +48,14 @@ def main() -> None:
     if prints_step:
         print(newest_step(path.parent))
         return
-    record = read_status(path, since)
-    if record is None:
-        if hint is not None:
-            log().error("%s", hint[1])
-        sys.exit(code_without_status)
+    try:
+        record = status_of(path.parent)
+    except MissingJson:
+        log().error("%s: no run has written how it ended", path)
+        sys.exit(ExitCode.BUG)
+    except BadJson as error:
+        log().error("%s", error)
+        sys.exit(ExitCode.BUG)
     status, code, reason = shown_name(record["status"]), record.get("exit_code"), record.get("reason")
     if is_without_end(record) and (holder := held_by(path.parent)) is not None:
         where = shown_name(f"process {holder.get('pid', '?')} on {holder.get('host', '?')}")
@@ -84,22 +72,6 @@ def main() -> None:
         log().info("%s: %s (exit code %d) %s", path, status, code, reason or "")
     log_other_start(path, record)
     sys.exit(ExitCode.BUG if code is None else code)
-
-
-def read_status(path: Path, since: float) -> dict[str, Any] | None:
-    """Read a run's status if it is not older than `since` (seconds since 1970); else logs an error and returns None."""
-    try:
-        record = status_of(path.parent)
-        record = own_word(record) if since else record  # how this launch ended, not the run that it found finished
-        if (record.get("time") or 0.0) >= since:
-            return record
-    except MissingJson:
-        pass
-    except BadJson as error:
-        log().error("%s", error)
-        return None
-    log().error("%s: nothing from this run; it ended before it could write its status", path)
-    return None
 
 
 def log_other_start(path: Path, record: dict[str, Any]) -> None:

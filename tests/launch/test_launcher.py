@@ -1,5 +1,6 @@
 """`llava-fsdp train`: the last line and the exit code are the run's, whatever ends it; mistakes cost no second."""
 
+import fcntl
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from llava_fsdp.completion import completions
 from llava_fsdp.config import Config
 from llava_fsdp.config.help import asked_help, meanings, render_help
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train.launcher import OF_OTHER_PROGRAMS, WITH_VALUE, WITHOUT_VALUE, split
+from llava_fsdp.train.launcher import TORCHRUN_PROGRAM, TORCHRUN_WITH_VALUE, TORCHRUN_WITHOUT_VALUE, split
 
 QUICK = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -29,9 +30,9 @@ def test_flags_are_torchruns() -> None:
         for name in action.option_strings:
             if name.startswith("--") and name != "--help":
                 known[name.removeprefix("--").replace("_", "-")] = action.nargs != 0
-    assert known.keys() <= WITH_VALUE | WITHOUT_VALUE | OF_OTHER_PROGRAMS
-    assert {name for name, takes in known.items() if takes} <= WITH_VALUE
-    assert {name for name, takes in known.items() if not takes} <= WITHOUT_VALUE | OF_OTHER_PROGRAMS
+    assert known.keys() <= TORCHRUN_WITH_VALUE | TORCHRUN_WITHOUT_VALUE | TORCHRUN_PROGRAM
+    assert {name for name, takes in known.items() if takes} <= TORCHRUN_WITH_VALUE
+    assert {name for name, takes in known.items() if not takes} <= TORCHRUN_WITHOUT_VALUE | TORCHRUN_PROGRAM
 
 
 def test_flags_and_words_are_told_apart() -> None:
@@ -77,6 +78,9 @@ def answered(*words: str) -> subprocess.CompletedProcess[str]:
         (("train", "stage=finetun"), 2, "did you mean finetune?"),
         (("train", "optim.lrr=1"), 2, "did you mean optim.lr?"),
         (("train", "epochs=0"), 2, "epochs=0 must be at least 1"),
+        (("train", "-m", "seed=1,2"), 2, "llava_fsdp.sweep"),
+        (("train", "++model.language=mine", "model.vision=package:tiny-clip", "optim.lr=x"), 2, "optim.lr"),
+        (("status", "--help"), 0, "exit code"),
         (("plan", "gpu=h10"), 2, ""),
         (("evaluate", "task=many"), 2, "task=many"),
         (("export", "nothing"), 2, ""),
@@ -180,6 +184,66 @@ def test_a_missing_file_is_told_once_and_not_tried_again(launch: list[Launched],
     launch.append(run)
     code, last = run.end()
     assert code == 2 and "gone.json" in last and run.log.read_text().count("ConfigError") == 1
+
+
+@pytest.mark.e2e
+def test_a_folder_in_use_is_refused_before_ranks_start(launch: list[Launched], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / ".lock").open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        run = Launched(tmp_path)
+        launch.append(run)
+        code, last = run.end()
+    assert code == 2 and "belongs to a run that is under way" in last and "step" not in run.log.read_text()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("flag", [["--nproc-per-node=gpu"], ["--nnodes=2:1"], ["--rdzv-conf=timeout"]])
+def test_what_torchrun_refuses_is_a_mistake(flag: list[str], launch: list[Launched], tmp_path: Path) -> None:
+    run = Launched(tmp_path, *flag)
+    launch.append(run)
+    code, last = run.end()
+    assert code == 2 and flag[0] in last
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_machines_that_do_not_meet(launch: list[Launched], tmp_path: Path) -> None:
+    run = Launched(tmp_path, "--nnodes=2", "--rdzv-endpoint=localhost:0", "--rdzv-id=x", "--rdzv-conf=join_timeout=2")
+    launch.append(run)
+    code, last = run.end()
+    assert code == 5 and "--rdzv-id" in last and "Timeout" in last
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 1.0, 2.5])
+def test_a_stop_before_the_ranks_start(
+    number: int, code: int, seconds: float, launch: list[Launched], tmp_path: Path
+) -> None:
+    run = Launched(tmp_path)
+    launch.append(run)
+    time.sleep(seconds)
+    run.process.send_signal(number)
+    assert run.process.wait(30) in (code, -number), "a process that has not run its first line ends by the signal"
+    assert "Traceback" not in run.log.read_text()
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_scheduler_that_signals_all_processes(launch: list[Launched], tmp_path: Path) -> None:
+    """torchrun's agent gets the signal, too: a second one from the launcher would kill the ranks while they save."""
+    run = Launched(tmp_path, "--nproc-per-node=2", "checkpoint.every=150")
+    launch.append(run)
+    run.until_step(2)
+    ranks = run.ranks()
+    agent = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    for pid in (run.process.pid, agent, *ranks, run.process.pid):
+        os.kill(pid, signal.SIGTERM)
+    code, last = run.end()
+    assert code == 75 and "stopped (exit code 75)" in last
+    assert list((run.output / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.e2e

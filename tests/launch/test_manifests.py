@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ from jsonschema import Draft202012Validator
 from machine import BASH, ROOT, Machine
 from schemas import KUBERNETES, SKYPILOT_TASK, SKYPILOT_VOLUME
 
-from llava_fsdp.runtime.errors import ENDINGS
+from llava_fsdp.runtime.exit_codes import ENDINGS
 
 KUBERNETES_FILES = sorted((ROOT / "launch" / "kubernetes").glob("*.yaml"))
 DOCKERFILE = (ROOT / "launch" / "kubernetes" / "Dockerfile").read_text()
-TORCHRUN = f'#!{BASH}\nenv | grep -E "^(PET_|RANK=|MASTER_)" >>"$NOTES"\necho "$@" >>"$NOTES"\n'
+TRAIN = f"""#!{BASH}
+[[ "$1 $2 $3" == "-m llava_fsdp train" ]] || exec {sys.executable} "$@"
+env | grep -E "^(PET_|RANK=|MASTER_)" >>"$NOTES"
+echo "$@" >>"$NOTES"
+"""
 
 
 def documents(name: str) -> dict[str, dict[str, Any]]:
@@ -103,10 +108,10 @@ def operator_env(kind: str, address: str, port: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("kind", "nodes"), [("PyTorchJob", "2:2"), ("TrainJob", "2")])
-def test_a_pod_starts_torchrun_as_multinode_does(kind: str, nodes: str, tmp_path: Path) -> None:
+def test_a_pod_trains_as_multinode_does(kind: str, nodes: str, tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.venv()
-    machine.put(".venv/bin/torchrun", TORCHRUN)
+    machine.put(".venv/bin/python", TRAIN)
     machine.gpus(8)
     container = container_of(kind)
     with socket.create_server(("127.0.0.1", 0)) as first:
@@ -116,16 +121,10 @@ def test_a_pod_starts_torchrun_as_multinode_does(kind: str, nodes: str, tmp_path
         done = machine.bash("launch/kubernetes/pod.sh", *container["args"], **env)
     assert done.returncode == 0, done.stderr
     assert machine.notes.read_text() == (
-        f"--nnodes {nodes} --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} "
+        f"-m llava_fsdp train --nnodes {nodes} --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} "
         "--rdzv-id llava-fsdp --rdzv-conf join_timeout=1800,is_host=false --local-addr 127.0.0.1 --max-restarts 3 "
-        f"--log-dir logs --tee 3 --local-ranks-filter 0 -m llava_fsdp.train {' '.join(container['args'])}\n"
+        f"--log-dir logs --tee 3 --local-ranks-filter 0 {' '.join(container['args'])}\n"
     )
-
-
-ENDS = f"""#!{BASH}
-printf '{{"status": "failed", "exit_code": %s, "reason": "", "time": 9e9}}' "$CODE" >run_status.json
-exit 1
-"""
 
 
 @pytest.mark.parametrize(("code", "plain", "raised"), [(75, 75, 203), (5, 5, 133), (2, 2, 2), (3, 3, 3)])
@@ -135,7 +134,6 @@ def test_a_pod_ends_with_a_code_that_its_operator_understands(
     """A PyTorchJob tries codes from 128 on again, and no others."""
     machine = Machine(tmp_path)
     machine.venv()
-    machine.put(".venv/bin/torchrun", ENDS)
     env = {
         "PET_NNODES": "1", "PET_MASTER_ADDR": "127.0.0.1", "RDZV_ID": "x", "HOSTNAME": "pod-0", "CODE": str(code),
         "NPROC_PER_NODE": "1", "PYTHONPATH": str(ROOT / "src"),
@@ -152,7 +150,7 @@ def run_of(name: str) -> str:
 def test_skypilot_tells_multinode_who_meets_where(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.venv()
-    machine.put(".venv/bin/torchrun", TORCHRUN)
+    machine.put(".venv/bin/python", TRAIN)
     (machine.bin / "head").symlink_to(shutil.which("head") or "/no/head")
     env = {
         "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_GPUS_PER_NODE": "8",
@@ -162,7 +160,8 @@ def test_skypilot_tells_multinode_who_meets_where(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = machine.notes.read_text()
     assert said.startswith(
-        "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint 10.0.0.7:29400 --rdzv-id sky-managed-7 "
+        "-m llava_fsdp train --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint 10.0.0.7:29400 "
+        "--rdzv-id sky-managed-7 "
         "--rdzv-conf join_timeout=1800,is_host=true "
     )
     assert " --log-dir /shared/logs/sky-managed-7 " in said and "output_dir=/shared/outputs/finetune" in said

@@ -71,6 +71,20 @@ def nodes(start: Callable[..., Run], machines: list, tmp_path: Path) -> Nodes:
     return Nodes(start, machines, tmp_path)
 
 
+def lose(machine: Run) -> None:
+    """Kill all processes of a machine, torchrun's agent in its own session before the launcher that it ends with."""
+    agent = descendants(machine.process.pid)
+    for pid in (*agent, machine.process.pid):
+        os.kill(pid, signal.SIGKILL)
+    assert gone([machine.process.pid, *agent], 5)
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of the children, before those of their children."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(found for child in children for found in descendants(child))]
+
+
 def same_steps(run: Run, alone: Run, samples: bool = True) -> None:
     """Every step once, of the same samples, with the losses of one process up to the order of sums."""
     expected = [json.loads(line) for line in (alone.output / "metrics.jsonl").read_text().splitlines()]
@@ -105,8 +119,7 @@ def test_a_machine_that_is_lost_comes_back(nodes: Nodes, start: Callable[..., Ru
     alone = start(ranks=0, folder=tmp_path / "alone")
     first, second = nodes.both("checkpoint.every=1", pace=1.0)
     first.until_step(2)
-    os.killpg(second.process.pid, signal.SIGKILL)
-    assert gone([second.process.pid], 5)
+    lose(second)
     back = nodes.one(1, "checkpoint.every=1", pace=1.0)
     assert (first.wait(240), back.wait(60)) == (0, 0), first.said + back.said
     assert "continuing after step" in first.said + back.said and first.status["status"] == "done"
@@ -140,7 +153,7 @@ def test_an_elastic_run_goes_on_alone(nodes: Nodes, start: Callable[..., Run], t
     alone = start(ranks=0, folder=tmp_path / "alone")
     first, second = nodes.both(own=({"NNODES": "1:2"}, {"NNODES": "1:2"}), pace=1.0)
     first.until_step(2)
-    os.killpg(second.process.pid, signal.SIGKILL)
+    lose(second)
     assert first.wait(240) == 0, first.said
     assert alone.wait(120) == 0, alone.said
     same_steps(first, alone)

@@ -1,6 +1,5 @@
 """launch/slurm.sbatch between fakes of Slurm's commands; tests/launch/test_slurm.py has the real ones."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,14 +19,6 @@ case "$1 $2" in
   *) echo "scontrol $*" >>"$NOTES"; exit "${{REFUSES:-0}}" ;;
 esac
 """
-TORCHRUN = f"""#!{BASH}
-echo "torchrun $* shutdown=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >>"$NOTES"
-[[ -z "${{SAVES:-}}" ]] || {shutil.which("mkdir")} -p checkpoints/step-000005
-{sys.executable} -c "import json, time
-said = {{'status': 'failed', 'exit_code': $CODE, 'reason': 'as told', 'time': time.time()}}
-open('run_status.json', 'w').write(json.dumps(said))"
-exit 1
-"""
 JOB = {"SLURM_JOB_ID": "4207", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[0-1]", "PYTHONPATH": f"{ROOT}/src"}
 
 
@@ -35,7 +26,7 @@ JOB = {"SLURM_JOB_ID": "4207", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST":
 def machine(tmp_path: Path) -> Machine:
     made = Machine(tmp_path)
     made.venv()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), (".venv/bin/torchrun", TORCHRUN)):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         made.put(name, text)
     return made
 
@@ -67,12 +58,12 @@ def test_put_back_into_the_queue_where_that_helps(
 def test_a_node_trains_as_multinode_says(machine: Machine) -> None:
     """Meeting at the first node, on a port of the job's own, under the job's name, with all GPUs of the node."""
     assert run(machine, "seed=7", CODE="2", RDZV_HOST="127.0.0.1", SLURM_RESTART_COUNT="3").returncode == 2
-    (command,) = machine.noted("torchrun")
+    (command,) = machine.noted("train")
     assert command == (
-        "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:24207 "
+        "train --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:24207 "
         "--rdzv-id slurm-4207 --rdzv-conf join_timeout=600,is_host=true --local-addr 127.0.0.1 --max-restarts 3 "
         "--log-dir outputs/logs/slurm-4207/start-3 --tee 3 --local-ranks-filter 0 "
-        "-m llava_fsdp.train output_dir=. seed=7 shutdown=150"
+        "output_dir=. seed=7 shutdown=150"
     )
     (step,) = machine.noted("srun")
     assert step.startswith("srun --ntasks-per-node=1 --kill-on-bad-exit=0 --cpu-bind=none bash -c")
@@ -83,7 +74,7 @@ def test_a_wrong_place_is_said(machine: Machine, tmp_path: Path) -> None:
     assert done.returncode == 2 and "submit from the root of the checkout, or name it by LLAVA_FSDP_ROOT" in done.stderr
     done = run(machine, SLURM_JOB_ID="")
     assert done.returncode == 2 and "this is a job for Slurm: sbatch launch/slurm.sbatch" in done.stderr
-    assert machine.noted("torchrun") == []
+    assert machine.noted("train") == []
 
 
 def test_a_checkpoint_that_cannot_be_asked_for_at_the_end_leaves_the_exit_code(machine: Machine) -> None:
@@ -92,6 +83,7 @@ if [[ "$*" == *status*--saved* ]]; then
     grep -q asked "$NOTES" && exit 1
     echo asked >>"$NOTES"; echo 0; exit 0
 fi
+[[ "$*" != "-m llava_fsdp train"* ]] || exit "$CODE"
 exec {sys.executable} "$@"
 """
     machine.put(".venv/bin/python", fake)

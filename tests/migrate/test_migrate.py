@@ -27,7 +27,8 @@ from llava_fsdp.migrate.overrides import TEMPLATES, decide
 from llava_fsdp.migrate.shell import commands
 from llava_fsdp.migrate.source_run import Run
 from llava_fsdp.migrate.table import rows_of
-from llava_fsdp.runtime.errors import ConfigError, ExitCode
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.exit_codes import ExitCode
 
 ZERO2 = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
 # A stage-2 training with every value that matters; tests add to it, later flags win.

@@ -25,7 +25,8 @@ from llava_fsdp.model import pretrained as parts_module
 from llava_fsdp.model.lora_files import open_adapter
 from llava_fsdp.runtime import provenance
 from llava_fsdp.runtime.digests import digest_of_file
-from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ExitCode, ModelError
+from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
+from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
 from llava_fsdp.train import main as train
 

@@ -16,7 +16,8 @@ import pytest
 
 from llava_fsdp import status
 from llava_fsdp.runtime import launch, run_dir, status_file
-from llava_fsdp.runtime.errors import ENDINGS, ExitCode, FolderInUse
+from llava_fsdp.runtime.errors import FolderInUse
+from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.run_dir import claimed, is_others
 from llava_fsdp.runtime.status_file import Outcome, first_failure, put_status, read_status, settled, write_ending
 from llava_fsdp.runtime.watchdog import Watchdog, fresh
@@ -165,7 +166,6 @@ def test_the_culprit_has_the_key_of_a_wrong_setting(tmp_path: Path, launched) ->
         ({"status": "failed", "exit_code": 4, "reason": "nan"}, 4),
         ({"status": "running", "exit_code": None, "reason": ""}, 1),
         (None, 1),
-        ({"status": "done", "exit_code": 0, "reason": "", "time": 0.0}, 1),
     ],
 )
 def test_launchers_read_the_exit_code(
@@ -173,7 +173,7 @@ def test_launchers_read_the_exit_code(
 ) -> None:
     if said is not None:
         (tmp_path / "run_status.json").write_text(json.dumps({"time": time.time() + 60, **said}))
-    monkeypatch.setattr(sys, "argv", ["status", "--this-launch", f"output_dir={tmp_path}", "stage=pretrain"])
+    monkeypatch.setattr(sys, "argv", ["status", f"output_dir={tmp_path}", "stage=pretrain"])
     with pytest.raises(SystemExit) as ended:
         status.main()
     assert ended.value.code == code and str(tmp_path) in capsys.readouterr().err

@@ -15,7 +15,8 @@ import pytest
 
 from llava_fsdp.config import cli
 from llava_fsdp.runtime import run_dir, status_file
-from llava_fsdp.runtime.errors import ENDINGS, ConfigError, ExitCode, FolderLost
+from llava_fsdp.runtime.errors import ConfigError, FolderLost
+from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.jsonl import Rows, replace_lines
 from llava_fsdp.runtime.log import setup_logging

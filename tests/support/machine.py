@@ -10,13 +10,17 @@ ROOT = Path(__file__).parents[2]
 BASH = shutil.which("bash") or "bash"
 TOOLS = "cat dirname getconf grep mktemp rm sleep tail tee timeout env bash".split()
 
-# Answers for pip and pytest and notes what it was asked; everything else goes to the real Python.
+# Answers for pip, pytest and the training, and notes what it was asked; everything else goes to the real Python.
 FAKE_PYTHON = f"""#!{BASH}
 case "$*" in
   "-m pip "*) echo "pip: $*" >>"$NOTES"; exit 0 ;;
   "-m pytest "*) echo "pytest: $*" >>"$NOTES"; echo "SKIPPED [1] tests/test_x.py:3: no Slurm here"
                  echo "===== 3 passed, 1 skipped in 0.12s ====="; exit "${{PYTEST_STATUS:-0}}" ;;
   "tests/mutants/"*) echo "planted: $* OMP_NUM_THREADS=$OMP_NUM_THREADS" >>"$NOTES"; exit 0 ;;
+  "-m llava_fsdp train "*)
+    echo "train ${{*:4}} shutdown=${{TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-}}" >>"$NOTES"
+    [[ -z "${{SAVES:-}}" ]] || {shutil.which("mkdir")} -p checkpoints/step-000005
+    exit "${{CODE:-0}}" ;;
   *torch.cuda.is_available*) exit "${{NO_CUDA:-1}}" ;;
 esac
 exec {sys.executable} "$@"
@@ -24,25 +28,23 @@ exec {sys.executable} "$@"
 NOTE = f'#!{BASH}\necho "$(basename "$0") $* OMP_NUM_THREADS=$OMP_NUM_THREADS" >>"$NOTES"\n'
 
 
-# A torchrun whose training can be given faults and a pace (faulty.py), on the CPU.
-FAULTY_TORCHRUN = f"""#!{BASH}
-words=()
-for word in "$@"; do [[ $word == -m || $word == llava_fsdp.train ]] || words+=("$word"); done
-for at in "${{!words[@]}}"; do [[ ${{words[$at]}} == stage=* ]] && break; done
+# A Python whose `-m llava_fsdp train` can be given faults and a pace (faulty.py), on the CPU.
+FAULTY_PYTHON = f"""#!{BASH}
 export CUDA_VISIBLE_DEVICES=
-exec {sys.executable} -m torch.distributed.run "${{words[@]:0:$at}}" {ROOT}/tests/support/faulty.py "${{words[@]:$at}}"
+[[ "$1 $2 $3" != "-m llava_fsdp train" ]] || exec {sys.executable} {ROOT}/tests/support/faulty_launcher.py "${{@:4}}"
+exec {sys.executable} "$@"
 """
 
 
 def checkout(folder: Path) -> dict[str, str]:
     """The launch scripts in a folder, for real trainings whose first argument is stage=; the environment to run in.
 
-    Without a .venv, which would come before the torchrun that is put there.
+    Without a .venv, which would come before the Python that is put there.
     """
     shutil.copytree(ROOT / "launch", folder / "launch")
     (folder / "bin").mkdir(exist_ok=True)
-    (folder / "bin" / "torchrun").write_text(FAULTY_TORCHRUN)
-    (folder / "bin" / "torchrun").chmod(0o755)
+    (folder / "bin" / "python").write_text(FAULTY_PYTHON)
+    (folder / "bin" / "python").chmod(0o755)
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
     return {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
@@ -70,7 +72,6 @@ class Machine:
 
     def venv(self) -> None:
         self.put(".venv/bin/python", FAKE_PYTHON)
-        self.put(".venv/bin/torchrun", NOTE)
 
     def gpus(self, count: int) -> None:
         self.put("nvidia-smi", f"#!{BASH}\n" + "".join(f"echo 'GPU {n}: H200'\n" for n in range(count)))

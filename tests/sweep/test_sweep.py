@@ -20,7 +20,8 @@ from llava_fsdp.config import SweepConfig, SweepMetric, config_dir, load
 from llava_fsdp.config.cli import quoted
 from llava_fsdp.report.results import Results, read_results
 from llava_fsdp.report.run_reader import JOB_FILE, runs_in
-from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError
+from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
+from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.log import setup_logging
 from llava_fsdp.runtime.run_dir import restored_umask
 from llava_fsdp.runtime.status_file import mode_of
@@ -205,7 +206,7 @@ def test_reason_of_a_failure(tmp_path: Path) -> None:
 
 REFUSED = """
 import pathlib, sys
-from llava_fsdp.runtime.errors import ENDINGS
+from llava_fsdp.runtime.exit_codes import ENDINGS
 from llava_fsdp.runtime.run_dir import claimed
 from llava_fsdp.runtime.status_file import Outcome, write_ending
 folder = pathlib.Path(sys.argv[1])

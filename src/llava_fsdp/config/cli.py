@@ -28,7 +28,8 @@ from omegaconf.errors import OmegaConfBaseException
 from llava_fsdp.config import SOURCES, config_dir, did_you_mean, load, nearest, schema_keys
 from llava_fsdp.config.help import asked_help, render_help
 from llava_fsdp.config.hydra_guard import FLAGS, check_command_line
-from llava_fsdp.runtime.errors import ENDINGS, ConfigError, ExitCode, FolderLost, LlavaFsdpError, Stopped
+from llava_fsdp.runtime.errors import ConfigError, FolderLost, LlavaFsdpError, Stopped
+from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.heartbeat import read_beat
 from llava_fsdp.runtime.launch import attempt, env_rank, is_one_node
 from llava_fsdp.runtime.log import leave_noise_out, log, setup_logging
@@ -54,6 +55,7 @@ WITH_VALUES = frozenset({
     *FLAGS, "--config-name", "-cn", "--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun",
 })  # fmt: skip
 """Hydra's flags whose value may follow as the next command-line argument."""
+FOLDER_SECONDS = 30
 Status = Callable[[Path, Outcome], dict[str, Any] | None]
 
 
@@ -145,6 +147,8 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     silent = everywhere and is_later_rank()
     if silent:
         time.sleep(PATIENCE)  # rank 0 reports the error, writes the status, and ends first
+    if folder is not None and is_later_rank() and not is_one_node():
+        await_folder(folder)  # rank 0, on another machine, reads there why this rank has ended
     if folder is not None and (beat := read_beat(folder, env_rank())) is not None and beat.pid == os.getpid():
         outcome = replace(outcome, step=beat.step)
     first = write_outcome(folder, outcome, on_exit)
@@ -162,15 +166,23 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()
-    # rank 0 has written the status, and told whoever waits for it
-    stop_restarts(ends_torchrun, outcome.ending.is_permanent and is_first and not is_later_rank())
+    ending = outcome.ending if first is None else ENDINGS.get(first["class"], outcome.ending)
+    stop_restarts(ends_torchrun, is_first and ending.is_permanent and not ending.is_stop)
     os._exit(code)
+
+
+def await_folder(folder: Path) -> None:
+    """Wait until rank 0 has made the run's folder, at most `FOLDER_SECONDS`: this rank may have failed long before."""
+    until = time.monotonic() + FOLDER_SECONDS
+    while is_absent(folder) and time.monotonic() < until:
+        time.sleep(0.2)
 
 
 def stop_restarts(ends_torchrun: bool, is_permanent: bool) -> None:
     """Keep torchrun from starting this rank again where that cannot help."""
+    if ends_torchrun or (is_permanent and is_later_rank()):
+        time.sleep(PATIENCE)  # the other ranks of this machine report and end first
     if ends_torchrun:
-        time.sleep(PATIENCE)  # torchrun also stops ranks to start them again with more machines
         end_torchrun()
     if is_permanent:
         end_agent()
@@ -277,7 +289,7 @@ def with_own_model(words: list[str]) -> list[str]:
     Raises:
         ConfigError: a vision tower is named without a language model.
     """
-    given = {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+    given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words if "=" in word}
     named = {key for key in BACKBONES if given.get(key, "null") != "null" and not given[key].startswith("package:")}
     if not named or "model" in given:
         return words

@@ -3,7 +3,7 @@ TrainingArguments, with the defaults of its parser."""
 
 from collections.abc import Mapping
 
-from llava_fsdp.migrate import llava_flag_rules as rules
+from llava_fsdp.migrate import flag_functions as rules
 from llava_fsdp.migrate.keys import OFF, Rule, Usual, Where, implied, no_effect, off, to, unsupported
 from llava_fsdp.migrate.source_run import Flag
 

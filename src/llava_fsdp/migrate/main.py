@@ -19,7 +19,8 @@ from llava_fsdp.migrate.command import Migration, lines, migrate
 from llava_fsdp.migrate.inputs import read_runs
 from llava_fsdp.migrate.keys import Row, Verdict, written
 from llava_fsdp.runtime.console import TextConsole
-from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError
+from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
+from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.log import log, setup_logging
 from llava_fsdp.runtime.redact import HIDDEN, is_secret_name, redact
 

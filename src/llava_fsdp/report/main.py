@@ -11,7 +11,8 @@ from llava_fsdp.data.images.thumbnails import thumbnail
 from llava_fsdp.report.compare_page import comparison_page
 from llava_fsdp.report.run_page import report_page
 from llava_fsdp.report.run_reader import REPORT_FILE, Run, name_of, put_page, runs_in
-from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError, StorageError
+from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, StorageError
+from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.log import log, setup_logging
 
 USAGE = """\

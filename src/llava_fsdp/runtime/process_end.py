@@ -17,6 +17,8 @@ PIDFD_INFO_EXIT = 1 << 3
 PIDFD_INFO = struct.Struct("=QQ11Ii")
 """Layout of the kernel's first `struct pidfd_info`: mask and cgroup, eleven numbers of the process, its wait status."""
 
+STOP_SECONDS = "600"
+"""Seconds that torchrun's agent gives its ranks to save a checkpoint before it kills them; torchrun's default is 30."""
 LAUNCHER_VARIABLES = re.compile(
     rf"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|{AGENT}|(MASTER|GROUP|ROLE|TORCHELASTIC)_.*)"
 )
@@ -31,11 +33,16 @@ def ending_of(pidfd: int, pid: int) -> str:
         status = status_of_reaped(pidfd)
     if status is None:
         return "ended without a report; the kernel kills processes when memory runs out (see dmesg)"
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        hint = " (out of host memory? see dmesg)" if number == signal.SIGKILL else ""
-        return f"was killed by signal {number}{hint}"
-    return f"ended with exit code {os.waitstatus_to_exitcode(status)} in the middle of the run"
+    code = os.waitstatus_to_exitcode(status)
+    return how_ended(code) if code < 0 else f"{how_ended(code)} in the middle of the run"
+
+
+def how_ended(code: int) -> str:
+    """An exit code in words; -N is signal N, as in `subprocess`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    hint = " (out of host memory? see dmesg)" if code == -signal.SIGKILL else ""
+    return f"was killed by signal {-code}{hint}"
 
 
 def status_of_zombie(pid: int) -> int | None:
@@ -77,11 +84,12 @@ def end_torchrun() -> None:
 
 
 def end_agent() -> None:
-    """End the agent of `llava-fsdp train`, if it started this rank: it would restart ranks that a restart cannot help.
+    """End the agent of `llava-fsdp train` on this machine, if it started this rank and this is its first: it would
+    restart ranks that a restart cannot help.
 
     torchrun itself cannot be told; its restarted ranks end at once (`cli.begin`).
     """
-    if os.environ.get(AGENT) == str(os.getppid()):
+    if os.environ.get(AGENT) == str(os.getppid()) and os.environ.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)
 
 

@@ -151,16 +151,25 @@ def lock(handle: int, folder: Path) -> None:
         except (BlockingIOError, PermissionError):
             holder = holder_of(handle)
             if holder.get("launch") is None or holder.get("launch") != launch_id() or time.monotonic() > until:
-                raise FolderInUse(
-                    f"output_dir={folder} belongs to a run that is under way: process {holder.get('pid', '?')} on "
-                    f"{holder.get('host', '?')}, since {holder.get('since', '?')}; wait for it, stop it, or give "
-                    "another folder"
-                ) from None
+                raise in_use(folder, holder) from None
             time.sleep(0.1)
         except OSError as error:  # the file system has no locks
             log().warning("output_dir=%s cannot be locked (%s): make sure that no second run uses it", folder, error)
             break
     sign_lock(handle)
+
+
+def in_use(folder: Path, holder: dict[str, Any]) -> FolderInUse:
+    return FolderInUse(
+        f"output_dir={folder} belongs to a run that is under way: process {holder.get('pid', '?')} on "
+        f"{holder.get('host', '?')}, since {holder.get('since', '?')}; wait for it, stop it, or give another folder"
+    )
+
+
+def refuse_in_use(folder: Path) -> None:
+    """Raise FolderInUse if another process runs in the folder. Does not claim it."""
+    if (holder := held_by(folder)) is not None:
+        raise in_use(folder, holder)
 
 
 def sign_lock(handle: int) -> None:

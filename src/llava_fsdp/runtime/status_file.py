@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.runtime.durable_files import create, replace_file
-from llava_fsdp.runtime.errors import ENDINGS, Ending
+from llava_fsdp.runtime.exit_codes import ENDINGS, Ending
 from llava_fsdp.runtime.launch import attempt, env_rank, incarnation, launch_id, started
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why

@@ -24,11 +24,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from llava_fsdp.runtime.errors import ENDINGS, CommunicationError, StorageError
+from llava_fsdp.runtime.errors import CommunicationError, StorageError
+from llava_fsdp.runtime.exit_codes import ENDINGS
 from llava_fsdp.runtime.heartbeat import FOLDER, Beat, Late, Phase, Watcher, beat_age, put_beat
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
-from llava_fsdp.runtime.process_end import end_torchrun, ending_of
+from llava_fsdp.runtime.process_end import end_agent, end_torchrun, ending_of
 from llava_fsdp.runtime.status_file import (
     PATIENCE,
     Outcome,
@@ -369,6 +370,9 @@ class Watchdog:
         code = int(first["exit_code"]) if first else int(ENDINGS["communication"].exit_code)
         if code == ENDINGS["stopped"].exit_code and not self.was_signalled:
             end_torchrun()
+        ending = ENDINGS.get(first["class"]) if first else None
+        if ending is not None and ending.is_permanent and not ending.is_stop:
+            end_agent()
         self.exit(code)
 
     def end(self, outcome: Outcome) -> None:

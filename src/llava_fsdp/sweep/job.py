@@ -20,7 +20,8 @@ from llava_fsdp.report.downsample import WINDOW
 from llava_fsdp.report.results import Results, read_results
 from llava_fsdp.report.run_reader import JOB, JOB_FILE, job_files
 from llava_fsdp.runtime.durable_files import replace_file
-from llava_fsdp.runtime.errors import ConfigError, ExitCode, LlavaFsdpError
+from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
+from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.log import log, setup_logging
 from llava_fsdp.runtime.run_dir import make_run_folder
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, read_object, require_kinds

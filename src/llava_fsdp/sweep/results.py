@@ -13,7 +13,8 @@ from llava_fsdp.report.compare_page import comparison_page
 from llava_fsdp.report.results import columns
 from llava_fsdp.report.run_reader import REPORT_FILE, own_overrides, put_page, runs_in
 from llava_fsdp.runtime.console import TextConsole
-from llava_fsdp.runtime.errors import ExitCode, LlavaFsdpError
+from llava_fsdp.runtime.errors import LlavaFsdpError
+from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.jsonl import replace_lines
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import restored_umask

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from llava_fsdp.runtime.durable_files import replace_file
-from llava_fsdp.runtime.errors import ExitCode
+from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.log import log
 
 STOP_FILE = ".stop"

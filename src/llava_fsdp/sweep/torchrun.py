@@ -12,15 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.runtime.errors import ExitCode, LlavaFsdpError
+from llava_fsdp.runtime.errors import LlavaFsdpError
+from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.process_end import without_launcher
+from llava_fsdp.runtime.process_end import STOP_SECONDS, how_ended, without_launcher
 from llava_fsdp.runtime.status_file import own_word, read_status
 
 LOG_FILE = "train.log"
 PROGRESS_SECONDS = 10
-STOP_SECONDS = "600"
-"""Seconds that torchrun gives its ranks to save a checkpoint before it kills them; torchrun's default is 30."""
 STEP_LINE = re.compile(r"step \d+/\d+ .*")
 
 
@@ -82,7 +81,7 @@ def run_torchrun(
             raise
     if child.returncode != 0:
         status = status_after(folder, earlier)
-        reason = status.get("reason") or f"torchrun {ending(child.returncode)}: {tail(path)}"
+        reason = status.get("reason") or f"torchrun {how_ended(child.returncode)}: {tail(path)}"
         # a start that took no step records the earlier run's status as `before`
         took_steps = bool(status) and not isinstance(status.get("before"), dict)
         raise JobFailed(reason, failure_code(status), took_steps)
@@ -103,15 +102,6 @@ def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, level: Cal
         if (requested := level()) > sent:
             sent = requested
             child.send_signal(signal.SIGTERM if sent == 1 else signal.SIGKILL)  # ranks end with torchrun
-
-
-def ending(code: int) -> str:
-    if code >= 0:
-        return f"returned {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"
 
 
 def status_after(folder: Path, earlier: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """torchrun's agent without its own messages: `python -m llava_fsdp.train.agent PARENT REPORT FLAGS... -- WORDS...`.
 
 Started by launcher.py. PARENT is its process id: when it ends, this process gets SIGTERM, and stops its ranks. REPORT
-is a file descriptor that gets a JSON object about the rank that failed first. FLAGS are torchrun's, WORDS the
+is a file descriptor that gets a JSON object about a failure. FLAGS are torchrun's, WORDS the
 training's.
 """
 
@@ -10,14 +10,24 @@ import logging
 import os
 import signal
 import sys
+from argparse import Namespace
 
+from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.host import read_host
-from llava_fsdp.runtime.process_end import AGENT, end_with
+from llava_fsdp.runtime.process_end import AGENT, end_with, how_ended
+
+PROGRAM = ("-m", "llava_fsdp.train")
+NOT_MET = (
+    "the machines did not meet: are --rdzv-id, --rdzv-endpoint and --nnodes the same on all of them, is every machine "
+    "started, and does the endpoint's name resolve and its port answer?"
+)
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # no ranks yet: end at once
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # also in ranks, until they can save a checkpoint for it
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the parent waits for its own signals
     parent, report, *rest = sys.argv[1:]
     end_with(int(parent), signal.SIGTERM)
     flags, words = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
@@ -30,44 +40,51 @@ def main() -> None:
 
 
 def run(flags: list[str], words: list[str]) -> dict[str, object] | None:
-    """Run all ranks to their end; None if all succeeded, else what is known of the one that failed first."""
-    from torch.distributed import run as torchrun  # takes seconds, in which a signal ends this process
+    """Run all ranks to their end; None if all succeeded, else why not, and the exit code for it."""
+    from torch.distributed import DistError  # takes seconds, in which a signal ends this process
+    from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # ranks report their errors themselves
-    args = torchrun.get_args_parser().parse_args([*with_defaults(flags), "-m", "llava_fsdp.train", *words])
+    parser = torchrun.get_args_parser()
+    parser.exit_on_error = False
+    try:
+        args = parser.parse_args([*flags, *PROGRAM, *words])
+        choose_ranks(args, is_given(flags, "nproc-per-node"))
+        torchrun.config_from_args(args)
+    except (Exception, SystemExit) as error:
+        return {"reason": f"torchrun does not take {' '.join(flags)}: {error}", "code": ExitCode.USER}
     try:
         torchrun.run(args)
     except SignalException as error:
-        return {"reason": f"got {signal.Signals(error.sigval).name}"}
+        return {"reason": f"torchrun's agent got {signal.Signals(error.sigval).name}"}
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        code = failure.exitcode
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return {"rank": rank, "reason": how, "code": max(0, code)}
-    except Exception as error:  # a rendezvous that fails has many classes
-        return {"kind": "meeting", "reason": f"{type(error).__name__}: {error}"}
+        return {"reason": f"rank {rank} {how_ended(failure.exitcode)}", "code": max(0, failure.exitcode)}
+    except (RendezvousError, DistError) as error:
+        return {"reason": f"{NOT_MET} ({type(error).__name__}: {str(error)[:1000]})", "code": ExitCode.COMMUNICATION}
+    except Exception as error:
+        return {"reason": f"torchrun's agent failed: {type(error).__name__}: {str(error)[:1000]}"}
     return None
 
 
-def with_defaults(flags: list[str]) -> list[str]:
-    """torchrun's flags with those that were not given: a rank for each GPU, one machine, three restarts."""
-    import torch
+def is_given(flags: list[str], name: str) -> bool:
+    """Whether a flag of torchrun is on the command line or in the environment, as PET_NNODES is."""
+    return any(flag.startswith(f"--{name}=") for flag in flags) or f"PET_{name.upper().replace('-', '_')}" in os.environ
 
-    given = {flag.removeprefix("--").partition("=")[0] for flag in flags}
-    ranks = [flag.partition("=")[2] for flag in flags if flag.startswith("--nproc-per-node=")]
-    count = int(ranks[-1]) if ranks and ranks[-1].isdecimal() else torch.cuda.device_count() or 1
-    added = [] if ranks else [f"--nproc-per-node={count}"]
-    if "rdzv-endpoint" in given and "rdzv-backend" not in given:
-        added.append("--rdzv-backend=c10d")
-    if not given & {"standalone", "nnodes", "rdzv-endpoint", "rdzv-backend", "master-addr", "node-rank"}:
-        added.append("--standalone")
-    if "max-restarts" not in given:
-        added.append("--max-restarts=3")
+
+def choose_ranks(args: Namespace, is_chosen: bool) -> None:
+    """Start a rank for each GPU, or one without GPUs, unless a number is chosen; and share the cores among them."""
+    import torch
+    from torch.distributed.run import determine_local_world_size
+
+    if not is_chosen:
+        args.nproc_per_node = str(torch.cuda.device_count() or 1)
+    count = determine_local_world_size(args.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, read_host().usable_cores // count)))
-    return [*added, *flags]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from xxhash import xxh3_64_hexdigest
 
 from llava_fsdp.data.batching.batch import TENSORS, Step
 from llava_fsdp.data.batching.memory_files import ALIGNMENT, Outbox, each_byte
-from llava_fsdp.runtime.errors import ExitCode, OutOfMemory
+from llava_fsdp.runtime.errors import OutOfMemory
+from llava_fsdp.runtime.exit_codes import ExitCode
 
 
 def assert_same(a: Step, b: Step) -> None:

@@ -15,7 +15,8 @@ from llava_fsdp.data.index import integrity
 from llava_fsdp.data.index.build import Index, Plan, open_index
 from llava_fsdp.data.index.integrity import check_part, check_sum, read_column, read_json, read_rows, seal
 from llava_fsdp.data.loader import build_loader
-from llava_fsdp.runtime.errors import DamagedError, DataError, ExitCode
+from llava_fsdp.runtime.errors import DamagedError, DataError
+from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.progress import watch_silently
 
 DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {

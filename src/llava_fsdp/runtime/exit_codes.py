@@ -1,0 +1,53 @@
+"""Ways in which a command can end, each with its exit code."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of a rank's process. torchrun itself always returns 1, so launch scripts read `run_status.json`
+    instead."""
+
+    DONE = 0
+    BUG = 1
+    USER = 2
+    CHECKPOINT = 3
+    NUMERIC = 4
+    COMMUNICATION = 5
+    INTERRUPTED = 130  # Ctrl-C, as in shells
+    STOPPED = 75  # stopped on request with a checkpoint: run it again
+
+
+@dataclass(frozen=True)
+class Ending:
+    """One of the ways in which a run can end; `name` is the value of `class` in `run_status.json`."""
+
+    name: str
+    exit_code: ExitCode
+    is_permanent: bool
+    """Whether a restart at once would end in the same way, or is not wanted."""
+
+    @property
+    def is_stop(self) -> bool:
+        """Whether somebody asked for it, who then also ends torchrun: torchrun itself stops ranks to add machines."""
+        return self.name in ("stopped", "interrupted")
+
+
+# All ways in which a run can end. A killed process records none, and is worth a restart.
+ENDINGS = {
+    ending.name: ending
+    for ending in (
+        Ending("done", ExitCode.DONE, True),
+        Ending("config", ExitCode.USER, True),
+        Ending("model", ExitCode.USER, True),
+        Ending("data", ExitCode.USER, True),
+        Ending("memory", ExitCode.USER, True),
+        Ending("checkpoint", ExitCode.CHECKPOINT, True),
+        Ending("numeric", ExitCode.NUMERIC, True),
+        Ending("corruption", ExitCode.NUMERIC, False),  # the last checkpoint is from before the corruption
+        Ending("communication", ExitCode.COMMUNICATION, False),
+        Ending("bug", ExitCode.BUG, False),
+        Ending("stopped", ExitCode.STOPPED, True),
+        Ending("interrupted", ExitCode.INTERRUPTED, True),
+    )
+}
