@@ -142,15 +142,15 @@ def plan(context: Context) -> Iterator[Finding]:
     yield from config_checks.judge_taken(context.needs, {gpu.index: gpu.memory - gpu.used for gpu in context.gpus})
 
 
-def door(context: Context) -> Iterator[Finding]:
+def training(context: Context) -> Iterator[Finding]:
     """Run what a training checks before it reads records or weights, by the same functions."""
     if context.is_missing:
         return
     import torch
 
-    from llava_fsdp.train.door import check_door
+    from llava_fsdp.train.preflight import preflight
 
-    check_door(context.cfg, torch.device("cuda" if context.torch.devices else "cpu"))
+    preflight(context.cfg, torch.device("cuda" if context.torch.devices else "cpu"))
     yield ok("train", "takes this configuration")
 
 
@@ -169,7 +169,7 @@ CHECKS = (
     Check("GPUs", "links", links),
     Check("configuration", "places", places, SLOW),
     Check("configuration", "needs", needs, SLOW),
-    Check("configuration", "train", door, SLOW),
+    Check("configuration", "train", training, SLOW),
     Check("configuration", "memory by the plan", plan, SLOW),
     Check("machine", "cores", lambda c: host.judge_cores(c.host, c.ranks, c.cfg.data.workers)),
     Check("machine", "memory", memory),

@@ -11,7 +11,9 @@ def main() -> None:
 
     def task(cfg: PlanConfig) -> None:
         from llava_fsdp.plan.main import plan  # once the command line is checked: torch takes seconds
+        from llava_fsdp.train.preflight import warn_if_refused
 
+        warn_if_refused(cfg)
         plan(cfg, words)
 
     leave_noise_out()

@@ -30,6 +30,7 @@ from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch
 from llava_fsdp.train.build_model import shape_of
+from llava_fsdp.train.preflight import warn_if_refused
 
 
 def prepare(cfg: PrepareConfig) -> None:
@@ -37,6 +38,7 @@ def prepare(cfg: PrepareConfig) -> None:
     here. Validation records are treated alike, if there are any. With `verify`, only compare the index with the
     files."""
     draw_shapes(cfg.data)
+    warn_if_refused(cfg)
     parts = find_parts(cfg.model)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
     encoding = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))

@@ -32,9 +32,9 @@ from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch_loading
 from llava_fsdp.train.build_model import shape_of
-from llava_fsdp.train.door import check_prompts, open_model
 from llava_fsdp.train.loss_scaler import build_scaler
 from llava_fsdp.train.optimizer import build_optimizer
+from llava_fsdp.train.preflight import check_prompts, open_model
 from llava_fsdp.train.run_info import about_run
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.summary import show_run

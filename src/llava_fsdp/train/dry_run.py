@@ -41,6 +41,7 @@ from llava_fsdp.train.build_model import build_model, shape_of
 from llava_fsdp.train.build_state import assemble
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.peak_memory import PeakMeter
+from llava_fsdp.train.preflight import warn_if_refused
 from llava_fsdp.train.run_info import device_name
 from llava_fsdp.train.state import TrainState
 
@@ -51,6 +52,7 @@ STATES = ("parameters", "gradients", "optimizer")
 
 def dry_run(cfg: Config) -> None:
     """Measure the memory of a simulated rank, and print a table or, with format=json, JSON. Leaves no files."""
+    warn_if_refused(cfg)
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # the folder's default is output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))

@@ -32,11 +32,11 @@ from llava_fsdp.runtime.run_dir_watch import Hold
 from llava_fsdp.runtime.watchdog import Run, Watchdog
 from llava_fsdp.train import final_export
 from llava_fsdp.train.build_state import build_state, open_data
-from llava_fsdp.train.door import check_folder
 from llava_fsdp.train.dry_run import dry_run
 from llava_fsdp.train.live_page import rewrite_page
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.metrics import Reporter, storing
+from llava_fsdp.train.preflight import check_run
 from llava_fsdp.train.profiler import open_profiler
 from llava_fsdp.train.replica_check import check_replicas
 from llava_fsdp.train.resume import continues, resume
@@ -82,7 +82,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
         return dry_run(cfg)
     if cfg.format is Format.json:
         raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
-    check_folder(cfg)
+    check_run(cfg)
     folder, rank = Path(cfg.output_dir), ranks.own_rank()
     parts.folder = folder
     with (

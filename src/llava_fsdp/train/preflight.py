@@ -1,16 +1,21 @@
-"""What a training refuses before it reads records or values of weights; `doctor` runs the same functions."""
+"""Check a training's configuration, its paths, and its model before records and values of weights are read.
+
+`train` and `doctor` raise or report every error. `plan`, `prepare` and `train dry_run=` also work where a training
+could not start: they only warn, in the same words.
+"""
 
 from pathlib import Path
 
 import torch
 
 from llava_fsdp.config import Config, Source
-from llava_fsdp.config.paths import check_places
+from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_places, exists
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.export.processor import rehearse_tokenizer
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.pretrained import Parts, find_parts, find_projector
+from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.train.build_model import build_model
 from llava_fsdp.train.resume import check_settings
@@ -21,9 +26,13 @@ PROMPTS = {"qwen": "chatml", "mistral": "mistral_instruct", "mpt": "mpt"}
 """Beginning of a language model's type -> the template whose prompts its instruct models know."""
 
 
-def check_door(cfg: Config, device: torch.device) -> None:
-    """Check all that a training on `device` checks before it reads records or weights. Raises the training's errors."""
-    check_folder(cfg)
+def preflight(cfg: Config, device: torch.device) -> None:
+    """Check everything that a training on `device` checks before it reads records or values of weights.
+
+    Raises:
+        ConfigError, ModelError, DataError: the training would refuse the configuration with the same error.
+    """
+    check_run(cfg)
     model, projector = open_model(cfg, device)
     check_prompts(cfg, model.parts)
     find_weights(model, model.parts, cfg.model, projector, cfg.seed)
@@ -31,7 +40,25 @@ def check_door(cfg: Config, device: torch.device) -> None:
         sources_of(cfg.data, "data")
 
 
-def check_folder(cfg: Config) -> None:
+def warn_if_refused(cfg: Config) -> None:
+    """Log a warning with the error with which a training would refuse the configuration.
+
+    Only paths are checked if a part of the model would first have to be downloaded.
+
+    Raises:
+        ConfigError: a path that the configuration names does not exist.
+    """
+    check_places(cfg)
+    names = [cfg.model.checkpoint] if cfg.model.checkpoint else [cfg.model.language, cfg.model.vision]
+    if any(PACKAGED_OR_HUB.fullmatch(name) and not name.startswith("package:") and not exists(name) for name in names):
+        return
+    try:
+        preflight(cfg, torch.device("cpu"))
+    except LlavaFsdpError as error:
+        log().warning("train refuses this configuration: %s: %s", type(error).__name__, error)
+
+
+def check_run(cfg: Config) -> None:
     """Check the paths that a training reads, its trackers, and the run that `output_dir` has already.
 
     Raises:

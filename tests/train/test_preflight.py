@@ -1,6 +1,7 @@
 """What a training refuses before it reads anything, and that a named backbone is not trained by the toy's recipe."""
 
 import logging
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from llava_fsdp.doctor.context import Context
 from llava_fsdp.doctor.findings import Level, result_and_cure
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.train import main as train
-from llava_fsdp.train.door import check_door, warn_of_template
+from llava_fsdp.train.preflight import preflight, warn_if_refused, warn_of_template
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *words: str, schema: type = Config, name: str = "train"):
@@ -77,9 +78,9 @@ def test_doctor_says_what_train_says(
     cfg = make_config(parts, dataset, tmp_path / "out", *words)
     with pytest.raises(LlavaFsdpError) as refused:
         train.train(cfg)
-    with pytest.raises(LlavaFsdpError) as at_door:
-        check_door(cfg, torch.device("cpu"))
-    assert (type(at_door.value), str(at_door.value)) == (type(refused.value), str(refused.value))
+    with pytest.raises(LlavaFsdpError) as at_preflight:
+        preflight(cfg, torch.device("cpu"))
+    assert (type(at_preflight.value), str(at_preflight.value)) == (type(refused.value), str(refused.value))
     context = Context.__new__(Context)
     context.cfg, context.is_missing = cfg, False
     context.__dict__["torch"] = type("NoGpus", (), {"devices": []})()
@@ -88,8 +89,46 @@ def test_doctor_says_what_train_says(
     assert (found.level, found.result, found.cure) == (Level.FAIL, *result_and_cure(refused.value))
 
 
-def test_a_door_that_is_open(configure: Configure) -> None:
-    check_door(configure(), torch.device("cpu"))
+def test_a_configuration_that_trains(configure: Configure, caplog: pytest.LogCaptureFixture) -> None:
+    preflight(configure(), torch.device("cpu"))
+    warn_if_refused(configure())
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("words", WRONG, ids=[words[0] for words in WRONG])
+def test_plan_prepare_and_dry_run_say_what_train_says(
+    words: list[str], parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A missing path is an error for them, too; of anything else they warn."""
+    cfg = make_config(parts, dataset, tmp_path / "out", *words)
+    with pytest.raises(LlavaFsdpError) as refused:
+        train.train(cfg)
+    try:
+        warn_if_refused(cfg)
+        assert f"{type(refused.value).__name__}: {refused.value}" in caplog.text
+    except LlavaFsdpError as error:
+        assert (type(error), str(error)) == (type(refused.value), str(refused.value))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("module", "more"), [("plan", "gpus=1"), ("prepare", "prepare.workers=1"), ("train", "dry_run=1")]
+)
+def test_plan_prepare_and_dry_run_check_first(
+    module: str, more: str, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Each of them warns of what train refuses, and does its work."""
+    words = [f"model.language={parts / 'language'}", f"model.vision={parts / 'vision'}", "data=llava_json"]
+    words += ["data.max_length=256", "global_batch_size=2", "tokens_per_micro_batch=512"]
+    words += [
+        f"data.path={dataset / 'mixed.json'}",
+        f"data.images={dataset / 'images'}",
+        f"data.index={tmp_path / 'i'}",
+    ]
+    command = [sys.executable, "-m", f"llava_fsdp.{module}", *words, f"output_dir={tmp_path / 'out'}", more]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    assert done.stderr.count("train refuses this configuration: ") == 1, done.stderr
+    assert done.returncode == 0 and done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("words", [[], ["stage=finetune_lora", "val.every=1", "offload=optimizer"]])
