@@ -3,9 +3,8 @@ each key answered for one example value."""
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
 from make_recipes import GOLDEN
@@ -22,20 +21,6 @@ from llava_fsdp.migrate.source_run import AUTO, Block, Flag, Run
 
 GPUS = 8
 HEAD = ("key", "example", "verdict", "here")
-# The flag that each section of the table begins with, in the order of `llava_flags.FLAGS`.
-SECTIONS = {
-    "model_name_or_path": "ModelArguments",
-    "data_path": "DataArguments",
-    "cache_dir": "TrainingArguments: LLaVA's own",
-    "per_device_train_batch_size": "TrainingArguments: length and steps",
-    "learning_rate": "TrainingArguments: optimizer and schedule",
-    "bf16": "TrainingArguments: precision and memory",
-    "deepspeed": "TrainingArguments: distribution over GPUs",
-    "dataloader_num_workers": "TrainingArguments: data",
-    "output_dir": "TrainingArguments: output",
-    "logging_steps": "TrainingArguments: logging",
-    "do_train": "TrainingArguments: evaluation",
-}
 # Example values of flags that the scripts of LLaVA 1.5 do not give. Without a row: the flag's default.
 EXAMPLES = {
     "bits": "4", "double_quant": "False", "quant_type": "fp4", "lora_bias": "all", "max_steps": "1000",
@@ -123,25 +108,36 @@ def flag_row(name: str, flag: Flag) -> list[str]:
 
 
 def flags_table() -> str:
-    """Every flag of the original's parser, by its class."""
-    assert SECTIONS.keys() <= FLAGS.keys()
-    parts: list[str] = []
-    rows: list[list[str]] = []
-    head = ("flag", "default there", "example", "verdict", "here")
-    title = ""
-    for name, flag in FLAGS.items():
-        if name in SECTIONS:
-            parts += [f"### {title}", table(head, rows)] if rows else []
-            title, rows = SECTIONS[name], []
-        rows.append(flag_row(name, flag))
-    return "\n\n".join([*parts, f"### {title}", table(head, rows)])
+    """Every flag of the original's parser, a table for each verdict."""
+    rows = [flag_row(name, flag) for name, flag in FLAGS.items()]
+    parts = []
+    for verdict in Verdict:
+        own = [row for row in rows if row[3] == verdict.value]
+        if verdict is Verdict.mapped:
+            flags = ([*row[:3], row[4]] for row in own)
+            found = table(("flag", "default there", "example", "here"), together(flags))
+        else:
+            given = ([f"{row[0]} ({row[2]})" if row[2] else row[0], row[4]] for row in own)
+            found = table(("flag", "here"), together(given))
+        parts += [f"### {verdict.value.capitalize()}", found]
+    return "\n\n".join(parts)
 
 
-def merged(rows: Iterable[list[str]]) -> Iterator[list[str]]:
-    """Rows in which neighbours with the same answer, and without an example, are one."""
-    for (example, *_), group in groupby(rows, key=lambda row: (row[1] or None, row[2:], row[0] if row[1] else "")):
-        found = list(group)
-        yield found[0] if example else [", ".join(row[0] for row in found), *found[0][1:]]
+def together(rows: Iterable[list[str]]) -> list[list[str]]:
+    """Rows with the same answer are one, in which the cells of a column are in the same order."""
+    same: dict[str, list[list[str]]] = {}
+    for *columns, answer_text in rows:
+        same.setdefault(answer_text, []).append(columns)
+    return [
+        [*(", ".join(filter(None, column)) for column in zip(*group, strict=True)), answer_text]
+        for answer_text, group in same.items()
+    ]
+
+
+def merged(rows: Iterable[list[str]]) -> list[list[str]]:
+    """Rows of keys, in which those with the same verdict and answer are one."""
+    groups = together([key, example, f"{verdict} | {answer_text}"] for key, example, verdict, answer_text in rows)
+    return [[keys, examples, *answer_text.split(" | ", 1)] for keys, examples, answer_text in groups]
 
 
 def deepspeed_row(key: str, rule: object) -> list[str]:

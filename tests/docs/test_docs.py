@@ -110,7 +110,7 @@ def test_generated_pages_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_flag_and_key_of_other_systems_has_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     moving = writer("make_moving", monkeypatch)
     pages = {name: (DOCS / name).read_text() for name in ("from_llava.md", "from_deepspeed.md", "from_accelerate.md")}
-    assert [n for n in moving.FLAGS if f"| `--{n}` |" not in pages["from_llava.md"]] == []
+    assert [n for n in moving.FLAGS if f"`--{n}`" not in pages["from_llava.md"]] == []
     assert [k for k in moving.DEEPSPEED if f"`{k.rstrip('*')}" not in pages["from_deepspeed.md"]] == []
     assert [k for k in moving.ACCELERATE if f"`{k}`" not in pages["from_accelerate.md"]] == []
 
@@ -294,11 +294,12 @@ def write_a_readers_files(folder: Path) -> None:
     """What the pages call by name and a reader has: LLaVA's script, DeepSpeed's and Accelerate's files, a picture."""
     golden = ROOT / "tests" / "golden" / "open" / "configs"
     flags = json.loads((golden / "v1_5_finetune.json").read_text())["explicit_cli"]
-    words = " ".join(f"--{name} {value}" for name, value in flags.items())
-    for name, launcher in (
-        ("finetune.sh", "deepspeed"),
-        ("train.sh", "accelerate launch --config_file accelerate.yaml"),
+    without_zero = {name: value for name, value in flags.items() if name != "deepspeed"}
+    for name, launcher, own in (
+        ("finetune.sh", "deepspeed", flags),
+        ("train.sh", "accelerate launch --config_file accelerate.yaml", without_zero),
     ):
+        words = " ".join(f"--{flag} {value}" for flag, value in own.items())
         (folder / name).write_text(f"{launcher} llava/train/train_mem.py {words}\n")
     shutil.copy(golden / "zero3.json", folder)
     (folder / "accelerate.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\n")
