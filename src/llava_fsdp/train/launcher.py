@@ -251,7 +251,8 @@ class Launch:
         if told.get("exit_code") is not None:
             code = int(told["exit_code"])
             level = logging.INFO if code == ExitCode.STOPPED else logging.ERROR
-            log().log(level, "%s: %s (exit code %d) %s", path, told["status"], code, told.get("reason") or "")
+            reason = str(told.get("reason") or "").partition("\n")[0]  # a rank has printed all of it
+            log().log(level, "%s: %s (exit code %d) %s", path, told["status"], code, reason)
             return code
         if self.stopped_by is not None:
             log().info("stopped; %s has no record of how this run ended. The same command continues", path)
