@@ -3,7 +3,7 @@
     python benchmarks/first_minutes.py times       # median seconds of --help, a typo, a wrong choice; 10 runs each
     python benchmarks/first_minutes.py sessions    # what six failing trainings print, with their exit codes; minutes
 
-Results go to benchmarks/results/first-minutes-DATE.json and first-minutes-DATE.txt.
+Results go to benchmarks/results/first-minutes-DATE.txt, `times` before `sessions`.
 """
 
 import argparse
@@ -40,16 +40,15 @@ def main() -> None:
     parser.add_argument("what", choices=["times", "sessions"])
     parser.add_argument("--runs", type=int, default=10)
     options = parser.parse_args()
-    stem = RESULTS / f"first-minutes-{datetime.date.today()}"
     if options.what == "times":
-        medians = {name: median_seconds(words.split(), options.runs) for name, words in ANSWERS.items()}
-        result = {"commit": commit(), "machine": machine(), "runs": options.runs, "median_seconds": medians}
-        stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        print("\n".join(f"{name:26}{seconds:6.2f} s" for name, seconds in medians.items()))
+        text = f"{machine()}, median of {options.runs} runs\n"
+        for name, words in ANSWERS.items():
+            text += f"{median_seconds(words.split(), options.runs):6.2f} s  {name:24} llava-fsdp {words}\n"
     else:
         text = "\n".join(session(title, words, act) for title, words, act in SESSIONS)
-        stem.with_suffix(".txt").write_text(f"commit {commit()}\n\n{text}")
-        print(text)
+    print(text)
+    with (RESULTS / f"first-minutes-{datetime.date.today()}.txt").open("a") as file:
+        file.write(f"commit {commit()}\n{text}\n")
 
 
 def median_seconds(words: list[str], runs: int) -> float:
