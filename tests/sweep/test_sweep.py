@@ -78,7 +78,7 @@ def test_a_job_that_fails_does_so_alone(tmp_path: Path, dataset: Path) -> None:
     assert code == ExitCode.USER and jobs[1]["value"] == jobs[1]["numbers"]["loss"] == loss
     for words in (
         "job 0: failed", "data.max_length=1 must be at least 2", "job 1: step 1/1  loss",
-        f"job 1: done in {jobs[1]['seconds']:.0f} s, loss {loss:.4f}",
+        f"job 1: done in {jobs[1]['seconds']:.0f} s, loss of last {LAST} steps {loss:.4f}",
     ):  # fmt: skip
         assert words in err, words
     assert not (folder / "0" / "train.log").exists()

@@ -14,7 +14,7 @@ DATA = "<script type='application/json'>"
 """HTML tag before a chart's values, from which assets/charts.js draws the chart."""
 LONGEST_CELL = 2000
 """Characters of a table cell; longer text is cut."""
-LONG_CELL = 40
+LONG_CELL = 24
 """Characters of a cell; longer text is wrapped."""
 NUMBER = re.compile(r"-?[\d.,]+(e-?\d+)?( ?%|[kMGT]| ([KMG]i)?B)?|(\d+h)?\d+m(\d+s)?")
 """A number in a table, also with its unit; a column of nothing else is aligned to the right."""

@@ -51,7 +51,7 @@ TEXTS: dict[str, Callable[[Results], str | None]] = {
     "MFU": lambda r: number(r.mfu, ".1%"),
     "memory": lambda r: None if r.peak_memory_bytes is None else readable(r.peak_memory_bytes),
     "waits for data": lambda r: number(r.data_share, ".1%"),
-    "skipped": lambda r: str(r.skipped_steps) if r.skipped_steps else None,
+    "skipped steps": lambda r: str(r.skipped_steps) if r.skipped_steps else None,
     "training": lambda r: duration(r.train_seconds) if r.steps else None,
 }
 """The name of each result, on pages and in the terminal, and the function that returns it as text. The name of `loss`

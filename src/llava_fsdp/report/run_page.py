@@ -73,5 +73,5 @@ def tiles(run: Run) -> str:
 def remaining(run: Run) -> str:
     total, pace = run.about.get("total_steps"), run.history.mean("seconds")
     if not isinstance(total, int) or pace is None or run.state not in ("running", "stopping"):
-        return "in steps"
-    return f"in steps; {duration((total - run.history.step) * pace)} left"
+        return "training"
+    return f"training; {duration((total - run.history.step) * pace)} left"

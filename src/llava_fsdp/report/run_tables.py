@@ -56,7 +56,7 @@ def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[in
     for row in rows[:-1]:
         for other in row["answers"]:
             if (other.get("record"), other.get("question")) == key:
-                text = shortened(str(other.get("answer")), 200)
+                text = shortened(str(other.get("answer")) or "(empty)", 200)
                 if not texts or texts[-1][1] != text:
                     texts.append((row["step"], text))
     return texts[-MOST_EARLIER:]

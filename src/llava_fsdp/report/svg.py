@@ -20,7 +20,7 @@ SMALL_WIDTH, SMALL_HEIGHT = 400, 220
 LEFT, RIGHT, TOP, BELOW = 58, 10, 10, 24
 COLOURS = 8
 """Number of line colours in the style sheet; further lines are dashed."""
-DASH = 7
+DASH = 12
 """Length of the dashes of equal lines."""
 DIGITS = 6
 """Significant digits of the values in a page."""

@@ -250,7 +250,7 @@
         parts.push(make("path", { class: "grid", d: `M${LEFT} ${y}H${this.width - RIGHT}` }));
         parts.push(make("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, shown(value, this.data.share, digits)));
       }
-      for (const step of ticks(...this.range, Math.floor(this.width / 80)))
+      for (const step of ticks(...this.range, Math.floor(this.width / 60)))
         if (Number.isInteger(step))
           parts.push(make("text", { x: this.x(step), y: this.height - 6, "text-anchor": "middle" }, shown(step)));
       if (!this.data.level) return;
