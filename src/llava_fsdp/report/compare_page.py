@@ -46,12 +46,14 @@ def results_table(runs: list[Run]) -> str:
 
 def best_of(runs: list[Run]) -> tuple[int | None, str]:
     """The place of the best run and what it is compared by: the metric of a sweep, otherwise the loss of the last
-    validation, or of the last steps if a run has no validation."""
+    validation, or of the last steps if a run has no validation. None of equal runs is the best."""
     metric, values = runs[0].metric or "", [run.value for run in runs]
     if not metric or any(run.metric != metric for run in runs):
         results = [one for run in runs if (one := results_of(run)).loss is not None]
         metric = "loss" if any(one.last_val_loss is None for one in results) else "last_val_loss"
         values = [getattr(results_of(run), metric) for run in runs]
+        if len(set(values) - {None}) < 2:
+            return None, metric
     found = [(value, number) for number, value in enumerate(values) if value is not None]
     return (min(found)[1] if found else None), metric
 
