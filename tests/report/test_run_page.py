@@ -172,7 +172,7 @@ def test_a_sweep_is_all_of_its_jobs(tmp_path: Path) -> None:
 
 def cells(page: str, first: str) -> list[str]:
     """Texts of the first row that begins so."""
-    row, *_ = re.findall(rf"<tr><td[^>]*>{re.escape(first)}</td>.*?</tr>", page)
+    row, *_ = re.findall(rf"<tr[^>]*><td[^>]*>{re.escape(first)}</td>.*?</tr>", page)
     return re.findall(r">([^<>]*)</td>", row)
 
 

@@ -79,14 +79,14 @@ def test_a_job_that_fails_does_so_alone(tmp_path: Path, dataset: Path) -> None:
     assert code == ExitCode.USER and jobs[1]["value"] == jobs[1]["numbers"]["loss"] == loss
     for words in (
         "job 0: failed", "data.max_length=1 must be at least 2", "job 1: step 1/1  loss",
-        f"job 1: done in {jobs[1]['seconds']:.0f} s, loss {loss:.4f}",
+        f"job 1: done in {jobs[1]['seconds']:.0f} s, loss of last 20 steps {loss:.4f}",
     ):  # fmt: skip
         assert words in err, words
     assert not (folder / "0" / "train.log").exists()
     assert "step 1/1" in (folder / "1" / "train.log").read_text()
     rows = [line for line in out.splitlines() if line.startswith("│")]
     assert [("failed (user)" in row, "done" in row) for row in rows] == [(True, False), (False, True)]
-    assert f"{loss:.4f}" in rows[1] and "best by loss: job 1: data.max_length=200\n" in out
+    assert f"{loss:.4f}" in rows[1] and "best by loss of last 20 steps: job 1: data.max_length=200\n" in out
     results = json.loads((folder / "results.json").read_text())
     assert results["best"] == 1 and results["metric"] == "loss"
     assert [job["differs"] for job in results["jobs"]] == [["data.max_length=1"], ["data.max_length=200"]]

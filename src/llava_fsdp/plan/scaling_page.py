@@ -10,7 +10,7 @@ from llava_fsdp.plan.planner import Choice, Planner, Ranks
 from llava_fsdp.plan.search import checkpointing_modes, plan_rows, splits_to_try
 from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.html import heading, section, table, whole_page
-from llava_fsdp.report.svg import Chart, Line, draw
+from llava_fsdp.report.svg import COLOURS, Chart, Line, draw
 from llava_fsdp.runtime.errors import ConfigError
 
 STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
@@ -59,6 +59,11 @@ def node_counts(nodes: int) -> list[int]:
     return [*counts, nodes]
 
 
+def shown(value: object) -> object:
+    """Four digits of a fraction; numbers from a thousand on are whole."""
+    return value if not isinstance(value, float) else f"{value:.4g}" if abs(value) < 1000 else round(value)
+
+
 def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -> Path:
     """Write an HTML page with a chart and a table of the predictions of `scale`.
 
@@ -72,12 +77,13 @@ def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -
         lines.append(Line(name, values, colour, dots=True))
     if points[0]["fits"]:
         one, counts = points[0]["tokens_per_second"], sorted({p["nodes"] for p in points})
-        lines.append(Line("as many times one node", [Point(n, *[one * n] * 3) for n in counts], 7))
+        lines.append(Line("as many times one node", [Point(n, *[one * n] * 3) for n in counts], 7 + COLOURS))
     title = f"{planner.cfg.model.name}, {planner.machine.name}, {planner.cfg.global_batch_size} samples a step"
     chart = draw(Chart("Tokens a second against nodes", lines, "predicted", logs=True, wide=True, along="nodes"))
     names = [name for name in points[0] if name != "fits"]
-    rows = ([round(p[n], 4) if isinstance(p[n], float) else p[n] for n in names] for p in points if p["fits"])
-    body = heading(title) + chart + section("Fastest way to train on each", table(names, rows))
+    rows = ([shown(p[n]) for n in names] for p in points if p["fits"])
+    fastest = table([name.replace("_", " ") for name in names], rows)
+    body = heading("plan", title) + chart + section("Fastest way to train on each", fastest)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(whole_page(title, body))

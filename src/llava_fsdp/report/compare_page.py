@@ -10,7 +10,7 @@ from typing import Any
 from llava_fsdp.config.tree import written
 from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.html import heading, section, table, whole_page
-from llava_fsdp.report.results import columns, results_of
+from llava_fsdp.report.results import columns, metric_name, results_of
 from llava_fsdp.report.run_charts import CURVES, figures, points_of, values_of
 from llava_fsdp.report.run_reader import Run
 from llava_fsdp.report.svg import Chart, Line, points_each
@@ -23,8 +23,9 @@ IGNORED = ("output_dir", "track.name")
 
 
 def comparison_page(runs: list[Run]) -> str:
+    kind = "comparison" if any(run.metric is None for run in runs) else "sweep"
     parts = [
-        heading(f"{len(runs):,} runs", f"As of {moment(time.time())}."),
+        heading(kind, f"{len(runs):,} runs", f"As of {moment(time.time())}."),
         section("Results", results_table(runs)),
         figures(charts(runs[:MOST_DRAWN])),
     ]
@@ -34,11 +35,27 @@ def comparison_page(runs: list[Run]) -> str:
 
 
 def results_table(runs: list[Run]) -> str:
-    best = min((run for run in runs if run.value is not None), key=lambda run: run.value or 0.0, default=None)
-    texts = columns([results_of(run) for run in runs])
-    states = [f"{run.state}, best" if run is best else run.state for run in runs]
+    windows = [run.history.window for run in runs if run.history.loss is not None]
+    texts = columns([results_of(run) for run in runs], windows)
+    best, metric = best_of(runs)
+    states = [f"{run.state}, best" if number == best else run.state for number, run in enumerate(runs)]
     rows = zip([run.name for run in runs], states, *texts.values(), strict=True)
-    return table(["run", "status", *texts], rows)
+    note = f"<p class='note'>Best by {metric_name(metric, windows)}.</p>" if best is not None else ""
+    return table(["run", "status", *texts], rows, best) + note
+
+
+def best_of(runs: list[Run]) -> tuple[int | None, str]:
+    """The place of the best run and what it is compared by: the metric of a sweep, otherwise the loss of the last
+    validation, or of the last steps if a run has no validation. None of equal runs is the best."""
+    metric, values = runs[0].metric or "", [run.value for run in runs]
+    if not metric or any(run.metric != metric for run in runs):
+        results = [one for run in runs if (one := results_of(run)).loss is not None]
+        metric = "loss" if any(one.last_val_loss is None for one in results) else "last_val_loss"
+        values = [getattr(results_of(run), metric) for run in runs]
+        if len(set(values) - {None}) < 2:
+            return None, metric
+    found = [(value, number) for number, value in enumerate(values) if value is not None]
+    return (min(found)[1] if found else None), metric
 
 
 def charts(runs: list[Run]) -> Iterator[Chart]:

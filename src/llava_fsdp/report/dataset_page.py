@@ -3,6 +3,7 @@ problems."""
 
 from collections.abc import Iterable, Iterator
 from html import escape
+from itertools import dropwhile
 from typing import Any
 
 from llava_fsdp.report.html import heading, section, table, whole_page
@@ -14,8 +15,8 @@ def dataset_page(report: dict[str, Any]) -> str:
     out = report["left_out"]
     counts = f"{report['records']:,} records, {report['kept']:,} kept, {out['wrong']:,} skipped as wrong, "
     parts = [
-        heading("Dataset", f"{counts}{out['too_long']:,} as too long."),
-        table(["setting", "value"], report["settings"].items()),
+        heading("dataset", "Dataset", f"{counts}{out['too_long']:,} as too long."),
+        section("Settings", table(["setting", "value"], report["settings"].items())),
         section("Sources", table(spaced(report["sources"][0]), (source.values() for source in report["sources"]))),
         section("Lengths", *lengths(report["lengths"])),
         section("What a maximum length costs", *truncation(report)),
@@ -25,10 +26,12 @@ def dataset_page(report: dict[str, Any]) -> str:
 
 
 def lengths(statistics: dict[str, Any]) -> Iterator[str]:
-    if statistics["samples"]:
+    if not statistics["samples"]:
+        yield "<p>There are no samples.</p>\n"
+    else:
         bars = [
             Bar(str(bar["from"]), [bar["records"]], [f"{bar['from']} to {bar['to']}: {bar['records']:,}"])
-            for bar in statistics["histogram"]
+            for bar in dropwhile(lambda bar: not bar["records"], statistics["histogram"])
         ]
         yield draw_bars("Tokens of a sample, image tokens included, before it is truncated", "records", bars)
         names = ["mean", *(f"{p} %" for p in statistics["percentiles"])]
@@ -38,6 +41,10 @@ def lengths(statistics: dict[str, Any]) -> Iterator[str]:
 def truncation(report: dict[str, Any]) -> Iterator[str]:
     names = ["records_cut", "positions_lost", "label_tokens_lost", "left_without_labels"]
     samples = max(1, report["lengths"]["samples"])
+    if not any(row[name] for row in report["truncation"] for name in names):
+        least = min((row["max_length"] for row in report["truncation"]), default=0)
+        yield f"<p>Nothing is cut off, also with data.max_length={least}.</p>\n"
+        return
     labels = {"records_cut": "truncated", "left_without_labels": "left without label tokens"}
     bars = []
     for row in report["truncation"]:

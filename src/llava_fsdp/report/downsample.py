@@ -112,6 +112,8 @@ class History:
     """The lowest mean loss of `window` consecutive steps, and the last of these steps."""
     recent: deque[tuple[float, float]] = field(default_factory=deque)
     """(loss, label tokens) of the last steps that have a loss, at most `window` of them."""
+    recent_sources: deque[dict[str, tuple[float | None, int]]] = field(default_factory=deque)
+    """The same of each data source in these steps."""
 
     def add(self, row: dict[str, Any]) -> None:
         """Add a row of metrics.jsonl.
@@ -137,8 +139,10 @@ class History:
             self.skipped += [step] if len(self.skipped) < MOST_SKIPS else []
         if (loss := values["loss"]) is not None:
             self.recent.append((loss, more["label_tokens"]))
+            self.recent_sources.append(sources)
             if len(self.recent) > self.window:
                 self.recent.popleft()
+                self.recent_sources.popleft()
             mean = mean_loss(self.recent)
             full = len(self.recent) == self.window
             if full and (self.lowest is None or mean < self.lowest[0]):
@@ -153,6 +157,12 @@ class History:
     def loss(self) -> float | None:
         """Mean loss of the last `window` steps; None if no step has a loss."""
         return mean_loss(self.recent) if self.recent else None
+
+    def source_loss(self, name: str) -> float | None:
+        """Mean loss of a data source in the last `window` steps."""
+        found = [steps[name] for steps in self.recent_sources if name in steps]
+        values = [(loss, labels) for loss, labels in found if loss is not None]
+        return mean_loss(values) if values else None
 
     @property
     def lowest_loss(self) -> tuple[float, int] | None:

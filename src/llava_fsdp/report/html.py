@@ -2,6 +2,7 @@
 escaped."""
 
 import json
+import re
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
@@ -13,6 +14,10 @@ DATA = "<script type='application/json'>"
 """HTML tag before a chart's values, from which assets/charts.js draws the chart."""
 LONGEST_CELL = 2000
 """Characters of a table cell; longer text is cut."""
+LONG_CELL = 24
+"""Characters of a cell; longer text is wrapped."""
+NUMBER = re.compile(r"-?[\d.,]+(e-?\d+)?( ?%|[kMGT]| ([KMG]i)?B)?|(\d+h)?\d+m(\d+s)?")
+"""A number in a table, also with its unit; a column of nothing else is aligned to the right."""
 
 
 def whole_page(title: str, body: str) -> str:
@@ -27,24 +32,43 @@ def whole_page(title: str, body: str) -> str:
     )
 
 
-def heading(title: str, *lines: str) -> str:
-    return f"<header><h1>{escape(title)}</h1>{''.join(f'<p>{escape(line)}</p>' for line in lines)}</header>\n"
+def heading(kind: str, title: str, *lines: str | tuple[str, str], state: str = "") -> str:
+    """The head of a page of this kind. A line may have a CSS class: (class, text)."""
+    pairs = [("", line) if isinstance(line, str) else line for line in lines]
+    body = "".join(f"<p class='{name}'>{escape(shortened(text))}</p>" for name, text in pairs if text)
+    mark = f"<span class='state {escape(state)}'>{escape(state)}</span>" if state else ""
+    head = f"<p class='kind'>llava-fsdp · {escape(kind)}</p><h1>{escape(title)}{mark}</h1>"
+    return f"<header>{head}{body}</header>\n"
 
 
 def section(title: str, *body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>\n{''.join(body)}</section>\n"
 
 
-def table(names: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    head = "".join(f"<th>{escape(shortened(name))}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>\n" for row in rows)
-    return f"<table><tr>{head}</tr>\n{body}</table>\n"
+def table(names: Iterable[str], rows: Iterable[Iterable[object]], best: int | None = None) -> str:
+    """A table without the columns that are empty in every row; the row of this number is marked as the best."""
+    texts = [[cell_text(value) for value in row] for row in rows]
+    columns = [column for column in zip(names, *texts, strict=True) if any(column[1:]) or not texts]
+    if not columns:
+        return ""
+    kinds = ["n" if all(NUMBER.fullmatch(text) for text in column[1:] if text) else "r" for column in columns]
+    head, *rest = zip(*columns, strict=True)
+    top = (f"<th class='{kind}'>{escape(shortened(name))}</th>" for kind, name in zip(kinds, head, strict=True))
+    body = (
+        f"<tr{' class=best' if number == best else ''}>{''.join(map(cell, kinds, row))}</tr>\n"
+        for number, row in enumerate(rest)
+    )
+    return f"<table><tr>{''.join(top)}</tr>\n{''.join(body)}</table>\n"
 
 
-def cell(value: object) -> str:
+def cell_text(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
-        return f"<td class='n'>{value:,}</td>"
-    return f"<td class='r'>{'' if value is None else escape(shortened(str(value)))}</td>"
+        return f"{value:,}"
+    return "" if value is None else shortened(str(value))
+
+
+def cell(kind: str, text: str) -> str:
+    return f"<td class='{kind}{' long' if len(text) > LONG_CELL else ''}'>{escape(text)}</td>"
 
 
 def shortened(text: str, most: int = LONGEST_CELL) -> str:

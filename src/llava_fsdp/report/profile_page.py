@@ -34,15 +34,16 @@ def profile_page(times: Times, title: str, first: int = 1) -> str:
     bars = [bar(step, first + number) for number, step in enumerate(times.steps)]
     body = [
         heading(
+            "profile",
             f"Where the time goes: {title}",
             f"{clock}; {whole / count:.4g} seconds a step in the mean, {whole:.4g} in all",
         ),
         draw_bars("Steps", "ms", bars, CATEGORIES, stacked=True),
-        table(["", "ms a step", "share", "what"], rows),
+        section("Parts of a step", table(["part", "ms a step", "share", "what"], rows)),
         section(
             f"{'Kernels' if times.on_device else 'Operations'} that take longest",
             f"<p>{LONGEST[times.on_device]}</p>",
-            table(["", "ms a step"], slowest),
+            table(["kernel" if times.on_device else "operation", "ms a step"], slowest),
         ),
     ]
     return whole_page(title, "".join(body))

@@ -1,7 +1,7 @@
 """The results of a run (final loss, speed, memory ...), with their names for tables, report pages and a sweep's
 results.json."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ class Results:
     """Lowest mean loss of equally many consecutive steps."""
     val_loss: float | None = None
     """Lowest loss of all validations."""
+    last_val_loss: float | None = None
+    """Loss of the last validation."""
     val_score: float | None = None
     """Best score of all validations."""
     tokens_per_second: float | None = None
@@ -42,26 +44,40 @@ TEXTS: dict[str, Callable[[Results], str | None]] = {
     "steps": lambda r: f"{r.steps:,}" if r.steps else None,
     "loss": lambda r: number(r.loss, ".4f"),
     "lowest loss": lambda r: number(r.lowest_loss, ".4f"),
-    "val loss": lambda r: number(r.val_loss, ".4f"),
-    "val score": lambda r: number(r.val_score, ".4f"),
+    "last val loss": lambda r: number(r.last_val_loss, ".4f"),
+    "lowest val loss": lambda r: number(r.val_loss, ".4f"),
+    "best val score": lambda r: number(r.val_score, ".4f"),
     "tokens/s": lambda r: None if r.tokens_per_second is None else short_text(r.tokens_per_second),
     "MFU": lambda r: number(r.mfu, ".1%"),
     "memory": lambda r: None if r.peak_memory_bytes is None else readable(r.peak_memory_bytes),
     "waits for data": lambda r: number(r.data_share, ".1%"),
-    "skipped": lambda r: str(r.skipped_steps) if r.skipped_steps else None,
+    "skipped steps": lambda r: str(r.skipped_steps) if r.skipped_steps else None,
     "training": lambda r: duration(r.train_seconds) if r.steps else None,
 }
-"""Columns of a table of results: column name -> function that returns the result as text."""
+"""The name of each result, on pages and in the terminal, and the function that returns it as text. The name of `loss`
+also says how many steps it is the mean of: `loss_name`."""
+METRICS = {"val_loss": "lowest val loss", "val_score": "best val score", "last_val_loss": "last val loss"}
+"""Names of the results by which runs are compared, besides the loss."""
+
+
+def loss_name(windows: Collection[int]) -> str:
+    """The name of the loss that is a mean over each run's last steps, `windows` of them."""
+    return f"loss of last {min(windows)} steps" if len(set(windows)) == 1 else "loss of last steps"
+
+
+def metric_name(metric: str, windows: Collection[int]) -> str:
+    return METRICS.get(metric) or loss_name(windows)
 
 
 def number(value: float | None, form: str) -> str | None:
     return None if value is None else format(value, form)
 
 
-def columns(results: list[Results]) -> dict[str, list[str]]:
+def columns(results: list[Results], windows: Collection[int], wanted: Collection[str] = TEXTS) -> dict[str, list[str]]:
     """The texts of a table of results by column, only columns for which at least one run has a value."""
-    texts_by_column = {name: [text(one) or "" for one in results] for name, text in TEXTS.items()}
-    return {name: texts for name, texts in texts_by_column.items() if any(texts)}
+    texts_by_column = {name: [TEXTS[name](one) or "" for one in results] for name in wanted}
+    names = {"loss": loss_name(windows)}
+    return {names.get(name, name): texts for name, texts in texts_by_column.items() if any(texts)}
 
 
 def results_of(run: Run) -> Results:
@@ -73,6 +89,7 @@ def results_of(run: Run) -> Results:
         loss=history.loss,
         lowest_loss=None if lowest is None else lowest[0],
         val_loss=min(losses, default=None),
+        last_val_loss=losses[-1] if losses else None,
         val_score=max(scores, default=None),
         tokens_per_second=history.mean("tokens_per_second"),
         mfu=history.mean("mfu"),

@@ -3,13 +3,19 @@
 import time
 from html import escape
 
-from llava_fsdp.report.html import shortened, whole_page
-from llava_fsdp.report.results import TEXTS, results_of
+from llava_fsdp.report.html import heading, whole_page
+from llava_fsdp.report.results import TEXTS, loss_name, results_of
 from llava_fsdp.report.run_charts import charts_of, figures
 from llava_fsdp.report.run_reader import Run
 from llava_fsdp.report.run_tables import Thumbnail, answers, history_tables, settings
 from llava_fsdp.report.svg import short_text
 from llava_fsdp.runtime.humanize import duration, moment, readable
+
+SHOWN = (
+    "loss", "lowest loss", "last val loss", "lowest val loss", "best val score", "tokens/s", "MFU", "memory",
+    "waits for data",
+)  # fmt: skip
+"""Results in the head of the page."""
 
 
 def report_page(run: Run, thumbnail: Thumbnail) -> str:
@@ -24,15 +30,13 @@ def header(run: Run) -> str:
     if ranks := about.get("ranks"):
         nodes = about.get("nodes", 1)
         what.append(f"{ranks} x {about.get('device', '?')}" + (f" on {nodes} nodes" if nodes != 1 else ""))
-    lines = [("", " · ".join(what)), ("", str(about.get("data") or ""))]
+    lines: list[str | tuple[str, str]] = [" · ".join(what), str(about.get("data") or "")]
     lines.append(("reason" if run.end is run.status else "note", run.reason))
     lines += [("note", f"{n:,} lines of {name} could not be read and are skipped.") for name, n in run.unread.items()]
     if lost := run.num_lost:
         lines.append(("note", f"{lost:,} of {run.history.step:,} steps have no row in metrics.jsonl."))
     lines.append(("note", f"As of {moment(time.time())}."))
-    body = "".join(f"<p class='{kind}'>{escape(shortened(text))}</p>" for kind, text in lines if text)
-    mark = f"<span class='state {escape(state)}'>{escape(state)}</span>"
-    return f"<header><h1>{escape(run.name)}{mark}</h1>{body}</header>\n"
+    return heading("run", run.name, *lines, state=state)
 
 
 def tiles(run: Run) -> str:
@@ -40,21 +44,25 @@ def tiles(run: Run) -> str:
     total, planned = about.get("total_steps"), about.get("planned_peak")
     lowest = f", to step {history.lowest_loss[1]:,}" if history.lowest_loss else ""
     plan = f", planned {readable(planned)}" if isinstance(planned, int) else ""
-    labels = {
-        "loss": f"loss, last {len(history.recent)} steps",
-        "lowest loss": f"lowest loss{lowest}",
-        "tokens/s": "tokens a second, 2nd half",
-        "MFU": "MFU, 2nd half",
-        "memory": f"peak memory of rank 0{plan}",
-        "waits for data": "of the time waits for data",
+    validated = next((row["step"] for row in reversed(run.validations) if row.get("loss") is not None), 0)
+    score = next((f", {row['metric']}" for row in reversed(run.validations) if row.get("metric")), "")
+    so_far = len(history.recent)
+    details = {
+        "loss": f", {so_far} so far" if so_far < history.window else "",
+        "lowest loss": lowest,
+        "last val loss": f", step {validated:,}",
+        "best val score": score,
+        "tokens/s": ", 2nd half",
+        "MFU": ", 2nd half",
+        "memory": f", peak of rank 0{plan}",
+        "waits for data": ", share of the time",
     }
     values = [(f"{history.step:,}", f"of {total:,} steps" if isinstance(total, int) else "steps")]
-    values += [(text, label) for name, label in labels.items() if (text := TEXTS[name](results))]
-    for key, name in (("score", "score"), ("loss", "validation loss")):
-        last = next((row for row in reversed(run.validations) if row.get(key) is not None), None)
-        if last is not None:
-            metric = f", {last['metric']}" if key == "score" and last.get("metric") else ""
-            values.append((f"{last[key]:.4g}", f"{name}{metric}, step {last['step']:,}"))
+    values += [
+        (text, (loss_name([history.window]) if name == "loss" else name) + details.get(name, ""))
+        for name in SHOWN
+        if (text := TEXTS[name](results))
+    ]
     values.append((short_text(history.sums["tokens"]), f"tokens in {short_text(history.sums['samples'])} samples"))
     values.append((f"{results.skipped_steps:,}", "skipped steps"))
     values.append((duration(results.train_seconds), remaining(run)))
@@ -65,5 +73,5 @@ def tiles(run: Run) -> str:
 def remaining(run: Run) -> str:
     total, pace = run.about.get("total_steps"), run.history.mean("seconds")
     if not isinstance(total, int) or pace is None or run.state not in ("running", "stopping"):
-        return "in steps"
-    return f"in steps; {duration((total - run.history.step) * pace)} left"
+        return "training"
+    return f"training; {duration((total - run.history.step) * pace)} left"

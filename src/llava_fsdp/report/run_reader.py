@@ -38,7 +38,8 @@ REPORT_FILE = "report.html"
 JOB_FILE = "job.json"
 JOB: dict[str, Kinds] = {
     "number": (int,), "overrides": (list,), "exit_code": (int, type(None)), "reason": (str, type(None)),
-    "has_own_run": (bool, type(None)), "value": (float, type(None)), "last_steps": (int, type(None)),
+    "has_own_run": (bool, type(None)), "value": (float, type(None)), "metric": (str, type(None)),
+    "last_steps": (int, type(None)),
 }  # fmt: skip
 """Allowed types of the values that are read from a sweep's job.json."""
 LONGEST_LINE = 1 << 22
@@ -63,6 +64,8 @@ class Run:
     """Configuration values that the overrides of a sweep's job set, by dotted key."""
     value: float | None = None
     """The value that a sweep minimises, of a job that has finished."""
+    metric: str | None = None
+    """What this value is, of a job of a sweep."""
     unread: dict[str, int] = field(default_factory=dict)
     """Number of lines that could not be read, by file."""
 
@@ -177,6 +180,7 @@ def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
         except LlavaFsdpError as error:
             status["reason"] = status["reason"] or ("" if isinstance(error, ConfigError) else str(error))
     run.overrides = values_typed(job["overrides"])
+    run.metric = str(job.get("metric") or "loss")
     run.value = None if job.get("exit_code") else job.get("value")
     return run
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from llava_fsdp.config.tree import written
 from llava_fsdp.report.html import section, shortened, table
+from llava_fsdp.report.results import loss_name, number
 from llava_fsdp.report.run_reader import Run
 from llava_fsdp.runtime.humanize import moment, readable
 
@@ -45,7 +46,7 @@ def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
     ]
     for name, text in entries:
         if text is not None:
-            yield f"<dt>{escape(name)}</dt><dd>{escape(shortened(str(text), MOST_TEXT))}</dd>"
+            yield f"<dt>{escape(name)}</dt><dd>{escape(shortened(str(text) or '(empty)', MOST_TEXT))}</dd>"
 
 
 def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
@@ -55,7 +56,7 @@ def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[in
     for row in rows[:-1]:
         for other in row["answers"]:
             if (other.get("record"), other.get("question")) == key:
-                text = shortened(str(other.get("answer")), 200)
+                text = shortened(str(other.get("answer")) or "(empty)", 200)
                 if not texts or texts[-1][1] != text:
                     texts.append((row["step"], text))
     return texts[-MOST_EARLIER:]
@@ -94,10 +95,10 @@ def sources(run: Run) -> Iterator[str]:
     if len(history.sources) < 2:
         return
     rows, total = [], max(1, sum(history.source_labels.values()))
-    for name, curve in history.largest_sources(MOST_ROWS):
-        points, labels = curve.points(), history.source_labels[name]
-        rows.append([name, labels, f"{labels / total:.1%}", f"{points[-1].mean:.4f}" if points else ""])
-    yield section("Sources", table(["source", "label tokens", "share", "last loss"], rows))
+    for name, _ in history.largest_sources(MOST_ROWS):
+        labels = history.source_labels[name]
+        rows.append([name, labels, f"{labels / total:.1%}", number(history.source_loss(name), ".4f")])
+    yield section("Sources", table(["source", "label tokens", "share", loss_name([history.window])], rows))
 
 
 def memory(run: Run) -> Iterator[str]:
@@ -109,7 +110,7 @@ def memory(run: Run) -> Iterator[str]:
     if (peak := run.history.most("peak_memory_bytes")) is not None:
         what = "the most that the process held" if run.about.get("device") == "CPU" else "the most that was allocated"
         rows.append([f"{what}, measured", readable(peak)])
-    yield section("Memory of rank 0", table(["what", "bytes"], rows))
+    yield section("Memory of rank 0", table(["what", "size"], rows))
 
 
 def history_tables(run: Run) -> Iterator[str]:

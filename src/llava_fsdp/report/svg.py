@@ -15,9 +15,13 @@ from llava_fsdp.report.html import DATA, inline_json, shortened
 
 WIDTH, HEIGHT = 640, 240
 WIDE_WIDTH, WIDE_HEIGHT = 1296, 330
+SMALL_WIDTH, SMALL_HEIGHT = 400, 220
+"""Of the bars of a narrow window. The script draws curves anew in each window's size."""
 LEFT, RIGHT, TOP, BELOW = 58, 10, 10, 24
 COLOURS = 8
 """Number of line colours in the style sheet; further lines are dashed."""
+DASH = 12
+"""Length of the dashes of equal lines."""
 DIGITS = 6
 """Significant digits of the values in a page."""
 PAGE_POINTS = 40_000
@@ -27,8 +31,6 @@ FLAT = 1e-12
 """Values whose range is a smaller share of their size than this differ only by rounding, and are drawn as one value."""
 RARE = 3
 """Percentage of a line's bands that a chart may cut off, so that a spike of one step does not flatten all the rest."""
-MOST_LABELS = 16
-"""Number of bars that have a label below them."""
 WIDEST_BAR = 90
 
 
@@ -82,13 +84,37 @@ def draw(chart: Chart) -> str:
     lines = [line for line in chart.lines if line.points]
     if not lines:
         return ""
-    scale = Scale.of(chart, lines)
+    scale, groups = Scale.of(chart, lines), equal_lines(lines)
+    taking_turns = {place: turns(n, len(group)) for group in groups for n, place in enumerate(group)}
+    dashes = [taking_turns.get(place, "") for place in range(len(lines))]
     body = [*grid(scale, chart.share), *ticks_along(scale), *level(scale, chart), *marks(scale, chart)]
-    body += [shape for line in lines for shape in shapes(scale, line)]
+    body += [shape for line, dash in zip(lines, dashes, strict=True) for shape in shapes(scale, line, dash)]
     names = [(line.name, colour_class(line.colour)) for line in lines]
-    note = f"<p class=note>{escape(chart.note)}</p>" if chart.note else ""
+    note = "".join(f"<p class=note>{escape(text)}</p>" for text in (chart.note, equal_note(lines, groups)) if text)
     kind = "chart wide" if chart.wide else "chart"
-    return figure(kind, chart.title, chart.unit, scale, body, names, note + data(chart, lines))
+    drawn = [picture(scale, chart.title, body)]
+    return figure(kind, chart.title, chart.unit, drawn, names, note + data(chart, lines, dashes))
+
+
+def equal_lines(lines: Sequence[Line]) -> list[list[int]]:
+    """The places of lines that lie on each other, each group together."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for place, line in enumerate(lines):
+        groups.setdefault(tuple((p.step, rounded(p.mean)) for p in line.points), []).append(place)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def turns(number: int, lines: int) -> str:
+    """CSS with which this one of several equal lines is drawn: dashed, so that all of them are seen in turn."""
+    size = min(lines, COLOURS)
+    return f"stroke-dasharray:{DASH} {DASH * (size - 1)};stroke-dashoffset:{-DASH * (number % size)}"
+
+
+def equal_note(lines: Sequence[Line], groups: list[list[int]]) -> str:
+    if [len(lines)] == [len(group) for group in groups]:
+        return "These curves are equal."
+    named = "; ".join(" = ".join(shortened(lines[place].name, NAME_LENGTH) for place in group) for group in groups)
+    return f"Equal curves: {shortened(named)}" if groups else ""
 
 
 def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] = (), stacked: bool = False) -> str:
@@ -97,8 +123,15 @@ def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] =
     longest = max((sum(bar.values) if stacked else max(bar.values) for bar in bars), default=0)
     if longest <= 0:
         return ""
-    scale = Scale(0, len(bars), 0, longest * 1.1, WIDE_WIDTH, WIDE_HEIGHT)
-    body, every = grid(scale), -(-len(bars) // MOST_LABELS)
+    sizes = {"large": (WIDE_WIDTH, WIDE_HEIGHT), "small": (SMALL_WIDTH, SMALL_HEIGHT)}
+    scales = {kind: Scale(0, len(bars), 0, longest * 1.1, *size) for kind, size in sizes.items()}
+    drawn = [picture(scale, title, bar_shapes(scale, bars, stacked), kind) for kind, scale in scales.items()]
+    return figure("wide", title, unit, drawn, [(name, colour_class(n)) for n, name in enumerate(names)])
+
+
+def bar_shapes(scale: "Scale", bars: Sequence[Bar], stacked: bool) -> list[str]:
+    room = (scale.x(1) - scale.x(0)) / (8 * max(len(text) for bar in bars for text in (bar.label, bar.sum, "00000")))
+    body, every = grid(scale), math.ceil(1 / room)
     for place, bar in enumerate(bars):
         middle, beside = scale.x(place + 0.5), 1 if stacked else len(bar.values)
         width = min(WIDEST_BAR, (scale.x(1) - scale.x(0)) * 0.9 / beside)
@@ -114,19 +147,23 @@ def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] =
         if place % every == 0:
             body.append(text_at(middle, scale.height - 6, bar.label, "middle"))
             body += [text_at(middle, scale.y(sum(bar.values)) - 4, bar.sum, "middle")] if bar.sum else []
-    return figure("wide", title, unit, scale, body, [(name, colour_class(n)) for n, name in enumerate(names)])
+    return body
 
 
-def figure(
-    kind: str, title: str, unit: str, scale: "Scale", body: Iterable[str], names: list[tuple[str, str]], more: str = ""
-) -> str:
+def picture(scale: "Scale", title: str, body: Iterable[str], kind: str = "") -> str:
+    return (
+        f"<svg{f' class={kind}' if kind else ''} viewBox='0 0 {scale.width} {scale.height}' role='img' "
+        f"aria-label='{escape(title)}'>{''.join(body)}</svg>"
+    )
+
+
+def figure(kind: str, title: str, unit: str, drawn: Iterable[str], names: list[tuple[str, str]], more: str = "") -> str:
     """A chart as an HTML <figure>, with a legend of `names` (name, CSS class of the colour), if several."""
     items = "".join(f"<li class='{colour}'>{escape(shortened(name, NAME_LENGTH))}</li>" for name, colour in names)
     return (
         f"<figure class='{kind}'>"
         f"<figcaption>{escape(title)}{f' <small>{escape(unit)}</small>' if unit else ''}</figcaption>"
-        f"<svg viewBox='0 0 {scale.width} {scale.height}' role='img' aria-label='{escape(title)}'>{''.join(body)}</svg>"
-        f"{f'<ul class=legend>{items}</ul>' if len(names) > 1 else ''}{more}</figure>\n"
+        f"{''.join(drawn)}{f'<ul class=legend>{items}</ul>' if len(names) > 1 else ''}{more}</figure>\n"
     )
 
 
@@ -212,7 +249,7 @@ def text_at(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
     return f"<text{more} x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}'>{escape(text)}</text>"
 
 
-def shapes(scale: Scale, line: Line) -> list[str]:
+def shapes(scale: Scale, line: Line, dash: str = "") -> list[str]:
     """A line of a chart as SVG: the means, and the band from least to greatest value."""
     at = [(f"{scale.x(p.step):.1f}", p) for p in line.points]
     colour, parts = colour_class(line.colour), []
@@ -222,7 +259,8 @@ def shapes(scale: Scale, line: Line) -> list[str]:
         parts.append(f"<path class='band {colour}' d='M{above}L{below}Z'/>")
     if line.dots or len(at) == 1:
         parts += [f"<circle class='{colour}' r='3' cx='{x}' cy='{scale.y(p.mean):.1f}'/>" for x, p in at]
-    parts.append(f"<path class='line {colour}' d='M{'L'.join(f'{x} {scale.y(p.mean):.1f}' for x, p in at)}'/>")
+    style = f" style='{dash}'" if dash else ""
+    parts.append(f"<path class='line {colour}'{style} d='M{'L'.join(f'{x} {scale.y(p.mean):.1f}' for x, p in at)}'/>")
     return parts
 
 
@@ -230,7 +268,7 @@ def colour_class(number: int) -> str:
     return f"c{number % COLOURS}{' dashed' if number >= COLOURS else ''}"
 
 
-def data(chart: Chart, lines: Sequence[Line]) -> str:
+def data(chart: Chart, lines: Sequence[Line], dashes: Sequence[str]) -> str:
     """Script element with a chart's values, from which the page's script redraws the chart when zoomed."""
     values = {
         "share": chart.share,
@@ -239,7 +277,7 @@ def data(chart: Chart, lines: Sequence[Line]) -> str:
         "marks": chart.marks,
         "level": chart.level,
         "along": chart.along,
-        "lines": [line_data(line) for line in lines],
+        "lines": [line_data(line) | {"dash": dash} for line, dash in zip(lines, dashes, strict=True)],
     }
     return f"{DATA}{inline_json(values)}</script>"
 

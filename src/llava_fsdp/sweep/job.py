@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from llava_fsdp.config import Devices, SweepConfig, SweepMetric, at_least, load
 from llava_fsdp.config.cli import quoted
 from llava_fsdp.report.downsample import WINDOW
-from llava_fsdp.report.results import Results, read_results
+from llava_fsdp.report.results import Results, metric_name, read_results
 from llava_fsdp.report.run_reader import JOB, JOB_FILE, job_files
 from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
@@ -188,7 +188,7 @@ def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
 
 def report_end(job: Job) -> None:
     if job.is_done:
-        text = f"{job.metric.replace('_', ' ')} {getattr(job.numbers, job.metric):.4f}"
+        text = f"{metric_name(job.metric, [job.last_steps])} {getattr(job.numbers, job.metric):.4f}"
         log().info("job %d: done in %.0f s, %s", job.number, job.seconds, text)
         return
     hint = f"\n  command: {job.command}\n  log: {job.folder}/{LOG_FILE}" if job.command else ""

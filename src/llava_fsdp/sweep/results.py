@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from llava_fsdp.report.compare_page import comparison_page
-from llava_fsdp.report.results import columns
+from llava_fsdp.report.results import columns, metric_name
 from llava_fsdp.report.run_reader import REPORT_FILE, own_overrides, put_page, runs_in
 from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import LlavaFsdpError
@@ -22,8 +22,8 @@ from llava_fsdp.sweep.job import Job
 from llava_fsdp.sweep.torchrun import LOG_FILE
 
 RESULTS_FILE = "results.json"
-PRINTED = ("steps", "loss", "val loss", "val score", "tokens/s", "memory", "training")
-"""Result columns of the printed table, for which a terminal has room."""
+PRINTED = ("steps", "loss", "lowest val loss", "best val score", "tokens/s", "memory", "training")
+"""Results of the printed table, for which a terminal has room."""
 
 
 @restored_umask()
@@ -72,7 +72,8 @@ def show(jobs: Sequence[Job]) -> None:
     if not jobs:
         return
     best, differences = best_of(jobs), differing(jobs)
-    texts_by_column = {name: texts for name, texts in columns([job.numbers for job in jobs]).items() if name in PRINTED}
+    windows = [job.last_steps for job in jobs if job.numbers.loss is not None]
+    texts_by_column = columns([job.numbers for job in jobs], windows, PRINTED)
     table = Table("job", "what differs", "status", *texts_by_column, "folder", title="sweep", title_justify="left")
     for column in table.columns:
         column.overflow = "fold"  # a folder must stay whole to be copied
@@ -83,7 +84,8 @@ def show(jobs: Sequence[Job]) -> None:
     console = TextConsole(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     if best is not None and len(jobs) > 1:
-        console.print(f"best by {best.metric}: job {best.number}: {' '.join(differences[jobs.index(best)])}")
+        metric, words = metric_name(best.metric, windows), " ".join(differences[jobs.index(best)])
+        console.print(f"best by {metric}: job {best.number}: {words}")
     for job in jobs:
         if not job.is_done:
             where = f"\n  log: {job.folder}/{LOG_FILE}" if job.command else ""

@@ -83,17 +83,29 @@
       this.svg = figure.querySelector("svg");
       this.data = JSON.parse(figure.querySelector("script").textContent);
       [this.width, this.height] = [this.svg.viewBox.baseVal.width, this.svg.viewBox.baseVal.height];
-      [this.innerWidth, this.innerHeight] = [this.width - LEFT - RIGHT, this.height - TOP - BELOW];
       this.hidden = new Set();
       this.smoothing = 0;
       this.log = false;
       this.clip = `clip-${number}`;
+      this.full = this.height;
       const steps = this.data.lines.flatMap((line) => [line.x[0], line.x[line.x.length - 1]]);
       this.whole = [Math.min(...steps), Math.max(...steps)];
       if (this.whole[0] === this.whole[1]) this.whole[1]++;
       this.addControls();
       this.addLegend();
       this.addPointer();
+      this.fit();
+      new ResizeObserver(() => this.fit()).observe(this.svg);
+    }
+
+    // Draws in the pixels of the window, so that texts keep their size in a narrow one.
+    fit() {
+      const width = Math.round(this.svg.getBoundingClientRect().width);
+      if (!width || (width === this.width && this.range)) return;
+      this.width = width;
+      this.height = Math.round(Math.min(this.full, Math.max(180, 0.55 * width)));
+      [this.innerWidth, this.innerHeight] = [this.width - LEFT - RIGHT, this.height - TOP - BELOW];
+      this.svg.setAttribute("viewBox", `0 0 ${this.width} ${this.height}`);
       this.draw();
     }
 
@@ -196,7 +208,7 @@
       this.visible = visible;
       this.setSpan(visible);
       const parts = [make("clipPath", { id: this.clip })];
-      parts[0].append(make("rect", { x: LEFT, y: TOP - 2, width: this.innerWidth, height: this.innerHeight + 4 }));
+      parts[0].append(make("rect", { x: LEFT - 3, y: TOP - 2, width: this.innerWidth + 6, height: this.innerHeight + 4 }));
       this.axes(parts);
       const plot = make("g", { "clip-path": `url(#${this.clip})` });
       for (const step of this.data.marks)
@@ -238,7 +250,7 @@
         parts.push(make("path", { class: "grid", d: `M${LEFT} ${y}H${this.width - RIGHT}` }));
         parts.push(make("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, shown(value, this.data.share, digits)));
       }
-      for (const step of ticks(...this.range, Math.floor(this.width / 80)))
+      for (const step of ticks(...this.range, Math.floor(this.width / 60)))
         if (Number.isInteger(step))
           parts.push(make("text", { x: this.x(step), y: this.height - 6, "text-anchor": "middle" }, shown(step)));
       if (!this.data.level) return;
@@ -265,7 +277,7 @@
       if (line.dots || last - first === 1)
         for (let n = first; n < last; n++)
           plot.append(make("circle", { class: colour, r: 3, cx: this.x(line.x[n]), cy: this.y(line.y[n]) }));
-      plot.append(make("path", { class: `line ${colour}`, d: `M${path(values).join("L")}` }));
+      plot.append(make("path", { class: `line ${colour}`, style: line.dash, d: `M${path(values).join("L")}` }));
     }
 
     choose(from, to) {

@@ -1,0 +1,268 @@
+"""All kinds of pages in a browser, in narrow and wide windows, light and dark; what they mark, hide and name."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from browser import page as opened
+from imagined import imagine, lines
+
+from llava_fsdp.plan import scaling_page
+from llava_fsdp.plan.planner import Planner
+from llava_fsdp.report import main as report
+from llava_fsdp.report.compare_page import best_of, comparison_page
+from llava_fsdp.report.dataset_page import dataset_page
+from llava_fsdp.report.downsample import Point
+from llava_fsdp.report.html import table
+from llava_fsdp.report.profile_page import profile_page
+from llava_fsdp.report.profile_trace import CATEGORIES, Times
+from llava_fsdp.report.results import read_results
+from llava_fsdp.report.run_reader import Run, read_run, runs_in
+from llava_fsdp.report.svg import Chart, Line, draw
+from llava_fsdp.sweep import results as sweep_results
+from llava_fsdp.sweep.job import Job, read_jobs
+
+LONG = "a_name_without_a_space_" * 6
+KINDS = ("run", "comparison", "sweep", "dataset", "dataset, nothing cut", "profile", "plan")
+
+CLIPPED = """() => {
+  const found = [], told = (what, node) => found.push(`${what}: ${node.textContent.trim().slice(0, 60)}`);
+  const scrolls = (node) => node.closest("table") && getComputedStyle(node.closest("table")).overflowX === "auto";
+  const shown = (node) => node.getClientRects().length && node.getBoundingClientRect().width;
+  for (const node of document.querySelectorAll("body *:not(svg *):not(script)")) {
+    if (!shown(node) || ![...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim())) continue;
+    const box = node.getBoundingClientRect(), style = getComputedStyle(node);
+    if (!scrolls(node) && (box.left < 0 || box.right > innerWidth)) told("outside of the window", node);
+    if (style.display !== "inline" && node.scrollWidth > node.clientWidth + 1 && !scrolls(node))
+      told("wider than its box", node);
+    if (style.color === getComputedStyle(document.body).backgroundColor) told("of the ground's colour", node);
+  }
+  for (const svg of document.querySelectorAll("svg")) {
+    if (!shown(svg)) continue;
+    const box = svg.getBoundingClientRect(), below = [];
+    for (const text of svg.querySelectorAll("text")) {
+      const own = text.getBoundingClientRect();
+      if (own.left < box.left - 1 || own.right > box.right + 1 || own.top < box.top - 1 || own.bottom > box.bottom + 1)
+        told("outside of its chart", text);
+      if (own.height < 9) told("too small to read", text);
+      if (text.getAttribute("text-anchor") === "middle") {
+        if (below.some((b) => b.left < own.right && own.left < b.right && b.top < own.bottom && own.top < b.bottom))
+          told("over another", text);
+        below.push(own);
+      }
+    }
+  }
+  return found;
+}"""
+"""Script that lists the texts of a page that are cut off, cannot be read or lie on each other."""
+
+
+def job_of(folder: Path, number: int, lr: str, value: float | None, **more: Any) -> None:
+    job = Job(number=number, overrides=[f"optim.lr={lr}"], folder=str(folder), value=value, **more)
+    job.numbers = read_results(folder, job.last_steps)
+    (folder / "job.json").write_text("")
+    job.write()
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three jobs, of which the first and the last have equal curves."""
+    folder = tmp_path_factory.mktemp("sweep")
+    for number, (lr, seed) in enumerate((("1.0e-05", 1), ("2.0e-05", 2), ("1.0e-05", 1))):
+        run = imagine(folder / str(number), 60, config=f"optim:\n  lr: {lr}\n", seed=seed)
+        job_of(run, number, lr, read_results(run, 20).loss, status="done", exit_code=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(sweep: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A page of every kind, with long names and many columns."""
+    folder = tmp_path_factory.mktemp("pages")
+    run = imagine(folder / LONG, 120, ("vqa", "captions", LONG), "failed", (0, 60))
+    texts = {
+        "dataset": dataset_page(dataset_report(cut=True)),
+        "dataset, nothing cut": dataset_page(dataset_report(cut=False)),
+        "profile": profile_page(times(), "steps 10 to 12 of this start, rank 0", 10),
+    }
+    paths = {name: folder / f"{name}.html" for name in KINDS}
+    for name, text in texts.items():
+        paths[name].write_text(text)
+    report.write([str(run), f"out={paths['run']}"])
+    report.write([str(run), str(sweep / "0"), f"out={paths['comparison']}"])
+    report.write([str(sweep), f"out={paths['sweep']}"])
+    cfg = SimpleNamespace(model=SimpleNamespace(name="llava_v1_5_13b"), global_batch_size=128)
+    planner = cast(Planner, SimpleNamespace(cfg=cfg, machine=SimpleNamespace(name="a100-80gb")))
+    scaling_page.write_page(scaling(), planner, paths["plan"])
+    return paths
+
+
+def dataset_report(cut: bool) -> dict[str, Any]:
+    source = {"name": LONG, "file": f"data/{LONG}.json", "images": None, "records": 2000, "left_out": 3}
+    kind = {
+        "records": 3,
+        "kept": False,
+        "meaning": "the image cannot be read, so the record is skipped",
+        "not_shown": 2,
+    }
+    first = {"source": LONG, "line": 7, "index": None, "id": "r7", "reason": f"data/{LONG}.jpg is not a file"}
+    lost = {name: 0 for name in ("records_cut", "positions_lost", "label_tokens_lost", "left_without_labels")}
+    return {
+        "records": 2000, "kept": 1997, "left_out": {"wrong": 3, "too_long": 0},
+        "settings": {"data.max_length": 2048, "data.template": "v1", "model": f"{LONG} + clip"},
+        "sources": [source],
+        "lengths": {
+            "samples": 1997, "mean": 812.5, "percentiles": {"50": 700, "95": 1900, "100": 2300},
+            "histogram": [{"from": n, "to": n + 99, "records": n // 10 if n > 300 else 0} for n in range(0, 2400, 100)],
+        },
+        "truncation": [
+            {"max_length": n, **lost, **({"records_cut": 900 // at} if cut else {})}
+            for at, n in enumerate((512, 1024, 2048, 4096), start=1)
+        ],
+        "problems": {"image_missing": {**kind, "first": [first]}} if cut else {},
+    }  # fmt: skip
+
+
+def times() -> Times:
+    steps = [{name: 0.01 * (number + place) for place, name in enumerate(CATEGORIES)} for number in range(1, 4)]
+    return Times(False, steps, [(f"aten::{LONG}", 0.3), ("aten::mm", 0.2)])
+
+
+def scaling() -> list[dict[str, Any]]:
+    return [
+        {
+            "nodes": nodes, "sharding": sharding, "activation_checkpointing": "selective", "fits": True,
+            "tokens_per_second": 16652.4197 * nodes * share, "step_seconds": 6.4678 / nodes,
+            "communication_seconds": 0.7853, "exposed_seconds": 0.0,
+        }
+        for sharding, share in (("zero3", 1), ("hybrid", 0.99))
+        for nodes in (1, 2, 4, 8)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with opened() as page:
+        yield page
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_fits_every_window(kind: str, pages: dict[str, Path], browser: Any) -> None:
+    url, said = pages[kind].resolve().as_uri(), []
+    told = {
+        "console": lambda message: said.append(message.text),
+        "pageerror": lambda error: said.append(str(error)),
+        "request": lambda request: said.append(request.url) if request.url != url else None,
+    }
+    for event, tell in told.items():
+        browser.on(event, tell)
+    grounds = set()
+    for width in (1280, 390):
+        browser.set_viewport_size({"width": width, "height": 900})
+        browser.goto(url)
+        browser.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+        for scheme in ("light", "dark"):
+            browser.emulate_media(color_scheme=scheme)
+            assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (width, scheme)
+            assert browser.evaluate(CLIPPED) == [], (width, scheme)
+            assert browser.locator("header .kind").inner_text() == f"llava-fsdp · {kind.partition(',')[0]}"
+            grounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+    for event, tell in told.items():
+        browser.remove_listener(event, tell)
+    assert said == [] and len(grounds) == 2
+
+
+def rows_of(page: str, heading: str) -> list[list[str]]:
+    """The texts of the first table below a heading, row by row."""
+    (found,) = re.findall(rf"<h2>{heading}</h2>.*?<table>(.*?)</table>", page, re.DOTALL)
+    return [re.findall(r"<t[hd][^>]*>([^<]*)</t", row) for row in re.findall(r"<tr.*?</tr>", found, re.DOTALL)]
+
+
+def test_a_loss_has_one_name_and_one_value(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the terminal after a sweep, in its files and on the pages of the sweep, of several runs and of one."""
+    name, loss = "loss of last 20 steps", read_results(sweep / "1", 20).loss
+    rows = [json.loads(line) for line in (sweep / "1" / "metrics.jsonl").read_text().splitlines()][-20:]
+    assert loss == pytest.approx(sum(row["loss"] for row in rows) / 20, rel=1e-12)
+    shown = f"{loss:.4f}"
+    jobs = read_jobs(sweep)
+    sweep_results.write_results(sweep, jobs)
+    assert json.loads((sweep / "results.json").read_text())["jobs"][1]["numbers"]["loss"] == loss
+    sweep_results.show(jobs)
+    printed = capsys.readouterr().out
+    assert shown in next(line for line in printed.splitlines() if line.startswith("│ 1"))
+    assert f"best by {name}: job " in printed
+    runs = [str(sweep / str(number)) for number in range(2)]
+    alone, both = (report.write([*words, f"out={sweep / 'x.html'}"]).read_text() for words in (runs[1:], runs))
+    for page, number in (((sweep / "report.html").read_text(), 2), (both, 2)):
+        head, *results = rows_of(page, "Results")
+        assert results[number - 1][head.index(name)] == shown
+    assert f"<b>{shown}</b><span>{name}</span>" in alone
+
+
+def test_the_loss_of_a_source_is_the_mean_of_the_same_steps(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "loss": float(step), "label_tokens": 4,
+         "sources": {"a": {"loss": step - 1.0, "label_tokens": 1}, "b": {"loss": step + 1.0, "label_tokens": 3}}}
+        for step in range(1, 31)
+    ]  # fmt: skip
+    run = imagine(tmp_path / "run", 3)
+    lines(run / "metrics.jsonl", rows)
+    head, *sources = rows_of(report.write([str(run)]).read_text(), "Sources")
+    assert {row[0]: row[head.index("loss of last 20 steps")] for row in sources} == {"a": "19.5000", "b": "21.5000"}
+
+
+def test_the_best_run_is_marked(sweep: Path, tmp_path: Path) -> None:
+    """A sweep's by its metric; otherwise by the last validation, or the loss if a run has none. With a word too."""
+    values = [read_results(sweep / str(number), 20).loss or 0 for number in range(3)]
+    place = values.index(min(values))
+    page = comparison_page(runs_in(sweep))
+    (marked,) = re.findall(r"<tr class=best>.*?</tr>", page)
+    assert f">{place}: optim.lr=" in marked and ">done, best<" in marked and page.count("done, best") == 1
+    assert "Best by loss of last 20 steps." in page
+
+    runs = [read_run(imagine(tmp_path / name, 60, seed=seed)) for seed, name in enumerate("abc")]
+    for run, loss in zip(runs, (1.5, 1.25, 1.75), strict=True):
+        run.validations = [{"step": 50, "loss": 0.5}, {"step": 60, "loss": loss}]
+    assert best_of(runs) == (1, "last_val_loss")
+    assert "Best by last val loss." in comparison_page(runs)
+    runs[0].validations, losses = [], [run.history.loss or 0 for run in runs]
+    assert best_of(runs) == (losses.index(min(losses)), "loss")
+    assert best_of([runs[1], runs[1]])[0] is None, "equal"
+    empty = [Run(tmp_path, name) for name in "ab"]
+    assert best_of(empty)[0] is None and "best" not in rows_of(comparison_page(empty), "Results")[1][1]
+
+
+def test_columns_that_are_empty_in_every_row_are_hidden(sweep: Path) -> None:
+    page = table(["run", "MFU", "none", "loss"], [["a", "", None, 0], ["b", "1 %", "", None]])
+    assert re.findall(r"<th[^>]*>([^<]*)<", page) == ["run", "MFU", "loss"]
+    assert page.count("<td") == 6 and table(["a"], [[None]]) == ""
+    runs = runs_in(sweep)
+    for run in runs:
+        run.history.curves.pop("mfu")
+        run.validations = []
+    head, *_ = rows_of(comparison_page(runs), "Results")
+    assert not {"MFU", "last val loss", "lowest val loss", "best val score"} & set(head)
+
+
+def test_equal_curves_are_told_apart(sweep: Path) -> None:
+    """They are drawn as dashes in turn, and named."""
+    page = comparison_page(runs_in(sweep))
+    (loss,) = re.findall(r"<figure[^>]*><figcaption>Loss.*?</figure>", page, re.DOTALL)
+    first, other, last = re.findall(r"<path class='line c\d'( style='[^']*')? d='", loss)
+    assert first and last and first != last and not other
+    assert "Equal curves: 0: optim.lr=1.0e-05 = 2: optim.lr=1.0e-05" in loss
+    points = [Point(n, 1 / n, 1 / n, 1 / n) for n in range(1, 5)]
+    assert "These curves are equal." in draw(Chart("t", [Line(name, points, n) for n, name in enumerate("abc")]))
+    assert "qual" not in draw(Chart("t", [Line("a", points), Line("b", points[1:])]))
+
+
+def test_a_dataset_of_which_nothing_is_cut_has_no_chart_of_it() -> None:
+    cut, whole = dataset_page(dataset_report(cut=True)), dataset_page(dataset_report(cut=False))
+    assert "Records by data.max_length" in cut and "Nothing is cut off" not in cut
+    assert "Records by data.max_length" not in whole and "Nothing is cut off, also with data.max_length=512." in whole
+    for page in (cut, whole):
+        assert all("<rect" in figure for figure in re.findall(r"<figure.*?</figure>", page, re.DOTALL))
+        assert "<title>0 to 99: 0" not in page, "the bars begin at the shortest sample"
