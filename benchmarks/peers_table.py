@@ -95,7 +95,7 @@ def markdown(report: dict[str, Any], result: str) -> str:
         + f". First losses agree within {report['equality']['first losses']:.0e}. "
         f"Made by `{report['command']}` at commit {report['commit'][:12]} ([result]({result})).",
         "",
-        "All peers but our own loop pad. A CPU shows nothing of kernels, memory limits or the overlap of communication.",
+        "All peers but our own loop pad. A CPU shows nothing of kernels, memory limits or overlap of communication.",
     ])  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "outputs" / "finetune"
         train = [sys.executable, "-m", "llava_fsdp", "train", "--nproc-per-node", "2"]
-        for words in (["stage=pretrain", "max_steps=60", "export.enabled=false"], TRAINING):
+        for words in (["stage=pretrain", "max_steps=60"], TRAINING):
             subprocess.run([*train, *words], check=True, cwd=folder)
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch()

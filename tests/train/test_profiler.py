@@ -43,7 +43,9 @@ def test_a_run_with_and_without(configure: Configure, tmp_path: Path) -> None:
         names = [e["name"] for e in json.load(file)["traceEvents"] if e.get("cat") == "user_annotation"]
     assert names.count("llava_fsdp::forward") == names.count("llava_fsdp::backward") == 4  # two micro-batches each
     page = (folder / "rank-0.html").read_text()
-    assert all(name in page for name in CATEGORIES) and page.count("<rect") == 2 * 2 * len(CATEGORIES), "two steps, in two sizes"
+    assert all(name in page for name in CATEGORIES) and page.count("<rect") == 2 * 2 * len(CATEGORIES), (
+        "two steps, in two sizes"
+    )
     assert "aten::" in page
     for number in (2, 3):
         assert f">step {number}</text>" in page and f"<title>step {number}, forward: " in page

@@ -363,9 +363,23 @@ def check_full_attention(language: PretrainedConfig) -> None:
     elif rope.get("rope_type") == "longrope":
         other = "rotary frequencies (longrope) that depend on the longest sample of a batch"
     if other is not None:
+        check_sdpa(language, f"has {other}, so that samples cannot be packed into a row")
         raise ConfigError(
             f"pack=true: {language.model_type} has {other}, and a packed row needs full attention within each sample; "
             f"{CURE}"
+        )
+
+
+def check_sdpa(language: PretrainedConfig, but: str = "") -> None:
+    """Raise ConfigError for a language model that padded rows cannot train: transformers has no SDPA attention for it.
+
+    Args:
+        but: why it cannot be packed either, for the message.
+    """
+    if not getattr(MODEL_MAPPING[type(language)], "_supports_sdpa", False):
+        raise ConfigError(
+            f"a language model of type {language.model_type} is not supported yet: "
+            f"{f'it {but}, and ' if but else ''}transformers has no SDPA attention for it, which padded rows need"
         )
 
 

@@ -12,6 +12,7 @@ from llava_fsdp.model.attention import (
     attention_arguments,
     check_full_attention,
     check_reaches_all_layers,
+    check_sdpa,
     padded_attention,
     register_attention,
 )
@@ -23,6 +24,7 @@ from llava_fsdp.model.projector import Projector
 from llava_fsdp.model.quantization import quantize_layers
 from llava_fsdp.model.sample_dropout import TokenKeys
 from llava_fsdp.model.vision_tower import hidden_state, probe_vision_tower
+from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.safe_load import foreign
 
 
@@ -212,6 +214,13 @@ def build_llava(
     if kernel is not None:
         register_attention()
         check_full_attention(parts.language)
+    else:
+        check_sdpa(parts.language)
+    if not hasattr(parts.vision, "image_size"):
+        raise ModelError(
+            f"model.vision={parts.vision_folder}: a vision tower of type {parts.vision.model_type} is not supported "
+            "yet: its configuration has no image_size, so that the number of an image's tokens is unknown"
+        )
     label_loss = whole_loss if loss is None else choose_loss(loss, compute_dtype)
     folders = sorted({str(parts.whole or parts.language_folder), str(parts.vision_folder)})
     with torch.device("meta"), foreign(f"config.json of {', '.join(folders)} describes no model that can be built"):

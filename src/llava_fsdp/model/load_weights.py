@@ -96,13 +96,25 @@ def find_weights(
                 )
             sources[own_name] = Drawn(name, shape, draw_rule(model, own_name), seed)
         else:
-            where = (
-                parts.whole or projector
-                if name.startswith(PROJECTOR_PREFIX)
-                else parts.whole or (parts.vision_folder if name.startswith("vision_tower.") else parts.language_folder)
-            )
-            raise ModelError(f"{where} has no weights for {name}; is it the model that its configuration says?")
+            raise missing(name, parts, projector)
     return sources | adapter_sources(model, sources, adapter, seed)
+
+
+def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
+    """The error for a parameter that no file has."""
+    if parts.whole is not None:
+        return ModelError(f"{parts.whole} has no weights for {name}; is it the model that its configuration says?")
+    if name.startswith(PROJECTOR_PREFIX):
+        return ModelError(
+            f"model.projector={projector} has no weights of a projector ({name}); give a run, an export, or LLaVA's "
+            "mm_projector.bin"
+        )
+    is_vision = name.startswith("vision_tower.")
+    folder, config = (parts.vision_folder, parts.vision) if is_vision else (parts.language_folder, parts.language)
+    return ModelError(
+        f"{folder} has no weights for {name}: its files are incomplete, or they name the weights of a "
+        f"{config.model_type} in a way that is not supported yet"
+    )
 
 
 def adapter_sources(
