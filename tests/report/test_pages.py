@@ -64,7 +64,6 @@ CLIPPED = """() => {
 def job_of(folder: Path, number: int, lr: str, value: float | None, **more: Any) -> None:
     job = Job(number=number, overrides=[f"optim.lr={lr}"], folder=str(folder), value=value, **more)
     job.numbers = read_results(folder, job.last_steps)
-    (folder / "job.json").write_text("")
     job.write()
 
 
