@@ -1,8 +1,9 @@
 """Makes docs/pictures/report.png, the top of a training's report page: `python docs/make_screenshot.py`.
 
-Trains the embedded default for some minutes on a CPU, and takes the picture with Playwright's Chromium.
+Trains the embedded default for some minutes on a CPU, and takes the picture with Playwright and Chromium.
 """
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ def main() -> None:
         for words in (["stage=pretrain", "max_steps=60"], TRAINING):
             subprocess.run([*train, *words], check=True, cwd=folder)
         with sync_playwright() as playwright:
-            browser = playwright.chromium.launch()
+            browser = playwright.chromium.launch(executable_path=shutil.which("chromium") or shutil.which("google-chrome"))
             page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
             page.goto((output / "report.html").as_uri())
             page.screenshot(path=PICTURE)
