@@ -23,7 +23,9 @@ def main() -> None:
         for words in (["stage=pretrain", "max_steps=60"], TRAINING):
             subprocess.run([*train, *words], check=True, cwd=folder)
         with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=shutil.which("chromium") or shutil.which("google-chrome"))
+            browser = playwright.chromium.launch(
+                executable_path=shutil.which("chromium") or shutil.which("google-chrome")
+            )
             page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
             page.goto((output / "report.html").as_uri())
             page.screenshot(path=PICTURE)

@@ -51,7 +51,8 @@ def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:
 
 @functools.cache
 def composed(*choices: str) -> dict[str, Any] | None:
-    """Values, by dotted key, of the training's configuration with these choices; None if a choice does not exist."""
+    """Compose the training's configuration with these Hydra choices (`group=option`) and return its values by dotted
+    key; None if an option does not exist."""
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
             node = without_hydra(compose("train", list(choices)))

@@ -53,7 +53,10 @@ class HostInputs:
 
 
 class Away:
-    """A tensor in host memory, which is on the device too until it is copied, and again when it is needed."""
+    """An activation that is offloaded to host memory.
+
+    Its device copy is freed once the copy to the host has finished, and made again for the backward pass.
+    """
 
     def __init__(self, owner: HostInputs, tensor: torch.Tensor, before: Away | None):
         self.owner = owner

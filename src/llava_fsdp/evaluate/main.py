@@ -106,8 +106,12 @@ class AnswerGenerator:
             }
 
     def answers(self, blank: bool) -> list[str]:
-        """Generate the missing answers, to images or to blank ones of the mean color; return the answers to all
-        questions on rank 0, and nothing on other ranks."""
+        """Generate the answers that are still missing; returns the answers to all questions on rank 0, and an empty list
+        on other ranks.
+
+        Args:
+            blank: replace each image by a blank one of the mean color.
+        """
         if self.cfg.answers is None:
             return [text for _, texts in self.batches(self.questions, blank) for text in texts]
         path = Path(self.cfg.answers)

@@ -99,7 +99,7 @@ def parse(arguments: list[str]) -> Request:
 
 
 def check_variables(request: Request) -> None:
-    """Raise ConfigError for a NAME=VALUE that no file reads: the name is then misspelled."""
+    """Raise ConfigError if the user gave NAME=VALUE and none of the scripts uses $NAME: it is probably misspelled."""
     paths = [Path(path) for path in request.paths]
     text = "".join(path.read_text(errors="replace") for path in paths if path.is_file())
     for name, value in request.variables.items():

@@ -266,10 +266,10 @@ def check_fits(found: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base
 
 
 def unchanged_modules(tensors: Mapping[str, Any]) -> list[str]:
-    """Adapted modules whose B is still 0, so that they add nothing.
+    """Return the names of the adapted modules whose LoRA matrix B is still 0, so that the adapter does not change them.
 
     Args:
-        tensors: where an adapter's parameters are, by their names.
+        tensors: the stored parameters of an adapter, by name.
     """
     found = {n: t for n, t in tensors.items() if n.endswith(LORA_B)}
     return sorted(module_of(n) for n, t in found.items() if not torch.count_nonzero(t.rows(0, t.shape[0])))
@@ -279,7 +279,7 @@ def check_changed(tensors: Mapping[str, Any], what: str, cure: str) -> None:
     """Check that training changed an adapter; warn of modules that it did not change.
 
     Args:
-        tensors: where an adapter's parameters are, by their names.
+        tensors: the stored parameters of an adapter, by name.
         what: the message calls the adapter so.
 
     Raises:

@@ -26,7 +26,7 @@ SEQUENTIAL = re.compile(r"^mm_projector\.(\d+)\.")
 
 
 def ours(name: str) -> str:
-    """Translate the name of a tensor in a file of a whole model, in any supported format, to our parameter name."""
+    """Return our parameter name for a tensor of a full-model checkpoint (not an adapter) in any supported format."""
     for pattern, replacement in RENAMES:
         if pattern.search(name):
             name = pattern.sub(replacement, name)

@@ -74,13 +74,13 @@ class Segment:
     begin: Live
     end: Live
     worst: Live
-    """Bytes alive at the segment's worst moment, with all gradients of its weights, as FSDP reduces them at the end of
+    """Bytes alive at the segment's peak of device memory, with all gradients of its weights, as FSDP reduces them at the end of
     the block."""
     worst_first: Live
-    """Bytes alive at the worst moment without FSDP in a step's first micro-batch, where each gradient is cast to the
+    """Bytes alive at the memory peak without FSDP in a step's first micro-batch, where each gradient is cast to the
     master's dtype at once and kept."""
     worst_later: Live
-    """Bytes alive at the worst moment without FSDP in later micro-batches, where each gradient is added to the existing
+    """Bytes alive at the memory peak without FSDP in later micro-batches, where each gradient is added to the existing
     one."""
     made: int
     """Bytes of all weight gradients that the segment makes, in their compute dtypes."""

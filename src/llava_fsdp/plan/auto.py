@@ -88,7 +88,7 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
 
 
 def expected_peak(cfg: Config, world: World, parts: Parts, samples: Samples) -> int:
-    """Predicted device bytes at the worst moment of a step, for a configuration without `auto`."""
+    """Predicted device bytes at the memory peak of a step, for a configuration without `auto`."""
     planner = Planner(cfg, this_machine(world.local_size, world.device.type), samples, parts)
     return int(rows_for(planner, cfg, world)[0].bytes["total"])
 

@@ -1,4 +1,4 @@
-"""Predict the cost of a way to train: a rank's bytes at the worst moment of a step, and the seconds of a step.
+"""Predict the cost of a way to train: a rank's bytes at the memory peak of a step, and the seconds of a step.
 
 peak(cfg, world_size=8, device="cuda").bytes["total"]
 """
@@ -74,7 +74,7 @@ class PlanRow:
     micro_batches: tuple[MicroBatch, ...]
     """The micro-batches that a rank runs in a step."""
     bytes: dict[str, int]
-    """Bytes on the device at the worst moment of a step, by category; `total` is their sum."""
+    """Bytes on the device at the memory peak of a step, by category; `total` is their sum."""
     moment: str
     """Name of the step's worst moment for memory."""
     at_rest: dict[str, int]

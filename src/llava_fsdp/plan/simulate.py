@@ -16,7 +16,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "reducing", "a
 
 @dataclass
 class Ledger:
-    """Bytes in device memory now and at the worst moment so far, by category."""
+    """Bytes in device memory, by category: now, and at the peak so far."""
 
     held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
     worst: dict[str, int] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class FsdpRank:
         return blocks, list(blocks)
 
     def run(self, segment: Segment) -> None:
-        """Simulate one segment: record its worst moment together with the bytes that FSDP holds at the same time."""
+        """Simulate one segment and record its peak of device memory, with the bytes that FSDP holds at that moment."""
         worst = segment.worst_later if self.adds_in_place(self.unit_names.get(segment.unit, ROOT)) else segment.worst
         self.ledger.set_live(worst)
         self.ledger.compare(describe(segment), reducing=worst.gradients)

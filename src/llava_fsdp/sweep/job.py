@@ -150,7 +150,7 @@ def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
 
 
 def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
-    """Record why a job did not finish, and its results so far: none if this start took no step.
+    """Record why a job did not finish, and its results so far, if it took a step in this start of the sweep.
 
     Args:
         is_stopping: whether a stop was requested; a job that had not begun then counts as stopped, and runs at the next

@@ -106,7 +106,8 @@ def encode_turns(turns: list[Turn], has_image: bool, own: Original, where: str) 
 
 
 def encode_caption(turns: list[Turn], own: Original, where: str) -> Tokens:
-    """Encode an image with its caption; of the question only the tag is kept (template `plain`; train.py:588-607)."""
+    """Tokenize an image-caption pair: the question is reduced to its `<image>` tag, and the caption follows (template
+    `plain`; the original's train.py:588-607)."""
     check_caption(turns, where)
     ids = with_images(f"{IMAGE_TAG}{turns[1].text}{own.form.sep}", own.tokenizer)
     labels = ids.copy()
