@@ -192,7 +192,7 @@ def test_reason_of_a_failure(tmp_path: Path) -> None:
     """From `run_status.json`; where no worker lived to write it, the end of the log; never an earlier run's."""
     earlier = {"status": "failed", "exit_code": 3, "reason": "of an earlier run"}
     (tmp_path / "run_status.json").write_text(json.dumps(earlier))
-    with pytest.raises(torchrun.JobFailed, match="torchrun returned 9: no memory") as caught:
+    with pytest.raises(torchrun.JobFailed, match="torchrun ended with exit code 9: no memory") as caught:
         torchrun.run_torchrun([sys.executable, "-c", "print('no memory'); raise SystemExit(9)"], tmp_path, "job 0")
     assert "earlier" not in str(caught.value)
     assert caught.value.code is ExitCode.BUG and not caught.value.took_steps
@@ -352,7 +352,7 @@ SAVES = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.
 WAITS = "[time.sleep(0.1) for _ in range(600)]"  # a signal just before one long sleep would wait for its end
 
 
-@pytest.mark.parametrize(("level", "code"), [(SAVE, "returned 75: on"), (NOW, "was ended by SIGKILL: on")])
+@pytest.mark.parametrize(("level", "code"), [(SAVE, "ended with exit code 75: on"), (NOW, "was killed by signal 9")])
 def test_a_stop_request_reaches_torchrun(level: int, code: str, tmp_path: Path) -> None:
     def requested() -> int:
         return level if (tmp_path / "train.log").read_text() == "on\n" else 0
@@ -491,7 +491,7 @@ def test_files_of_a_sweep_are_private(
     show(jobs)
     printed = capsys.readouterr()
     assert "  log: s/0/train.log" in printed.out and f"  command: {python} -m torch.distributed.run" in printed.err
-    assert not succeeded and job.reason.startswith("torchrun returned 9"), said
+    assert not succeeded and job.reason.startswith("torchrun ended with exit code 9"), said
     assert mode_of(Path("s/0")) == folder_mode
     for name in ("0/job.json", "0/train.log", "results.json"):
         assert mode_of(Path("s") / name) == mode, name

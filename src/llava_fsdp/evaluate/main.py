@@ -106,8 +106,8 @@ class AnswerGenerator:
             }
 
     def answers(self, blank: bool) -> list[str]:
-        """Generate the answers that are still missing; returns the answers to all questions on rank 0, and an empty list
-        on other ranks.
+        """Generate the answers that are still missing; returns the answers to all questions on rank 0, and an empty
+        list on other ranks.
 
         Args:
             blank: replace each image by a blank one of the mean color.

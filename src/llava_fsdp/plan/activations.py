@@ -74,8 +74,8 @@ class Segment:
     begin: Live
     end: Live
     worst: Live
-    """Bytes alive at the segment's peak of device memory, with all gradients of its weights, as FSDP reduces them at the end of
-    the block."""
+    """Bytes alive at the segment's peak of device memory, with all gradients of its weights, as FSDP reduces them at
+    the end of the block."""
     worst_first: Live
     """Bytes alive at the memory peak without FSDP in a step's first micro-batch, where each gradient is cast to the
     master's dtype at once and kept."""
