@@ -59,7 +59,7 @@ CAN = {
 CANNOT = {
     "mistral": ({"sliding_window": 4096}, "mistral has a sliding window of 4096"),
     "qwen2": ({"use_sliding_window": True, "max_window_layers": 1}, "qwen2 has layers of sliding_attention"),
-    "gemma2": ({"head_dim": 8}, "gemma2 has layers of sliding_attention"),
+    "gemma2": ({"head_dim": 8}, "it has layers of sliding_attention"),
     "llama4_text": ({}, "llama4_text has layers of chunked_attention"),
     "minimax": ({"num_local_experts": 4}, "minimax has layers of linear_attention"),
     "lfm2": ({"full_attn_idxs": [1]}, "lfm2 has layers of conv"),
