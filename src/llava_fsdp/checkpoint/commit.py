@@ -1,22 +1,22 @@
 """Write a checkpoint into a folder with a temporary name, force it to the disk, and only then rename the folder.
 
-A crash at any point leaves the earlier checkpoints, and the new one either complete or without its name:
+A crash at any point leaves earlier checkpoints unchanged, and the new one either complete or without its final name:
 
 | what happens | by | point reached after it |
 |---|---|---|
-| free space is checked, `step-N.tmp` made, 0700 | rank 0 | made |
-| its tensors, digested while they are written, fsync | each rank | file written |
-| all ranks have written; else all of them fail and the folder is deleted | all | agreed |
-| `state.json`, fsync | rank 0 | state written |
-| `adapter/`, if the run has adapters, from the ranks' files; fsync of all its files | rank 0 | adapter written |
-| `manifest.json`: digests, coverage of every tensor; fsync | rank 0 | manifest written |
+| free space is checked, `step-N.tmp` is created, with permissions 0700 | rank 0 | made |
+| each rank's tensors are written and digested, fsync | each rank | file written |
+| all ranks have written; if one failed, all raise an error and the folder is deleted | all | agreed |
+| `state.json` is written, fsync | rank 0 | state written |
+| `adapter/` is written from the ranks' files, if there are adapters; fsync of its files | rank 0 | adapter written |
+| `manifest.json` is written (digests of files, places of all rows), fsync | rank 0 | manifest written |
 | fsync of the folder | rank 0 | folder synced |
 | an existing checkpoint of this step, from before a crash or a new start, is renamed | rank 0 | old one aside |
-| `step-N.tmp` becomes `step-N` | rank 0 | renamed |
-| fsync of the parent | rank 0 | parent synced |
-| `latest` | rank 0 | pointed |
-| older ones are deleted, name first | rank 0 | one deleted |
-| all ranks know the outcome | all | told |
+| `step-N.tmp` is renamed to `step-N` | rank 0 | renamed |
+| fsync of the parent folder | rank 0 | parent synced |
+| the file `latest` is written | rank 0 | pointed |
+| each older checkpoint that is not kept is renamed and then deleted | rank 0 | one deleted |
+| all ranks are told whether the save succeeded | all | told |
 """
 
 import os
@@ -64,11 +64,12 @@ Entries = Mapping[str, TensorEntry]
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """How rank 0 writes a run's adapters into each of its checkpoints, in a format that other programs can read."""
+    """Function with which rank 0 writes the adapters into each checkpoint, in a format that other programs can read."""
 
     nbytes: int
     write: Callable[[Path, Checkpoint], None]
-    """Writes the folder, given its path and a checkpoint whose manifest does not list it yet."""
+    """Writes the adapter folder; its arguments are the folder's path and the checkpoint, whose manifest does not list
+    it yet."""
 
 
 @dataclass
@@ -80,19 +81,24 @@ class Committer:
     group: dist.ProcessGroup | None
     hasher: Executor
     needed: int
-    """Bytes of a checkpoint's tensors and adapters, summed over all ranks."""
+    """Bytes of the tensors and adapters of one checkpoint, summed over all ranks."""
     at: Callable[[str], None] = lambda point: None
-    """Called at each named point of a save; tests end the process there."""
+    """Called with the name of each point of a save (see the table of this module). Tests end the process there."""
     adapter_folder: AdapterFolder | None = None
     good: set[str] = field(default_factory=set)
     """Names of the checkpoints that this process has written or verified."""
 
     def write(self, facts: dict[str, Any], entries: Entries, values: Mapping[str, torch.Tensor]) -> Path:
-        """Write one checkpoint, of which this rank has the rows `entries` and their values. A collective of the group.
+        """Write one checkpoint. A collective of the process group.
+
+        Args:
+            entries: manifest entries of the rows that this rank writes, by tensor name.
+            values: the values of these rows, by tensor name.
 
         Raises:
-            CheckpointError: it could not be written; NumericError: something is not finite. Both are raised on every
-                rank; what was written is deleted, and earlier checkpoints are as they were.
+            CheckpointError: the checkpoint could not be written. Like NumericError, it is raised on every rank; the
+                unfinished checkpoint is deleted, and earlier ones are unchanged.
+            NumericError: a tensor has a value that is not finite.
         """
         final = self.parent / folder_name(facts["step"])
         staged = final.with_name(final.name + STAGED)
@@ -105,7 +111,7 @@ class Committer:
             self.at("agreed")
             written = gathered_on_first((digest, entries), self.group)
             on_first_rank(lambda: self.complete(staged, final, facts, written), failing, self.group)
-        except LlavaFsdpError:  # raised on all ranks, so none is still writing
+        except LlavaFsdpError:  # raised on all ranks, so none of them is still writing
             on_first_rank(lambda: shutil.rmtree(staged, ignore_errors=True), failing, self.group)
             raise
         self.at("told")
@@ -127,7 +133,8 @@ class Committer:
         return digest
 
     def complete(self, staged: Path, final: Path, facts: dict[str, Any], written: list[tuple[Digest, Entries]]) -> None:
-        """Write all but the ranks' tensor files, given by `written`, and give the checkpoint its name (on rank 0)."""
+        """Write all files of a checkpoint except the ranks' tensor files, which `written` describes, and rename its
+        folder to its final name. Called on rank 0."""
         content = render_facts(facts)
         write_durably(staged / STATE_FILE, content)
         self.at("state written")
@@ -143,7 +150,7 @@ class Committer:
         sync_folder(staged)
         self.at("folder synced")
         replaced = final.with_name(final.name + REPLACED)
-        if os.path.lexists(final):  # left by a run that started over, or that found it damaged
+        if os.path.lexists(final):  # from before this run started over, or found to be damaged
             os.rename(final, replaced)
             self.at("old one aside")
         try:
@@ -167,7 +174,7 @@ class Committer:
         self.good &= {folder.name for folder in list_checkpoints(self.parent)}
 
     def write_adapter(self, adapter_folder: AdapterFolder, checkpoint: Checkpoint) -> dict[str, Digest]:
-        """Write the adapter folder; returns the digests of its files, by path within the checkpoint."""
+        """Write the adapter folder of a checkpoint; return the digests of its files, by path within the checkpoint."""
         folder = checkpoint.folder / ADAPTER_FOLDER
         adapter_folder.write(folder, checkpoint)
         sync_tree(folder)
@@ -175,7 +182,8 @@ class Committer:
         return {path.relative_to(checkpoint.folder).as_posix(): digest_of_file(path) for path in files}
 
     def is_good(self, folder: Path) -> bool:
-        """Whether a checkpoint is undamaged: all bytes are read the first time, later names and sizes."""
+        """Return whether a checkpoint is undamaged. At the first call all its bytes are read, later only the names and
+        sizes of its files."""
         try:
             if folder.name in self.good:
                 with naming(folder):
@@ -191,7 +199,7 @@ class Committer:
 
 
 def joined(ranks: list[Entries]) -> dict[str, TensorEntry]:
-    """Merge the ranks' lists of written rows, tensor by tensor; `render` checks later that no row is missing."""
+    """Merge the manifest entries of all ranks, tensor by tensor. `render` checks later that no row is missing."""
     tensors = {}
     for name in sorted({name for entries in ranks for name in entries}):
         parts = [entries[name] for entries in ranks if name in entries]

@@ -1,4 +1,4 @@
-"""Determine which rows of which tensors a rank holds, and which of them it writes into its checkpoint file."""
+"""Determine which rows of each tensor a rank holds, and which of these it writes into its checkpoint file."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,8 @@ from llava_fsdp.distributed.local_shards import local, local_rows
 
 
 def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Index of the first row of a tensor that this rank holds, and its rows [rows, ...]; a scalar stays unchanged."""
+    """Return the index of the first row of a tensor that this rank holds, and the rows that it holds [rows, ...]; a
+    scalar is returned unchanged, with index 0."""
     begin, end = local_rows(tensor)
     values = local(tensor)
     assert values.ndim == 0 or len(values) == end - begin, f"{tuple(values.shape)} holds rows {begin} to {end}"
@@ -21,13 +22,13 @@ def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
 def written_rows(
     tensors: Mapping[str, torch.Tensor], file: str
 ) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
-    """Choose the rows that this rank writes to a checkpoint: manifest entries and values, both by tensor name. Rows
-    that several ranks hold are divided evenly among them."""
+    """Choose the rows that this rank writes to a checkpoint; return their manifest entries and values, both by tensor
+    name. Rows that several ranks hold are divided evenly among these ranks."""
     entries, written = {}, {}
     for number, name in enumerate(sorted(tensors)):
         first, values = held_rows(tensors[name])
         replica, replicas = replica_of(tensors[name])
-        if not values.ndim:  # each scalar is written by another rank
+        if not values.ndim:  # the scalars are distributed over the ranks
             begin, end = 0, int(number % replicas == replica)
         else:
             begin, end = (first + len(values) * n // replicas for n in (replica, replica + 1))
@@ -39,8 +40,8 @@ def written_rows(
 
 
 def replica_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """This rank's number among the ranks that hold the same rows of a tensor, and their number; all ranks hold a
-    tensor that is not a DTensor."""
+    """Return (i, n): n ranks hold the same rows of a tensor as this rank, which is number i among them. A tensor that
+    is not a DTensor is held by all ranks."""
     if not isinstance(tensor, DTensor):
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     coordinate = tensor.device_mesh.get_coordinate()

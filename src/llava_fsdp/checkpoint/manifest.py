@@ -1,8 +1,8 @@
-"""Read and write `manifest.json`: size and digest of every file of a checkpoint, and which file holds which rows of
-each tensor.
+"""Format and parse `manifest.json`: the size and digest of every file of a checkpoint, and which file holds which rows
+of each tensor.
 
-The file ends with a digest of everything before it, so that any changed bit is detected. It detects damage, not
-forgery: whoever can write into the folder can write a matching manifest.
+The manifest ends with a digest of everything before it, so that any changed bit is detected. This detects damage, not
+forgery: whoever can write into the folder can also write a matching manifest.
 """
 
 import json
@@ -24,15 +24,15 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 RANK_FILE = re.compile(r"rank-\d{5}\.safetensors")
 ADAPTER_FILE = re.compile(rf"{ADAPTER_FOLDER}(/[A-Za-z0-9]\w*)?/[A-Za-z0-9][\w.-]*")
-"""Paths of a checkpoint's second copy of the adapters, which other programs can read."""
+"""Pattern for paths of the files in a checkpoint's adapter folder, a second copy of the adapters for other programs."""
 LARGEST = 1 << 30
-"""Largest accepted manifest in bytes: enough for 2000 tensors of 10,000 ranks."""
+"""Largest accepted size of a manifest in bytes: enough for 2000 tensors on 10,000 ranks."""
 HEX = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [begin, end) of a tensor, and the file that holds them under its name. A scalar counts as one row."""
+    """Rows [begin, end) of a tensor, and the name of the file that holds these rows. A scalar counts as one row."""
 
     file: str
     begin: int
@@ -41,7 +41,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a checkpoint: dtype, shape, and the files that hold its rows, in the order of rows."""
+    """Manifest entry of a tensor: its dtype, its shape, and the row ranges in files, in the order of rows."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,11 +58,11 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files and tensors of a checkpoint."""
+    """The content of a checkpoint's manifest: its step, its files and its tensors."""
 
     step: int
     files: Mapping[str, Digest]
-    """Size and digest of every file except the manifest, by path in the checkpoint's folder."""
+    """Size and digest of every file except the manifest, by path within the checkpoint's folder."""
     tensors: Mapping[str, TensorEntry]
 
 
@@ -71,7 +71,8 @@ def rank_file(rank: int) -> str:
 
 
 def render(manifest: Manifest) -> bytes:
-    """Format a manifest as file content. Raises CheckpointError if a row of a tensor is missing or listed twice."""
+    """Format a manifest as the content of its file. Raises CheckpointError if a row of a tensor is missing or listed
+    twice."""
     for name, entry in manifest.tensors.items():
         require_coverage(name, entry)
     values = {
@@ -98,8 +99,8 @@ def one_item_per_line(value: Any) -> str:
 
 
 def parse(content: bytes) -> Manifest:
-    """Parse the content of a manifest file, and check that it is consistent. Raises CheckpointError if it is invalid in
-    any way, whatever its bytes are."""
+    """Parse the content of a manifest file and check that it is consistent. Raises CheckpointError for any invalid
+    content; no bytes cause another error."""
     body = unsealed(content)
     if body is None:
         raise CheckpointError(f"{MANIFEST_FILE} is not what was written: its digest of itself differs")
@@ -142,7 +143,8 @@ def size(value: Any) -> int:
 
 
 def file_name(value: Any) -> str:
-    """The value, if it is a file name that checkpoints use, and so cannot lead out of the folder."""
+    """Return `value` if it is the path of a file that checkpoints have, which cannot lead out of the folder. Raises
+    ValueError otherwise."""
     if not isinstance(value, str) or not (
         value == STATE_FILE or RANK_FILE.fullmatch(value) or ADAPTER_FILE.fullmatch(value)
     ):

@@ -1,4 +1,4 @@
-"""Read the tensors of a verified checkpoint: this rank's rows of all tensors, or any rows of one."""
+"""Read the tensors of a verified checkpoint: this rank's rows of all tensors, or any range of rows of one tensor."""
 
 import os
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ WEIGHT = "model."
 
 @torch.no_grad()
 def load(checkpoint: Checkpoint, into: dict[str, torch.Tensor]) -> None:
-    """Load a checkpoint into this rank's rows of the given tensors. Raises CheckpointError if the checkpoint holds
-    other tensors, or a file of it cannot be read."""
+    """Fill this rank's rows of the tensors in `into` from a checkpoint. Raises CheckpointError if the checkpoint has
+    other tensors than `into`, or if a file of it cannot be read."""
     with naming(checkpoint.folder):
         targets = {name: held_rows(tensor) for name, tensor in into.items()}
         require_same(
@@ -29,8 +29,8 @@ def load(checkpoint: Checkpoint, into: dict[str, torch.Tensor]) -> None:
 
 
 def require_same(manifest: Manifest, expected: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-    """Check that a checkpoint's tensors have the expected names, shapes and dtypes: nothing is cast, truncated or
-    skipped. Raises CheckpointError, naming one that differs, and both."""
+    """Check that a checkpoint's tensors have the expected names, shapes and dtypes; a tensor is never cast, truncated
+    or skipped. Raises CheckpointError, naming a tensor that differs."""
     differing = sorted(manifest.tensors.keys() ^ expected.keys())
     if differing:
         name = differing[0]
@@ -45,9 +45,11 @@ def require_same(manifest: Manifest, expected: dict[str, tuple[torch.dtype, tupl
 
 
 def fill(folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tuple[int, torch.Tensor]]) -> None:
-    """Read rows from all checkpoint files that hold some of them; each file is opened once.
+    """Read ranges of rows into tensors, from all checkpoint files that contain some of these rows. Each file is opened
+    once.
 
-    `targets` has, by tensor name, the index of the first row and the tensor to fill [rows, ...].
+    Args:
+        targets: by tensor name, the index of the first row to read and the tensor to fill [rows, ...].
     """
     by_file: dict[str, list[tuple[str, int, int, int]]] = {}
     for name, (first, values) in targets.items():
@@ -70,7 +72,8 @@ def fill(folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tu
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a checkpoint, whichever ranks' files hold it; nothing is read before `rows` is called."""
+    """A tensor in a checkpoint, whose rows may be in the files of several ranks. Nothing is read before `rows` is
+    called."""
 
     folder: Path
     key: str
@@ -85,7 +88,8 @@ class SavedTensor:
         return self.entry.dtype
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Read rows [begin, end) of dimension 0 into a CPU tensor. Raises CheckpointError if they cannot be read."""
+        """Read rows [begin, end) of dimension 0 into a new CPU tensor. Raises CheckpointError if they cannot be
+        read."""
         values = torch.empty(end - begin, *self.shape[1:], dtype=self.dtype)
         with naming(self.folder):
             fill(self.folder, {self.key: self.entry}, {self.key: (begin, values)})
@@ -93,7 +97,7 @@ class SavedTensor:
 
 
 def saved_weights(checkpoint: Checkpoint) -> dict[str, SavedTensor]:
-    """The trained weights of a verified checkpoint, in the master weights' dtype, by parameter name."""
+    """Return the trained weights in a verified checkpoint by parameter name, in the dtype of the master weights."""
     return {
         key.removeprefix(WEIGHT): SavedTensor(checkpoint.folder, key, entry)
         for key, entry in checkpoint.manifest.tensors.items()

@@ -1,4 +1,5 @@
-"""Manage the folders of a run's checkpoints: record the newest, delete old ones, move those of earlier runs away."""
+"""Manage the folders of a run's checkpoints: record the newest, delete old ones, and move the output of earlier runs
+away."""
 
 import contextlib
 import os
@@ -12,7 +13,8 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
 
 POINTER = "latest"
-"""Name of the file that holds the name of the newest checkpoint, for people and scripts. Runs do not rely on it."""
+"""Name of a file that contains the name of the newest checkpoint, for people and scripts. This package does not read
+it."""
 STAGED = ".tmp"
 REPLACED = ".replaced.tmp"
 
@@ -22,7 +24,8 @@ def point_to(folder: Path) -> None:
 
 
 def delete(folder: Path) -> None:
-    """Rename a checkpoint and then delete it, so that a half-deleted one is never read. A failure is a warning."""
+    """Rename a checkpoint's folder and then delete it, so that a half-deleted checkpoint is never read. A failure is
+    only logged."""
     doomed = folder.with_name(folder.name + ".deleted" + STAGED)
     try:
         if os.path.lexists(doomed):
@@ -35,14 +38,15 @@ def delete(folder: Path) -> None:
 
 
 def recover(parent: Path) -> None:
-    """Restore checkpoints that a save had renamed to replace them, if a crash came before the new one had its name."""
+    """Rename checkpoints back which a save had renamed in order to replace them, if that save crashed before the new
+    checkpoint had its final name."""
     for path in parent.glob("step-*" + REPLACED) if parent.is_dir() else ():
         if not os.path.lexists(named := path.with_name(path.name.removesuffix(REPLACED))):
             os.rename(path, named)
 
 
 def sweep(parent: Path) -> None:
-    """Delete the temporary folders that interrupted saves and deletions have left."""
+    """Delete the temporary folders of interrupted saves and deletions."""
     for path in parent.glob("step-*" + STAGED) if parent.is_dir() else ():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -51,8 +55,8 @@ def sweep(parent: Path) -> None:
 def prune(
     parent: Path, keep: int, keep_every: int | None, is_good: Callable[[Path], bool], at: Callable[[str], None]
 ) -> None:
-    """Delete checkpoints older than the newest `keep` that `is_good` calls undamaged, except those whose step is a
-    multiple of `keep_every`."""
+    """Delete all checkpoints older than the newest `keep` undamaged ones (those for which `is_good` returns True),
+    except those whose step is a multiple of `keep_every`."""
     good = 0
     for folder in reversed(list_checkpoints(parent)):
         step = step_of(folder)
@@ -66,7 +70,8 @@ def prune(
 
 
 def set_aside(output: Path, paths: Iterable[Path]) -> None:
-    """Move the output of an earlier run into a folder `old-N`, so that it is neither lost nor mixed with this run's."""
+    """Move files and folders of an earlier run into a new folder `old-N`, so that they are neither lost nor mixed with
+    the output of the current run."""
     present = [path for path in paths if os.path.lexists(path)]
     if not present:
         return
@@ -81,12 +86,13 @@ def set_aside(output: Path, paths: Iterable[Path]) -> None:
 
 
 def leave_branch(output: Path, folder: Path, step: int) -> None:
-    """Move away all checkpoints of later steps, because the run goes back to `step`."""
+    """Move away all checkpoints of later steps than `step`, because the run continues from the checkpoint `folder` of
+    that step."""
     parent = output / FOLDER
     later = [p for p in list_checkpoints(parent) if (step_of(p) or 0) > step and p.resolve() != folder.resolve()]
     set_aside(output, later)
     if later and folder.parent.resolve() == parent.resolve():
-        with contextlib.suppress(OSError):  # runs do not rely on the file `latest`
+        with contextlib.suppress(OSError):  # the file `latest` is only for people and scripts
             point_to(folder)
 
 

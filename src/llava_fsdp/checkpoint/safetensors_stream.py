@@ -1,7 +1,7 @@
-"""Write safetensors files as a stream, and read ranges of rows from them without mapping the file.
+"""Write safetensors files as a stream, and read ranges of rows from safetensors files without mapping them into memory.
 
-The format: 8 bytes with the length of a JSON header, little-endian; the header, with the dtype, shape and place of
-every tensor; the data. `safetensors.safe_open` reads what is written here.
+The format is: 8 bytes with the length of a JSON header, little-endian; the header, with dtype, shape and byte range of
+every tensor; the data. `safetensors.safe_open` can read the written files.
 """
 
 import json
@@ -29,20 +29,21 @@ CODES = {
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 WRITEBACK = 64 << 20
-"""Bytes after which the kernel is asked to write to disk; by default it waits for a tenth of the memory."""
+"""Number of written bytes after which the kernel is asked to start writing to the disk. By default it starts when a
+tenth of the memory is waiting."""
 LARGEST_HEADER = 100 << 20
-"""Largest accepted header in bytes, the limit of the safetensors library."""
+"""Largest accepted size of a header in bytes, which is the limit of the safetensors library."""
 LARGEST_DIMENSION = 1 << 62
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Dtype, shape and byte range of a tensor, as its file's header describes them."""
+    """Dtype, shape and byte range of a tensor in a safetensors file, from the file's header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
-    """Byte offset of the tensor's first byte in the file."""
+    """Offset of the tensor's first byte, from the beginning of the file."""
     end: int
 
 
@@ -51,7 +52,8 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
-    """Header of a safetensors file of these tensors, and the order of their data: aligned, as wide dtypes are first."""
+    """Return the header of a safetensors file with these tensors, and the tensors' names in the order of their data.
+    Wide dtypes come first, so that all data is aligned."""
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -71,16 +73,16 @@ def write_tensors(
     read: Callable[[str], torch.Tensor],
     hasher: Executor,
 ) -> Digest:
-    """Write tensors to a new file, a chunk at a time, force it to the disk, and return its digest.
+    """Write tensors to a new file, one chunk at a time, force the file to the disk, and return its digest.
 
     Args:
-        tensors: dtype and shape by name.
-        read: returns a tensor by its name; called when its turn comes.
-        hasher: digests a chunk while it is being written; both let other threads run.
+        tensors: dtype and shape of each tensor, by name.
+        read: returns the tensor with a given name; called just before that tensor is written.
+        hasher: computes the digest of a chunk in another thread while the chunk is written.
 
     Raises:
-        NumericError: a tensor holds a number that is not finite.
-        OSError: the disk refuses.
+        NumericError: a tensor has a value that is not finite.
+        OSError: the file cannot be written.
     """
     head, order = layout(tensors)
     digest, written, flushed = xxh3_128(), 0, 0
@@ -90,7 +92,7 @@ def write_tensors(
             try:
                 write_all(descriptor, chunk)
             finally:
-                digested.result()  # even on an error: the buffer must not be written to meanwhile
+                digested.result()  # even after an error, since the buffer may be overwritten afterwards
             written += len(chunk)
             if written - flushed >= WRITEBACK:
                 begin_writing(descriptor, flushed, written - flushed)
@@ -110,7 +112,8 @@ def chunks(head: bytes, order: list[str], read: Callable[[str], torch.Tensor]) -
 
 
 def require_finite(name: str, part: torch.Tensor) -> None:
-    """Raise NumericError if a tensor is not finite; its extremes suffice, which are NaN if any value is."""
+    """Raise NumericError if a tensor has a value that is not finite. Only its minimum and maximum are checked, which
+    are NaN if any value is NaN."""
     if not part.is_floating_point():
         return
     part = part.float() if part.dtype.itemsize == 1 else part
@@ -124,19 +127,20 @@ def require_finite(name: str, part: torch.Tensor) -> None:
 
 
 def begin_writing(descriptor: int, begin: int, length: int) -> None:
-    """Ask the kernel to begin writing part of a file to disk in the background, where it has such a call."""
+    """Ask the kernel to start writing part of a file to the disk in the background, if the operating system has such a
+    call."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """View a contiguous CPU tensor's memory as bytes."""
+    """Return the memory of a contiguous CPU tensor as bytes, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def open_file(path: Path) -> int:
-    """Open a regular file that is not a link for reading; returns the file descriptor. Raises CheckpointError if it is
-    something else, or cannot be opened."""
+    """Open a file for reading; return its file descriptor. Raises CheckpointError if the path is a link or not a
+    regular file, or if it cannot be opened."""
     try:
         descriptor = os.open(path, READ)
     except OSError as error:
@@ -149,8 +153,8 @@ def open_file(path: Path) -> int:
 
 
 def read_header(descriptor: int, name: str) -> dict[str, TensorPlace]:
-    """Read a safetensors header: the dtype, shape and byte range of the file's tensors, by name. Raises CheckpointError
-    if it is not a safetensors file, or its data is not exactly what the header says."""
+    """Read the header of a safetensors file: dtype, shape and byte range of each tensor, by name. Raises
+    CheckpointError if the file is not a safetensors file, or if its data does not match the header."""
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or not 2 <= length <= min(size - 8, LARGEST_HEADER):

@@ -1,8 +1,9 @@
-"""Save checkpoints in the background: a thread of each rank copies, writes and commits; updates wait for the copy.
+"""Save checkpoints in the background: a thread of each rank copies the state to host memory and writes the copy. The
+optimizer updates the state only after the copy is complete.
 
-One checkpoint is written at a time, on its own process group, so that it neither delays the steps' collectives nor is
-subject to their timeout. If the copy does not fit into host memory, or the states lie in files, the step waits until
-the checkpoint is written.
+One checkpoint is written at a time, with a process group of its own, so that a save neither delays the collectives of
+training steps nor is limited by their timeout. If the copy does not fit into host memory, or the state is in files,
+training waits until the checkpoint is written.
 """
 
 from collections.abc import Callable, Collection
@@ -27,14 +28,14 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import step_of
 
 TIMEOUT = timedelta(seconds=1800)
-"""Timeout of the process group for saves: as long as the slowest rank's disk may take."""
+"""Timeout of the process group for saves: the longest time that the disk of the slowest rank may take."""
 MARGIN = 1.2
-"""Factor on the bytes of a checkpoint's tensors that gives the disk space required for it."""
+"""Factor on the bytes of a checkpoint's tensors that gives the free disk space required for a checkpoint."""
 
 
 class Saver:
-    """Saves a run's state, in the background if possible. All methods but `failed` and `before_update` are
-    collectives."""
+    """Saves a run's state as checkpoints, in the background if possible. All methods except `failed` and
+    `before_update` are collectives."""
 
     def __init__(
         self,
@@ -51,17 +52,17 @@ class Saver:
         """Prepare the folder and the buffers, and start the threads that write checkpoints.
 
         Args:
-            parent: the folder of the checkpoints.
-            tensors: returns the tensors to save, by name; with the same names, shapes and sharding every time.
-            facts: returns all other state to save; it includes `step`.
-            in_place: tensors lie in files, and are written from there without a copy.
-            good: checkpoints that are known to be undamaged.
-            at: called at the named points of `commit.py`.
-            adapter_folder: for runs with adapters, on rank 0.
-            check: a collective that raises if the current state must not be saved.
+            parent: the folder that contains the checkpoints.
+            tensors: returns the tensors to save by name, with the same names, shapes and sharding at every call.
+            facts: returns all other state to save, including `step`.
+            in_place: whether the tensors are in files, and are written from there without a copy.
+            good: folders of checkpoints that are known to be undamaged.
+            at: called with the name of each point of a save (see `commit.py`).
+            adapter_folder: writes the adapters, on rank 0 of a model with adapters.
+            check: a collective that raises an error if the current state must not be saved.
 
         Raises:
-            CheckpointError: there is no room for a checkpoint, or no permission.
+            CheckpointError: the disk has no room for a checkpoint, or the folder is not writable.
         """
         self.check = check
         self.cfg, self.tensors, self.facts = cfg, tensors, facts
@@ -86,21 +87,21 @@ class Saver:
             self.touched = self.writer.submit(self.snapshot.touch)
 
     def written(self) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
-        """Manifest entries and values of the rows that this rank writes, by tensor name."""
+        """Return the manifest entries and the values of the rows that this rank writes, both by tensor name."""
         return written_rows(self.tensors(), rank_file(dist.get_rank() if dist.is_initialized() else 0))
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that a save has failed; ranks learn of it at different times."""
+        """Whether this rank knows that a save has failed. Ranks may find this out at different times."""
         ended = self.under_way if self.under_way is not None and self.under_way.done() else None
         return self.error is not None or (ended is not None and self.is_serious(ended.exception()))
 
     def save(self) -> None:
-        """Begin to save the current state, unless this step is saved already, after waiting for the previous save.
+        """Wait for the previous save, and then begin to save the current state, unless this step is already saved.
 
         Raises:
-            CheckpointError, NumericError: the previous save failed, or this one if it is synchronous.
-            ReplicaError: replicas differ.
+            CheckpointError, NumericError: the previous save failed, or, without background saves, this one.
+            ReplicaError: ranks that must hold identical values hold different ones.
         """
         self.raise_if_failed()
         facts = self.facts()
@@ -114,7 +115,7 @@ class Saver:
             self.raise_if_failed()
         else:
             snapshot = self.snapshot
-            self.touched.result()  # it writes into the buffers that are filled next
+            self.touched.result()  # `touch` must no longer write into the buffers
             snapshot.begin()
 
             def write() -> Path:
@@ -124,12 +125,12 @@ class Saver:
             self.under_way = self.writer.submit(write)
 
     def before_update(self) -> None:
-        """Wait until the state has been copied; call this before the state changes. Not a collective."""
+        """Wait until the current state has been copied. Call this before the state changes. Not a collective."""
         if self.snapshot is not None:
             self.snapshot.wait()
 
     def wait(self) -> None:
-        """Wait until the current save has ended; a failure is recorded, not raised."""
+        """Wait until the current save has ended. If it failed, the error is recorded and not raised."""
         if self.under_way is None:
             return
         error = self.under_way.exception()
@@ -142,17 +143,18 @@ class Saver:
                 log().warning("%s; checkpoint.on_save_error=warn continues without it", error)
         elif isinstance(error, LlavaFsdpError):
             self.error = error
-        else:  # an error of the process group: a rank is lost
+        else:  # an error of the process group, because a rank is lost
             self.error = CheckpointError(f"a checkpoint could not be written: {type(error).__name__}: {error}")
             self.error.__cause__ = error
 
     def is_serious(self, error: BaseException | None) -> bool:
-        """Whether a save's error must end the run: a full disk need not, non-finite weights and lost ranks do."""
+        """Return whether the error of a save must end the run. With `on_save_error=warn` a full disk does not;
+        non-finite weights and lost ranks always do."""
         forgiven = self.cfg.on_save_error is OnSaveError.warn and type(error) is CheckpointError
         return error is not None and not forgiven
 
     def forget(self) -> None:
-        """Discard the record of the last save and its error, because the run's folder was lost."""
+        """Forget the last saved step and any recorded error, because the run's folder was lost."""
         self.wait()
         self.error = self.saved_step = None
 
@@ -163,7 +165,8 @@ class Saver:
             raise self.error
 
     def close(self) -> None:
-        """Wait until the last save is on the disk; then free threads, copy and process group. Raises its error."""
+        """Wait until the last save is on the disk; then free the threads, the buffers and the process group. Raises the
+        error of the save if it failed."""
         self.wait()
         self.writer.shutdown()
         self.hasher.shutdown()
@@ -177,9 +180,10 @@ class Saver:
 
 
 def prepare_folder(parent: Path, needed: int) -> None:
-    """Create the folder of the checkpoints, and check that it is writable and has room for one more (on rank 0)."""
+    """Create the folder that contains the checkpoints, and check that it is writable and has room for one more. Called
+    on rank 0."""
     make_folder(parent)
-    recover(parent)  # a run that continues from another folder has not done this yet
+    recover(parent)  # a run that continues from another folder has not done this for its own folder yet
     sweep(parent)
     probe = parent / "writable.tmp"
     probe.write_bytes(b"")

@@ -1,7 +1,7 @@
-"""Copy a rank's state, so that a checkpoint can be written from the copy while training continues.
+"""Copy this rank's state to host memory, so that a checkpoint can be written from the copy while training continues.
 
-It is filled during the next step's forward and backward passes, which only read the state; the optimizer's update
-waits for it.
+The copy is made during the forward and backward passes of the next step, which only read the state. The optimizer's
+update waits until the copy is complete.
 """
 
 import mmap
@@ -23,11 +23,12 @@ NO_ROOM = (
     "goes without it, offload=nvme keeps states in files"
 )
 SHARE = 0.8
-"""Share of the host's free memory that copies of the state may take; the rest is for growth during the run."""
+"""Fraction of the host's free memory that copies of the state may take. The rest is left for the processes to grow
+during the run."""
 
 
 class Snapshot:
-    """A host buffer for each tensor that this rank writes to checkpoints; pinned if the tensors are on a GPU."""
+    """Host buffers for all tensors that this rank writes to checkpoints; pinned if the tensors are on a GPU."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self.on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
@@ -42,7 +43,7 @@ class Snapshot:
                 self.arena = Arena(room)
             except OffloadError:
                 raise OutOfMemory(NO_ROOM.format(room / 2**30)) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # large pages: a 512th of the page faults
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # with large pages there are 512 times fewer page faults
             self.arena.memory.madvise(mmap.MADV_HUGEPAGE)
         self.buffers = {name: self.arena.take(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         self.stream = torch.cuda.Stream() if self.on_gpu else None
@@ -52,18 +53,20 @@ class Snapshot:
         self.filled.set()
 
     def touch(self) -> None:
-        """Write to every page of the buffers, so that the first copy need not wait for the system to provide them."""
+        """Write to every memory page of the buffers, so that the first copy does not have to wait for the system to
+        provide the pages."""
         memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
         memory[::PAGE].zero_()
 
     def begin(self) -> None:
-        """Mark the tensors as ready to copy; they must then stay unchanged until `wait` returns."""
+        """Mark the tensors as ready to be copied. They must not change until `wait` returns."""
         self.filled.clear()
         if self.updated is not None:
             self.updated.record()
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors into the buffers, in the writing thread; on a GPU by a side stream, behind the update."""
+        """Copy the tensors into the buffers. Called in the thread that writes checkpoints; on a GPU the copy runs on a
+        side stream, after the optimizer's update."""
         assert tensors.keys() == self.buffers.keys()
         try:
             if self.stream is None or self.updated is None or self.copied is None:
@@ -79,20 +82,22 @@ class Snapshot:
             self.filled.set()
 
     def wait(self) -> None:
-        """Wait until tensors may change: the host until copies are queued, the GPU's stream until they are done."""
+        """Wait until the tensors may change. On a GPU the host waits only until the copies are queued, and the current
+        stream waits until they are done."""
         self.filled.wait()
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
 
     def ready(self) -> dict[str, torch.Tensor]:
-        """Wait for the copies to be done, and return the buffers by tensor name."""
+        """Wait until the copies are done, and return the buffers by tensor name."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.buffers
 
 
 def fits(nbytes: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether the copies of all ranks fit into their hosts' memory; the same on all ranks. A collective."""
+    """Return whether the copies of all ranks fit into the memory of their hosts; the result is the same on all ranks. A
+    collective."""
     host = socket.gethostname()
     needed = sum(count for name, count in gathered((host, nbytes), group) if name == host)
     available = read_host().free

@@ -1,4 +1,4 @@
-"""Read and write `state.json`: all state of a run except its tensors."""
+"""Format and parse `state.json`, which contains all state of a run except the tensors."""
 
 import json
 from enum import Enum
@@ -27,9 +27,9 @@ def render_facts(facts: dict[str, Any]) -> bytes:
 
 def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
     """Parse the content of `state.json`, and check its types and that it agrees with the manifest. Raises
-    CheckpointError if it is invalid in any way, whatever its bytes are."""
+    CheckpointError for any invalid content; no bytes cause another error."""
     try:
-        facts: dict[str, Any] = {"consecutive": 0} | parse_object(content)  # older checkpoints lack it
+        facts: dict[str, Any] = {"consecutive": 0} | parse_object(content)  # absent in older checkpoints
         require_types(facts, TYPES)
         if facts["scaler"] is not None:
             require_types(facts["scaler"], SCALER)
@@ -53,7 +53,7 @@ def require_types(found: dict[str, Any], types: dict[str, tuple[type, ...]]) -> 
 
 
 def jsonable(value: Any) -> Any:
-    """Replace enums by their values, as YAML writes them, so that JSON can hold the object."""
+    """Replace enums in nested dicts and lists by their values, so that the result can be written as JSON."""
     if isinstance(value, dict):
         return {k: jsonable(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Verify a checkpoint: its manifest, every bit of its files, and that every row of its tensors is there."""
+"""Verify a checkpoint: its manifest, every bit of its files, and that no row of its tensors is missing."""
 
 import contextlib
 import os
@@ -33,17 +33,17 @@ from llava_fsdp.runtime.run_dir import list_checkpoints, step_of
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that has been verified: its folder, manifest and state."""
+    """A verified checkpoint: its folder, manifest and state."""
 
     folder: Path
     manifest: Manifest
     facts: dict[str, Any]
-    """Parsed content of `state.json`: all state of the run except tensors."""
+    """Parsed content of `state.json`: all state of the run except the tensors."""
 
 
 def verify(folder: Path) -> Checkpoint:
     """Verify all files of a checkpoint in one process. Raises CheckpointError, naming the folder, the file and what is
-    wrong. No other error, whatever the bytes are."""
+    wrong; no content of the files causes another error."""
     with naming(folder):
         checkpoint = inspect(folder)
         digest_files(checkpoint, sorted(checkpoint.manifest.files))
@@ -51,7 +51,8 @@ def verify(folder: Path) -> Checkpoint:
 
 
 def verify_together(folder: Path) -> Checkpoint:
-    """Verify a checkpoint, of which each rank reads some files. A collective; all ranks raise the same error."""
+    """Verify a checkpoint with all ranks, each of which reads a part of the files. A collective; all ranks raise the
+    same error."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     checkpoint = on_first_rank(naming(folder)(lambda: inspect(folder)), f"{folder} cannot be read")
     names = share(checkpoint.manifest.files, rank, size)
@@ -61,7 +62,8 @@ def verify_together(folder: Path) -> Checkpoint:
 
 @contextlib.contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """Context manager and decorator that puts the checkpoint's folder in front of the message of any error."""
+    """Context manager and decorator that puts the path of the checkpoint's folder in front of an error's message.
+    OSErrors become CheckpointErrors."""
     try:
         yield
     except CheckpointError as error:
@@ -71,7 +73,7 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def inspect(folder: Path) -> Checkpoint:
-    """Check all of a checkpoint but the digests of its tensor files."""
+    """Check everything about a checkpoint except the digests of its tensor files."""
     manifest = check_files(folder)
     step = step_of(folder)
     if step is not None and step != manifest.step:
@@ -84,7 +86,7 @@ def inspect(folder: Path) -> Checkpoint:
 
 def check_files(folder: Path) -> Manifest:
     """Read a checkpoint's manifest, and compare the names and sizes of the files in the folder with it. Raises
-    CheckpointError if a file is missing, foreign or of another size."""
+    CheckpointError if a file is missing, is not listed or has another size."""
     require_plain_folder(folder)
     entries = {entry.name: entry for entry in os.scandir(folder)}
     if MANIFEST_FILE not in entries:
@@ -109,7 +111,7 @@ def check_files(folder: Path) -> Manifest:
 
 def adapter_entries(folder: os.DirEntry[str] | None) -> dict[str, os.DirEntry[str]]:
     """List the files in a checkpoint's adapter folder and its subfolders, by path within the checkpoint. Raises
-    CheckpointError: the folder is missing, or a link: `open_file` checks only the last name of a path."""
+    CheckpointError if the folder is missing or a link; `open_file` would not notice a link in the middle of a path."""
     if folder is None or not folder.is_dir(follow_symlinks=False):
         raise CheckpointError(f"{ADAPTER_FOLDER} is missing, or not a folder")
     found: dict[str, os.DirEntry[str]] = {}
@@ -130,7 +132,7 @@ def read_small(path: Path, largest: int) -> bytes:
 
 
 def check_headers(folder: Path, manifest: Manifest) -> None:
-    """Check that every tensor file of a checkpoint holds exactly the rows that the manifest lists. Raises
+    """Check that every tensor file of a checkpoint contains exactly the rows that the manifest lists for it. Raises
     CheckpointError, naming the file and the tensor."""
     expected: dict[str, dict[str, tuple[object, tuple[int, ...]]]] = {
         name: {} for name in manifest.files if RANK_FILE.fullmatch(name)
@@ -158,25 +160,27 @@ def digest_files(checkpoint: Checkpoint, names: list[str]) -> None:
 
 
 def check_digest(folder: Path, name: str, manifest: Manifest) -> None:
-    """Raise CheckpointError if a file's size or digest differs from the manifest's."""
+    """Raise CheckpointError if the size or digest of a file differs from that in the manifest."""
     if digest_of_file(folder / name) != manifest.files[name]:
         raise CheckpointError(f"{name} is not what was written: its digest differs")
 
 
 def digest_of_file(path: Path) -> Digest:
-    """Size and digest of a file. Raises CheckpointError if it is a link, no regular file, or cannot be opened."""
+    """Return the size and digest of a file. Raises CheckpointError if the path is a link or not a regular file, or if
+    it cannot be opened."""
     with os.fdopen(open_file(path), "rb", buffering=0) as file:
         return digest_of(file)
 
 
 def newest_together(parent: Path, strict: bool) -> Checkpoint | None:
-    """Find the newest checkpoint that passes verification; None if there are no checkpoints. A collective.
+    """Return the newest checkpoint that passes verification, or None if there are no checkpoints. A collective.
 
     Args:
-        strict: raise if the newest one is damaged, instead of warning and taking the one before it.
+        strict: raise an error if the newest checkpoint is damaged, instead of logging a warning and using the one
+            before it.
 
     Raises:
-        CheckpointError: all checkpoints are damaged; or, with `strict`, the newest is.
+        CheckpointError: all checkpoints are damaged; with `strict`, the newest one is.
     """
 
     def look() -> list[Path]:
@@ -187,7 +191,8 @@ def newest_together(parent: Path, strict: bool) -> Checkpoint | None:
 
 
 def newest_alone(parent: Path) -> Checkpoint | None:
-    """Find the newest checkpoint that passes verification, in one process; repairs nothing in the folder."""
+    """Return the newest checkpoint that passes verification, or None if there are no checkpoints. Runs in one process,
+    and changes nothing in the folder."""
     return first_good(list_checkpoints(parent)[::-1], False, verify)
 
 

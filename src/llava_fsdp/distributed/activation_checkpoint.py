@@ -1,9 +1,9 @@
-"""Activation checkpointing: what blocks keep from the forward pass, and what they compute again in the backward
-pass.
+"""Wrap a model's blocks for activation checkpointing, which computes a block's activations again in the backward pass
+instead of keeping them.
 
-All modes but `budget` give the bits of `none` if blocks are not compiled: the same operations run again on the same
-inputs and with the same random numbers. All modes use torch's non-reentrant checkpoint, so that inputs need not
-require a gradient.
+Without compilation, every mode except `budget` trains to the same bits as the mode `none`: the same operations run
+again on the same inputs and with the same random numbers. All modes use torch's non-reentrant checkpoint, so that the
+inputs of a block need not require a gradient.
 """
 
 from collections.abc import Callable
@@ -28,11 +28,12 @@ KEPT = (
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_fused_attention_overrideable",
-    # attention of packed rows: torch's (also by its name in 2.11), flash-attn's, and ours for compiled blocks
+    # attention of packed rows: torch's op (and its name in torch 2.11), flash-attn's, and this project's op for
+    # compiled blocks
     "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_out", "flash_attn::_flash_attn_varlen_forward",
     "llava_fsdp::each_alone",
 )  # fmt: skip
-"""Names of the operations whose results `selective` activation checkpointing keeps."""
+"""Names of the operations whose results the mode `selective` keeps for the backward pass."""
 
 
 def apply_activation_checkpointing(
@@ -42,20 +43,20 @@ def apply_activation_checkpointing(
     count: Compilations | None = None,
     one_row: bool = False,
 ) -> None:
-    """Wrap every block of every stack in place for activation checkpointing, and compile the language model's blocks
-    (the first stack).
+    """Wrap every block of every stack in place for activation checkpointing, and compile the blocks of the first stack,
+    the language model's.
 
-    A compiled block is inside its checkpoint. With `selective` it is outside: the compiler removes the single
-    operations by which `selective` chooses what is kept, so that it must do the choosing.
+    A block is compiled first and then wrapped. With `selective` it is wrapped first: a compiled block runs as one
+    operation, so that only the compiler can apply a policy that keeps the results of single operations.
 
     Args:
         count: counts the compiled graphs; None: blocks are not compiled, except with `budget`.
-        one_row: whether all batches have one row.
+        one_row: whether every batch has exactly one row.
     """
     mode, host = (
         cfg.mode,
         HostInputs(device),
-    )  # one object for all stacks: the input that was offloaded last is needed first
+    )  # one object for all stacks: the input offloaded last is fetched first
     selective = partial(
         checkpoint_wrapper, context_fn=partial(create_selective_checkpoint_contexts, keep_products_and_attention)
     )
@@ -84,8 +85,12 @@ def clean_name(name: str) -> str:
 def keep_products_and_attention(
     context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Decide for `selective` checkpointing to keep an operation's result if `KEPT` names it. Attention with dropout
-    runs again, or later operations would draw its random numbers."""
+    """Policy of `selective` checkpointing: keep the result of an operation that is listed in `KEPT`, and compute all
+    others again.
+
+    Attention with dropout is always computed again. Otherwise the operations after it would draw other random numbers
+    in the backward pass than in the forward pass.
+    """
     named = isinstance(operation, torch._ops.OpOverload) and operation._schema.name in KEPT
     if named and not has_dropout(operation, args, kwargs):
         return CheckpointPolicy.MUST_SAVE

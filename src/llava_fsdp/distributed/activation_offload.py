@@ -1,11 +1,13 @@
 """Activation checkpointing that keeps the inputs of blocks in host memory.
 
-All other activations are computed again, because moving them takes longer. A block of a 7B Llama takes about 0.8
-microseconds a token on an H100, in which PCIe 5 carries some 40 KB; its input has 8 KB, and all that autograd keeps
-of it 100 to 200 (docs/memory.md).
+All other activations of a block are computed again in the backward pass, because moving them would take longer: a block
+of a 7B Llama takes about 0.8 microseconds per token on an H100, and in that time PCIe 5 transfers about 40 KB. The
+block's input is 8 KB per token; all activations that autograd keeps of a block are 100 to 200 KB per token
+(docs/memory.md).
 
-On CUDA, a side stream copies to and from pinned memory: a block's input leaves while the block runs, and comes back
-while the next block runs backward. Without CUDA the copies stay in host memory, which saves nothing.
+On CUDA, a side stream copies to and from pinned memory: a block's input is copied to the host while the block runs
+forward, and back to the device while the next block runs backward. Without CUDA the copies stay in host memory, which
+saves nothing.
 """
 
 from __future__ import annotations
@@ -21,24 +23,28 @@ from torch.utils.checkpoint import checkpoint
 
 
 class HostInputs:
-    """Saved-tensor hooks that copy the inputs of blocks to host memory, and fetch each one a block ahead of its use."""
+    """Saved-tensor hooks that copy the inputs of blocks to host memory. Each input is fetched again while the block
+    after it runs backward."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.on_cuda = device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._last: weakref.ref[Away] | None = None
-        """The most recently offloaded input. Its device memory is still held, since its copy may be under way."""
+        """The input that was offloaded last. Its device memory is not freed before the next input is offloaded, because
+        the copy to the host may still be running."""
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """The CUDA stream for copies, created when first needed, because the device may not exist before."""
+        """The CUDA stream for copies, created at its first use, because the device may not be initialised when this
+        object is created."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         return self._stream
 
     def pack(self, tensor: torch.Tensor) -> Away | torch.Tensor:
-        """Begin to copy a block's input to host memory; tensors that are not activations are returned unchanged."""
+        """Begin to copy a block's input to host memory; return a tensor that is not a contiguous floating-point
+        activation unchanged."""
         if not tensor.is_floating_point() or not tensor.is_contiguous() or isinstance(tensor, nn.Parameter):
             return tensor
         before = self._last() if self._last is not None else None
@@ -63,14 +69,15 @@ class Away:
         self.before = weakref.ref(before) if before is not None else None
         self.here: torch.Tensor | None = tensor
         self.done: torch.Event | None = None
-        """Event recorded after the latest copy, in either direction; None if nothing waits for a copy."""
+        """Event recorded after the most recent copy to or from the host; None if no later work has to wait for a
+        copy."""
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=owner.on_cuda)
         self.copy(self.host, tensor)
         if not owner.on_cuda:
             self.here = None
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a tensor on the side stream, after all work that is queued on the main stream now."""
+        """Copy a tensor on the side stream, after all work that is already queued on the main stream."""
         if not self.owner.on_cuda:
             to.copy_(source)
             return
@@ -81,26 +88,26 @@ class Away:
             self.done = stream.record_event()
 
     def wait(self) -> None:
-        """Let the main stream wait for the latest copy before its next work."""
+        """Make the main stream wait for the most recent copy before the work that is queued next."""
         if self.done is not None:
             torch.cuda.current_stream(self.owner.device).wait_event(self.done)
             self.done = None
 
     def release(self) -> None:
-        """Free the tensor's device memory. Only later work of the main stream, which waits for the copy, can reuse
-        it."""
+        """Free the tensor's device memory. The main stream waits for the copy to the host first, and only its later
+        work can reuse the memory."""
         self.wait()
         self.here = None
 
     def fetch(self) -> None:
-        """Begin to copy the tensor back to the device. Its memory belongs to the main stream, so freeing it needs no
-        waiting."""
+        """Begin to copy the tensor back to the device. The device memory is allocated on the main stream, so that it
+        can be freed there without waiting for the side stream."""
         if self.here is None:
             self.here = torch.empty_like(self.host, device=self.owner.device, pin_memory=False)
             self.copy(self.here, self.host)
 
     def back(self) -> torch.Tensor:
-        """Return the tensor on the device, and begin to fetch the previous block's input."""
+        """Return the tensor on the device, and begin to fetch the input of the block before it."""
         self.fetch()
         self.wait()
         tensor, self.here = self.here, None
@@ -112,13 +119,15 @@ class Away:
 
 
 class BlockFromHost(ActivationWrapper):
-    """Wraps a block so that its input is kept in host memory, from which the block runs again in the backward pass."""
+    """Wrapper of a block whose input is kept in host memory; the backward pass fetches the input and runs the block
+    again."""
 
     def __init__(self, block: nn.Module, host: HostInputs):
         super().__init__(block)
         self.host = host
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # the hooks of `checkpoint` are inside ours, so that ours see only what it keeps: its positional arguments
+        # the hooks of `checkpoint` are inside these hooks, so that these see only the positional arguments that it
+        # keeps
         with saved_tensors_hooks(self.host.pack, self.host.unpack):
             return checkpoint(self._checkpoint_wrapped_module, *args, use_reentrant=False, **kwargs)

@@ -1,4 +1,4 @@
-"""Count the bytes that ranks exchange, as their collectives are issued."""
+"""Count the bytes that ranks send to each other in collectives."""
 
 from typing import Any
 
@@ -23,11 +23,11 @@ COLLECTIVES = {name: kind for kind, names in OPERATIONS.items() for name in name
 
 
 class Traffic:
-    """Number and bytes of the collectives of each kind, and the bytes that a rank sends in them.
+    """Counts of the collectives issued by this rank, by kind of collective: `calls`, `bytes` and `sent`.
 
-    `bytes` is the whole tensor: the output of an all-gather, the input of a reduce-scatter or an all-reduce. `sent` is
-    what each of n ranks sends in a ring: (n - 1) / n of it, twice that for an all-reduce. A collective of one rank
-    sends nothing and is not counted.
+    `bytes` is the size of the whole tensor: the output of an all-gather, the input of a reduce-scatter or an
+    all-reduce. `sent` is what one of n ranks sends in a ring algorithm: (n - 1) / n of the whole tensor, and twice that
+    for an all-reduce. Collectives of a single rank send nothing and are not counted.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class CollectiveBytes(TorchDispatchMode):
     """Dispatch mode that counts the collectives issued while it is active.
 
     Raises:
-        AssertionError: a collective is not in the table.
+        AssertionError: an operation is a collective that is not in `COLLECTIVES`.
     """
 
     def __init__(self, traffic: Traffic | None = None) -> None:
@@ -58,12 +58,12 @@ class CollectiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor's operations dispatch their collectives here again
+            return NotImplemented  # DTensor's operations come here again with plain tensors
         result = func(*args, **(kwargs or {}))
         name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
         if name in COLLECTIVES:
             sizes = [nbytes(args[0]), nbytes(args[1]) if len(args) > 1 else 0, nbytes(result)]
-            # the larger side is the whole tensor
+            # of input and output, the larger one is the whole tensor
             self.traffic.add(COLLECTIVES[name], max(sizes), ranks_of(func, args))
         elif name.startswith(("c10d::", "_c10d_functional::")) and "barrier" not in name:
             assert not has_group(func), f"{name} is a collective that is not in the table"
@@ -71,7 +71,7 @@ class CollectiveBytes(TorchDispatchMode):
 
 
 def ranks_of(func: Any, args: tuple) -> int:
-    """Number of ranks that take part in a collective."""
+    """Return the number of ranks in the process group of a collective."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.name == "process_group":
             return dist.ProcessGroup.unbox(value).size()

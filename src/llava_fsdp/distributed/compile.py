@@ -1,7 +1,7 @@
-"""Compile the language model's blocks with torch.compile, one at a time, and count the compilations.
+"""Compile the language model's blocks with torch.compile, one block at a time, and count the compilations.
 
-The vision tower is not compiled: it is a hundredth of the work, and batches of one image, transformers' hooks on its
-layers, and frozen layers among trained ones would each need a new compilation.
+The vision tower is not compiled: it does about a hundredth of the work, and would be compiled again for batches of one
+image, for transformers' hooks on its layers, and for frozen layers among trained ones.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from llava_fsdp.config import AUTO, ActivationCheckpointing, Attention, Config
 from llava_fsdp.runtime.errors import ConfigError
 
 WARM_UP = 5
-"""Number of first steps of a process in which compilations are expected."""
+"""Number of steps at the start of a process in which compilations are expected and not reported."""
 
 
 @dataclass(frozen=True)
 class Compiling:
-    """Whether blocks are compiled, and the reason."""
+    """The decision whether blocks are compiled, with the reason for it as text."""
 
     on: bool
     reason: str
 
 
 def choose_compiling(cfg: Config, device: torch.device, attention: Attention | None) -> Compiling:
-    """Decide whether to compile blocks: as `compile=` says, or for `auto` what is best on this machine.
+    """Decide whether to compile blocks: as `compile=true` or `false` says, or with `auto` as is faster on this machine.
 
     Args:
-        attention: the kernel for packed rows; None if rows are padded.
+        attention: the attention kernel for packed rows; None if rows are padded instead.
 
     Raises:
-        ConfigError: `compile=true` is impossible here.
+        ConfigError: `compile=true` or `activation_checkpointing=budget` is impossible on this machine or with these
+            settings.
     """
     mode = cfg.activation_checkpointing.mode
     if mode is ActivationCheckpointing.budget:
@@ -69,13 +70,14 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
 
 
 def is_cut(mode: ActivationCheckpointing, attention: Attention | None) -> bool:
-    """Whether `selective` checkpointing needs blocks as one graph, but SDPA, running one sample at a time, splits
-    the graph."""
+    """Return whether the settings split a block into two graphs although its checkpointing mode needs one graph: mode
+    `selective` with SDPA, which runs one sample at a time outside the graph."""
     return mode is ActivationCheckpointing.selective and attention is Attention.sdpa
 
 
 def check_compiler(device: torch.device, setting: str) -> None:
-    """Raise ConfigError, naming the setting that needs torch.compile, if torch.compile cannot work here."""
+    """Raise ConfigError if torch.compile cannot work on this machine; the message begins with `setting`, which needs
+    torch.compile."""
     lack = compiler_missing(device)
     if lack is not None:
         other = "compile=auto" if setting.startswith("compile") else "activation_checkpointing=selective"
@@ -83,7 +85,7 @@ def check_compiler(device: torch.device, setting: str) -> None:
 
 
 def compiler_missing(device: torch.device) -> str | None:
-    """The reason why torch.compile cannot work here; None if it can."""
+    """Return the reason why torch.compile cannot work on this machine, or None if it can."""
     if not torch._dynamo.is_dynamo_supported():
         return "it does not support this Python or platform"
     if device.type == "cuda":
@@ -103,17 +105,17 @@ def compiler_missing(device: torch.device) -> str | None:
 
 
 def is_of_compiler(error: BaseException) -> bool:
-    """Whether an error comes from torch.compile itself, not from the compiled code."""
+    """Return whether an error was raised by torch.compile itself and not by the compiled code."""
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
 
 
 class Compilations:
-    """Counts the graphs that torch.compile has compiled in this process.
+    """Counter of the graphs that torch.compile has compiled in this process.
 
-    After eight compilations of a block Dynamo runs it uncompiled, and only logs that. Compilations after the warm-up
-    show the problem earlier.
+    Dynamo stops compiling a block after eight compilations and runs it uncompiled, with only a log message. A count of
+    compilations after the warm-up shows this problem before it happens.
     """
 
     def __init__(self) -> None:
@@ -122,7 +124,8 @@ class Compilations:
         self._expected = 0
 
     def after_step(self) -> int:
-        """Return the number of graphs compiled after the warm-up; call this once a step."""
+        """Return the number of graphs compiled since the end of the warm-up (the first `WARM_UP` steps). Call this once
+        after every step."""
         self._steps += 1
         if self._steps <= WARM_UP:
             self._expected = self.total
@@ -132,21 +135,21 @@ class Compilations:
 def compile_blocks(
     stack: nn.ModuleList, budget: float | None = None, count: Compilations | None = None, one_row: bool = False
 ) -> None:
-    """Replace every block's forward by one that compiles when it first runs, in place.
+    """Replace the forward of every block in place by a function that compiles it at its first call.
 
-    Only `forward` is compiled, not the call, so that the hooks that `fully_shard` adds later are not compiled. All
-    blocks of a class share the compiled code, in which lengths of rows are variables. torch would compile again for
-    sizes of 1, so rows of one token run uncompiled, and so do batches of one row if most have several.
+    Only `forward` is compiled and not `__call__`, so that the hooks which `fully_shard` adds later stay outside. All
+    blocks of one class share the compiled code, in which the lengths of rows are symbolic. torch would compile again
+    for a size of 1. So rows of one token run uncompiled; so do batches of one row, unless all batches have one row.
 
     Args:
         budget: the share of a block's activations that is kept (`torch._functorch.config.activation_memory_budget`);
-            None leaves the choice to torch.
-        count: counts every graph.
-        one_row: whether all batches have one row.
+            None keeps torch's default.
+        count: counts every compiled graph.
+        one_row: whether every batch has exactly one row.
     """
     backend = inductor_with(budget, count or Compilations())
     by_class: dict[type, Callable[..., Any]] = {}
-    # no duck shapes: two lengths that are equal when a block is compiled may differ later
+    # no duck shapes: two lengths that are equal when a block is compiled may differ in a later batch
     lengths_apart = shapes.patch(use_duck_shape=False)  # pyright: ignore[reportAttributeAccessIssue]
     for block in stack:
         forward = type(block).forward
@@ -166,8 +169,8 @@ def run_block(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block's forward, compiled only while gradients are on: torch keeps eight graphs, which validation must
-    not use up.
+    """Run a block's forward: compiled if gradients are on, else uncompiled, because Dynamo compiles a block at most
+    eight times and validation must not use these up.
 
     Args:
         plain: the uncompiled forward.
@@ -183,9 +186,10 @@ def run_block(
 
 
 def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `forward` in a function that has its own code object.
+    """Wrap `forward` in a function with a code object of its own.
 
-    torch keeps compiled graphs by code object, and transformers has one wrapper for the layers of all models.
+    torch keeps compiled graphs by code object, and the layers of all models of transformers share the code object of
+    one wrapper.
     """
 
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -196,8 +200,8 @@ def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inductor_with(budget: float | None, count: Compilations) -> Callable[..., Any]:
-    """A torch.compile backend: the default one (Inductor), with an activation memory budget, counting graphs in
-    `count`."""
+    """Return a torch.compile backend: Inductor with the given activation memory budget, which also counts every
+    compiled graph in `count`."""
 
     def compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         from torch._functorch import config as functorch

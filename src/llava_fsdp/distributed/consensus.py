@@ -1,4 +1,5 @@
-"""Make all ranks agree: an error of one rank is raised on all ranks, and a request of any rank counts for all."""
+"""Make all ranks act alike: an error on one rank is raised on every rank, and a request of one rank holds for every
+rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,21 +17,22 @@ Failure = tuple[type[LlavaFsdpError], str]
 
 
 def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
-    """Run a function on rank 0, and return its result or raise its error on every rank. A collective.
+    """Run a function on rank 0 only, and return its result or raise its error on every rank. A collective.
 
     Args:
-        failing: what failed, for the message of an error that is not ours.
-        group: a group of all ranks; None is the default group.
+        failing: text about what could not be done; it begins the message of an error that is not a LlavaFsdpError.
+        group: a process group of all ranks; None is the default group.
 
     Raises:
-        LlavaFsdpError: rank 0's error; other errors of rank 0 become a CheckpointError with `failing`.
+        LlavaFsdpError: rank 0's error; any other error of rank 0 becomes a CheckpointError whose message begins with
+            `failing`.
     """
     outcome: list[Any] = [None, None]
     cause: Exception | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             outcome[0] = action()
-        except Exception as error:  # the other ranks wait for this broadcast, whatever happened
+        except Exception as error:  # the other ranks wait for the broadcast below, so any error must reach it
             outcome[1], cause = failure_of(error, failing), error
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0, group=group)
@@ -41,11 +43,12 @@ def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGrou
 
 
 def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
-    """Run a function on every rank and return this rank's result; if it fails on any rank, all ranks raise. A
-    collective.
+    """Run a function on every rank and return this rank's result; if it fails on any rank, raise an error on every
+    rank. A collective.
 
     Raises:
-        LlavaFsdpError: the error of the first rank that failed; with several ranks, the message names it.
+        LlavaFsdpError: the error of the lowest rank that failed; with several ranks, the message begins with that
+            rank's number.
     """
     result: Any = None
     local_failure: Failure | None = None
@@ -63,7 +66,7 @@ def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup
 
 
 def gathered(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
-    """Gather a value from every rank, on every rank, in rank order. A collective."""
+    """Return the values of all ranks, in rank order, on every rank. A collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -72,7 +75,7 @@ def gathered(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
 
 
 def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
-    """Gather a value from every rank on rank 0; other ranks get an empty list. A collective."""
+    """Return the values of all ranks, in rank order, on rank 0, and an empty list on the other ranks. A collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -81,7 +84,7 @@ def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[
 
 
 def failure_of(error: Exception, failing: str) -> Failure:
-    """Convert an error to a class and a message that can be sent to the other ranks."""
+    """Convert an error to a pair of error class and message, which can be sent to the other ranks."""
     if isinstance(error, LlavaFsdpError):
         return type(error), str(error)
     if isinstance(error, OSError):
@@ -91,24 +94,25 @@ def failure_of(error: Exception, failing: str) -> Failure:
 
 @dataclass(frozen=True)
 class Votes:
-    """Requests of one rank (stop the run, save a checkpoint, ...) that all ranks must act on together."""
+    """Requests of one rank that all ranks must act on in the same step: stop the run, save a checkpoint, and so on."""
 
     stop: bool = False
     save: bool = False
     failed: bool = False
-    """Whether writing a checkpoint in the background has failed."""
+    """Whether an earlier checkpoint could not be written in the background."""
     lost: bool = False
-    """Whether the run's folder was deleted or moved; only rank 0 checks this."""
+    """Whether the run's folder was deleted or moved. Only rank 0 checks this."""
 
     def agreed(self) -> "Votes":
-        """Combine the requests of all ranks: each is set if any rank sets it. A collective."""
+        """Return the requests of all ranks combined: each one is set if any rank has set it. A collective."""
         return Votes(*any_rank(self.stop, self.save, self.failed, self.lost))
 
 
 def any_rank(*flags: bool) -> tuple[bool, ...]:
-    """Whether any rank has set each flag. A collective; it takes 0.13 ms between two processes with gloo."""
+    """Return for each flag whether any rank has set it. A collective, which takes 0.13 ms between two processes with
+    gloo."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return flags
     votes = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(votes, dist.ReduceOp.MAX)  # CPU tensors use gloo, also on machines with GPUs
+    dist.all_reduce(votes, dist.ReduceOp.MAX)  # a CPU tensor is reduced by gloo, also on machines with GPUs
     return tuple(map(bool, votes.tolist()))

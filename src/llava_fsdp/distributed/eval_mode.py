@@ -1,4 +1,4 @@
-"""Evaluate a model in the middle of its training without any effect on the training."""
+"""Evaluate a model during training without changing the course of the training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context manager that turns off dropout and gradients; afterwards training mode and random generators are as
-    before."""
+    """Context manager that turns off dropout and gradients; at its end, training mode and random generators are
+    restored."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         model.eval()
@@ -23,10 +23,10 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def forget_passes(model: nn.Module) -> None:
-    """Free gathered weights, and clear FSDP's list of the units that ran a forward pass.
+    """Free the weights that FSDP has gathered, and clear FSDP's list of the units that ran a forward pass.
 
-    FSDP lists every unit that runs forward, also without gradients, until a backward pass ends. Its next backward pass
-    would gather the units of the evaluation again.
+    FSDP lists every unit that runs forward, also without gradients, and clears the list only after a backward pass.
+    With the units of an evaluation in the list, the next backward pass would gather them a second time.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

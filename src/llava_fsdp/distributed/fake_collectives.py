@@ -1,8 +1,9 @@
 """Simulate rank 0 of many ranks in one process, with collectives that take as much memory as real ones.
 
-PyTorch's `fake` process group does not write to output buffers (of a reduce-scatter before torch 2.12), so that values
-may not be finite and pages do not count as memory. Here an all-gather repeats this rank's shard, and a reduce-scatter
-returns this rank's part of its input, as if all other ranks had sent zeros.
+PyTorch's `fake` process group does not write to output buffers (before torch 2.12 not to those of a reduce-scatter).
+Their values may then not be finite, and their memory pages are never allocated. Here an all-gather fills the output
+with copies of this rank's shard, and a reduce-scatter returns this rank's part of its input, as if all other ranks had
+sent zeros.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ def is_imagined() -> bool:
 
 
 def imagine_collectives(model: nn.Module, traffic: Traffic) -> None:
-    """Replace the collectives of every FSDP unit by ones that need no other rank, and count their bytes in
+    """Replace the collectives of every FSDP unit by simulated ones, which need no other rank, and count their bytes in
     `traffic`."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -37,7 +38,7 @@ def imagine_collectives(model: nn.Module, traffic: Traffic) -> None:
 
 
 class Allocating:
-    """Base class of simulated collectives: allocates a new buffer for each call, as FSDP2's own collectives do."""
+    """Base class of the simulated collectives: allocates a new buffer for each call, as FSDP2's own collectives do."""
 
     def __init__(self, traffic: Traffic):
         self.traffic = traffic
@@ -47,20 +48,20 @@ class Allocating:
 
 
 class ImaginedGather(Allocating, AllGather):
-    """A simulated all-gather, as if every other rank held the same shard as this rank."""
+    """A simulated all-gather: every other rank seems to hold the same shard as this rank."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         parts = output_tensor.view(group.size(), -1)
         for rank in range(group.size()):
-            if rank != group.rank():  # FSDP2 has written this rank's shard into its place
+            if rank != group.rank():  # FSDP2 has already written this rank's shard into its part of the output
                 parts[rank].copy_(input_tensor)
         self.traffic.add("all_gather", output_tensor.nbytes, group.size())
 
 
 class ImaginedScatter(Allocating, ReduceScatter):
-    """A simulated reduce-scatter, as if the gradients of all other ranks were zero."""
+    """A simulated reduce-scatter: the gradients of all other ranks seem to be zero."""
 
     def __call__(
         self,

@@ -1,8 +1,8 @@
-"""Convert linear layers so that they multiply in fp8 and their weights are gathered in fp8 (torchao's float8
-training).
+"""Replace linear layers by torchao's float8 layers, which multiply in fp8 and whose weights FSDP gathers in fp8.
 
-Tensorwise dynamic scaling: input, weight and gradient of a layer are each scaled by their largest element and cast to
-fp8 (e4m3, gradients e5m2); products are bf16. Masters, their gradients and moments keep their dtypes.
+Scaling is tensorwise and dynamic: input, weight and output gradient of a layer are each scaled by their largest element
+and cast to fp8 (e4m3; gradients e5m2), and the product is bf16. Master weights, their gradients and Adam's moments keep
+their dtypes.
 """
 
 import importlib.util
@@ -14,12 +14,12 @@ from torch import nn
 from llava_fsdp.runtime.errors import ConfigError
 
 MULTIPLE = 16
-"""Divisor that both sizes of a weight must have for torch's scaled fp8 matrix product."""
+"""Both sizes of a weight must be multiples of this for torch's scaled fp8 matrix product."""
 CURE = "choose precision=bf16"
 
 
 def check_fp8(device: torch.device) -> None:
-    """Raise ConfigError if this machine cannot multiply in fp8."""
+    """Raise ConfigError if this machine cannot multiply matrices in fp8."""
     if device.type != "cuda":
         raise ConfigError(f"precision.linear=fp8 needs a CUDA GPU, and this run is on {device.type}; {CURE}")
     major, minor = torch.cuda.get_device_capability(device)
@@ -33,18 +33,18 @@ def check_fp8(device: torch.device) -> None:
 
 
 def fp8_settings(sharded: bool) -> Any:
-    """torchao's float8 settings: gathers in fp8 if weights are sharded; any number of tokens, padded to a multiple
-    of 16."""
+    """Return torchao's float8 settings: all-gathers in fp8 if weights are sharded, and any number of tokens, which
+    torchao pads to a multiple of 16."""
     from torchao.float8 import Float8LinearConfig
 
     return Float8LinearConfig(enable_fsdp_float8_all_gather=sharded, pad_inner_dim=True)
 
 
 def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
-    """Replace the linear layers of a stack of blocks by fp8 layers, in place, on the meta device. Parameters keep
-    their names.
+    """Replace the linear layers of a stack of blocks on the meta device by fp8 layers, in place. Parameters keep their
+    names.
 
-    Layers with a frozen weight, or with sizes that are not multiples of 16, stay as they are.
+    Layers whose weight is frozen, or has a size that is not a multiple of 16, are not replaced.
 
     Raises:
         ConfigError: no layer can be replaced.
@@ -62,7 +62,7 @@ def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
 
 
 def weights_in_fp8(blocks: nn.ModuleList) -> set[torch.Tensor]:
-    """The weights that `multiply_in_fp8` would cast to fp8; call this before it."""
+    """Return the weights that `multiply_in_fp8` would cast to fp8. Call this before `multiply_in_fp8`."""
     return {module.weight for module in blocks.modules() if isinstance(module, nn.Linear) and takes_fp8(module)}
 
 
@@ -76,8 +76,8 @@ def takes_fp8(module: nn.Module) -> bool:
 
 
 def prepare_scales(model: nn.Module) -> None:
-    """Compute the fp8 scales of all sharded weights in one all-reduce, instead of one for each weight in the forward
-    pass."""
+    """Compute the fp8 scales of all sharded weights in one all-reduce; otherwise the forward pass would run one
+    all-reduce per weight."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)

@@ -1,7 +1,7 @@
-"""Call torch's fused AdamW after checking its tensors' memory layout. No other module may call the fused kernel.
+"""Call torch's fused AdamW after a check of its tensors' memory layout. No other module may call the fused kernel.
 
-On a CPU the kernel checks neither strides nor shapes (torch 2.13): it reads a view with gaps, or a gradient with
-another order of dimensions, as if it were contiguous, and writes beyond the end of a moment that is too small.
+On a CPU the kernel checks neither strides nor shapes (torch 2.13). It treats a view with gaps, or a gradient with
+another order of dimensions, as if it were contiguous, and writes past the end of a moment that is too small.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def fused_adamw(tensors: list[torch.Tensor], step: torch.Tensor, group: dict[str, Any]) -> None:
-    """Update a weight and its moments in place by AdamW (arXiv 1711.05101).
+    """Update one weight and its two moments in place by AdamW (arXiv 1711.05101).
 
     Args:
-        tensors: weights, gradient, first and second moment; contiguous, of one shape and dtype.
-        step: the number of this update, from 1: float32 [] on the device of the tensors.
+        tensors: weight, gradient, first and second moment; contiguous, all of one shape and dtype.
+        step: the number of this update, counted from 1: float32 [] on the device of the tensors.
         group: hyperparameters (lr, betas, ...), as in `torch.optim.AdamW.param_groups`.
     """
     check_layout(tensors)
@@ -32,7 +32,7 @@ def fused_adamw(tensors: list[torch.Tensor], step: torch.Tensor, group: dict[str
 
 
 def build_fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    """Create torch's own fused AdamW, with a check of its tensors' layout before every step."""
+    """Create torch's own fused AdamW with a hook that checks the layout of its tensors before every step."""
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
     optimizer.register_step_pre_hook(check_before_step)
     return optimizer
@@ -40,11 +40,11 @@ def build_fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], 
 
 @torch.no_grad()
 def check_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Check the layout of all tensors that an optimizer's step uses; takes a few microseconds per parameter."""
+    """Check the memory layout of all tensors that an optimizer's step uses. Takes a few microseconds per parameter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                state = optimizer.state.get(parameter, {})  # the optimizer's state is empty until the first step
+                state = optimizer.state.get(parameter, {})  # empty before the first step
                 tensors = parameter, parameter.grad, *(state[name] for name in MOMENTS if name in state)
                 check_layout([unwrapped(t.to_local() if isinstance(t, DTensor) else t) for t in tensors])
 

@@ -1,8 +1,8 @@
 """Allocate tensors outside of torch's allocators: in anonymous memory, which may be pinned, or in a mapped file.
 
-Files have no name (Linux `O_TMPFILE`; else the name is removed before anything is written), so that no other process
-opens them, no later run reads them, and their space is free again when the process ends, even if it is killed. They
-are never flushed, because their content need not outlive the process.
+The files have no name (Linux `O_TMPFILE`; elsewhere the name is removed before anything is written). So no other
+process can open them, and their disk space is freed when the process ends, even if it is killed. They are never flushed
+to disk on purpose, because nothing reads them after the process.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ GIB = 1 << 30
 
 
 class Arena:
-    """A block of zeroed memory from which tensors are allocated one after the other, each on its own pages."""
+    """A region of zeroed memory from which tensors are allocated one after the other, each on its own memory pages."""
 
     def __init__(self, nbytes: int, folder: Path | None = None, pin: bool = False):
-        """Allocate the memory, or create and map a file.
+        """Allocate anonymous memory, or create and map a file.
 
         Args:
-            nbytes: the sum of `room` over all tensors that will be taken, or more.
-            folder: where the file is made; None is anonymous memory.
-            pin: pin anonymous memory, for asynchronous copies to and from the GPU. torch's pinned allocator would round
-                every tensor up to a power of two.
+            nbytes: at least the sum of `room` over all tensors that will be allocated with `take`.
+            folder: folder of the file; None means anonymous memory.
+            pin: pin the anonymous memory, for asynchronous copies to and from the GPU. torch's own pinned allocator
+                would round every tensor up to a power of two.
 
         Raises:
-            OffloadError: there is not enough memory or disk space, or it cannot be mapped.
+            OffloadError: memory or disk space is not enough, or the memory cannot be mapped or pinned.
         """
         self.size = max(nbytes, PAGE)
         self.of_file = folder is not None
@@ -55,11 +55,12 @@ class Arena:
 
     @staticmethod
     def room(shape: Iterable[int], dtype: torch.dtype) -> int:
-        """Bytes that a tensor takes up in an arena: its own, rounded up to whole pages."""
+        """Return the number of bytes that a tensor takes in an arena: its size rounded up to whole memory pages."""
         return -(-math.prod(shape) * dtype.itemsize // PAGE) * PAGE
 
     def take(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a tensor with its own storage, so that saving or copying it does not include its neighbours."""
+        """Allocate a tensor that has a storage of its own, so that saving or copying it does not include other tensors
+        of the arena."""
         shape = tuple(shape)
         count = math.prod(shape)
         if not count:
@@ -70,17 +71,17 @@ class Arena:
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=begin).view(shape)
 
     def fetch(self, tensor: torch.Tensor) -> None:
-        """Read a file-backed tensor into memory ahead of its use; returns when it is read."""
+        """Read a file-backed tensor from disk into memory before it is used; return when it has been read."""
         assert self.of_file
         begin, length = self.pages(tensor)
         if length:
             self.memory.madvise(mmap.MADV_WILLNEED, begin, length)
-            # reads one byte of every page, so that page faults happen here, where torch holds no lock
+            # reads one byte of every page, so that page faults happen here: torch releases the GIL during the sum
             torch.frombuffer(self.memory, dtype=torch.uint8, count=length, offset=begin)[::PAGE].sum()
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Drop a file-backed tensor from this process's memory for now; its data stays in the system's cache or goes
-        to disk."""
+        """Remove a file-backed tensor from this process's memory. Its data stays in the system's page cache or on disk
+        and can be read again."""
         assert self.of_file, "anonymous memory would be lost"
         begin, length = self.pages(tensor)
         if length:
@@ -94,7 +95,7 @@ class Arena:
         return 0 <= tensor.data_ptr() - self.base < self.size
 
     def pages(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Byte offset and length of the memory pages that hold a contiguous tensor of this arena."""
+        """Return byte offset and length of the memory pages that hold a contiguous tensor of this arena."""
         if not tensor.numel():
             return 0, 0
         begin = tensor.data_ptr() - self.base
@@ -105,8 +106,8 @@ class Arena:
 
 
 class Memory(mmap.mmap):
-    """A memory mapping that can be pinned for CUDA and is unpinned before it is unmapped; tensors in it keep it
-    alive."""
+    """A memory mapping that can be pinned for CUDA, and is then unpinned before it is unmapped. Tensors in the mapping
+    keep it alive."""
 
     registered: int | None = None
 
@@ -122,7 +123,7 @@ class Memory(mmap.mmap):
 
     def __del__(self) -> None:
         if self.registered is not None:
-            with contextlib.suppress(Exception):  # CUDA may be shut down when the interpreter ends
+            with contextlib.suppress(Exception):  # CUDA may already be shut down when the interpreter ends
                 torch.cuda.cudart().cudaHostUnregister(self.registered)  # pyright: ignore[reportOptionalMemberAccess]
 
 
@@ -137,7 +138,8 @@ def mapped_file(size: int, folder: Path) -> Memory:
                 f"offload=nvme needs {size / GIB:.3g} GiB more in {folder}, where {free / GIB:.3g} GiB are free; give "
                 "a folder on a larger local disk: offload.folder=DIR"
             )
-        # reserve all disk blocks now: if the disk were full at a later page fault, SIGBUS would end the process
+        # reserve all disk blocks now: if the disk were full at a later page fault, the signal SIGBUS would end the
+        # process
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, size)
         else:
@@ -153,10 +155,10 @@ def mapped_file(size: int, folder: Path) -> Memory:
 
 
 def nameless_file(folder: Path) -> int:
-    """Open a new file that has no name in the folder; returns its file descriptor."""
+    """Create a file without a name in the folder, and return its open file descriptor."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except (OSError, AttributeError):  # the filesystem or the system has no O_TMPFILE
+    except (OSError, AttributeError):  # the filesystem or the operating system has no O_TMPFILE
         descriptor, name = tempfile.mkstemp(prefix=".offload-", dir=folder)
         os.unlink(name)
         return descriptor

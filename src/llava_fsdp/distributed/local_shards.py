@@ -1,4 +1,4 @@
-"""Access this rank's shards of parameters as plain tensors, and gather whole parameters from shards."""
+"""Access this rank's shards of parameters as plain tensors, and gather whole parameters from their shards."""
 
 from dataclasses import dataclass
 
@@ -13,17 +13,17 @@ from llava_fsdp.distributed.precision import MasterWeights
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's rows [begin, end) of a parameter."""
+    """The rows [begin, end) of a parameter that this rank holds."""
 
     begin: int
     end: int
     tensors: list[torch.Tensor]
-    """Local tensors that hold the rows' values: the model's parameter and, if it is a separate tensor, its master
-    weight."""
+    """The local tensors with the values of these rows: the model's parameter and, if the master weight is a separate
+    tensor, also the master weight."""
 
 
 def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalShard]:
-    """This rank's rows of every parameter, by parameter name."""
+    """Return the rows of every parameter that this rank holds, by parameter name."""
     shards = {}
     for wrapped_name, parameter in model.named_parameters():
         name = clean_name(wrapped_name)
@@ -35,7 +35,8 @@ def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalSha
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
-    """The range [begin, end) of a tensor's rows that this rank holds; a scalar counts as one row, on every rank."""
+    """Return the range [begin, end) of a tensor's rows that this rank holds. A scalar counts as one row, which every
+    rank holds."""
     if not tensor.ndim:
         return 0, 1
     if not isinstance(tensor, DTensor):
@@ -45,19 +46,19 @@ def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor, as a plain detached tensor."""
+    """Return this rank's shard of a tensor as a plain tensor, detached from autograd."""
     tensor = tensor.detach()
     return unwrapped(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The full-precision tensor inside torchao's wrapper for weights that are gathered in fp8; other tensors
-    unchanged."""
+    """Return the full-precision tensor inside torchao's wrapper of a weight that is gathered in fp8; return any other
+    tensor unchanged."""
     return getattr(tensor, "_tensor", tensor)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same (sharded) tensor without torchao's fp8 wrapper, for collectives and checkpoints."""
+    """Return a tensor or DTensor without torchao's fp8 wrapper, for use in collectives and checkpoints."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor) or type(tensor.to_local()) is torch.Tensor:
         return tensor
@@ -68,14 +69,15 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Wrap `shard`, on any device, as this rank's shard of a tensor that is sharded as `tensor` is.
+    """Return a DTensor whose shard on this rank is `shard` and which is sharded like `tensor`; for a plain `tensor`
+    return `shard`.
 
-    `DTensor.from_local` would move it to the mesh's device.
+    `shard` may be on any device. `DTensor.from_local` would move it to the device of the mesh.
     """
     return DTensor(shard, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else shard  # type: ignore[call-arg]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather the full tensor on every rank. A collective if the tensor is sharded."""
+    """Return the full tensor on every rank. A collective if the tensor is sharded."""
     tensor = plain(tensor)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,12 +1,13 @@
-"""AdamW that computes in fp32 and stores weights and moments in fewer bits.
+"""AdamW that computes in fp32, but stores weights and moments with fewer bits.
 
 A few rows at a time are converted to fp32, updated by torch's own fused AdamW, and stored again:
 
 - bf16 weights and moments are rounded stochastically (e.g. arXiv 2010.06192): up with a probability in proportion to
-  the dropped part, so that updates below half a step of bf16 are not lost on average. Rounding to nearest
-  would hardly move the second moment: beta2=0.999 changes it by 1/1000 a step, and bf16 has steps of 1/256.
-- int8 moments are indices into a map of 256 values, dense around zero, with one scale for each block of 256 elements
-  (dynamic block-wise quantisation, arXiv 2110.02861). A block is part of one row, so that sharding does not change it.
+  the part that rounding drops, so that on average no small update is lost. With rounding to nearest, the second moment
+  would hardly change: beta2=0.999 changes it by 1/1000 per step, and neighbouring bf16 numbers differ by about 1/256.
+- int8 moments are indices into a table of 256 values, dense around zero, with one scale for each block of 256 elements
+  (dynamic block-wise quantisation, arXiv 2110.02861). A block never crosses a row, so that sharding by rows does not
+  change the blocks.
 """
 
 import math
@@ -25,20 +26,21 @@ from llava_fsdp.distributed.local_shards import local, local_rows
 from llava_fsdp.runtime.seeds import derive
 
 BLOCK = 256
-"""Number of consecutive elements of a row that share one scale (int8 moments)."""
+"""Number of consecutive elements of a row that share one scale (of int8 moments)."""
 STRETCH = 1 << 22
-"""Number of elements that are updated at a time: 16 MiB for each fp32 tensor of the computation."""
+"""Number of elements that are updated at a time; each fp32 tensor of the computation then takes 16 MiB."""
 SCALE = "_scale"
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101) for fp32 or bf16 weights, with gradients in their dtype, and moments in any dtype.
+    """AdamW (arXiv 1711.05101) for fp32 or bf16 weights, with gradients of the weights' dtype and moments of any
+    supported dtype.
 
     Args:
-        groups: as `torch.optim.AdamW` takes them, with lr and weight_decay in each.
-        moments: the dtype in which moments are stored. With int8, those of one-dimensional parameters are fp32.
-        seed: for the rounding. Random numbers depend on the seed, the step, the parameter and the first row of this
-            rank's shard: replicas stay equal, and a resumed run draws the same numbers.
+        groups: parameter groups as `torch.optim.AdamW` takes them, with lr and weight_decay in each.
+        moments: the dtype in which moments are stored. With int8, the moments of one-dimensional parameters are fp32.
+        seed: seed of the stochastic rounding. Random numbers depend on the seed, the step, the parameter and the first
+            row of this rank's shard: so replicas stay equal, and a resumed run draws the same numbers.
     """
 
     def __init__(
@@ -54,8 +56,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.seed = seed
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Initial optimizer state of a parameter: zero moments, sharded as the parameter is, and a step count of 0
-        on the CPU."""
+        """Return the initial optimizer state of a parameter: zero moments, sharded like the parameter, and a step count
+        of 0 on the CPU."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         for name in MOMENTS:
             if is_quantised(parameter.shape, self.moments):
@@ -98,13 +100,14 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 
 def is_quantised(shape: tuple[int, ...], moments: MomentDType) -> bool:
-    """Whether a parameter's moments are stored in int8. One-dimensional norms and biases are too small to gain from
-    it."""
+    """Return whether a parameter's moments are stored in int8. One-dimensional norms and biases are too small for a
+    gain."""
     return moments is MomentDType.int8 and len(shape) > 1
 
 
 def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
-    """Zero scales of an int8 moment, float32 [rows, blocks per row], sharded as the parameter is."""
+    """Return the initial scales of an int8 moment: zeros, float32 [rows, blocks per row], sharded like the
+    parameter."""
     rows, blocks = parameter.shape[0], math.ceil(math.prod(parameter.shape[1:]) / BLOCK)
     scales = torch.zeros((local(parameter).shape[0], blocks), dtype=torch.float32, device=parameter.device)
     if not isinstance(parameter, DTensor):
@@ -116,12 +119,12 @@ def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a tensor, as a plain tensor; a scalar becomes one row."""
+    """Return this rank's rows of a tensor as a plain tensor; a scalar becomes a tensor with one row."""
     return torch.atleast_1d(local(tensor))
 
 
 def stretches(tensor: torch.Tensor) -> Iterator[slice]:
-    """Yield consecutive slices of rows with about `STRETCH` elements each; none if this rank holds no rows."""
+    """Yield consecutive slices of rows with about `STRETCH` elements each; nothing if this rank holds no rows."""
     if tensor.numel() == 0:
         return
     rows = max(1, STRETCH // (tensor.numel() // tensor.shape[0]))
@@ -130,7 +133,7 @@ def stretches(tensor: torch.Tensor) -> Iterator[slice]:
 
 
 class StoredMoment:
-    """This rank's rows of a moment as stored: in fp32 or bf16, or as int8 codes with their scales."""
+    """This rank's rows of a moment in their stored form: fp32, bf16, or int8 codes with scales."""
 
     def __init__(self, state: dict[str, torch.Tensor], name: str):
         self.values = as_rows(state[name])
@@ -140,7 +143,8 @@ class StoredMoment:
         self.map = torch.tensor(dynamic_map(signed), device=self.values.device) if quantised else None
 
     def read(self, rows: slice) -> torch.Tensor:
-        """Rows of the moment in fp32; a view if the moment is stored in fp32, so that the update happens in place."""
+        """Return rows of the moment in fp32. If the moment is stored in fp32 this is a view, so that the update happens
+        in place."""
         if self.scales is None or self.map is None:
             return self.values[rows].float()
         return dequantise(self.values[rows], self.scales[rows], self.map)
@@ -155,13 +159,14 @@ class StoredMoment:
 
 
 def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> None:
-    """Store fp32 values in `target`: copied if it is fp32, stochastically rounded if it is bf16. Overwrites `value`."""
+    """Write fp32 values to `target`: unchanged if it is fp32, stochastically rounded if it is bf16. Overwrites
+    `value`."""
     if target.dtype == torch.float32:
         if target.data_ptr() != value.data_ptr():
             target.copy_(value)
         return
     # bf16 is the upper 16 bits of fp32. A random 16-bit number is added to the lower 16 bits, which are then dropped.
-    # The sum carries to the next larger magnitude of bf16 with a probability of the lower bits divided by 2**16.
+    # The sum carries into the upper bits, to the next larger magnitude in bf16, with probability (lower bits) / 2**16.
     bits = value.view(torch.int32)
     bits.add_(torch.randint(1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=dice))
     bits.bitwise_and_(-(1 << 16))
@@ -170,10 +175,10 @@ def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> N
 
 @cache
 def dynamic_map(signed: bool) -> tuple[float, ...]:
-    """The 256 values that int8 moment codes stand for, ascending up to 1, from 0 or (signed) almost -1: seven
-    decades, each with twice as many values as the one below.
+    """Return the 256 values that the codes of an int8 moment stand for, in ascending order.
 
-    Within a decade, values are midpoints of equal intervals; 0 and 1 are added.
+    The values lie in seven decades up to 1, each with twice as many values as the decade below it; with `signed` also
+    their negatives. Within a decade they are the midpoints of equal intervals. The values 0 and 1 are added.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -185,9 +190,10 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
 
 
 def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise fp32 values to int8 codes [shape] and scales [rows, blocks].
+    """Quantise fp32 values to int8 codes, of the shape of `value`, and scales [rows, blocks].
 
-    A scale is the largest magnitude of a block. A code is the index in the map of the value nearest to value / scale.
+    The scale of a block is its largest magnitude. The code of a value is the index in `map_` of the entry nearest to
+    value / scale.
     """
     blocks = into_blocks(value)
     scales = blocks.abs().amax(-1).clip_(min=1e-12)
@@ -197,13 +203,14 @@ def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
-    """Convert int8 codes back to values, float32 [shape of the codes], contiguous, because the fused kernel updates
-    them in place."""
+    """Convert int8 codes back to values: float32, of the shape of the codes, and contiguous, because the fused kernel
+    updates them in place."""
     values = map_[codes.flatten(1).int()]
     return values.mul_(scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]).view(codes.shape)
 
 
 def into_blocks(value: torch.Tensor) -> torch.Tensor:
-    """Copy values into blocks [rows, blocks, BLOCK]; rows are padded with zeros to whole blocks."""
+    """Copy values [rows, ...] into blocks [rows, blocks, BLOCK]; each row is padded with zeros to a multiple of
+    `BLOCK`."""
     flat = value.flatten(1)
     return functional.pad(flat, (0, -flat.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))

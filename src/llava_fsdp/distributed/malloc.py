@@ -1,8 +1,8 @@
-"""Set what glibc's allocator does with freed memory, and how many kernels oneDNN caches, for the whole process.
+"""Set for this process what glibc's allocator does with freed memory, and how many kernels oneDNN caches.
 
-By default glibc maps blocks above a threshold one by one, and returns them to the system when they are freed. The
-threshold rises to the largest such block that was freed, up to 32 MiB. Smaller blocks are on the heap, of which glibc
-returns only free memory at the end. Other allocators are not changed.
+By default glibc maps each block of memory above a threshold separately, and returns such a block to the system when it
+is freed. The threshold rises to the size of the largest mapped block that was freed, up to 32 MiB. Smaller blocks are
+on the heap, and only free memory at the heap's end goes back to the system. Other allocators are not affected.
 """
 
 import ctypes
@@ -10,17 +10,20 @@ import os
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SMALLEST, LARGEST = 128 * 2**10, 32 * 2**20
-"""Block sizes, in bytes, from which glibc maps blocks one by one: its default, and the largest that it accepts."""
+"""Lowest and highest size in bytes from which glibc maps each block of memory separately: glibc's default, and the
+maximum it accepts."""
 NEVER = -1
 KERNELS = 256
-"""Number of compiled kernels that oneDNN caches. A micro-batch needs fewer: a block's matrix products need some 30."""
+"""Number of compiled kernels that oneDNN caches. A micro-batch uses fewer: the matrix products of a block use about
+30."""
 
 
 def return_freed_memory() -> None:
-    """Make glibc return large blocks to the system as soon as they are freed.
+    """Make glibc return each block of 128 KiB or more to the system as soon as it is freed.
 
-    FSDP's units of different sizes, gathered and freed in turn, leave holes in the heap: under zero3 half of the memory
-    of a process, as measured. The price is time: the system must provide new pages for every large tensor.
+    FSDP gathers and frees units of different sizes in turn, which leaves holes in the heap: with zero3 half of the
+    memory of a process, as measured. The price is time, because the system must provide new pages for every large
+    tensor.
     """
     set_thresholds(SMALLEST, SMALLEST)
 
@@ -28,10 +31,10 @@ def return_freed_memory() -> None:
 def keep_freed_memory() -> None:
     """Make glibc keep free memory at the end of the heap instead of returning it to the system.
 
-    Whether a step's memory lies there depends on earlier allocations. If it does, glibc returns it and gets it again
-    in every step: up to 40,000 page faults and 5 % of the CPU time, as measured.
+    By default, depending on earlier allocations, glibc may return a step's memory to the system and request it again in
+    every step: up to 40,000 page faults and 5 % of the CPU time, as measured.
     """
-    set_thresholds(LARGEST, NEVER)  # setting either threshold stops glibc from raising both
+    set_thresholds(LARGEST, NEVER)  # setting either threshold stops glibc from raising both by itself
 
 
 def set_thresholds(mmap: int, trim: int) -> None:
@@ -42,10 +45,12 @@ def set_thresholds(mmap: int, trim: int) -> None:
 
 
 def limit_kernel_cache() -> None:
-    """Let oneDNN keep at most `KERNELS` compiled kernels, unless the environment sets another number.
+    """Make oneDNN cache at most `KERNELS` compiled kernels, unless the environment variable already sets another
+    number.
 
-    It compiles one for every shape and keeps 1024 of them. Packed rows have new lengths in nearly every step: a process
-    in bf16 on a CPU with AMX grew from 0.5 to 1.2 GB in 60 steps. Call it before the first operation: oneDNN reads the
-    variable once (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
+    oneDNN compiles a kernel for every shape and by default caches 1024. Packed rows have new lengths in nearly every
+    step: a process in bf16 on a CPU with AMX grew from 0.5 to 1.2 GB in 60 steps. Call this before the first torch
+    operation, because oneDNN reads the variable only once
+    (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS))

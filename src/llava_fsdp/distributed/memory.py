@@ -1,8 +1,7 @@
-"""Formulas for the bytes of parameters, gradients and optimizer state that a rank holds under each sharding
-strategy.
+"""Compute the bytes of parameters, gradients and optimizer state that a rank holds under each sharding strategy.
 
-FSDP2 shards dimension 0 as `torch.chunk` does: of n rows, each of s ranks holds up to ceil(n / s), the last ranks
-fewer or none. Tests compare the formulas with what ranks really hold.
+FSDP2 shards dimension 0 like `torch.chunk`: of n rows, each of s ranks holds at most ceil(n / s), and the last ranks
+may hold fewer or 0. Tests compare these formulas with what ranks really hold.
 """
 
 import math
@@ -19,22 +18,23 @@ MOMENTS = 2
 
 @dataclass(frozen=True)
 class Weight:
-    """Properties of one parameter that the memory formulas need."""
+    """The properties of one parameter that the memory formulas use."""
 
     shape: tuple[int, ...]
     trainable: bool
     whole: bool
-    """Whether the parameter stays unsharded on every rank while it is frozen."""
+    """Whether every rank holds the whole parameter, unsharded, if it is frozen."""
     fp32: bool
-    """Whether the parameter is stored and computed in fp32, whatever the model's compute dtype is."""
+    """Whether the parameter is stored and computed in fp32, independent of the model's compute dtype."""
     fp8: bool = False
     """Whether FSDP gathers the parameter in fp8."""
     unit: str = ""
-    """Name of the first block of the FSDP unit that gathers the parameter; empty for the root unit."""
+    """Name of the FSDP unit that gathers the parameter, which is the name of the unit's first block; empty for the root
+    unit."""
     per_element: int = 1
-    """Number of weights packed in one element; 1 unless the weights are quantised and packed."""
+    """Number of weights that are packed into one element; 1 unless the weights are quantised and packed."""
     statistics: int = 0
-    """Bytes of a quantised weight's scales and offsets, which every rank holds whole."""
+    """Bytes of the scales and offsets of a quantised weight, which every rank holds whole."""
 
     @property
     def numel(self) -> int:
@@ -42,34 +42,35 @@ class Weight:
 
     @property
     def count(self) -> int:
-        """Number of weights, counting all that are packed in an element."""
+        """Number of weights: elements times the weights packed into each element."""
         return self.numel * self.per_element
 
     def item_size(self, precision: PrecisionConfig) -> int:
-        """Bytes of an element in the compute dtype."""
+        """Return the bytes of an element in the compute dtype."""
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.param_dtype]
 
     def gathered_size(self, precision: PrecisionConfig) -> int:
-        """Bytes of an element while FSDP gathers it."""
+        """Return the bytes of an element in the dtype in which FSDP gathers the parameter."""
         return 1 if self.fp8 else self.item_size(precision)
 
     def master_size(self, precision: PrecisionConfig) -> int:
-        """Bytes of an element of the master weight, and of its gradient in the optimizer's step."""
+        """Return the bytes of an element of the master weight, which are also those of its gradient in the optimizer's
+        step."""
         return 2 if precision.master_dtype is MasterDType.bf16 and not self.fp32 else 4
 
     def reduce_size(self, precision: PrecisionConfig) -> int:
-        """Bytes of an element of a gradient while it is reduced over ranks."""
+        """Return the bytes of an element of the gradient while it is reduced over ranks."""
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.reduce_dtype]
 
     def moment_bytes(self, precision: PrecisionConfig, local: int) -> int:
-        """Bytes of both of Adam's moments of `local` elements (whole rows)."""
+        """Return the bytes of both of Adam's moments for `local` elements, which are whole rows."""
         if is_quantised(self.shape, precision.moment_dtype):
             columns = math.prod(self.shape[1:])
             return MOMENTS * (local + 4 * math.ceil(columns / BLOCK) * (local // columns if columns else 0))
         return MOMENTS * (2 if precision.moment_dtype is MomentDType.bf16 else 4) * local
 
     def local(self, shards: int, rank: int) -> int:
-        """Number of the parameter's elements in shard number `rank` of `shards` shards."""
+        """Return the number of the parameter's elements in shard number `rank` of `shards` shards."""
         if shards == 1:
             return self.numel
         rows = self.shape[0]
@@ -78,7 +79,7 @@ class Weight:
         return self.numel // rows * held if rows else 0
 
     def padded(self, shards: int) -> int:
-        """Number of elements of the largest shard, to which FSDP pads all shards."""
+        """Return the number of elements of the largest shard, to whose size FSDP pads all shards."""
         return self.local(shards, 0)
 
 
@@ -87,11 +88,11 @@ class Bytes:
     """Bytes of parameters, gradients and optimizer state on one rank."""
 
     parameters: int
-    """Bytes after an optimizer step; the same holds for `gradients` and `optimizer`."""
+    """Bytes after an optimizer step; `gradients` and `optimizer` are of the same moment."""
     gradients: int
     optimizer: int
     parameters_between: int
-    """Bytes between two micro-batches of a step; the same holds for `gradients_between`."""
+    """Bytes between two micro-batches of a step; `gradients_between` is of the same moment."""
     gradients_between: int
 
 
@@ -107,15 +108,18 @@ def bytes_per_rank(
 ) -> Bytes:
     """Compute the bytes of parameters, gradients and optimizer state that rank `rank` holds, in memory or offloaded.
 
-    After a step and before its gradients are freed, a trainable weight is a shard in `master_dtype`, with a gradient of
-    that dtype and two moments in `moment_dtype`. Frozen weights are in the compute dtype, whole or sharded. Between
-    micro-batches, strategies that keep weights gathered hold them in the compute dtype too. Gradients that are not yet
-    reduced are whole, in the reduction dtype; with hybrid strategies they are shards, not yet reduced over the
-    replicas. A single rank without FSDP has working copies of masters that are not in the compute dtype.
+    After an optimizer step, before its gradients are freed, a trainable weight is a shard in `master_dtype`, with a
+    gradient of the same dtype and two moments in `moment_dtype`. Frozen weights are in the compute dtype, whole or
+    sharded.
+
+    Between micro-batches, strategies that keep weights gathered also hold them in the compute dtype. Gradients that are
+    not yet reduced are whole, in the reduction dtype; with hybrid strategies they are shards that are not yet reduced
+    over the replicas. A single rank without FSDP also holds copies of the weights in the compute dtype, if that is not
+    the dtype of the masters.
 
     Args:
-        padded: count what the tensors occupy: FSDP pads the parameters and gradients of a short shard to a full one,
-            of which they are views (`FSDPParam.reset_sharded_param`, `foreach_reduce`). Moments have no padding.
+        padded: count padding too. FSDP pads the parameters and gradients of a short shard to the size of a full shard
+            (`FSDPParam.reset_sharded_param`, `foreach_reduce`). Moments have no padding.
     """
     plan = SHARD_PLANS[strategy]
     _, shards = mesh_shape(plan, world_size, shard_size)
@@ -147,6 +151,6 @@ def bytes_per_rank(
 
 
 def checkpoint_bytes(weights: list[Weight], precision: PrecisionConfig) -> int:
-    """Bytes of a checkpoint: master weights, moments and step counts of all trainable weights."""
+    """Return the bytes of a checkpoint: master weights, moments and step counts of all trainable weights."""
     trainable = [w for w in weights if w.trainable]
     return sum(w.master_size(precision) * w.numel + w.moment_bytes(precision, w.numel) + 4 for w in trainable)

@@ -1,4 +1,4 @@
-"""Set up a run's process group, device and device mesh."""
+"""Set up the process group, device and device mesh of a training."""
 
 import gc
 import os
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This rank's number, the number of ranks, and the device; one rank without torchrun."""
+    """The number of this rank, the number of all ranks, and this rank's device. Without torchrun there is one rank."""
 
     rank: int
     size: int
@@ -44,20 +44,22 @@ class World:
 
 @contextmanager
 def distributed(cfg: Config) -> Iterator[World]:
-    """Context manager that joins the process group of torchrun's environment and chooses this rank's device.
+    """Context manager that joins the process group described by torchrun's environment variables and chooses this
+    rank's device.
 
     At world size 1 there is no process group, unless `offload` needs FSDP. After an error the group is not destroyed:
-    the process ends at once, and other ranks may never answer. On success the order barrier, destroy, collect, pause
-    matters: without it gloo's background thread aborts about one process in seven at interpreter exit (pytorch#179291).
+    the process ends at once, and other ranks may not respond anymore. After success the order barrier, destroy, collect
+    garbage, sleep matters: otherwise gloo's background thread aborts about one process in seven at interpreter exit
+    (pytorch#179291).
     """
-    if dist.is_initialized():  # a process group of the caller, who also destroys it
+    if dist.is_initialized():  # the caller has created the process group and also destroys it
         yield world_of_group()
         return
     world = read_world()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with(os.getppid())  # else this process would continue after torchrun is killed
+        end_with(os.getppid())  # otherwise this process would continue after torchrun is killed
     if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this setting
         torch.use_deterministic_algorithms(True)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -92,9 +94,10 @@ LOST = re.compile(
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Whether an error, or one of its causes, comes from torch.distributed because another rank is lost or late."""
+    """Return whether an error, or one of its causes, comes from torch.distributed because another rank is lost or
+    late."""
     while error is not None:
-        # torch.distributed.checkpoint raises errors of several ranks as a BaseException
+        # torch.distributed.checkpoint raises the errors of several ranks as a BaseException
         is_from_torch = isinstance(error, RuntimeError) or not isinstance(error, Exception)
         if isinstance(error, dist.DistError) or (is_from_torch and LOST.search(str(error))):
             return True
@@ -103,8 +106,8 @@ def is_lost_peer(error: BaseException | None) -> bool:
 
 
 def num_collectives(mesh: DeviceMesh | None) -> Callable[[], int]:
-    """Return a function that counts the collectives that this rank has begun; a late rank has begun fewer than
-    others."""
+    """Return a function that counts the collectives which this rank has started. A rank that is behind has started
+    fewer."""
     if not dist.is_initialized():
         return int
     groups = groups_of(mesh)
@@ -117,24 +120,25 @@ def groups_of(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
 
 
 def shorten_timeout(mesh: DeviceMesh | None, seconds: int) -> None:
-    """Set the timeout of all process groups, once weights are loaded and the first step has compiled."""
+    """Set the timeout of all process groups to `seconds`. Called once weights are loaded and the first step is
+    compiled."""
     for group in groups_of(mesh) if dist.is_initialized() else ():
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def own_rank() -> int:
-    """This rank's number, from the process group or, before it exists, from torchrun's environment."""
+    """Return this rank's number, from the process group or, before it exists, from torchrun's environment variable."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def meet() -> list[tuple[int, str, int]]:
-    """Exchange (rank, host name, process id) of every rank. A collective."""
+    """Return (rank, host name, process id) of every rank, on every rank. A collective."""
     return gather_lists([(own_rank(), socket.gethostname(), os.getpid())])
 
 
 def read_world() -> World:
-    """Read rank, world size and device from torchrun's environment. Raises ConfigError if this machine has more
-    ranks than GPUs."""
+    """Read rank, world size and device from torchrun's environment variables. Raises ConfigError if torchrun has
+    started more ranks on this machine than it has GPUs."""
     env = os.environ
     rank, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
@@ -149,17 +153,18 @@ def read_world() -> World:
 
 
 def world_of_group() -> World:
-    """Describe this rank of an existing process group, whose ranks are assumed to be on this machine."""
+    """Return the `World` of this rank in an existing process group, all of whose ranks are assumed to be on this
+    machine."""
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     return World(rank, size, rank, size, device)
 
 
 def simulated_world(size: int, world: World) -> World:
-    """A `World` for the simulation of rank 0 of `size` ranks on one node.
+    """Return a `World` for the simulation of rank 0 of `size` ranks on one node.
 
     Raises:
-        ConfigError: there are several processes.
+        ConfigError: torchrun has started several processes.
     """
     if world.size > 1:
         raise ConfigError(
@@ -170,11 +175,12 @@ def simulated_world(size: int, world: World) -> World:
 
 
 def join(world: World, timeout_seconds: int) -> None:
-    """Initialise the process group, with keys in torchrun's store that no other start of the run uses.
+    """Initialise the process group. Its keys in torchrun's store have a prefix that is new after every restart.
 
-    torchrun's store outlives a restart, and workers would read the addresses of dead ones (pytorch#135712). So keys are
-    prefixed with the number of restarts. Each node counts its own restarts. If nodes come and go the numbers differ,
-    and only a new store for every start helps, which TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun use.
+    torchrun's store outlives a restart, so that new workers could read the addresses of dead ones (pytorch#135712). The
+    prefix is therefore the number of restarts. But each node counts its own restarts, and the numbers differ if nodes
+    come and go. Then only a new store for every start helps, which TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun
+    use.
     """
     env = os.environ
     shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -199,7 +205,8 @@ def join(world: World, timeout_seconds: int) -> None:
 
 @contextmanager
 def first_rank_first(world: World) -> Iterator[None]:
-    """Context manager that runs its body on rank 0 first, then on the other ranks, which can reuse rank 0's work."""
+    """Context manager that runs its body on rank 0 first, and then on all other ranks, which can reuse the results of
+    rank 0."""
     if world.size > 1 and not world.is_first:
         dist.barrier()
     yield
@@ -208,8 +215,8 @@ def first_rank_first(world: World) -> Iterator[None]:
 
 
 def gather_lists(items: list[T]) -> list[T]:
-    """Concatenate the lists of all ranks, in the order of ranks. If all are empty, this costs one all-reduce of one
-    number."""
+    """Return the lists of all ranks, concatenated in rank order, on every rank. A collective; if all lists are empty,
+    it is one all-reduce of one number."""
     if not dist.is_initialized():
         return items
     count = torch.tensor([len(items)])
@@ -220,11 +227,11 @@ def gather_lists(items: list[T]) -> list[T]:
 
 
 def make_mesh(world: World, plan: ShardPlan, cfg: Config) -> DeviceMesh | None:
-    """Create the (replicate, shard) device mesh of a strategy; None for a single rank, unless `offload` needs FSDP
-    to move weights.
+    """Create the device mesh of a sharding strategy, with the dimensions (replicate, shard) or (shard,); None for a
+    single rank, unless `offload` needs FSDP to move weights.
 
     Raises:
-        ConfigError: `sharding.shard_size` does not divide the ranks.
+        ConfigError: `sharding.shard_size` does not divide the number of ranks.
     """
     shape = mesh_shape(plan, world.size, cfg.sharding.shard_size or world.local_size)
     if world.size == 1 and not cfg.offload.mode.moves_weights:
@@ -235,8 +242,8 @@ def make_mesh(world: World, plan: ShardPlan, cfg: Config) -> DeviceMesh | None:
 
 
 def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, int]:
-    """The (replicate, shard) sizes of a strategy's mesh. Raises ConfigError if shard_size does not divide the number
-    of ranks."""
+    """Return the (replicate, shard) sizes of the device mesh of a sharding strategy. Raises ConfigError if `shard_size`
+    does not divide the number of ranks."""
     if plan.mesh is Mesh.REPLICATE:
         return world_size, 1
     if plan.mesh is Mesh.SHARD:

@@ -1,5 +1,6 @@
-"""Offload a run's weights, gradients and optimizer state from the device: `offload=none|optimizer|params|nvme`. All
-modes train the same weights.
+"""Offload weights, gradients and optimizer state from the device: `offload=none|optimizer|params|nvme`.
+
+All modes train to the same weights. Each mode keeps these in the place named, and updates the weights there:
 
 | | fp32 shards | gradients | moments | updated by |
 |---|---|---|---|---|
@@ -8,8 +9,8 @@ modes train the same weights.
 | params | host, pinned | host, pinned | host | the CPU's fused kernel |
 | nvme | a file | a file | a file | the CPU's fused kernel in the mapped file, read ahead |
 
-Bytes that a rank holds. Sums are over its tensors: n elements of a parameter, n* with the padding to
-ceil(rows / shards) rows, i bytes an element.
+The letters below are bytes that a rank holds, summed over its tensors. n is the number of elements that the rank holds
+of a parameter, n* the same with the shard padded to ceil(rows / shards) rows, i the bytes of an element.
 
     W    n i, frozen weights that are whole on the rank, in the compute dtype; buffers
     C    n i, working copies in the compute dtype: only at world size 1 without `params` and `nvme`; 0 for fp32
@@ -18,7 +19,8 @@ ceil(rows / shards) rows, i bytes an element.
     M    n i, moments: for fp32 Adam 8 n of trainable weights; and 4 bytes a parameter for its step count
     B    the largest bucket: at most 128 MiB, or M if that is less
 
-page(x) is x with every tensor rounded up to 4096 bytes; pow2(x) to a power of two, as in torch's pinned allocator.
+page(x) is x with every tensor rounded up to a multiple of 4096 bytes; pow2(x) is x with every tensor rounded up to a
+power of two, as torch's pinned allocator does.
 
 | | device, between steps | device, in the optimizer's step | host memory | disk |
 |---|---|---|---|---|
@@ -27,12 +29,12 @@ page(x) is x with every tensor rounded up to 4096 bytes; pow2(x) to a power of t
 | params | W | + 0 | page(S), pinned; pow2(G), pinned; M | 0 |
 | nvme | W | + 0 | the system's cache of the files | page(S) + page(G) + page(M) |
 
-At world size 1 without `params` and `nvme` there is no FSDP, and S is the masters, n i. With them FSDP shards over a
-mesh of this one rank, because FSDP moves the weights. While a micro-batch runs, the device also holds gathered units in
-every mode: two blocks and the root unit in the compute dtype, or all blocks with strategies that keep weights gathered;
-with `params` and `nvme` on a GPU also the shards of one unit in the master dtype, while they are copied. Reduced
-gradients leave the device a unit at a time. Without a GPU the device is the host: `optimizer` and `params` save nothing
-there, and with `nvme` only W and the memory of a micro-batch are private memory.
+At world size 1 without `params` and `nvme` there is no FSDP, and S is the masters, n i. With `params` or `nvme` FSDP
+shards over a mesh of this one rank, because FSDP moves the weights. While a micro-batch runs, the device also holds
+gathered units in every mode: two blocks and the root unit in the compute dtype, or all blocks with strategies that keep
+weights gathered. With `params` and `nvme` on a GPU it also holds the shards of one unit in the master dtype while they
+are copied. Reduced gradients leave the device a unit at a time. Without a GPU the device is the host: `optimizer` and
+`params` save nothing there, and with `nvme` only W and the memory of a micro-batch are private memory of the process.
 """
 
 import os
@@ -64,8 +66,8 @@ NO_ROOM = re.compile(
 
 
 class Offload:
-    """Places a rank's parameters, gradients and moments on the device, in host memory or in files, as `offload`
-    says."""
+    """Places this rank's parameters, gradients and moments on the device, in host memory or in files, according to
+    `offload`."""
 
     def __init__(self, cfg: Config, device: torch.device):
         self.mode = cfg.offload.mode
@@ -79,21 +81,21 @@ class Offload:
 
     @property
     def policy(self) -> OffloadPolicy:
-        """FSDP's offload policy for `fully_shard`. Pages of a file are not pinned, since pinning would keep them in
-        memory."""
+        """FSDP's offload policy for `fully_shard`. Memory pages of a file are not pinned, because pinning would keep
+        them all in memory."""
         if not self.mode.moves_weights:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.pin and self.mode is OffloadMode.params)
 
     def materialize(self, model: nn.Module) -> None:
-        """Allocate a meta-device model's tensors on this rank, uninitialised: offloaded shards off the device, all
-        else on it."""
+        """Allocate all tensors of a meta-device model on this rank, uninitialised: offloaded shards in host memory or a
+        file, everything else on the device."""
         made = self.take_shards(model) if self.mode.moves_weights else {}
 
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type != "meta":
                 return tensor
-            if id(tensor) not in made:  # a tied parameter comes once for each of its names
+            if id(tensor) not in made:  # a tied parameter is visited once for each of its names
                 made[id(tensor)] = torch.empty_like(tensor, device=self.device)
             return made[id(tensor)]
 
@@ -102,11 +104,11 @@ class Offload:
             self.take_gradients(model)
 
     def take_shards(self, model: nn.Module) -> dict[int, torch.Tensor]:
-        """Allocate this rank's padded shard of every sharded parameter; returns the shards by `id` of their meta
-        tensor.
+        """Allocate this rank's padded shard of every sharded parameter; return the shards by `id` of the meta tensors
+        that they replace.
 
-        FSDP's private `_sharded_param_data` is set too, because FSDP would copy shards that need padding elsewhere, and
-        has no public setting for that. tests/distributed/test_offload.py checks where shards lie.
+        Also sets FSDP's private `_sharded_param_data`: otherwise FSDP would copy shards that need padding to memory of
+        its own, and it has no public setting for this. tests/distributed/test_offload.py checks where shards lie.
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         parameters = list(
@@ -122,8 +124,8 @@ class Offload:
         return made
 
     def take_gradients(self, model: nn.Module) -> None:
-        """Reserve file space for the gradient of every trainable shard; hooks move gradients there once they are
-        reduced."""
+        """Reserve file space for the gradient of every trainable shard, and register hooks that move reduced gradients
+        there."""
         trainable = [p for p in model.parameters() if p.requires_grad]
         assert all(isinstance(p, DTensor) for p in trainable)
         self.gradients = Arena(sum(Arena.room(local(p).shape, p.dtype) for p in trainable), self.folder)
@@ -132,12 +134,13 @@ class Offload:
             parameter.register_post_accumulate_grad_hook(GradientIntoFile(place))
 
     def loaded(self) -> None:
-        """Drop the file-backed shards from memory after weights are loaded; they stay on disk."""
+        """Drop the file-backed shards from this process's memory once the weights are loaded; the file keeps them."""
         if self.shards is not None and self.shards.of_file:
             self.shards.release_all()
 
     def optimizer(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Wrap the optimizer so that its moments are offloaded."""
+        """Return the optimizer, wrapped so that its moments are offloaded; unwrapped if `offload` leaves moments where
+        they are."""
         if self.mode is OffloadMode.optimizer:
             return StreamedOptimizer(
                 inner, lambda size: Arena(size, pin=self.pin), lambda made: Copied(made, self.device)
@@ -149,8 +152,8 @@ class Offload:
 
 
 class GradientIntoFile:
-    """A gradient hook that moves a shard's gradient into a file, where FSDP adds later micro-batches' gradients to
-    it."""
+    """Gradient hook that moves a shard's gradient into a file. FSDP adds the gradients of later micro-batches to it
+    there."""
 
     def __init__(self, place: torch.Tensor):
         self.place = place
@@ -164,13 +167,14 @@ class GradientIntoFile:
 
 
 def managed(module: FSDPModule) -> list[Any]:
-    """FSDP's own parameter objects (`FSDPParam`) of an FSDP unit."""
+    """Return FSDP's internal parameter objects (`FSDPParam`) of an FSDP unit."""
     group = module._get_fsdp_state()._fsdp_param_group
     return [] if group is None else group.fsdp_params
 
 
 def filesystem(folder: Path) -> str | None:
-    """Type of the filesystem (ext4, tmpfs, ...) of a folder, or of its nearest existing parent; None if unknown."""
+    """Return the type of the filesystem (ext4, tmpfs, ...) of a folder, or of its nearest existing parent; None if
+    unknown."""
     while not folder.exists():
         folder = folder.parent
     device = os.stat(folder).st_dev
@@ -185,10 +189,10 @@ def filesystem(folder: Path) -> str | None:
 
 @contextmanager
 def clear_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
-    """Context manager that replaces out-of-memory errors by an error that names settings which need less memory.
+    """Context manager that replaces an out-of-memory error by one that names settings which need less memory.
 
     Raises:
-        OutOfMemory: instead of torch's or Python's error.
+        OutOfMemory: instead of torch's or Python's out-of-memory error.
     """
     try:
         yield
@@ -203,7 +207,8 @@ def clear_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
 
 
 def cures(cfg: Config, device: torch.device) -> list[str]:
-    """Settings that take less memory than this configuration, the ones with the least slowdown first."""
+    """Return settings with which a training would take less memory than with `cfg`, the ones with the least slowdown
+    first."""
     found = (
         ["activation_checkpointing=full"] if cfg.activation_checkpointing.mode is ActivationCheckpointing.none else []
     )
@@ -217,7 +222,7 @@ def cures(cfg: Config, device: torch.device) -> list[str]:
 
 
 def describe_offload(cfg: Config, device: torch.device) -> str:
-    """One line about what is offloaded and where, for the summary at the start of a run."""
+    """Return one line about what is offloaded and where, for the summary at the start of a training."""
     mode = cfg.offload.mode
     if mode is OffloadMode.none:
         return "none"
@@ -231,10 +236,10 @@ def describe_offload(cfg: Config, device: torch.device) -> str:
 
 
 def offload_folder(cfg: Config) -> Path:
-    """Folder for the files of `offload=nvme`.
+    """Return the folder for the files of `offload=nvme`.
 
     Raises:
-        ConfigError: `offload.folder` does not exist. It is not made: it may be on a disk that is not mounted.
+        ConfigError: `offload.folder` does not exist. It is not created, since it may be on a disk that is not mounted.
     """
     if cfg.offload.folder is not None and not Path(cfg.offload.folder).is_dir():
         raise ConfigError(f"offload.folder={cfg.offload.folder} is not a folder; make one, on a local disk, or name it")
@@ -242,7 +247,7 @@ def offload_folder(cfg: Config) -> Path:
 
 
 def warn_of_no_use(cfg: Config, world: World) -> None:
-    """Warn, on rank 0, if the offload saves no memory on this machine."""
+    """Log a warning on rank 0 if `offload` saves no memory on this machine."""
     text = describe_offload(cfg, world.device)
     if world.is_first and "saves nothing" in text:
         log().warning("offload=%s", text)

@@ -1,8 +1,8 @@
 """Apply sharding, precision, compilation and activation checkpointing to any model made of stacks of blocks.
 
-The order is: meta device, freeze, fp8, compile, activation checkpointing, `fully_shard`, weights, then the optimizer.
-Checkpointing is inside the FSDP unit, so that a block's weights are gathered before it runs again. Weights are loaded
-last, so that no rank ever holds more than its shards.
+The order is: create on the meta device, freeze, convert to fp8, compile, activation checkpointing, `fully_shard`, load
+weights, create the optimizer. Activation checkpointing is applied before `fully_shard`, so that a block's weights are
+gathered before it runs again. Weights are loaded after sharding, so that no rank ever holds more than its shards.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,9 +50,9 @@ def parallelize(
         stacks: lists of blocks, the language model's first. Each block becomes one unit of FSDP and of activation
             checkpointing.
         mesh: (replicate, shard) or (shard,); None shards nothing.
-        offload: allocates the shards where they belong.
-        whole: modules whose frozen weights stay whole on every rank with every strategy.
-        count: counts the graphs of the language model's compiled blocks; None does not compile them.
+        offload: allocates the shards on the device, in host memory or in a file.
+        whole: modules whose frozen weights are never sharded, with any strategy.
+        count: counts the graphs of the language model's compiled blocks; None: blocks are not compiled.
 
     Returns:
         The tensors to load, optimize and checkpoint, by parameter name.
@@ -73,8 +73,8 @@ def parallelize(
 
 
 def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> None:
-    """Allocate a meta-device model's tensors with `allocate`, and tie parameters again that were tied on the meta
-    device."""
+    """Allocate the tensors of a meta-device model with `allocate`, and tie those parameters again that were tied on the
+    meta device."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -86,8 +86,8 @@ def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> No
 
 
 def frozen_left_whole(model: nn.Module, plan: ShardPlan, whole: list[nn.Module]) -> set[nn.Parameter]:
-    """Frozen parameters that FSDP ignores: all frozen ones, or only those in `whole` if the strategy shards frozen
-    weights."""
+    """Return the frozen parameters that FSDP must not shard: all frozen ones, or only those in `whole` if the strategy
+    shards frozen weights."""
     roots = whole if plan.shards_frozen else [model]
     return {p for root in roots for p in root.parameters() if not p.requires_grad}
 
@@ -101,16 +101,16 @@ def shard(
     ignored: set[nn.Parameter],
     offload: Offload,
 ) -> None:
-    """Apply `fully_shard` to every group of blocks that has something to shard, then to the rest of the model, the
-    root unit.
+    """Apply `fully_shard` to every group of blocks that has parameters to shard, and then to the whole model, whose
+    other parameters form the root unit.
 
-    The root unit is not freed after forward, because backward begins with it. A unit has one dtype, so all trainable
-    norms that compute in fp32 are one more unit, which is small and stays gathered too.
+    The root unit is not freed after forward, because backward begins with it. All parameters of a unit have one dtype,
+    so the trainable norms that compute in fp32 form one more unit, which is small and also stays gathered.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[cfg.precision.param_dtype],
         reduce_dtype=DTYPES[cfg.precision.reduce_dtype],
-        cast_forward_inputs=False,  # the model casts images itself, also without FSDP
+        cast_forward_inputs=False,  # the model casts images itself, with or without FSDP
     )
     common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload.policy}
     norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
@@ -118,12 +118,12 @@ def shard(
     if together is not None:
         kept = replace(
             policy, param_dtype=None, reduce_dtype=None
-        )  # norms compute and are reduced in fp32, as they are stored
+        )  # norms compute and are reduced in fp32, the dtype in which they are stored
         fully_shard(together, mp_policy=kept, reshard_after_forward=False, **common)
         model.gathered_first = together
         common["ignored_params"] = ignored = ignored | set(together.parameters())
     units = []
-    for stack in reversed(stacks):  # in the order of the forward pass: vision tower, language model
+    for stack in reversed(stacks):  # in the order of the forward pass: vision tower, then language model
         for unit in in_units(list(stack), cfg.sharding.blocks_per_unit):
             blocks = [block for block in unit if set(block.parameters()) - ignored]
             if blocks:
@@ -137,30 +137,30 @@ def shard(
         model.register_forward_pre_hook(lambda *_: together())  # after FSDP's own hook, which begins a pass
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is divided by the label tokens of the whole step, so gradients are summed and not averaged.
-            # Neither setter applies to submodules, so both are called on each; gloo needs the second one.
+            # The loss is divided by the label tokens of the whole step, so gradients are summed over ranks and not
+            # averaged. Neither setter acts on submodules, so both are called on every unit; gloo needs the second one.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 def in_units(blocks: list[T], size: int) -> list[list[T]]:
-    """Split blocks into consecutive groups of `size`; the last one may be smaller."""
+    """Split blocks into consecutive groups of `size` blocks; the last group may be smaller."""
     return [blocks[start : start + size] for start in range(0, len(blocks), size)]
 
 
 def describe_units(sharding: ShardingConfig) -> str:
-    """Text about the settings of FSDP units that differ from FSDP2's defaults; empty if none do."""
+    """Describe the settings of FSDP units that differ from FSDP2's defaults; empty if no setting differs."""
     parts = [f"{sharding.blocks_per_unit} blocks gathered together"] if sharding.blocks_per_unit > 1 else []
     parts += [f"{sharding.prefetch} gathers begun ahead"] if sharding.prefetch is not None else []
     return ", ".join(parts)
 
 
 def without_use(sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], shards: int | None) -> list[str]:
-    """Messages about settings of FSDP units that have no effect in this run.
+    """Return messages about settings of FSDP units that have no effect in this training.
 
     Args:
-        stacks: after `shard`.
-        shards: ranks that share a copy of the weights; None without FSDP.
+        stacks: stacks of blocks, after `shard`.
+        shards: number of ranks that the weights are sharded over; None without FSDP.
     """
     size, ahead = sharding.blocks_per_unit, sharding.prefetch
     largest = max(map(len, stacks))
@@ -186,10 +186,11 @@ def without_use(sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], shard
 
 
 def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
-    """Let FSDP begin the all-gathers of the next `count` units when a unit runs, forward and backward.
+    """Make FSDP begin the all-gathers of the next `count` units whenever a unit runs, in the forward and the backward
+    pass.
 
     Args:
-        units: a module of each unit, in the order of the forward pass.
+        units: one module of each unit, in the order of the forward pass.
     """
     sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for place, unit in enumerate(sharded):
@@ -199,7 +200,7 @@ def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
 
 @runtime_checkable
 class Packed(Protocol):
-    """A module whose `weight` packs several quantised weights into each element."""
+    """Protocol of modules whose `weight` packs several quantised weights into each element."""
 
     per_element: int
     statistics_bytes: int
@@ -207,9 +208,9 @@ class Packed(Protocol):
 
 
 class GatheredFirst(nn.Module):
-    """Puts several modules of a model into one FSDP unit that is gathered before any of them runs.
+    """Puts several modules of a model into one FSDP unit, which is gathered before any of them runs.
 
-    `fully_shard` of a list would put hooks on each of them, which would break the graphs of compiled blocks.
+    `fully_shard` of a list of modules would put hooks on each of them, which would split the graphs of compiled blocks.
     """
 
     def __init__(self, modules: list[nn.Module]):
@@ -217,7 +218,7 @@ class GatheredFirst(nn.Module):
         self.together = nn.ModuleList(modules)
 
     def forward(self) -> None:
-        """Do nothing; FSDP's hooks on this module gather the weights."""
+        """Do nothing: FSDP's hooks on this module gather the weights."""
 
 
 def weights_of(
@@ -227,7 +228,7 @@ def weights_of(
     precision: PrecisionConfig,
     blocks_per_unit: int = 1,
 ) -> dict[str, Weight]:
-    """Describe every parameter of a meta-device model for the memory formulas, by parameter name."""
+    """Return the properties of every parameter of a meta-device model for the memory formulas, by parameter name."""
     in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in whole for p in module.parameters()}
@@ -247,13 +248,13 @@ def weights_of(
 
 
 def units_of_blocks(model: nn.Module, stacks: Sequence[nn.ModuleList], blocks_per_unit: int) -> dict[str, str]:
-    """Name of the FSDP unit of every block, by block name; a unit has the name of its first block."""
+    """Return the name of the FSDP unit of every block, by block name. A unit is named after its first block."""
     names = block_names(model, stacks)
     units = [unit for stack in stacks for unit in in_units(list(stack), blocks_per_unit)]
     return {names[block]: names[unit[0]] for unit in units for block in unit}
 
 
 def block_names(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> dict[nn.Module, str]:
-    """Name of every block of the stacks, without the prefixes that activation checkpointing adds."""
+    """Return the names of all blocks of the stacks, without the prefixes that activation checkpointing adds."""
     blocks = {block for stack in stacks for block in stack}
     return {module: clean_name(name) for name, module in model.named_modules() if module in blocks}

@@ -1,4 +1,4 @@
-"""Choose the dtypes in which weights are stored, computed with and updated."""
+"""Set the dtypes in which weights are stored, used in computations and updated."""
 
 import torch
 from torch import nn
@@ -13,9 +13,9 @@ MASTERS = {MasterDType.bf16: torch.bfloat16, MasterDType.fp32: torch.float32}
 def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None:
     """Cast every parameter of a meta-device model to the dtype in which it is stored.
 
-    Frozen weights are stored in the compute dtype, because FSDP does not cast the parameters that it ignores. Trainable
-    ones are masters with FSDP; without it they are working copies in the compute dtype, and `MasterWeights` holds the
-    masters. Buffers keep their dtype: rotary frequencies are fp32.
+    Frozen weights are stored in the compute dtype, because FSDP does not cast parameters that it ignores. Trainable
+    weights are stored in the master dtype with FSDP; without FSDP they are stored in the compute dtype, and
+    `MasterWeights` holds separate masters. Buffers keep their dtype: rotary frequencies are fp32.
     """
     compute, master = DTYPES[cfg.param_dtype], MASTERS[cfg.master_dtype]
     kept = norm_weights(model, cfg)
@@ -25,11 +25,10 @@ def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None
 
 
 def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module]:
-    """The model's normalization layers if they compute in another dtype than the rest of the model; else an empty
-    list.
+    """Return the model's normalization layers if their dtype differs from the compute dtype; else an empty list.
 
-    The weight of a norm is around 1, where bf16 has steps of 1/128, so that updates below half of that would have no
-    effect on the forward pass.
+    The weight of a norm is around 1, where neighbouring bf16 numbers differ by 1/128: smaller updates would have no
+    effect on a forward pass in bf16.
     """
     if cfg.norm_dtype is cfg.param_dtype:
         return []
@@ -37,8 +36,8 @@ def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a normalization layer: its class name has `Norm` in it, and its parameters are
-    one-dimensional."""
+    """Return whether a module is a normalization layer: its class name contains `Norm`, it has no submodules, and its
+    parameters have at most one dimension."""
     is_leaf = not any(True for _ in module.children()) and all(p.ndim <= 1 for p in module.parameters())
     return is_leaf and "Norm" in type(module).__name__
 
@@ -48,19 +47,19 @@ def norm_weights(model: nn.Module, cfg: PrecisionConfig) -> set[nn.Parameter]:
 
 
 def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> None:
-    """Register hooks on norms that cast their inputs to fp32 and their outputs back to the compute dtype."""
+    """Register hooks on all norms that cast their inputs to fp32 and their outputs back to the compute dtype."""
     for norm in norms_kept_in_fp32(model, cfg):
         norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
         norm.register_forward_hook(lambda _, inputs, output: output.to(DTYPES[cfg.param_dtype]))
 
 
 class MasterWeights:
-    """The master weights by parameter name: the tensors that the optimizer updates and checkpoints hold.
+    """The master weights by parameter name: the tensors that the optimizer updates and that checkpoints contain.
 
-    With FSDP, or if the masters have the compute dtype, they are the model's own parameters. Else, at world size 1, the
-    model computes with working copies: each backward adds its gradients to the masters' in the masters' dtype, and
-    `refresh` copies the masters back after an optimizer step. The results are those of `fully_shard` on one rank, bit
-    for bit.
+    With FSDP, or if masters have the compute dtype, the masters are the model's own parameters. Otherwise, at world
+    size 1, the model computes with copies of the masters in the compute dtype: a backward pass adds its gradients to
+    the gradients of the masters, in the masters' dtype, and `refresh` updates the copies after an optimizer step. The
+    results are bit for bit those of `fully_shard` on one rank.
     """
 
     def __init__(
@@ -69,11 +68,12 @@ class MasterWeights:
         master: torch.dtype = torch.float32,
         in_fp8: nn.Module | None = None,
     ):
-        """Create a separate master weight for each trainable parameter that needs one, and hook gradients to it.
+        """Create a separate master weight for each trainable parameter that needs one, and register a hook that adds
+        the parameter's gradient to it.
 
         Args:
-            master: the dtype of the masters, except of weights that compute in fp32: these keep it.
-            in_fp8: the model, if layers of it multiply in fp8.
+            master: dtype of the masters. Weights that compute in fp32 have fp32 masters.
+            in_fp8: the model, if layers of it multiply in fp8; else None.
         """
         self.named: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -89,8 +89,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update the weights that the forward pass uses after the master weights have changed. A collective with
-        fp8."""
+        """Update the weights that the forward pass uses, after the master weights have changed. A collective if layers
+        multiply in fp8."""
         if self._copies:
             torch._foreach_copy_([p for p, _ in self._copies], [m for _, m in self._copies])
         if self._in_fp8 is not None:
@@ -98,7 +98,8 @@ class MasterWeights:
 
 
 class GradientInto:
-    """A gradient hook that adds a parameter's gradient to its master weight's, in the master's dtype, and frees it."""
+    """Gradient hook that adds a parameter's gradient to the gradient of its master weight, in the master's dtype, and
+    then frees the parameter's gradient."""
 
     def __init__(self, master: nn.Parameter):
         self.master = master

@@ -1,7 +1,7 @@
 """Compare replicas: ranks that hold the same rows of a tensor must hold exactly the same bits.
 
-Nothing else would detect a difference. A flipped bit in one rank's copy (by bad memory, or a GPU that computes wrong
-sums) changes the gradients of all ranks, and is exported if that copy is the one that is written.
+No other check detects a difference between replicas. A flipped bit in one rank's copy (from bad memory, or a GPU that
+computes wrong sums) changes the gradients of all ranks, and is exported if that rank writes the export.
 """
 
 from collections import Counter
@@ -17,16 +17,16 @@ from xxhash import xxh3_64_intdigest
 from llava_fsdp.distributed.local_shards import local
 
 CHUNK = 1 << 24
-"""Number of words (of up to 4 bytes) that are summed at a time on a GPU: 128 MiB for each int64 temporary."""
+"""Number of words (of up to 4 bytes) that are summed at a time on a GPU; each int64 temporary then takes 128 MiB."""
 WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """This rank's rows of the tensors that other ranks hold copies of, by name.
+    """Return this rank's rows of the tensors that other ranks have copies of, by name.
 
     Returns:
-        Those of DTensors that are replicated over a dimension of their mesh; and those of plain tensors, which every
-        rank holds whole.
+        Two dicts: the local rows of DTensors that are replicated over a dimension of their mesh, and the plain tensors,
+            which every rank holds whole.
     """
     of_mesh, everywhere = {}, {}
     for name, tensor in tensors.items():
@@ -40,7 +40,7 @@ def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch
 
 
 def shard_number(tensors: Iterable[torch.Tensor]) -> int:
-    """Number of this rank's shard in the mesh. Ranks with the same number are replicas of each other."""
+    """Return the number of this rank's shard in the mesh. Ranks with the same number are replicas of each other."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate()
@@ -53,7 +53,7 @@ def shard_number(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Checksums of the tensors' memory by name, unsigned 64-bit. Waits for the device at most once."""
+    """Compute a checksum of each tensor's memory, unsigned 64-bit, by name. Waits for the device at most once."""
     found = {name: digest_on_host(t) for name, t in tensors.items() if t.device.type == "cpu"}
     on_device = {name: weighted_sum(t) for name, t in tensors.items() if t.device.type != "cpu"}
     if on_device:
@@ -63,16 +63,17 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def digest_on_host(tensor: torch.Tensor) -> int:
-    """The 64-bit xxh3 digest of a CPU tensor's bytes, about as fast as memory can be read."""
+    """Compute the 64-bit xxh3 digest of a CPU tensor's bytes. It is about as fast as memory can be read."""
     return xxh3_64_intdigest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """A checksum of a tensor's memory, int64 []: the sum modulo 2**64 of word i times 2i + 1.
+    """Compute a checksum of a tensor's memory, int64 []: the sum of (2i + 1) * word[i], modulo 2**64.
 
-    A word has at most 32 bits. Sums of integers do not depend on the order, so that all ranks get the same one.
-    Changing a word changes the sum by a number below 2**32 times an odd one. Swapping words i and j changes it by their
-    difference times 2(j - i), which is below 2**64 for fewer than 2**31 words. Neither is 0 modulo 2**64.
+    A word has at most 32 bits. Sums of integers do not depend on the order of summation, so that ranks with equal
+    tensors get equal sums. A change of one word changes the sum by a number below 2**32 times an odd number. An
+    exchange of the words i and j changes it by their difference times 2(j - i), which is below 2**64 for fewer than
+    2**31 words. Neither is 0 modulo 2**64.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     flat = flat.view(next(words for size, words in WORDS.items() if flat.numel() % size == 0))
@@ -85,18 +86,18 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor or other value that differs between ranks that should hold the same."""
+    """A tensor or other value that should be equal on several ranks, but is not."""
 
     name: str
     ranks: tuple[int, ...]
-    """Ranks whose value differs from the majority's; all ranks that hold the tensor if no value has a majority."""
+    """Ranks whose value differs from the majority's; without a majority, all ranks that hold the tensor."""
     has_majority: bool
-    """Whether a majority of ranks agrees, so that `ranks` are the wrong ones."""
+    """Whether a majority of the ranks agrees; then `ranks` are the wrong ones."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Checksums, by name, of the tensors and values of one rank that other ranks must hold too."""
+    """Checksums, by name, of those tensors and values of one rank that other ranks must have too."""
 
     shard: int
     """The rank's shard number: ranks with the same number hold the same rows of the tensors in `of_mesh`."""
@@ -110,11 +111,11 @@ class Held:
 
 
 def held_by_this_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> Held:
-    """Compute the checksums of this rank's tensors and values that other ranks must hold too.
+    """Compute the checksums of those tensors and values of this rank that other ranks must have too.
 
     Args:
         tensors: by name, in the same order on every rank.
-        facts: other values that must be the same on every rank, as text by name.
+        facts: other values that must be equal on every rank, as text by name.
     """
     of_mesh, everywhere = shared_tensors(tensors)
     digests = {name: xxh3_64_intdigest(text.encode()) for name, text in facts.items()}
@@ -122,12 +123,12 @@ def held_by_this_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, s
 
 
 def find_differences(own: Held, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:
-    """Compare the checksums of all ranks; returns the same list of differences on every rank. A collective.
+    """Compare the checksums of all ranks, and return the same list of differences on every rank. A collective.
 
-    Ranks send three numbers. Only if these differ do they send the checksum of every tensor.
+    Each rank sends three numbers. Only if they differ, each rank sends the checksum of every tensor.
 
     Args:
-        gather: takes this rank's items, and returns the items of all ranks in rank order.
+        gather: a function that takes this rank's items and returns the items of all ranks in rank order.
     """
     totals = gather([own.totals])
     if len({(shard, total) for shard, total, _ in totals}) == len({shard for shard, *_ in totals}):
@@ -137,10 +138,10 @@ def find_differences(own: Held, gather: Callable[[list[Any]], list[Any]]) -> lis
 
 
 def compare(found: list[Held]) -> list[Difference]:
-    """Compare the checksums of all ranks, name by name, and list the tensors and values that differ.
+    """Compare the checksums of all ranks by name, and return the tensors and values that differ.
 
     Args:
-        found: those of each rank.
+        found: the checksums of each rank, in rank order.
     """
     replicas: dict[int, list[int]] = {}
     for rank, held in enumerate(found):
@@ -159,10 +160,10 @@ def compare(found: list[Held]) -> list[Difference]:
 
 
 def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
-    """Find the ranks whose checksum of one tensor differs from the majority's; None if all are equal.
+    """Find the ranks whose checksum of one tensor differs from the majority's; return None if all are equal.
 
     Args:
-        values: the checksum of each rank.
+        values: the checksum of each rank, by rank.
     """
     value, votes = Counter(values.values()).most_common(1)[0]
     if votes == len(values):
@@ -173,10 +174,10 @@ def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
 
 
 def same_on_every_rank(norm: DTensor) -> torch.Tensor:
-    """The full value of a sharded gradient norm, float32 [], with the same bits on all ranks. A collective.
+    """Return the full value of a sharded gradient norm, float32 [], with the same bits on all ranks. A collective.
 
-    Each replica sums its own shards, and may sum them in another order on machines with other links. Replicas that clip
-    by different bits would drift apart, so all ranks take the largest norm.
+    Each replica sums over its own shards, possibly in another order on machines with other network links. Replicas that
+    clip gradients by norms with different bits would drift apart, so all ranks use the largest norm.
     """
     value = norm.full_tensor()
     if sum(size > 1 for size in norm.device_mesh.shape) > 1:

@@ -1,4 +1,4 @@
-"""Move the optimizer's offloaded moments to where they are updated and back: through device buffers, or in
+"""Bring the optimizer's offloaded moments to where they are updated, and back: through buffers on the device, or in
 memory-mapped files."""
 
 from collections.abc import Callable, Iterator
@@ -12,10 +12,11 @@ from llava_fsdp.distributed.streamed_optimizer import Piece, State, StreamedOpti
 
 
 class Copied:
-    """Moments in host memory, copied through two device buffers: one bucket is copied while another one is updated.
+    """Brings moments from host memory to the device and back, through two device buffers: one bucket is copied while
+    another is updated.
 
-    On a GPU copies in and out have a stream each, and the host waits once, at the end of the step. On a CPU there are
-    no streams. The buffers exist only during a step.
+    On a GPU, copies to and from the device have a stream each, and the host waits only once, at the end of the
+    optimizer's step. On a CPU there are no streams. The buffers exist only during a step.
     """
 
     def __init__(self, optimizer: StreamedOptimizer, device: torch.device):
@@ -43,7 +44,7 @@ class Copied:
         return self.staged[number]
 
     def load(self, number: int) -> None:
-        """Begin to copy a bucket's moments into a device buffer, the one that the bucket two numbers before used."""
+        """Begin to copy a bucket's moments into the device buffer that bucket `number - 2` has used."""
         if number >= len(self.optimizer.buckets):
             return
         buffer, offset, states = self.buffers[number % 2], 0, []
@@ -70,7 +71,7 @@ class Copied:
 
 
 class Lanes:
-    """Two CUDA streams for copies, and the events that order them with the current stream."""
+    """Two CUDA streams for copies, and the events that order them with the current stream. Used by `Copied`."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -80,12 +81,13 @@ class Lanes:
         self.stored = [torch.cuda.Event(), torch.cuda.Event()]
 
     def begin(self) -> None:
-        """Let the copies wait for earlier work of the current CUDA stream, which may still use the buffers' memory."""
+        """Make the copies wait for earlier work of the current CUDA stream, which may still use the buffers' memory."""
         self.inward.wait_stream(torch.cuda.current_stream(self.device))
 
     @contextmanager
     def loading(self, number: int) -> Iterator[None]:
-        """Run the body's copies into a buffer on the inward stream, after the buffer's previous bucket is stored."""
+        """Context manager that puts the copies in its body, from the host into a buffer, on the inward stream, after
+        the copy of the buffer's previous bucket to the host."""
         with torch.cuda.stream(self.inward):
             if number > 1:
                 self.inward.wait_event(self.stored[number % 2])
@@ -97,26 +99,29 @@ class Lanes:
 
     @contextmanager
     def storing(self, number: int) -> Iterator[None]:
-        """Run the body's copies out of a buffer on the outward stream, after the bucket's update."""
+        """Context manager that puts the copies in its body, from a buffer to the host, on the outward stream, after the
+        bucket's update."""
         self.outward.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.outward):
             yield
             self.stored[number % 2].record(self.outward)
 
     def end(self) -> None:
-        """Block the host until all copies out are done, because a checkpoint may read the moments next and the
-        buffers are freed."""
+        """Block the host until all copies from the device are done, because a checkpoint may read the moments next, and
+        the buffers are freed."""
         self.outward.synchronize()
 
 
 class Mapped:
-    """Moments in memory-mapped files, updated in place; a thread reads the next bucket from disk ahead of its use."""
+    """Updates moments in place in memory-mapped files; a thread reads the next bucket from disk while one is
+    updated."""
 
     def __init__(self, optimizer: StreamedOptimizer, others: list[Arena]):
-        """Prepare the moments' files for updates in place, with a thread that reads ahead.
+        """Prepare the files of the moments for updates in place, and the thread that reads ahead.
 
         Args:
-            others: the files of parameters and gradients, which are read ahead and released with the moments.
+            others: the files of parameters and gradients, which are read ahead and dropped from memory together with
+                the moments.
         """
         self.optimizer = optimizer
         self.arenas = [optimizer.arena, *others]

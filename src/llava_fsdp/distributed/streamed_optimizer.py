@@ -1,9 +1,10 @@
-"""An optimizer whose offloaded moments are brought to the device a bucket at a time, where an inner optimizer
-updates them.
+"""An optimizer with offloaded moments: they are brought to the device one bucket at a time, and an inner optimizer
+updates them there.
 
-The inner optimizer is any of torch's with an elementwise update, whose state for each parameter is tensors of its shape
-and scalars (Adam, AdamW, SGD with momentum, ...). It steps a bucket of pieces of the flattened parameters at a time,
-with the same pieces of their moments. So the results are the same bits as without offload.
+The inner optimizer can be any of torch's with an elementwise update whose state of a parameter consists of scalars and
+of tensors of the parameter's shape (Adam, AdamW, SGD with momentum, ...). Parameters are flattened and split into
+pieces. The inner optimizer steps one bucket of pieces at a time, with the same pieces of their moments. The results are
+the same bits as without offload.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,10 +18,10 @@ from llava_fsdp.distributed.local_shards import like, local
 from llava_fsdp.runtime.errors import ConfigError
 
 BUCKET_BYTES = 128 << 20
-"""Largest number of bytes of moments in a bucket; two buckets are on the device at a time."""
+"""Maximum bytes of moments in a bucket. Two buckets are on the device at a time."""
 ALIGNMENT = 256
-"""Elements whose multiples pieces begin at, so that a kernel's vector instructions cover the same elements as
-without pieces."""
+"""Every piece begins at a multiple of this number of elements, so that the kernel's vector instructions cover the same
+elements as without pieces."""
 
 State = dict[str, torch.Tensor]
 
@@ -35,7 +36,8 @@ class Piece:
     end: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The piece's elements of another tensor that is sharded as the parameter is (its gradient or a moment)."""
+        """Return a view of the piece's elements in another tensor that is sharded like the parameter (its gradient or a
+        moment)."""
         shard = local(tensor)
         assert shard.is_contiguous(), f"a copy would be updated: {tuple(shard.shape)} with strides {shard.stride()}"
         return shard.view(-1)[self.begin : self.end]
@@ -47,12 +49,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """The state that an optimizer keeps for a parameter of some dtype."""
+    """Describes the state that an optimizer keeps for a parameter of one dtype."""
 
     moments: dict[str, torch.dtype]
-    """Dtypes, by name, of the state tensors that have the parameter's shape."""
+    """Dtypes of the state tensors that have the parameter's shape, by name."""
     scalars: dict[str, torch.Tensor]
-    """Scalar state by name, with the values before the first step."""
+    """Scalar state tensors by name, with their values before the first step."""
 
     @property
     def item_size(self) -> int:
@@ -60,7 +62,7 @@ class StateSpec:
 
 
 class Staging(Protocol):
-    """Brings the moments of one bucket at a time to where they are updated, and back."""
+    """Protocol of classes that bring the moments of one bucket at a time to where they are updated, and back."""
 
     def begin(self) -> None: ...
 
@@ -75,10 +77,10 @@ class Staging(Protocol):
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
-    """Steps the optimizer `inner` over buckets of pieces of the parameters; `state` holds the whole, offloaded
-    moments.
+    """Steps the optimizer `inner` over one bucket of pieces of the parameters at a time; `state` holds the whole,
+    offloaded moments.
 
-    All state exists from the beginning, as zeros, so that a checkpoint can be read into it.
+    All state exists from the beginning, as zeros, so that a checkpoint can be loaded into it.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.staging = make_staging(self)
 
     def moments(self, piece: Piece) -> State:
-        """Views of a piece's offloaded moments, by name."""
+        """Return views of a piece's offloaded moments, by name."""
         state = self.state[piece.parameter]
         return {n: piece.of(state[n]) for n in self.moment_names[piece.parameter.dtype]}
 
@@ -127,7 +129,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             values = piece.of(piece.parameter)
             values.grad = piece.of(gradient)
             scalars = {n: v for n, v in self.state[piece.parameter].items() if n not in fetched}
-            # each piece of a parameter counts the step, so that several need copies of the count
+            # the inner optimizer increments the step count of each piece, so pieces of one parameter need their own
+            # copies of it
             state = fetched | (scalars if piece.is_whole else {n: v.clone() for n, v in scalars.items()})
             groups[piece.group]["params"].append(values)
             self.inner.state[values] = dict(state)
@@ -146,10 +149,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
 
 def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
-    """Find out what state the optimizer keeps for a parameter of this dtype, by stepping a parameter of two zeros.
+    """Find out what state the optimizer keeps for parameters of the dtype of `example`, by one step of a parameter with
+    two zeros.
 
     Raises:
-        ConfigError: it has state other than scalars and tensors of the parameter's shape.
+        ConfigError: the optimizer has state other than scalars and tensors of the parameter's shape.
     """
     stand_in = torch.zeros(2, dtype=example.dtype, device=example.device)
     stand_in.grad = torch.zeros_like(stand_in)
@@ -172,7 +176,7 @@ def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
 
 
 def cut(groups: list[dict[str, Any]], item_sizes: dict[torch.dtype, int], bucket_bytes: int) -> Iterator[list[Piece]]:
-    """Split parameters into pieces, and yield these in buckets of at most `bucket_bytes` bytes of moments."""
+    """Split parameters into pieces, and yield buckets of pieces with at most `bucket_bytes` bytes of moments each."""
     bucket: list[Piece] = []
     filled = 0
     for group, parameter in ((i, p) for i, g in enumerate(groups) for p in g["params"]):

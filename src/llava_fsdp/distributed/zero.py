@@ -1,7 +1,7 @@
 """Table of sharding strategies: the FSDP2 settings of each ZeRO stage.
 
-Sources: ZeRO (arXiv 1910.02054), `torch.distributed.fsdp.fully_shard` and its `FSDPModule` setters, PyTorch's
-`ShardingStrategy` for the names. docs/sharding.md has DeepSpeed's names of the stages.
+Sources: ZeRO (arXiv 1910.02054), `torch.distributed.fsdp.fully_shard` and the setters of `FSDPModule`; the names of the
+strategies are those of PyTorch's `ShardingStrategy`. docs/sharding.md lists DeepSpeed's names of the stages.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from llava_fsdp.config import Strategy
 
 
 class Sync(Enum):
-    """In which micro-batches of a step gradients are reduced over ranks."""
+    """In which micro-batches of a step gradients are reduced over the ranks."""
 
     EVERY_MICRO_BATCH = "every micro-batch"
     LAST_MICRO_BATCH = "last micro-batch"
@@ -22,7 +22,7 @@ class Sync(Enum):
 
 
 class Mesh(Enum):
-    """The (replicate, shard) shape of the device mesh of N ranks."""
+    """The (replicate, shard) shape of a device mesh of N ranks."""
 
     REPLICATE = "(N, 1)"
     SHARD = "(1, N)"
@@ -34,16 +34,17 @@ class ShardPlan:
     """The FSDP2 settings of one sharding strategy."""
 
     zero: str
-    """The strategy's name on the command line, the value of `sharding=`."""
+    """The strategy's name on the command line: the value of `sharding=`."""
     mesh: Mesh
     reshard_after_forward: bool
-    """Whether a block's weights are freed after its forward pass and gathered again for its backward pass."""
+    """Whether a block's weights are freed after its forward pass, and gathered again for its backward pass."""
     gradient_sync: Sync
     reshard_every_micro_batch: bool
-    """Whether weights are freed after the backward pass of every micro-batch; else only after that of a step's last
-    one."""
+    """Whether weights are freed after the backward pass of every micro-batch; if false, only after the last one of a
+    step."""
     shards_frozen: bool
-    """Whether frozen weights of blocks are sharded too. Unsharded ones take more memory and need no communication."""
+    """Whether frozen weights of blocks are sharded too. Unsharded frozen weights take more memory, but no
+    communication."""
 
 
 SHARD_PLANS: dict[Strategy, ShardPlan] = {
@@ -75,8 +76,8 @@ SHARD_PLANS: dict[Strategy, ShardPlan] = {
 
 
 def begin_micro_batch(model: nn.Module, plan: ShardPlan, is_last: bool) -> None:
-    """Set what FSDP does with gradients and weights in this micro-batch's backward pass. Does nothing at world size
-    1."""
+    """Set whether FSDP reduces gradients and frees weights in the backward pass of the next micro-batch. Does nothing
+    for a model without FSDP."""
     if not isinstance(model, FSDPModule):
         return
     if plan.gradient_sync is Sync.LAST_MICRO_BATCH:

@@ -1,4 +1,4 @@
-"""Console of the library rich, for tables and progress bars, that escapes control characters in every text. Imports no
+"""A console of the library rich, for tables and progress bars, that escapes control characters in all texts. Imports no
 torch."""
 
 import sys
@@ -13,21 +13,22 @@ from llava_fsdp.runtime.terminal_text import Guarded, shown_text
 
 
 class TextConsole(Console):
-    """Console of the library rich that prints texts literally: without markup, emoji codes, or control characters."""
+    """A console of the library rich that prints texts literally: without markup, emoji codes or control characters."""
 
     def __init__(self, on_stderr: bool = False, **options: Any):
-        """Open the console on standard output, or on standard error.
+        """Open the console on standard output, or on standard error if `on_stderr`.
 
         Args:
             options: options of rich's console.
         """
         stream = sys.stderr if on_stderr else sys.stdout
-        stream = getattr(stream, "rich_proxied_file", stream)  # while a progress bar is shown
+        stream = getattr(stream, "rich_proxied_file", stream)  # rich replaces the stream while a progress bar is shown
         plain = stream.unguarded if isinstance(stream, Guarded) else stream
         super().__init__(file=plain, markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escape control characters in a text before its width is measured, so that no table cell is cut off."""
+        """Return a text as rich's `Text`, with control characters escaped before its width is measured, so that no
+        table cell is cut off."""
         return super().render_str(shown_text(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

@@ -1,4 +1,4 @@
-"""XXH128 digests of files, and JSON files that end in a digest of their own content. Digests detect damage, not
+"""XXH128 digests of files, and JSON files that end with a digest of their own content. The digests detect damage, not
 forgery."""
 
 from collections.abc import Iterable, Mapping
@@ -10,11 +10,11 @@ from typing import TypeVar
 from xxhash import xxh3_128
 
 CHUNK = 8 << 20
-"""Bytes of a file that are written, digested or searched at a time: few enough for the CPU's cache."""
+"""Number of bytes of a file that are written, digested or searched at a time; small enough for the CPU's cache."""
 BEFORE, AFTER = b',\n"digest": "', b'"}\n'
 TAIL = len(BEFORE) + 32 + len(AFTER)
 THREADS = 4
-"""Number of threads of a process that compute digests of files."""
+"""Number of threads with which a process computes digests of files."""
 
 K = TypeVar("K", str, Path)
 
@@ -28,7 +28,7 @@ class Digest:
 
 
 def digest_of(file: RawIOBase) -> Digest:
-    """The size and digest of an unbuffered file, from its current position to the end. Raises OSError."""
+    """Return the size and digest of an unbuffered file, read from its current position to its end. Raises OSError."""
     digest, size, buffer = xxh3_128(), 0, bytearray(CHUNK)
     while count := file.readinto(buffer):
         digest.update(memoryview(buffer)[:count])
@@ -37,25 +37,27 @@ def digest_of(file: RawIOBase) -> Digest:
 
 
 def digest_of_file(path: Path) -> Digest:
-    """The size and digest of a file; symbolic links are followed. Raises OSError."""
+    """Return the size and digest of a file; symbolic links are followed. Raises OSError."""
     with path.open("rb", buffering=0) as file:
         return digest_of(file)
 
 
 def sealed(body: bytes) -> bytes:
-    """A JSON object, given without its closing brace, with a last key `digest`: the digest of all bytes before it."""
+    """Append to `body`, a JSON object without its closing brace, a last key `digest` with the digest of `body`, and the
+    closing brace."""
     return body + BEFORE + xxh3_128(body).hexdigest().encode() + AFTER
 
 
 def unsealed(content: bytes) -> bytes | None:
-    """The content of a JSON file up to its last key `digest`; None if the content does not match that digest."""
+    """Return the content of a JSON file up to its last key `digest`, which `sealed` has appended; None if the digest
+    does not match."""
     body = content[:-TAIL]
     return body if content == sealed(body) else None
 
 
 def share(files: Mapping[K, Digest], rank: int, size: int) -> list[K]:
-    """The files whose digests this rank is to compute: the largest are assigned first, to the rank with the fewest
-    bytes."""
+    """Return the files whose digests rank `rank` of `size` ranks computes. Files are assigned from the largest to the
+    smallest, each to the rank with the fewest bytes so far."""
     load = [0] * size
     mine: list[K] = []
     by_size: Iterable[K] = sorted(files, key=lambda name: (-files[name].bytes, str(name)))

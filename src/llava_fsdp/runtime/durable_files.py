@@ -1,4 +1,4 @@
-"""Write files that survive a crash complete, replace files in one step, and check that a disk has room."""
+"""Write files that are complete after a crash, replace files in one step, and check that a disk has room."""
 
 import contextlib
 import errno
@@ -14,15 +14,15 @@ from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.os_errors import free_bytes, free_inodes
 
 NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
-"""Error numbers that file systems give that cannot fsync folders: SMB, some FUSE file systems."""
+"""Error numbers of an fsync of a folder on file systems that do not support it (SMB, some FUSE file systems)."""
 FILES = 16
-"""Number of free inodes (new files) that a checkpoint needs at least."""
+"""Minimum number of free inodes (new files) for a checkpoint."""
 READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def require_room(folder: Path, needed: int) -> None:
-    """Raise CheckpointError if the folder's disk has fewer than `needed` bytes free, or almost no inodes."""
+    """Raise CheckpointError if the folder's disk has fewer than `needed` bytes free, or almost no free inodes."""
     inodes = free_inodes(folder)
     if inodes is not None and inodes < FILES:
         raise CheckpointError(
@@ -38,8 +38,8 @@ def require_room(folder: Path, needed: int) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder that only its owner can read. The parent folder must exist, so that a run folder that was deleted
-    is not created again."""
+    """Create a folder that only its owner can read. The parent folder must exist, so that the folder of a run is not
+    created again after it was deleted."""
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -50,33 +50,35 @@ def make_empty(folder: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file that only its owner can read, and fsync it."""
+    """Write a new file that only its owner can read, and force it to the disk (fsync)."""
     with new_file(path) as descriptor:
         write_all(descriptor, memoryview(content))
 
 
 def create(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Open a new file for writing; `mode` is before the umask. Raises FileExistsError if the path exists, even as a
-    link."""
+    """Open a new file for writing, with the permissions `mode` before the umask. Raises FileExistsError if the path
+    exists, even as a symbolic link."""
     return open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
 
 
 def replace_file(path: Path, content: bytes, mode: int = 0o666, durable: bool = False) -> None:
-    """Write a file, replacing an existing one in one step: readers see the old content or all of the new."""
+    """Write a file, replacing an existing one in one step: other processes read either the old content or all of the
+    new."""
     with replacing(path, mode, durable) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces `path` when the block ends; if the block or the disk fails, the old file is
-    kept.
+    """Context manager that opens a temporary file, and renames it to `path` at its end. If its body or the disk fails,
+    an existing file is kept.
 
-    The temporary file is `NAME.XXXXXXXX.tmp`, so that processes on several machines may replace one file.
+    The temporary file is named `NAME.XXXXXXXX.tmp`, with a random part, so that processes on several machines may
+    replace the same file.
 
     Args:
         mode: permissions before the umask.
-        durable: fsync the file and its folder when the block ends. Otherwise a power failure may leave an empty file.
+        durable: fsync the file and its folder at the end. Otherwise a power failure may leave an empty file.
 
     Raises:
         OSError: its `filename` is `path`.
@@ -106,8 +108,8 @@ def write_all(descriptor: int, content: memoryview) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Open a descriptor of a new file that only its owner can read; the file is fsynced when the block ends. Errors
-    name the file."""
+    """Context manager that creates a file which only its owner can read, and yields its file descriptor; the file is
+    fsynced at the end. An OSError names the file."""
     try:
         descriptor = os.open(path, WRITE, 0o600)
         try:
@@ -121,7 +123,8 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Fsync a folder, so that the names in it are on the disk. Does nothing on file systems that cannot do this."""
+    """Fsync a folder, so that the names of its files are on the disk. Does nothing on file systems that do not support
+    it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -133,7 +136,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Fsync all files below a folder, then all folders."""
+    """Fsync all files below a folder, and then the folders themselves."""
     inside = sorted(folder.rglob("*"))
     for path in (path for path in inside if path.is_file() and not path.is_symlink()):
         with path.open("rb") as file:

@@ -1,6 +1,7 @@
-"""Errors that users can cause or encounter, each with the exit code of its type.
+"""Errors that users can cause or encounter; each error class has an exit code.
 
-The message names the file, record or key, the wrong value and what to do. Mistakes of this package are asserts.
+The message of an error names the file, record or key, the wrong value, and what the user can do. Mistakes of this
+package itself are assertions.
 """
 
 from typing import Any, Self
@@ -15,9 +16,9 @@ class LlavaFsdpError(Exception):
     ending = "bug"
     """The way in which this error ends a run: a key of `ENDINGS`."""
     on_every_rank = True
-    """Whether every rank raises this error; only rank 0 then prints it."""
+    """Whether every rank raises this error, so that only rank 0 prints it."""
     leaves_word = True
-    """Whether this error may be recorded in `output_dir`; not if that folder may belong to another run."""
+    """Whether this error may be recorded in `output_dir`. It must not be if the folder may belong to another run."""
     culprit: dict[str, Any] = {}  # noqa: RUF012  never changed in place; see `about`
 
     @property
@@ -25,7 +26,8 @@ class LlavaFsdpError(Exception):
         return ENDINGS[self.ending].exit_code
 
     def about(self, **culprit: Any) -> Self:
-        """Add details of the error (record, image, key, file) for `run_status.json`, and return the error."""
+        """Add details of the error (record, image, key, file), which are written to `run_status.json`; return the
+        error."""
         self.culprit = {**self.culprit, **culprit}
         return self
 
@@ -38,7 +40,7 @@ class CommunicationError(LlavaFsdpError):
 
 
 class Stopped(LlavaFsdpError):
-    """Raised when a stop was requested and the run has stopped at the end of a step."""
+    """Raised at the end of a step when the run stops because a stop was requested."""
 
     ending = "stopped"
 
@@ -70,45 +72,48 @@ class DataError(LlavaFsdpError):
     ending = "data"
 
     def __init__(self, message: str, kind: str | None = None):
-        """`kind` is a record's problem, from the table in `data/records/problems.py`; line breaks in the message are
-        then escaped, as it contains names and values from the record."""
+        """Create the error, with the kind of problem that a record has.
+
+        Args:
+            kind: a problem from the table in `data/records/problems.py`; None if the error is not about a record. With
+                a kind, line breaks in the message are escaped, because it contains names and values from the record.
+        """
         super().__init__(message if kind is None else shown_name(message))
         self.kind = kind
 
 
 class ImageError(DataError):
-    """Error: an image is missing or broken. Only the rank that opens the image raises this."""
+    """Error: an image is missing or broken. Raised only on the rank that opens the image."""
 
     on_every_rank = False
 
     def __init__(self, message: str, kind: str = "image_unreadable"):
         super().__init__(message, kind)
         self.kind: str = kind
-        """The problem: image_missing, image_empty, image_truncated, image_unreadable, image_bomb or image_shape."""
+        """The kind of problem: image_missing, image_empty, image_truncated, image_unreadable, image_bomb or
+        image_shape."""
 
 
 class WorkerError(DataError):
-    """Error: a data worker process died or stalled. Only the rank that started the worker raises this."""
+    """Error: a data worker process died or stalled. Raised only on the rank that started the worker."""
 
     on_every_rank = False
 
 
 class WorkerLost(WorkerError):
-    """Error: a data worker was killed between two records, so that no record is the cause and a restart may help."""
+    """Error: a data worker was killed between two records. No record is the cause, so a restart may help."""
 
     ending = "communication"
 
 
 class SourceError(DataError):
-    """Error: a dataset file or the dataset's index cannot be read or has changed. Only the rank that reads it raises
-    this."""
+    """Error: a file or the index of a dataset cannot be read or has changed. Raised only on the rank that reads it."""
 
     on_every_rank = False
 
 
 class DamagedError(DataError):
-    """Error: the content of a dataset's index has changed since it was written. Only the rank that reads it raises
-    this."""
+    """Error: the index of a dataset has changed since it was written. Raised only on the rank that reads it."""
 
     on_every_rank = False
 
@@ -121,13 +126,13 @@ class FolderInUse(ConfigError):
 
 
 class BuildError(ConfigError):
-    """Error: the index of a dataset cannot be written. Only the rank that builds the index raises this."""
+    """Error: the index of a dataset cannot be written. Raised only on the rank that builds the index."""
 
     on_every_rank = False
 
 
 class StorageError(ConfigError):
-    """Error: `output_dir` cannot be written. Only the rank that writes raises this."""
+    """Error: `output_dir` cannot be written. Raised only on the rank that writes."""
 
     on_every_rank = False
 
@@ -139,22 +144,26 @@ class CheckpointError(LlavaFsdpError):
 
 
 class FolderLost(CheckpointError):
-    """Error: `output_dir` was deleted, moved, replaced or taken by another run during this run."""
+    """Error: while a run was going on, its `output_dir` was deleted, moved, replaced or taken by another run."""
 
     def __init__(self, message: str, leaves_word: bool):
-        """`leaves_word`: whether the folder now at that path belongs to this run."""
+        """Create the error.
+
+        Args:
+            leaves_word: whether the error may be recorded in the folder that is at the path of `output_dir` now.
+        """
         super().__init__(message)
         self.leaves_word = leaves_word
 
 
 class OffloadError(ConfigError):
-    """Error: host memory or disk space is too small for `offload`. Only the rank that needs it raises this."""
+    """Error: host memory or disk space is too small for `offload`. Raised only on the rank that needs it."""
 
     on_every_rank = False
 
 
 class OutOfMemory(LlavaFsdpError):
-    """Error: GPU memory or host memory ran out. Only the rank that needed the memory raises this."""
+    """Error: GPU memory or host memory ran out. Raised only on the rank that needed the memory."""
 
     ending = "memory"
     on_every_rank = False
@@ -167,6 +176,6 @@ class NumericError(LlavaFsdpError):
 
 
 class ReplicaError(LlavaFsdpError):
-    """Error: ranks that must hold identical values hold different ones. Every rank raises this."""
+    """Error: ranks that must hold identical values hold different ones. Raised on every rank."""
 
     ending = "corruption"

@@ -1,12 +1,12 @@
-"""Ways in which a command can end, each with its exit code."""
+"""The ways in which a command can end, each with its exit code."""
 
 from dataclasses import dataclass
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of a rank's process. torchrun itself always returns 1, so launch scripts read `run_status.json`
-    instead."""
+    """Exit codes of a rank's process. torchrun itself always exits with 1 after a failure, so launch scripts read the
+    exit code from `run_status.json`."""
 
     DONE = 0
     BUG = 1
@@ -15,7 +15,7 @@ class ExitCode(IntEnum):
     NUMERIC = 4
     COMMUNICATION = 5
     INTERRUPTED = 130  # Ctrl-C, as in shells
-    STOPPED = 75  # stopped on request with a checkpoint: run it again
+    STOPPED = 75  # stopped on request, with a checkpoint: start it again to continue
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,16 @@ class Ending:
     name: str
     exit_code: ExitCode
     is_permanent: bool
-    """Whether a restart at once would end in the same way, or is not wanted."""
+    """Whether another attempt right away would end in the same way, or is not wanted."""
 
     @property
     def is_stop(self) -> bool:
-        """Whether somebody asked for it, who then also ends torchrun: torchrun itself stops ranks to add machines."""
+        """Whether the run ended because somebody asked it to stop. That person also ends torchrun, which itself stops
+        ranks only in order to restart them with more machines."""
         return self.name in ("stopped", "interrupted")
 
 
-# All ways in which a run can end. A killed process records none, and is worth a restart.
+# All ways in which a run can end. A killed process does not record how it ended; a restart may help it.
 ENDINGS = {
     ending.name: ending
     for ending in (

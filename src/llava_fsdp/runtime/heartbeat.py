@@ -1,8 +1,8 @@
-"""Heartbeats: every second each rank writes its state into a file, and compares the files of other ranks. Imports no
+"""Heartbeats: every second each rank writes its state into a file, and reads the files of other ranks. Imports no
 torch.
 
-The files are in the run's folder, which all machines share. Clocks of machines are not compared: a rank
-is late if its file has not changed for long, or shows less progress than others.
+The files are in the run's folder, which all machines share. The clocks of the machines are not compared: a rank is late
+if its file has not changed for long, or shows less progress than the files of other ranks.
 """
 
 import json
@@ -18,7 +18,7 @@ FOLDER = ".heartbeats"
 
 
 class Phase(Enum):
-    """What a rank is doing, in the order in which a training step goes through these phases."""
+    """What a rank is doing. The phases are listed in the order in which they occur in a training step."""
 
     LOADING = "loading weights and data"
     REPORT = "reporting the step"
@@ -36,7 +36,7 @@ ORDER = {phase.value: number for number, phase in enumerate(Phase)}
 
 @dataclass(frozen=True)
 class Beat:
-    """The state that a rank writes into its file every second."""
+    """A heartbeat: the state that a rank writes into its file every second."""
 
     rank: int
     host: str
@@ -47,13 +47,13 @@ class Beat:
     work: int
     """Number of collectives that the rank has started. A late rank has started fewer than others in the same phase."""
     detail: str
-    """The record or image that the rank is waiting for, if any."""
+    """The record or image that the rank is waiting for, as text; empty if there is none."""
     count: int
-    """Number of heartbeats so far; it stops growing if the process is frozen."""
+    """Number of heartbeats that the rank has written. It stops growing if the process is frozen."""
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """The rank's progress as (step, phase, collectives): the tuple grows as the rank makes progress."""
+        """The rank's progress as (step, phase, collectives), a tuple that grows whenever the rank makes progress."""
         return self.step, ORDER.get(self.phase, 0), self.work
 
     @property
@@ -81,9 +81,9 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
 class Late:
     beat: Beat
     seconds: float
-    """Seconds without progress."""
+    """Number of seconds since the rank last made progress."""
     is_frozen: bool
-    """Whether the rank writes no heartbeats: its process is stopped, or its machine is gone."""
+    """Whether the rank has stopped writing heartbeats, because its process is stopped or its machine is gone."""
 
     def __str__(self) -> str:
         silent = ", and its process does not answer" if self.is_frozen else ""
@@ -91,7 +91,7 @@ class Late:
 
 
 class Watcher:
-    """Reads other ranks' heartbeats, and records since when each has not changed."""
+    """Reads the heartbeats of other ranks, and records when each heartbeat last changed."""
 
     def __init__(self, folder: Path, frozen_after: float):
         self.folder = folder
@@ -101,7 +101,8 @@ class Watcher:
         self.last: dict[int, Beat] = {}
 
     def late(self, own: Beat, ranks: list[int]) -> list[Late]:
-        """The ranks that this rank is waiting for: those that are frozen, and those that are furthest behind."""
+        """Return the ranks that this rank (heartbeat `own`) is waiting for: those that are frozen, and those that are
+        furthest behind."""
         now = time.monotonic()
         for rank in ranks:
             beat = read_beat(self.folder, rank)
@@ -122,5 +123,5 @@ class Watcher:
 
 
 def beat_age(folder: Path, rank: int) -> float:
-    """Seconds since a rank on this machine wrote its last heartbeat."""
+    """Return the number of seconds since a rank on this machine wrote its last heartbeat."""
     return time.time() - (folder / FOLDER / f"rank-{rank}.json").stat().st_mtime

@@ -1,4 +1,5 @@
-"""CPU cores and memory that this process may use: those of the machine, or less if a container (cgroup) limits them."""
+"""The CPU cores and the memory that this process may use: those of the machine, or less if a container (cgroup) limits
+them."""
 
 import math
 import os
@@ -6,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 UNLIMITED = 1 << 60
-"""Cgroup limits of this many bytes or more mean that there is no limit: cgroups of version 1 write nearly 2**63."""
+"""A cgroup limit of this many bytes or more means that there is no limit; cgroups of version 1 then write nearly
+2**63."""
 
 
 @dataclass(frozen=True)
@@ -14,17 +16,17 @@ class Host:
     """CPU cores and memory that this process may use. Memory is in bytes."""
 
     cores: int
-    """Number of cores in this process's CPU affinity."""
+    """Number of cores in the CPU affinity of this process."""
     quota: float | None
-    """Cores that the container may keep busy; None: no limit."""
+    """Number of cores that the container may keep busy; None means no limit."""
     memory: int
     """Total memory of the machine."""
     available: int
     """Memory of the machine that can be allocated now."""
     limit: int | None
-    """Memory that the container may use; None: no limit."""
+    """Memory that the container may use in total; None means no limit."""
     used: int
-    """Memory that the container uses, without file caches that the kernel can free."""
+    """Memory that the container uses now, without file caches that the kernel can free."""
 
     @property
     def usable_cores(self) -> int:
@@ -32,7 +34,7 @@ class Host:
 
     @property
     def usable_memory(self) -> int:
-        """Most memory that this process could ever have, in bytes."""
+        """Maximum memory that this process could ever have, in bytes."""
         return self.memory if self.limit is None else min(self.memory, self.limit)
 
     @property
@@ -41,13 +43,14 @@ class Host:
         return self.available if self.limit is None else max(0, min(self.available, self.limit - self.used))
 
     def data_workers(self, ranks: int) -> int:
-        """Default number of data workers (`data.workers`) of each of `ranks` ranks: 4, as in LLaVA, or fewer so that
-        each rank keeps a core."""
+        """Return the default of `data.workers`, the number of data workers of each of `ranks` ranks on this machine: 4
+        as in LLaVA, or fewer so that each rank keeps a core."""
         return max(0, min(4, self.usable_cores // ranks - 1))
 
 
 def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> Host:
-    """Read the limits on this process's CPU cores and memory: the lowest of the machine and all enclosing cgroups."""
+    """Read the limits on the CPU cores and the memory of this process, which are the lowest of the machine's and of all
+    enclosing cgroups'."""
     memory = {
         line.split(":")[0]: int(line.split()[1]) * 1024
         for line in (text_of(proc / "meminfo") or "").splitlines()
@@ -69,8 +72,8 @@ def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -
 
 
 def cgroups(listed: str, root: Path) -> list[Path]:
-    """Folders of the cgroups that limit this process, innermost first, from the content of /proc/self/cgroup. The last
-    is the root, which in a container is the container's own."""
+    """Return the folders of the cgroups that limit this process, innermost first, given the content of
+    /proc/self/cgroup. The last folder is the root, which inside a container is the container's own cgroup."""
     found = []
     for line in listed.splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
@@ -84,13 +87,15 @@ def cgroups(listed: str, root: Path) -> list[Path]:
 
 
 def limit_of(group: Path) -> int | None:
-    """Most bytes of memory that a cgroup may use; None: no limit. Reads the files of cgroup version 2 or 1."""
+    """Return the maximum bytes of memory that a cgroup may use, or None if it has no limit. Reads files of cgroup
+    version 2 or 1."""
     limits = (integer(text_of(group / name)) for name in ("memory.max", "memory.limit_in_bytes"))
     return next((limit for limit in limits if limit is not None and limit < UNLIMITED), None)
 
 
 def used_of(group: Path) -> int:
-    """Bytes of memory that a cgroup uses, without the file cache, which the kernel frees when memory is needed."""
+    """Return the bytes of memory that a cgroup uses, without the file cache, which the kernel frees when memory is
+    needed."""
     counts = (integer(text_of(group / name)) for name in ("memory.current", "memory.usage_in_bytes"))
     current = next((count for count in counts if count is not None), 0)
     lines = (text_of(group / "memory.stat") or "").splitlines()
@@ -99,7 +104,7 @@ def used_of(group: Path) -> int:
 
 
 def quota_of(group: Path) -> float | None:
-    """Number of cores that a cgroup may keep busy (CPU time per period); None: no limit."""
+    """Return the number of cores that a cgroup may keep busy (CPU time per period), or None if it has no limit."""
     words = (text_of(group / "cpu.max") or "").split()
     if len(words) != 2:
         words = [text_of(group / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
@@ -115,7 +120,7 @@ def integer(text: str | None) -> int | None:
 
 
 def text_of(path: Path) -> str | None:
-    """Content of a file of the kernel (/proc, /sys); None if it cannot be read."""
+    """Return the content of a file of the kernel (/proc, /sys), or None if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

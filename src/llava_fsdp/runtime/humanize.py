@@ -1,10 +1,10 @@
-"""Sizes, durations and times as text."""
+"""Format sizes, durations and times as text."""
 
 import time
 
 
 def readable(size: float) -> str:
-    """A number of bytes as text in a suitable unit: `1.5 KiB`."""
+    """Format a number of bytes as text in a suitable unit, such as `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
             return f"{size:.4g} {unit}"
@@ -19,5 +19,5 @@ def duration(seconds: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """A time in seconds since 1970 as text: local date and time."""
+    """Format a time, given in seconds since 1970, as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

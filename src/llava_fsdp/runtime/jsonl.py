@@ -1,4 +1,4 @@
-"""Read and append to JSON Lines files; a full disk does not end the run."""
+"""Read JSON Lines files and append rows to them; a full disk does not end the run."""
 
 import contextlib
 import json
@@ -12,12 +12,12 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
 
 MOST_WAITING = 200_000
-"""Largest number of unwritten rows that are kept in memory; a row has a few hundred bytes."""
+"""Maximum number of rows that are kept in memory while they cannot be written. A row has a few hundred bytes."""
 
 
 class Rows:
-    """Appends rows to a JSON Lines file. Rows that cannot be written now (disk full) wait in memory, with a warning
-    when this begins, and at the end if rows are lost."""
+    """Appends rows to a JSON Lines file. Rows that cannot be written (such as on a full disk) are kept in memory and
+    written later. A warning is logged when this begins, and at the end if rows were lost."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -40,7 +40,8 @@ class Rows:
             log().warning("%s can be written again, and has all rows that waited", self.path)
 
     def write(self) -> OSError | None:
-        """Write all waiting rows, or none: a partial line would spoil the next one. Returns the error, if any."""
+        """Write either all rows that are kept in memory or none of them, because a partial line would spoil the row
+        after it. Returns the error, if there was one."""
         if not self.waiting:
             return None
         try:
@@ -51,7 +52,7 @@ class Rows:
         return None
 
     def close(self) -> None:
-        """Try a last time to write the rows that are still in memory, and warn if rows are lost."""
+        """Try one last time to write the rows that are still in memory, and log a warning if rows are lost."""
         error = self.write()
         if error is not None or self.lost:
             lost = self.lost + len(self.waiting)
@@ -60,7 +61,7 @@ class Rows:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append bytes to a file, all or none. Symbolic links are refused. Raises OSError."""
+    """Append all of `data` to a file, or nothing of it if there is an error. Refuses symbolic links. Raises OSError."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         before = os.fstat(handle).st_size
@@ -71,18 +72,18 @@ def append(path: Path, data: bytes) -> None:
                 os.ftruncate(handle, before)
             raise
     finally:
-        with contextlib.suppress(OSError):  # a network file system may report here what a write has reported, or will
+        with contextlib.suppress(OSError):  # on a network file system this may repeat an error that a write reports
             os.close(handle)
 
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:
-    """Replace the content of a file by these lines, in one step."""
+    """Replace the content of a file by the given lines, in one step."""
     replace_file(path, "".join(line + "\n" for line in lines).encode(), durable=True)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON Lines file; none if the file is missing. Incomplete lines, left by a crash or a full disk, are
-    skipped."""
+    """Read the rows of a JSON Lines file; an empty list if the file is missing. Incomplete lines, which a crash or a
+    full disk may leave, are skipped."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text(errors="replace").splitlines():

@@ -1,5 +1,5 @@
-"""Which launch of torchrun, which restart and which rank this process belongs to, from torchrun's environment
-variables. Imports no torch."""
+"""Read from torchrun's environment variables which launch of torchrun, which restart and which rank this process
+belongs to. Imports no torch."""
 
 import os
 import socket
@@ -12,8 +12,9 @@ def env_rank() -> int:
 
 
 def launch_id() -> str | None:
-    """The name of this launch of torchrun, the same in all restarts of the ranks; None without torchrun. Without a name
-    from the user (--rdzv-id) torchrun calls every launch "none"; its process id is then added."""
+    """Return the name of the launch of torchrun that this process belongs to, which is the same after restarts of the
+    ranks; None without torchrun. If the user gave no name (--rdzv-id), torchrun names every launch "none"; on a single
+    node, its host and process id are then added."""
     given = os.environ.get("TORCHELASTIC_RUN_ID")
     return f"none-{socket.gethostname()}-{os.getppid()}" if given == "none" and is_one_node() else given
 
@@ -23,13 +24,14 @@ def is_one_node() -> bool:
 
 
 def attempt() -> int:
-    """Number of times that torchrun has restarted the ranks of this node before this start."""
+    """Return how many times torchrun has restarted the ranks of this node."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def incarnation() -> str:
-    """An identifier of this start of the ranks, the same on all ranks and different after each restart. Each node
-    counts its own restarts; several share the port of torchrun's store, which is new for each (launch/multinode.sh)."""
+    """Return an identifier that is the same on all ranks, and different after each restart of the ranks. With several
+    nodes it contains the port of torchrun's store, which is new for each restart (launch/multinode.sh), because each
+    node counts its own restarts."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"process {os.getpid()}"
     meeting = attempt() if is_one_node() else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -37,7 +39,7 @@ def incarnation() -> str:
 
 
 def started(pid: int) -> float:
-    """Time at which a process started, in seconds since 1970; 0 if unknown."""
+    """Return the time at which a process started, in seconds since 1970; 0 if unknown."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,5 @@
-"""Logging of a run: messages of rank 0, and warnings of other ranks with their rank, all without secrets."""
+"""Logging of a run: all messages of rank 0, and warnings of the other ranks with their rank number. Secrets are
+hidden."""
 
 import logging
 import os
@@ -15,7 +16,7 @@ NOISE = {
     "torch.utils._pytree": "<enum ",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
 }
-"""Irrelevant messages that libraries log when they are imported: logger -> beginning of the message. They concern
+"""Beginnings of irrelevant messages that libraries log when they are imported, by logger. The messages are about
 torchao's kernels for other GPUs, torchao's use of deprecated torch functions, and an optional bitsandbytes kernel."""
 
 
@@ -30,22 +31,23 @@ class WithoutNoise(logging.Filter):
 
 def leave_noise_out() -> None:
     """Hide irrelevant messages of torchao, torch and bitsandbytes (`NOISE`), and escape control characters in all
-    output. Call this before those libraries are imported, as they may keep references to stdout and stderr."""
+    output. Call this before these libraries are imported, because they may keep references to stdout and stderr."""
     guard_streams()
     for name, start in NOISE.items():
         logging.getLogger(name).addFilter(WithoutNoise(start))
 
 
 class WithoutSecrets(logging.Formatter):
-    """Log formatter that hides texts that look like secrets, and the values of secret environment variables."""
+    """Log formatter that hides texts which look like secrets, and the values of environment variables which are named
+    like secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record), secrets_of())
 
 
 def setup_logging() -> None:
-    """Log to standard error: INFO on rank 0, WARNING on other ranks. Called by the commands' main functions, never by
-    an import."""
+    """Log to standard error: INFO on rank 0, WARNING on the other ranks. Called by the main functions of commands,
+    never at import."""
     guard_streams()
     rank = int(os.environ.get("RANK", "0"))
     handler = logging.StreamHandler(sys.stderr)

@@ -7,7 +7,7 @@ from pathlib import Path
 from llava_fsdp.runtime.humanize import readable
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers that mean that the disk or the user's quota is full."""
+"""Error numbers which mean that the disk or the user's quota is full."""
 FORBIDDEN = (errno.EACCES, errno.EPERM)
 A_FILE = ", or a folder above it, is a file"
 MEANING = {
@@ -20,11 +20,11 @@ MEANING = {
     errno.ESTALE: " was deleted or replaced on its server",
     errno.EIO: ": its disk, or the connection to it, has failed (see dmesg)",
 }
-"""What is said after a path, by error number."""
+"""Text that follows the path in an error message, by error number."""
 
 
 def why(error: OSError, path: Path) -> str:
-    """Explain an OSError in words, with the path and, where known, what to do about it."""
+    """Explain an OSError in words: the system's reason, the path and, where known, what the user can do."""
     said = error.strerror or str(error)
     if error.errno in FULL:
         return f"{said}: {full(path)}"
@@ -35,7 +35,7 @@ def why(error: OSError, path: Path) -> str:
 
 
 def full(path: Path) -> str:
-    """A message about a full disk: whether inodes or bytes have run out."""
+    """Return a message about a full disk, which says whether it has run out of inodes or of bytes."""
     free = readable(free_bytes(path))
     if free_inodes(path) == 0:
         return f"the disk of {path} has no inodes left and takes no new file (df -i), though {free} are free"
@@ -43,7 +43,7 @@ def full(path: Path) -> str:
 
 
 def existing(path: Path) -> Path:
-    """The path itself if it exists, else its nearest parent folder that exists."""
+    """Return the path itself if it exists, else its nearest parent folder that exists."""
     path = path.absolute()
     while not os.path.exists(path) and path != path.parent:
         path = path.parent
@@ -51,13 +51,14 @@ def existing(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user can still write to the disk of `path`; 0 if unknown. `path` need not exist yet."""
+    """Return the bytes that this user can still write to the disk of `path`; 0 if unknown. `path` need not exist
+    yet."""
     found = statvfs(path)
     return found.f_bavail * found.f_frsize if found is not None else 0
 
 
 def free_inodes(path: Path) -> int | None:
-    """Number of files that the disk of `path` can still take; None if unlimited or unknown."""
+    """Return the number of files that can still be created on the disk of `path`; None if unlimited or unknown."""
     found = statvfs(path)
     return found.f_favail if found is not None and found.f_files else None
 

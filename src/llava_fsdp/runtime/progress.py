@@ -1,4 +1,4 @@
-"""Progress of long work on a dataset: a progress bar on a terminal, otherwise log lines."""
+"""Show the progress of long work on a dataset: a progress bar on a terminal, otherwise log lines."""
 
 import contextlib
 import sys
@@ -19,18 +19,19 @@ from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.log import log
 
 SECONDS = 10
-"""Seconds between two log lines of progress."""
+"""Number of seconds between two log lines of progress."""
 
 Advance = Callable[[int], None]
-"""Function that reports progress: its argument is the number of chunks finished since the last call."""
+"""Type of a function that reports progress; its argument is the number of chunks finished since the last call."""
 Watch = Callable[[str, int], contextlib.AbstractContextManager[Advance]]
-"""Function that starts a progress display: (label, total number of chunks) -> context that yields an `Advance`."""
+"""Type of a function that starts a progress display: (label, total number of chunks) -> context manager that yields an
+`Advance`."""
 
 
 @contextlib.contextmanager
 def watch(label: str, chunks: int) -> Iterator[Advance]:
-    """Show how many chunks are done, as a progress bar on a terminal or else as log lines. Work of less than `SECONDS`
-    logs nothing."""
+    """Context manager that shows how many of `chunks` chunks are done, as a progress bar on a terminal, otherwise as
+    log lines. Work of less than `SECONDS` seconds logs nothing."""
     if not sys.stderr.isatty():
         yield log_lines(label, chunks)
         return
@@ -59,7 +60,8 @@ def log_lines(label: str, chunks: int) -> Advance:
 
 
 def watch_loading(is_first_rank: bool, what: str = "weights") -> Callable[[Iterable[str]], Iterable[str]]:
-    """A function that wraps an iterable of weight names in a progress bar, on rank 0 and only on a terminal."""
+    """Return a function that wraps an iterable of weight names in a progress bar. On ranks other than 0, or without a
+    terminal, it returns the iterable unchanged."""
 
     def watch(names: Iterable[str]) -> Iterable[str]:
         if not (is_first_rank and sys.stderr.isatty()):

@@ -1,8 +1,8 @@
-"""Read, write and check `llava_fsdp.json`, the notes in each folder of a model or adapter that this package writes.
+"""Read, write and check `llava_fsdp.json`, the notes in every folder of a model or adapter that this package writes.
 
-Notes record how the model was made, as far as no other file does, and the size and digest of every file in the folder.
-They end in a digest of themselves. Programs that load such a folder first compare its files with the notes
-(docs/artifacts.md). Folders that other programs wrote have no notes, and are not compared.
+The notes say how the model was made (what its other files do not say), and list size and digest of every file in the
+folder. They end with a digest of themselves. Before a program loads such a folder, it compares the files with the notes
+(docs/artifacts.md). Folders that other programs wrote have no notes and are not checked.
 """
 
 import json
@@ -33,7 +33,7 @@ KINDS: dict[str, Kinds] = {
     }.items()
     for key in keys
 }  # fmt: skip
-"""Allowed types of the values that are read from a folder's notes, by key."""
+"""Allowed types of the values in a folder's notes, by key."""
 RELATIVE = re.compile(r"[\w+=-][\w.+= -]*(/[\w+=-][\w.+= -]*)*")
 """Pattern for the path of a file in the notes, relative to the folder."""
 HEX = re.compile(r"[0-9a-f]{32}")
@@ -45,13 +45,13 @@ LOADED = (
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
     "processor_config.json",
 )  # fmt: skip
-"""Names of the files that programs load from a model folder. A file of such a name that is added later may change the
-model that is loaded."""
+"""Names of the files that programs load from a model folder. If a file with such a name is added later, another model
+may be loaded."""
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
     """Read the notes (`llava_fsdp.json`) of a model or adapter folder; empty if the folder has none. Notes written by
-    earlier versions of this package, which have no digest of themselves, are not checked.
+    earlier versions of this package do not have a digest of themselves, and are not checked.
 
     Raises:
         DamagedModel: the notes were changed after they were written, or cannot be read.
@@ -61,8 +61,11 @@ def read_notes(folder: Path) -> dict[str, Any]:
 
 
 def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, Any]:
-    """Parse a folder's notes, and check them against the digest at their end, unless the user changed them on purpose
-    (`is_accepted`)."""
+    """Parse a folder's notes, and check them against the digest at their end.
+
+    Args:
+        is_accepted: whether the user changed the notes on purpose; the digest is then not checked.
+    """
     advice = "copy the whole folder again" if is_accepted else cure(folder, NOTES)
     with foreign(f"{folder / NOTES} is not what was written; {advice}", DamagedModel):
         found = parse_object(content, KINDS)
@@ -74,12 +77,14 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
 
 
 def is_older(notes: Mapping[str, Any]) -> bool:
-    """Whether an earlier version wrote these notes, which then list no files, or only an adapter's tensor files."""
+    """Return whether these notes were written by an earlier version of this package. Such notes list no files, or only
+    the tensor files of an adapter."""
     return DIGEST not in notes and not any(isinstance(entry, dict) for entry in notes.get(FILES, {}).values())
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """Content of a file of at most 64 MiB; None if the file does not exist."""
+    """Return the content of a file of at most 64 MiB, or None if the file does not exist. Raises DamagedModel if it
+    cannot be read."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > SMALL:
@@ -92,8 +97,8 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def listed(folder: Path) -> dict[str, Digest]:
-    """The size and digest of each file that a folder's notes list, by relative path; empty if it has no notes. Raises
-    DamagedModel."""
+    """Return the size and digest of each file that a folder's notes list, by relative path; empty if the folder has no
+    notes. Raises DamagedModel."""
     return files_of(read_notes(folder), folder)
 
 
@@ -110,7 +115,8 @@ def checked_name(name: str) -> str:
 
 
 def read_digest(path: Path, said: Any) -> Digest:
-    """The size and digest of a file from its entry in the notes. Earlier versions left out the size."""
+    """Return the size and digest of a file from its entry in the notes. In entries of earlier versions the size is
+    missing, and is taken from the file."""
     said = {"bytes": path.stat().st_size if path.is_file() else 0, "xxh128": said} if isinstance(said, str) else said
     found = Digest(said["bytes"], said["xxh128"])
     if type(found.bytes) is not int or found.bytes < 0 or not HEX.fullmatch(found.xxh128):
@@ -119,8 +125,11 @@ def read_digest(path: Path, said: Any) -> Digest:
 
 
 def check_folder(folder: Path, largest: int | None = None) -> None:
-    """Check that all files listed in a model folder's notes are unchanged, and that no file was added that programs
-    would load with them. Of files with more than `largest` bytes only the size is checked.
+    """Check that all files listed in the notes of a model folder are unchanged, and that no file was added which
+    programs would load with them.
+
+    Args:
+        largest: of files with more bytes only the size is checked; None: all files are read.
 
     Raises:
         DamagedModel: a file was changed, added or removed; the message says what the user can do.
@@ -134,7 +143,7 @@ def check_folder(folder: Path, largest: int | None = None) -> None:
 
 
 def check_sizes(folder: Path, files: Mapping[str, Digest]) -> None:
-    """Check, without reading any file, that the listed files exist and have the listed sizes."""
+    """Check that the listed files exist and have the listed sizes, without reading them. Raises DamagedModel."""
     for name, expected in files.items():
         path = folder / name
         try:
@@ -159,7 +168,8 @@ def refuse_strangers(folder: Path, files: Mapping[str, Digest]) -> None:
 
 
 def check_digests(files: Mapping[Path, Digest], folder: Path) -> None:
-    """Read the files of a folder in several threads, and compare their digests with the expected ones."""
+    """Read files of a folder in several threads, and compare their digests with the expected ones. Raises
+    DamagedModel."""
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(partial(check_digest, folder=folder), files, files.values()))
 
@@ -175,7 +185,7 @@ def check_digest(path: Path, expected: Digest, folder: Path) -> None:
 
 
 def cure(folder: Path, name: str) -> str:
-    """Advice to the user about a model file that was changed."""
+    """Return advice to the user about a file of a model folder that was changed."""
     again = "copy the whole folder again"
     if (folder.parent / "config.yaml").is_file():
         again = "start its run again, which writes it anew from its checkpoint"
@@ -184,20 +194,21 @@ def cure(folder: Path, name: str) -> str:
 
 
 def seal(folder: Path, said: Mapping[str, Any]) -> None:
-    """Write the notes of a folder: the entries `said`, and the size and digest of every file in the folder."""
+    """Write the notes of a folder: the entries `said`, and size and digest of every file in the folder."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     (folder / NOTES).write_bytes(render(said, digests(folder, (name for name in names if name != NOTES))))
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
-    """The size and digest of each named file of a folder. Raises OSError if one cannot be read."""
+    """Return size and digest of each named file of a folder. Raises OSError if a file cannot be read."""
     names = list(names)
     with ThreadPoolExecutor(THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: digest_of_file(folder / name), names), strict=True))
 
 
 def render(said: Mapping[str, Any], files: Mapping[str, Digest]) -> bytes:
-    """The content of the notes file: the given entries, the files' digests, and at the end the digest of itself."""
+    """Return the content of a notes file: the entries `said`, the files' sizes and digests, and at the end a digest of
+    this content."""
     found = {name: {"bytes": own.bytes, "xxh128": own.xxh128} for name, own in files.items()}
     plain = {key: value for key, value in said.items() if key != DIGEST}
     return sealed(json.dumps({**plain, FILES: found}, indent=1).removesuffix("\n}").encode())

@@ -13,8 +13,8 @@ NAMES = re.compile(
     r"[._-]?token|auth|token(?![._-]id))(?:[._-](?:id|key|value|file|path))?",
     re.IGNORECASE,
 )
-"""Pattern for names of keys, flags and variables that hold secrets: matches `hub_token`, `WANDB_API_KEY`, but not
-`image_token`, `token_id`, `chunk_tokens`."""
+"""Pattern for names of keys, flags and variables that hold secrets. Matches `hub_token` and `WANDB_API_KEY`, but not
+`image_token`, `token_id` or `chunk_tokens`."""
 ENV_NAMES = re.compile(
     r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY|CREDENTIALS?|PAT)(?:_|$)"
 )
@@ -32,28 +32,29 @@ FLAG = re.compile(r"(?P<name>--[\w.-]+)(?P<sign>\s+)" + VALUE)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key, flag or variable with this name holds a secret."""
+    """Return whether a key, flag or variable with this name holds a secret."""
     return NAMES.fullmatch(name.lstrip("+~-")) is not None
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether an environment variable with this name holds a secret."""
+    """Return whether an environment variable with this name holds a secret."""
     return ENV_NAMES.search(name) is not None
 
 
 def has_secret(text: str) -> bool:
-    """Whether a text contains something that looks like a secret (an access token, or a password in a URL)."""
+    """Return whether a text contains something that looks like a secret (an access token, or a password in a URL)."""
     return VALUES.search(text) is not None or LOGIN.search(text) is not None
 
 
 def secrets_of(env: Mapping[str, str] = os.environ) -> list[str]:
-    """The values of secret environment variables, the longest first."""
+    """Return the values of those environment variables that hold secrets, the longest value first."""
     found = {value for name, value in env.items() if is_secret_variable(name) and len(value) >= 8}
     return sorted(found, key=len, reverse=True)
 
 
 def redact(text: str, known: Iterable[str] = ()) -> str:
-    """Replace every secret in a text by `***`; the `known` ones are hidden whatever they look like."""
+    """Replace every secret in a text by `***`. The texts in `known` are replaced even if they do not look like
+    secrets."""
     for secret in known:
         text = text.replace(secret, HIDDEN)
     text = LOGIN.sub(HIDDEN, VALUES.sub(HIDDEN, text))
@@ -61,7 +62,8 @@ def redact(text: str, known: Iterable[str] = ()) -> str:
 
 
 def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[str, Any]:
-    """Replace secrets in configuration values by `***`; the whole value if its key is the name of a secret."""
+    """Replace secrets in configuration values by `***`. If a key is named like a secret, its whole value is
+    replaced."""
     known = list(known)
 
     def clean(value: Any, is_secret: bool) -> Any:
@@ -75,7 +77,7 @@ def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[
 
 
 def hide(found: re.Match[str]) -> str:
-    """Replace the value of a matched `name=value` by `***` if the name is the name of a secret."""
+    """Replace the value in a match of `name=value` by `***` if the name is that of a secret; return the new text."""
     if not is_secret_name(found["name"]) or found["value"] in ("null", "None", "True", "False"):
         return found[0]
     return f"{found['name']}{found['sign']}{HIDDEN}"

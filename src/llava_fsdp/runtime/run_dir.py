@@ -1,5 +1,5 @@
-"""The output folder of a run: its lock, the names of its checkpoints, and the step where the run began. Imports no
-torch."""
+"""The output folder of a run: its lock, the names of its checkpoints, and a record of the step at which the run began.
+Imports no torch."""
 
 import contextlib
 import fcntl
@@ -46,7 +46,7 @@ BEGUN: dict[str, Kinds] = {"wish": (str,), "step": (int,), "launch": (str,), "ti
 HANDOVER = 30
 """Seconds that a restarted rank 0 waits for the previous rank 0 to end and release the lock."""
 CLAIMING = 15
-"""Seconds that the other ranks wait until rank 0 has locked the folder."""
+"""Seconds that the other ranks wait for rank 0 to lock the folder."""
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{6,})")
@@ -54,26 +54,27 @@ NAME = re.compile(r"step-(\d{6,})")
 
 @contextlib.contextmanager
 def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | None]:
-    """Create and lock the run's folder (on rank 0), and record in it that a run is going on.
+    """Context manager that creates and locks the run's folder on rank 0, and writes the status "running" into it.
 
-    The other ranks wait for rank 0: if another run uses the folder, none of them may write into it.
+    The other ranks wait for rank 0: if another run uses the folder, no rank may write into it.
 
-    A process loses the lock when it dies, and its children do not inherit it (POSIX record locks), so that data workers
-    which outlive a rank for a moment do not block the next start. A killed run leaves the status "running" or
-    "stopping", which the next start reports.
+    The lock is a POSIX record lock. It is released when the process dies and is not inherited by child processes, so
+    that data workers which live a moment longer than their rank do not block a restart. A killed run leaves the status
+    "running" or "stopping", which the next start reports.
 
     Args:
-        private: whether a new folder and the run's status can be read only by their owner.
+        private: whether only the owner can read a new folder and the run's status.
 
     Yields:
         On rank 0 the descriptor of the lock file, which is closed at the end; None on other ranks.
 
     Raises:
-        ConfigError: the folder cannot be written, has links where a run writes, or another run uses it (FolderInUse).
+        ConfigError: the folder cannot be written, or contains symbolic links where a run writes.
+        FolderInUse: another run uses the folder.
     """
     if rank != 0:
         await_claim(folder)
-        with contextlib.suppress(OSError):  # rank 0 reports it
+        with contextlib.suppress(OSError):  # rank 0 reports this error
             make_run_folder(folder, private)
         yield None
         return
@@ -117,7 +118,7 @@ def refuse_links(folder: Path) -> None:
 
 @contextlib.contextmanager
 def restored_umask() -> Iterator[None]:
-    """Context that restores the umask of the process at its end."""
+    """Context manager that restores the umask of the process at its end."""
     before = os.umask(0o077)
     os.umask(before)
     try:
@@ -127,14 +128,14 @@ def restored_umask() -> Iterator[None]:
 
 
 def make_run_folder(folder: Path, private: bool) -> None:
-    """Create the run's folder, readable only by its owner if `private`. An existing folder is not changed."""
+    """Create the run's folder; with `private` only its owner can read it. An existing folder is not changed."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
 
 
 def await_claim(folder: Path) -> None:
-    """Wait up to 15 seconds until rank 0 of this launch has locked the folder."""
+    """Wait up to 15 seconds until rank 0 of the same launch has locked the folder."""
     until = time.monotonic() + CLAIMING
     while launch_id() is not None and time.monotonic() < until:
         if (object_or_none(folder / LOCK_FILE, LOCK) or {}).get("launch") == launch_id():
@@ -153,7 +154,7 @@ def lock(handle: int, folder: Path) -> None:
             if holder.get("launch") is None or holder.get("launch") != launch_id() or time.monotonic() > until:
                 raise in_use(folder, holder) from None
             time.sleep(0.1)
-        except OSError as error:  # the file system has no locks
+        except OSError as error:  # the file system does not support locks
             log().warning("output_dir=%s cannot be locked (%s): make sure that no second run uses it", folder, error)
             break
     sign_lock(handle)
@@ -167,13 +168,13 @@ def in_use(folder: Path, holder: dict[str, Any]) -> FolderInUse:
 
 
 def refuse_in_use(folder: Path) -> None:
-    """Raise FolderInUse if another process runs in the folder. Does not claim it."""
+    """Raise FolderInUse if another process has locked the folder. Does not lock it."""
     if (holder := held_by(folder)) is not None:
         raise in_use(folder, holder)
 
 
 def sign_lock(handle: int) -> None:
-    """Write into the lock file which process holds the lock."""
+    """Write into the lock file that this process holds the lock: process id, host, time and launch."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "launch": launch_id()}
     os.ftruncate(handle, 0)
@@ -188,21 +189,24 @@ def holder_of(handle: int) -> dict[str, Any]:
 
 
 def held_by(folder: Path) -> dict[str, Any] | None:
-    """Information about the process that has locked the run's folder; None if no lock is known. Not for the process
-    that holds the lock: closing the file would release it."""
+    """Return information about the process that has locked the run's folder; None if the folder is not locked, or this
+    cannot be found out. Must not be called in the process that holds the lock, because closing the lock file would
+    release its lock."""
     is_held, holder = look_at_lock(folder)
     return holder if is_held else None
 
 
 def is_known_free(folder: Path) -> bool:
-    """Whether it is certain that no run uses the folder. Not for the process that holds the lock; see `held_by`."""
+    """Return whether it is certain that no run uses the folder. Must not be called in the process that holds the lock;
+    see `held_by`."""
     return look_at_lock(folder)[0] is False
 
 
 def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
-    """Whether the run's folder is locked (None: unknown), and by which process."""
+    """Return whether the run's folder is locked (None: unknown), and the information about the process that holds the
+    lock."""
     try:
-        # read-only, for a read-only mount
+        # opened read-only, because the folder may be mounted read-only
         handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False, {}
@@ -220,13 +224,14 @@ def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
 
 
 def is_others(folder: Path) -> bool:
-    """Whether a run of another launch has locked the folder."""
+    """Return whether a run of another launch of torchrun has locked the folder."""
     holder = held_by(folder)
     return holder is not None and (holder.get("launch") is None or holder["launch"] != launch_id())
 
 
 def warn_of_killed(folder: Path) -> None:
-    """Log a warning if the previous run in this folder was killed. Called by the process that holds its lock."""
+    """Log a warning if the previous run in this folder was killed. Called by the process that holds the folder's
+    lock."""
     try:
         status = status_of(folder)
     except MissingJson:
@@ -243,7 +248,12 @@ def warn_of_killed(folder: Path) -> None:
 
 
 def mark_begun(folder: Path, wish: str, step: int) -> None:
-    """Record for restarts that the run has begun as requested (over again, or from a folder), and after which step."""
+    """Record for restarts that the run has begun as the user asked (from the start, or from a given checkpoint folder).
+
+    Args:
+        wish: what the user asked for.
+        step: number of finished steps at that moment.
+    """
     if launch_id() is None or begun_at(folder, wish) is not None:
         return
     begun = {"wish": wish, "step": step, "launch": launch_id(), "time": time.time()}
@@ -251,8 +261,9 @@ def mark_begun(folder: Path, wish: str, step: int) -> None:
 
 
 def begun_at(folder: Path, wish: str) -> int | None:
-    """The step at which an earlier attempt of this launch began as requested (`mark_begun`); None if none did. A job
-    that a scheduler starts again has the same name (RDZV_ID) and counts as the same launch."""
+    """Return the step at which an earlier attempt of the same launch began as the user asked (recorded by
+    `mark_begun`), or None if no attempt did. A job that a scheduler starts again under the same name (RDZV_ID) counts
+    as the same launch."""
     try:
         begun = read_object(folder / BEGUN_FILE, BEGUN)
     except MissingJson:
@@ -262,7 +273,7 @@ def begun_at(folder: Path, wish: str) -> int | None:
         return None
     if begun["wish"] != wish or launch_id() is None or begun["launch"] != launch_id():
         return None
-    # torchrun's own name may be another launch's too
+    # other launches may also have torchrun's default name "none"
     if os.environ["TORCHELASTIC_RUN_ID"] == "none" and not is_of_this_launch(begun):
         return None
     return begun["step"]
@@ -273,13 +284,13 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step number in a checkpoint's folder name; None if it is not a checkpoint's."""
+    """Return the step number in the name of a checkpoint's folder; None if the name is not that of a checkpoint."""
     match = NAME.fullmatch(folder.name)
     return int(match[1]) if match and folder.name == folder_name(int(match[1])) else None
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """The checkpoint folders in a folder, oldest first. Only their names are checked."""
+    """Return the checkpoint folders in a folder, oldest first. Only their names are checked."""
     if not parent.is_dir():
         return []
     steps = {path: step for path in parent.iterdir() if (step := step_of(path)) is not None}

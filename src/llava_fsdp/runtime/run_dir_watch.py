@@ -1,5 +1,5 @@
-"""Check during a run that its folder has not been deleted, moved or replaced and is still locked by the run. Imports no
-torch."""
+"""Check during a run that its folder was not deleted, moved or replaced, and that the run still holds the lock. Imports
+no torch."""
 
 import contextlib
 import fcntl
@@ -14,29 +14,30 @@ from llava_fsdp.runtime.run_dir import LOCK_FILE, make_run_folder, open_lock, si
 from llava_fsdp.runtime.status_file import put_status
 
 AGAIN = 0.2
-"""Seconds until a missing folder is checked a second time: a network file system may show it late."""
+"""Seconds until a missing folder is checked a second time, because a network file system may show a folder late."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What happened to a run's folder that was deleted, moved or taken by another run."""
+    """Describes what happened to a run's folder that was deleted, moved or taken by another run."""
 
     what: str
-    """The rest of the error message, after `output_dir=...`."""
+    """The part of the error message that follows `output_dir=...`."""
     can_be_remade: bool = False
-    """Whether the folder can be created again: nothing else has its path now, and its file system is still mounted."""
+    """Whether the folder can be created again: its path is free, and its file system is still mounted."""
 
 
 class Hold:
-    """Rank 0's lock on the run's folder, with checks that the folder is still the same. `look` may be called from two
-    threads."""
+    """Holds rank 0's lock on the run's folder, and checks that the folder is still the same. `look` may be called from
+    two threads."""
 
     def __init__(self, folder: Path, handle: int, private: bool = True):
         """Record the folder's identity (device and inode) and the content of its lock file.
 
         Args:
-            handle: descriptor of the lock file; its number stays the same when the file is replaced.
-            private: whether a folder that is created again can be read only by its owner.
+            handle: descriptor of the lock file. Its number stays the same if the lock file is replaced and opened
+                again.
+            private: whether only the owner can read a folder that is created again.
         """
         self.folder, self.handle, self.private = folder, handle, private
         self.content = os.pread(handle, 4096, 0)
@@ -45,10 +46,11 @@ class Hold:
         self.is_warned = False
 
     def look(self) -> Loss | None:
-        """Check the run's folder with two calls of stat. Returns what happened to it; None if the folder is intact, has
+        """Check the run's folder with two calls of stat. Returns what happened to the folder; None if it is intact, has
         been locked again, or cannot be checked.
 
-        Some file systems (FUSE, overlays) may change a folder's inode number. The content of the lock file decides.
+        Some file systems (FUSE, overlays) may change a folder's inode number. Then the content of the lock file
+        decides.
         """
         with self.one_at_a_time:
             try:
@@ -62,7 +64,7 @@ class Hold:
                     is_same = os.stat(self.folder.absolute().parent).st_dev == self.place[0]
                     return Loss("was deleted or moved away", can_be_remade=is_same)
                 return Loss("is gone, with the folder around it")
-            except OSError:  # the next write reports what is wrong
+            except OSError:  # the next write into the folder reports what is wrong
                 return None
 
     def found(self) -> tuple[int, int]:
@@ -73,7 +75,7 @@ class Hold:
             return identity(os.stat(self.folder))
 
     def look_closer(self, found: tuple[int, int]) -> Loss | None:
-        """Check the folder by the content of its lock file, and lock that file again."""
+        """Check by the content of its lock file whether the folder is still this run's, and lock that file again."""
         if found != self.place and not self.says_ours():
             return Loss("is another folder now than the one that this run began in")
         if os.path.islink(self.folder / LOCK_FILE):
@@ -87,7 +89,7 @@ class Hold:
             return None
 
     def says_ours(self) -> bool:
-        """Whether the present lock file has the content that this run wrote."""
+        """Return whether the lock file that is there now has the content which this run wrote."""
         with contextlib.suppress(OSError):
             handle = os.open(self.folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -97,8 +99,8 @@ class Hold:
         return False
 
     def open_lock(self) -> None:
-        """Open the present lock file under the number of the old descriptor. The new one is closed before locking,
-        because closing any descriptor of a file releases its POSIX locks."""
+        """Open the lock file that is there now, under the number of the old descriptor. The second descriptor is closed
+        before the file is locked, because closing any descriptor of a file releases its POSIX locks."""
         handle = open_lock(self.folder)
         os.dup2(handle, self.handle, inheritable=False)
         os.close(handle)
@@ -109,12 +111,12 @@ class Hold:
             fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return Loss(f"has another run in it, which began when {LOCK_FILE} had been deleted or replaced")
-        except OSError:  # a file system without locks; the start has warned of it
+        except OSError:  # a file system without locks; a warning was logged at the start
             pass
         if os.pread(self.handle, 4096, 0) != self.content:
             self.warn(f"{LOCK_FILE} was deleted or replaced during the run; it has been made again")
             sign_lock(self.handle)
-            put_status(self.folder, "running")  # another start may have changed it meanwhile
+            put_status(self.folder, "running")  # another start may have changed the status in the meantime
         self.remember()
         return None
 
@@ -134,7 +136,7 @@ class Hold:
         self.place, self.lock_place = identity(os.stat(self.folder)), identity(os.fstat(self.handle))
 
     def warn(self, said: str) -> None:
-        """Log a warning, the first time only: the cause may recur at every check."""
+        """Log a warning, but only the first time, because its cause may be found again at every check."""
         if not self.is_warned:
             log().warning("output_dir=%s: %s", self.folder, said)
         self.is_warned = True

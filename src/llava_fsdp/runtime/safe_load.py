@@ -18,15 +18,15 @@ from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 
 MiB = 1 << 20
 SMALL = 64 * MiB
-"""Largest JSON file of a model that is read, in bytes."""
+"""Maximum size in bytes of a JSON file of a model."""
 LARGE = 512 * MiB
-"""Largest file of a tokenizer that is read, in bytes."""
+"""Maximum size in bytes of a file of a tokenizer."""
 CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")
 """Keys of JSON files that make transformers load a Python file from the model folder."""
 
 
 def read_text(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> str:
-    """Read a UTF-8 text file. Raises an error of type `error` if it cannot be read or is too large."""
+    """Read a UTF-8 text file. Raises an error of type `error` if it cannot be read or has more than `largest` bytes."""
     try:
         if not path.is_file():
             raise error(f"{path} is not a file")
@@ -39,10 +39,11 @@ def read_text(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
 
 
 def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises an error of type `error` if the file cannot be read or is no object."""
+    """Read a JSON object from a file. Raises an error of type `error` if the file cannot be read or contains no
+    object."""
     text = read_text(path, error, largest)
     try:
-        found = json.loads(text)  # like transformers, accepts NaN and repeated keys
+        found = json.loads(text)  # accepts NaN and repeated keys, like transformers
     except ValueError as problem:
         raise error(f"{path} cannot be read: it is not JSON: {problem}; was the download interrupted?") from problem
     except RecursionError as problem:
@@ -54,8 +55,8 @@ def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
 
 @contextlib.contextmanager
 def foreign(what: str, error: type[LlavaFsdpError] = ModelError) -> Iterator[None]:
-    """Context in which a library parses a file of unknown origin: an exception other than LlavaFsdpError becomes one of
-    type `error`, which says `what` is wrong."""
+    """Context manager for code in which a library parses a file of unknown origin. Any exception other than a
+    LlavaFsdpError becomes one of type `error`, whose message begins with `what`."""
     try:
         yield
     except LlavaFsdpError:
@@ -69,7 +70,8 @@ def foreign(what: str, error: type[LlavaFsdpError] = ModelError) -> Iterator[Non
 
 
 def refuse_model_code(fields: dict[str, Any], path: Path) -> None:
-    """Raise ModelError if a model's JSON file names Python code that transformers would load from the model folder."""
+    """Raise ModelError if a JSON file of a model names Python code that transformers would load from the model
+    folder."""
     for key in CODE_KEYS:
         if fields.get(key):
             raise ModelError(
@@ -79,8 +81,8 @@ def refuse_model_code(fields: dict[str, Any], path: Path) -> None:
 
 
 def beside(path: Path, name: object) -> Path:
-    """The path of a file that is named in another file (such as an index of weights) and must be in the same folder.
-    Raises ModelError if the name is not a plain file name."""
+    """Return the path of a file whose name is given in another file (such as an index of weights), and which must be in
+    the same folder as that file. Raises ModelError if the name is not a plain file name."""
     plain = isinstance(name, str) and re.fullmatch(r"[\w.+=-][\w.+= -]*", name) and name not in (".", "..")
     if not plain:
         raise ModelError(f"{path} names {str(name)[:200]!r}, which is not a file beside it")
@@ -88,8 +90,8 @@ def beside(path: Path, name: object) -> Path:
 
 
 def refuse_yaml_bombs(path: Path, largest: int = MiB) -> str:
-    """Read the text of a YAML file. Raises ConfigError if it is too large, is not YAML, or has an alias, which could
-    make the parsed content grow without limit."""
+    """Read the text of a YAML file. Raises ConfigError if it is too large, is not YAML, or contains an alias, with
+    which the parsed content could grow without limit."""
     text = read_text(path, ConfigError, largest)
     try:
         aliases = [
@@ -103,7 +105,7 @@ def refuse_yaml_bombs(path: Path, largest: int = MiB) -> str:
 
 
 def is_open_to_others(path: Path) -> bool:
-    """Whether every user of this machine may create files in a folder, with or without the sticky bit."""
+    """Return whether every user of this machine may create files in a folder. The sticky bit makes no difference."""
     try:
         mode = path.stat().st_mode
     except OSError:

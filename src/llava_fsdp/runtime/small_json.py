@@ -1,4 +1,4 @@
-"""Read small JSON files: the result is an object of the right types, or one typed error."""
+"""Read small JSON files. The result is an object with values of the expected types; otherwise BadJson is raised."""
 
 import json
 import math
@@ -11,14 +11,14 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 LARGEST = 1 << 20
-"""Largest JSON file that is read, in bytes; files of this package have a few thousand."""
+"""Maximum size in bytes of a JSON file that is read. The files of this package have a few thousand bytes."""
 DEEPEST = 40
-"""Deepest nesting of objects and lists that is accepted. Python's JSON functions fail at a few hundred levels."""
+"""Maximum nesting depth of objects and lists. Python's JSON functions fail at a few hundred levels."""
 Kinds = tuple[type, ...]
 
 
 class BadJson(ValueError):
-    """Error: a file or text is not the expected JSON. The message names the file and the reason."""
+    """Error: a file or text is not the expected JSON. The message says why and, from `read_object`, names the file."""
 
 
 class MissingJson(BadJson):
@@ -26,7 +26,7 @@ class MissingJson(BadJson):
 
 
 def parse(content: bytes | str) -> Any:
-    """Parse strict JSON in UTF-8: no NaN, no infinity (such as 1e999), no repeated key. Raises BadJson."""
+    """Parse strict JSON in UTF-8: no NaN, no infinity (such as 1e999), no repeated keys. Raises BadJson."""
     try:
         text = content.decode() if isinstance(content, bytes) else content
         return json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=unique)
@@ -53,8 +53,12 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None) -> dict[str, Any]:
     """Parse a JSON object and check the types of its values.
 
-    `kinds` lists the allowed types of each key; a key that may be missing has `type(None)` among them. An integer
-    counts as a float too, and has at most 63 bits; True and False are not numbers. Raises BadJson.
+    Args:
+        kinds: the allowed types of each key; a key that may be missing has `type(None)` among them. An integer is also
+            allowed where a float is, and has at most 63 bits; True and False do not count as numbers.
+
+    Raises:
+        BadJson: the content is not such an object.
     """
     found = require_kinds(parse(content), kinds or {})
     if not is_flat(found):
@@ -63,7 +67,8 @@ def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None)
 
 
 def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
-    """A value that is a dict whose values have the types that `kinds` lists by key. Raises BadJson, naming the key."""
+    """Check that a value is a dict whose values have the types that `kinds` lists by key, and return it. Raises
+    BadJson, naming the key."""
     if not isinstance(found, dict):
         raise BadJson(f"it holds a {type(found).__name__}, not an object")
     for key, allowed in kinds.items():
@@ -76,8 +81,8 @@ def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
 
 
 def kinds_of(schema: type) -> dict[str, Kinds]:
-    """Allowed types of each field of a dataclass, from the annotations, to check a JSON object: `int`, `float | None`,
-    `list[str]` (any list)."""
+    """Return the allowed types of each field of a dataclass, from its annotations (such as `int`, `float | None`, or
+    `list[str]`, which allows any list), for checking a JSON object."""
     found = {}
     for own in fields(schema):
         choices = get_args(own.type) if isinstance(own.type, UnionType) else (own.type,)
@@ -86,7 +91,7 @@ def kinds_of(schema: type) -> dict[str, Kinds]:
 
 
 def is_flat(tree: Any) -> bool:
-    """Whether a parsed JSON value is nested at most `DEEPEST` levels deep. Does not recurse."""
+    """Return whether a parsed JSON value is nested at most `DEEPEST` levels deep. Does not recurse."""
     inside = [tree]
     for _ in range(DEEPEST):
         nested = [own for own in inside if isinstance(own, dict | list)]
@@ -98,7 +103,7 @@ def is_flat(tree: Any) -> bool:
 
 def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST) -> dict[str, Any]:
     """Read a JSON object from a file and check the types of its values. Raises BadJson, naming the file; MissingJson if
-    there is none."""
+    the file does not exist."""
     try:
         return parse_object(read_bytes(path, largest), kinds)
     except BadJson as error:
@@ -106,7 +111,8 @@ def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: i
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Read a regular file without waiting for a pipe or device. Raises BadJson, without the file's name."""
+    """Read a regular file; a pipe or device is refused and does not block. Raises BadJson, without the name of the
+    file."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
@@ -124,7 +130,8 @@ def read_bytes(path: Path, largest: int) -> bytes:
 def object_or_none(
     path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST
 ) -> dict[str, Any] | None:
-    """Read a JSON object from a file and check its values' types; None if the file is missing or cannot be read."""
+    """Read a JSON object from a file and check the types of its values; return None if the file is missing or cannot be
+    read."""
     try:
         return read_object(path, kinds, largest)
     except BadJson:

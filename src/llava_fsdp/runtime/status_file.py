@@ -1,5 +1,5 @@
-"""The file `run_status.json`: the state of a run, or how it ended, written by the rank that failed first. Imports no
-torch."""
+"""Read and write `run_status.json`: the state of a run or, at its end, how it ended, written by the rank that failed
+first. Imports no torch."""
 
 import contextlib
 import json
@@ -24,13 +24,14 @@ from llava_fsdp.runtime.small_json import BadJson, Kinds, MissingJson, read_obje
 STATUS_FILE = "run_status.json"
 FIRST_FAILURE = ".run_failed"
 RESERVED = 4096
-"""Size in bytes to which `run_status.json` is padded, so that the run's end can be recorded on a full disk too."""
+"""Size in bytes to which `run_status.json` is padded, so that the run's end can be written into it even on a full
+disk."""
 LONGEST_BEFORE = 1000
-"""Number of characters that are kept of the reason why the previous start of the run ended."""
+"""Maximum number of characters that are kept of the reason why the previous start of the run ended."""
 KILLED = "killed"
-"""Status that is reported for a run that has recorded no end and has no process; never written by the run itself."""
+"""Status that is reported for a run that recorded no end and has no process anymore. The run itself never writes it."""
 STEPPED_FILE = ".stepped"
-"""Name of an empty file that exists once the most recent start of the run has taken a step."""
+"""Name of an empty file that exists once the latest start of the run has finished a step."""
 NONE = type(None)
 WORD: dict[str, Kinds] = {
     "status": (str,), "class": (str, NONE), "exit_code": (int, NONE), "reason": (str, NONE), "culprit": (dict, NONE),
@@ -42,8 +43,8 @@ FAILURE: dict[str, Kinds] = {
     "incarnation": (str,), "rank": (int,), "class": (str,), "exit_code": (int,), "reason": (str,),
 }  # fmt: skip
 PATIENCE = 2
-"""Seconds for which a rank that lost contact waits for another rank's failure report before it ends: torchrun takes the
-first that ends for the cause."""
+"""Seconds that a rank which lost contact waits for another rank's failure report before it ends itself, because
+torchrun reports the rank that ends first as the cause."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,17 @@ class Outcome:
 
 
 def is_without_end(said: dict[str, Any]) -> bool:
-    """Whether a status records no end: the run is still going on or was killed."""
+    """Return whether a status records no end, because the run is still going on or was killed."""
     return said.get("status") in ("running", "stopping")
 
 
 def came_before(folder: Path, is_claiming: bool = False) -> dict[str, Any] | None:
-    """The status of the previous start that took steps or finished, which is kept until this start has taken a step;
-    None if it has, or there was no earlier start.
+    """Return the status of the last earlier start of the run that finished a step or the run. It is kept until the
+    current start has finished a step; afterwards, or if there was no earlier start, None is returned.
 
     Args:
-        is_claiming: whether this start has written nothing yet, so that the file is from another start.
+        is_claiming: whether the current start has written nothing yet, so that `run_status.json` is from an earlier
+            start.
     """
     said = read_status(folder)
     if said is None:
@@ -86,8 +88,9 @@ def came_before(folder: Path, is_claiming: bool = False) -> dict[str, Any] | Non
 
 
 def note_steps(folder: Path) -> None:
-    """Record that this start has taken a step, so that its end counts as the run's. This is a file of its own, because
-    another rank may be writing `run_status.json` at the same time."""
+    """Record that the current start of the run has finished a step, so that the status of the start before it need no
+    longer be kept. The record is a file of its own, because another rank may be writing `run_status.json` at the same
+    time."""
     os.close(os.open(folder / STEPPED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 
@@ -102,7 +105,7 @@ def put_status(
 
     Args:
         mode: permissions before the umask; None: those of the existing file.
-        before: the previous start's status, if this start has taken no step (see `came_before`).
+        before: status of the previous start, if the current start has finished no step (see `came_before`).
     """
     said = {
         "status": status,
@@ -130,12 +133,13 @@ def put_status(
         if size < max(RESERVED, len(text)):
             raise
         handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with open(handle, "wb") as file:  # overwriting takes no room on a full disk
+        with open(handle, "wb") as file:  # overwriting needs no free space on the disk
             file.write(text.ljust(size))
 
 
 def own_word(said: dict[str, Any]) -> dict[str, Any]:
-    """The part of a status that the most recent start wrote: `refused` if it failed in the folder of a finished run."""
+    """Return the part of a status that the latest start of the run wrote: `refused` if that start failed in the folder
+    of a finished run, otherwise the whole status."""
     refused = said.get("refused")
     if not isinstance(refused, dict):
         return said
@@ -143,7 +147,7 @@ def own_word(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def mode_of(path: Path) -> int:
-    """Permissions of a file; 0600 if the file does not exist."""
+    """Return the permissions of a file; 0600 if the file does not exist."""
     try:
         return stat.S_IMODE(path.stat().st_mode)
     except OSError:
@@ -151,7 +155,7 @@ def mode_of(path: Path) -> int:
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """The content of a run folder's `run_status.json`; None if the file is missing or cannot be read."""
+    """Return the content of `run_status.json` in a run's folder; None if the file is missing or cannot be read."""
     try:
         return status_of(folder)
     except BadJson:
@@ -159,8 +163,8 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 
 def status_of(folder: Path) -> dict[str, Any]:
-    """The content of a run folder's `run_status.json`, with `before` (the previous start's status) only while this
-    start has taken no step. Raises BadJson; MissingJson if there is no file."""
+    """Return the content of `run_status.json` in a run's folder. Its entry `before`, the status of the previous start,
+    is None once the current start has finished a step. Raises BadJson; MissingJson if the file does not exist."""
     path = folder / STATUS_FILE
     said = read_object(path, WORD)
     for own in (said, said.get("before"), said.get("refused")):
@@ -172,7 +176,7 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 def check_word(said: Any, path: Path) -> None:
-    """Raise BadJson if a status, or a status nested in it, has values of wrong types."""
+    """Raise BadJson if a status has values of wrong types."""
     try:
         require_kinds(said, WORD)
     except BadJson as error:
@@ -182,7 +186,7 @@ def check_word(said: Any, path: Path) -> None:
 
 
 def drop_stale_failure(folder: Path) -> None:
-    """Remove the failure report of an earlier start, or one that cannot be read."""
+    """Remove a failure report that an earlier start wrote or that cannot be read."""
     unreadable = None
     try:
         if failure_of(folder)["incarnation"] == incarnation():
@@ -206,7 +210,7 @@ def failure_of(folder: Path) -> dict[str, Any]:
 
 
 def first_failure(folder: Path) -> dict[str, Any] | None:
-    """The report of the rank that failed first since this start; None if no rank has failed."""
+    """Return the report of the rank that failed first since the ranks were last started; None if no rank has failed."""
     try:
         said = failure_of(folder)
     except BadJson:
@@ -223,7 +227,7 @@ def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def last_word(path: Path) -> Iterator[None]:
-    """Context in which a file about the end of the run is written; an error is only logged."""
+    """Context manager for writing a file about the end of the run; an error in its body is only logged."""
     try:
         yield
     except Exception as error:
@@ -233,7 +237,11 @@ def last_word(path: Path) -> Iterator[None]:
 
 def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
     """Record in `run_status.json` how the run ended. A rank that lost contact first waits for another rank's report.
-    Errors of writing are only logged. Returns the report of the first failure, if another rank wrote it."""
+    Errors of writing are only logged.
+
+    Returns:
+        The report of the first failure if another rank wrote it, else None.
+    """
     rank, ending = env_rank(), outcome.ending
     is_done = ending.name == "done"
     if is_absent(folder) or (is_done and rank != 0):
@@ -255,7 +263,7 @@ def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
 
 
 def is_absent(folder: Path) -> bool:
-    """Whether there is certainly no folder at this path."""
+    """Return whether it is certain that there is no folder at this path."""
     try:
         return not stat.S_ISDIR(os.stat(folder).st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -265,7 +273,8 @@ def is_absent(folder: Path) -> bool:
 
 
 def fail_first(folder: Path, outcome: Outcome) -> bool:
-    """Write this rank's failure report. Returns whether it is the first: only one rank can create the file."""
+    """Write this rank's failure report if no other rank has written one; return whether this was the first report. Only
+    one rank can create the file."""
     drop_stale_failure(folder)
     said = {
         "incarnation": incarnation(),
@@ -293,14 +302,16 @@ def fail_first(folder: Path, outcome: Outcome) -> bool:
 
 
 def is_of_this_launch(said: dict[str, Any]) -> bool:
-    """Whether a status was written by an earlier attempt of this launch (torchrun restarts the ranks)."""
+    """Return whether a status was written by an earlier attempt of the same launch; attempts are torchrun's restarts of
+    the ranks."""
     if launch_id() is None or said.get("launch") != launch_id():
         return False
-    return (said.get("time") or 0.0) >= started(os.getppid())  # otherwise by a requeued job of the same name
+    return (said.get("time") or 0.0) >= started(os.getppid())  # an older status is from a job of the same name
 
 
 def settled(folder: Path) -> dict[str, Any] | None:
-    """The status of an earlier attempt of this launch if another attempt cannot help or is not wanted; else None."""
+    """Return the status of an earlier attempt of the same launch if another attempt cannot help or is not wanted; else
+    None."""
     said = read_status(folder)
     said = own_word(said) if said is not None else None
     if said is None or not is_of_this_launch(said):
@@ -308,5 +319,5 @@ def settled(folder: Path) -> dict[str, Any] | None:
     ending = ENDINGS.get(said.get("class") or "")
     if ending is None or not ending.is_permanent:
         return None
-    # torchrun also sends SIGTERM to start again with more nodes, and does not count that as a restart
+    # torchrun also sends SIGTERM in order to start again with more nodes, and does not count that as a restart
     return said if ending.name != "stopped" or attempt() > (said.get("attempt") or 0) else None

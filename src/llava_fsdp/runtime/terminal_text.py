@@ -1,8 +1,9 @@
-"""Make text of unknown origin safe for terminals and logs: it cannot move the cursor, set the title or fake a log line.
+"""Make text of unknown origin safe for terminals and logs: it cannot move the cursor, set the title or imitate a log
+line.
 
-Names of records and images, keys of files and answers of models may hold any character. Control characters, those that
-change the direction of text, and invisible ones are written as JSON escapes (`\u001b`), so that a line of JSON stays
-valid.
+Names of records and images, keys of files, and texts that models generate may contain any character. Control
+characters, characters that change the direction of text, and invisible characters are written as JSON escapes
+(`\u001b`), so that a line of JSON stays valid.
 """
 
 import re
@@ -10,26 +11,28 @@ import sys
 from typing import Any, TextIO
 
 OBEYED = (
-    "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # controls, C0 and C1, but tab, newline and carriage return
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # direction
+    "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # C0 and C1 controls, except tab, newline and carriage return
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # direction of text
     "\u2028\u2029"  # separators of lines and paragraphs
-    "\u00ad\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb"  # no width
+    "\u00ad\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb"  # characters of no width
     "\U000e0000-\U000e0fff"  # tags
     "\ud800-\udfff"  # half a surrogate pair, which cannot be encoded
 )
 IN_NAMES = re.compile(f"[{OBEYED}\t\n\r\u200c\u200d]")
-IN_TEXTS = re.compile(rf"[{OBEYED}]|\r(?!\n)")  # joiners are used in Persian, Hindi and emoji
+IN_TEXTS = re.compile(rf"[{OBEYED}]|\r(?!\n)")  # the joiners are allowed: they are used in Persian, Hindi and emoji
 MOVES = re.compile(r"\r|\n*(?:\x1b\[A)+\Z")
-"""What tqdm's progress bars write before a line: a move to the beginning of the line, or up if several."""
+"""Pattern for what tqdm's progress bars write before a line: a move to the beginning of the line, or up several
+lines."""
 
 
 def shown_name(name: object) -> str:
-    """A name, id, key or value of unknown origin, with control characters and line breaks escaped: always one line."""
+    """Escape control characters and line breaks in a name, id, key or value of unknown origin; the result is always one
+    line."""
     return IN_NAMES.sub(escape, str(name))
 
 
 def shown_text(text: str) -> str:
-    """A text of unknown origin with its control characters escaped, except newlines and tabs."""
+    """Escape control characters in a text of unknown origin, except newlines and tabs."""
     return IN_TEXTS.sub(escape, text)
 
 
@@ -41,7 +44,7 @@ def escape(found: re.Match[str]) -> str:
 class Guarded:
     """A text stream that escapes control characters in everything that is written to it.
 
-    A carriage return at the beginning of a write is kept, as progress bars need it.
+    A carriage return at the beginning of a write is not escaped, because progress bars need it.
     """
 
     def __init__(self, stream: TextIO):

@@ -1,4 +1,4 @@
-"""Find which GPUs of a machine a process can see."""
+"""Find out which GPUs of a machine a process can see."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,12 @@ def visible_gpus(gpus: Sequence[str], visible: str) -> list[tuple[str, str]]:
         visible: GPU indices, UUIDs or beginnings of UUIDs, separated by commas; also UUIDs of MIG instances.
 
     Returns:
-        For each visible GPU its name in `visible` and its UUID, or the name again if it is not in `gpus`.
+        For each visible GPU a pair: its name in `visible`, and its UUID, or the name again if no UUID in `gpus`
+            matches.
     """
     found = []
     for name in (own.strip() for own in visible.split(",")):
-        if not name or name == "-1":  # CUDA stops there
+        if not name or name == "-1":  # CUDA ignores everything after this
             break
         by_number = gpus[int(name)] if name.isdecimal() and int(name) < len(gpus) else None
         by_prefix = next((key for key in gpus if key.startswith(name)), None)

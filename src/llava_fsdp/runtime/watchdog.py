@@ -1,10 +1,10 @@
-"""A background thread in each rank that handles signals, writes heartbeats, and ends the process when other ranks end
-or stall. Imports no torch.
+"""The watchdog: a background thread in each rank that handles signals, writes heartbeats, and ends the process when
+other ranks end or stall. Imports no torch.
 
-One thread does all of this, because the main thread may be inside a collective or a read that never returns. A Python
-handler of a signal would wait for the main thread too, so the thread reads signals from the pipe that Python's C
-handler writes to. The main thread asks at the end of every step what was requested, together with all other ranks
-(`Votes` in consensus.py).
+A thread does this because the main thread may be blocked in a collective or a read that never returns. Python runs
+signal handlers in the main thread, so they would be blocked too. The watchdog's thread therefore reads signals from the
+pipe to which Python's signal handler in C writes their numbers. At the end of every step, the main thread and those of
+all other ranks agree on what was requested (`Votes` in consensus.py).
 """
 
 import contextlib
@@ -45,38 +45,43 @@ BEAT = 1.0
 FROZEN = 5.0
 """Seconds without a heartbeat after which a process counts as frozen."""
 HEARING = 3.0
-"""Seconds that a signal may take to be handled on a busy machine."""
+"""Seconds that the handling of a signal may take on a busy machine."""
 ONE_WISH = 0.5
-"""Seconds within which two SIGINT signals count as one Ctrl-C: a launcher may forward what the terminal has sent."""
+"""Seconds within which two SIGINT signals count as a single Ctrl-C, because a launcher may forward the signal that the
+terminal has already sent to all processes."""
 SETTLE = 0.3
-"""Seconds before a SIGTERM is taken for a request to stop: torchrun sends it, too, when another rank has failed."""
+"""Seconds before a SIGTERM is treated as a request to stop, because torchrun also sends SIGTERM when another rank has
+failed."""
 STACKS = "stacks"
 TOGETHER = (Phase.AGREEING, Phase.COMPUTE, Phase.OPTIMIZER)
-"""Phases in which ranks wait only for other ranks: if all stay in one of them for long, the network is at fault."""
+"""Phases in which ranks wait only for other ranks. If all ranks stay in one of these phases for long, the network is
+the cause."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Run:
-    """What the watchdog calls from its thread. This base class is for a process without a run."""
+    """Functions that the watchdog calls from its thread. This base class is for processes without a run; its methods do
+    nothing."""
 
     def check_folder(self) -> None:
         """Check that the run's folder still exists and is locked. Called every second."""
 
     def collectives(self) -> int:
-        """Number of collectives that this rank has started."""
+        """Return the number of collectives that this rank has started."""
         return 0
 
     def data_position(self) -> str:
-        """The record or image that this rank is waiting for, as text."""
+        """Return as text the record or image that this rank is waiting for."""
         return ""
 
     def last_words(self) -> None:
-        """Print how the run ended, before the watchdog ends the process. Must not take more than seconds."""
+        """Print how the run ended. Called before the watchdog ends the process; must not take more than a few
+        seconds."""
 
 
 class Watchdog:
-    """Background thread of a rank, which starts when the object is entered: writes heartbeats, receives requests to
-    stop or to save (signals), and ends the process when other ranks end or stall."""
+    """Background thread of a rank, which starts when the object is entered as a context manager. It writes heartbeats,
+    receives signals that request to stop or to save, and ends the process when other ranks end or stall."""
 
     def __init__(
         self,
@@ -86,11 +91,12 @@ class Watchdog:
         warn_after: int | None = None,
         run: Run | None = None,
     ):
-        """Set the limits, in seconds.
+        """Set the limits of the watchdog, in seconds.
 
         Args:
-            limit: how long a collective may wait; may be changed later.
-            warn_after: how long until ranks report for whom they wait; None: the progress of ranks is not compared.
+            limit: how long a collective may wait for other ranks; may be changed later.
+            warn_after: how long ranks wait before they report which ranks they wait for; None: the progress of ranks is
+                not compared.
         """
         self.folder = folder or Path()
         self.rank = rank
@@ -99,19 +105,20 @@ class Watchdog:
         self.warn_after = warn_after
         self.run = run or Run()
         self.stop = ""
-        """Name of the signal that asked this rank to stop; empty if none did."""
+        """Name of the signal that requested this rank to stop; empty if there was none."""
         self.was_signalled = False
         """Whether this process has received SIGTERM or SIGINT, even if the signal had no effect."""
         self.interrupted_at: float | None = None
         """Time of the first SIGINT, by the monotonic clock."""
         self.saves = 0
-        """Number of SIGUSR1 signals, each of which asks for a checkpoint; counted by the watchdog's thread."""
+        """Number of SIGUSR1 signals received, each of which requests a checkpoint. Counted by the watchdog's thread."""
         self.saves_taken = 0
-        """Number of these that the main thread has handled."""
+        """Number of these SIGUSR1 signals that the main thread has handled."""
         self.step = 0
         self.phase = Phase.LOADING
         self.stepping = False
-        """Whether this process has finished a step and will take more: a signal then waits for the end of a step."""
+        """Whether this process has finished a step and will run more steps. A signal to stop then takes effect at the
+        end of a step."""
         self.has_stepped = False
         self.is_entered = False
         self.count = 0
@@ -125,7 +132,11 @@ class Watchdog:
         """The other ranks on this machine: pidfd -> (rank, process id)."""
 
     def at(self, phase: Phase, step: int | None = None) -> None:
-        """Record that the main thread begins a phase, after `step` finished steps (None: as many as before)."""
+        """Record that the main thread begins a phase.
+
+        Args:
+            step: number of finished steps; None: unchanged.
+        """
         self.phase = phase
         self.step = self.step if step is None else step
 
@@ -133,13 +144,14 @@ class Watchdog:
         return bool(self.stop)
 
     def wants_save(self) -> bool:
-        """Whether a checkpoint was requested (by SIGUSR1) since the last call."""
+        """Return whether a checkpoint was requested (by SIGUSR1) since the last call."""
         before, self.saves_taken = self.saves_taken, self.saves
         return self.saves_taken > before
 
     def wants_stop_soon(self) -> bool:
-        """Whether a stop is requested now or within `HEARING` seconds: a signal to the whole process group may end a
-        child process, such as a compiler, before the watchdog's thread has handled it."""
+        """Return whether a stop was requested, after waiting for a request for up to `HEARING` seconds. Called when a
+        child process, such as a compiler, has ended: a signal to the whole process group may have ended it before the
+        watchdog's thread has handled the same signal."""
         until = time.monotonic() + HEARING
         while not self.stop and time.monotonic() < until:
             time.sleep(0.05)
@@ -147,8 +159,9 @@ class Watchdog:
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
-        """Context of the training steps. A stop signal takes effect at the end of a step, except in the first step,
-        which has no work to lose and may compile for longer than torchrun waits before it kills its ranks."""
+        """Context manager of the training steps. Within it, a signal to stop takes effect at the end of a step. In the
+        first step it takes effect at once: no work would be lost, and the step may compile for longer than torchrun
+        waits before it kills its ranks."""
         try:
             yield
         finally:
@@ -167,7 +180,7 @@ class Watchdog:
         for end in self.pipe:
             os.set_blocking(end, False)
         try:
-            for name in (FOLDER, STACKS):  # readable only by the owner: stack traces and names of records
+            for name in (FOLDER, STACKS):  # readable only by the owner, because of stack traces and names of records
                 (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
             self.stacks = fresh(self.folder / STACKS / f"rank-{self.rank}.txt")
         except OSError as error:
@@ -177,7 +190,7 @@ class Watchdog:
         if threading.current_thread() is threading.main_thread():
             self.wakeup = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
             for number in SIGNALS:
-                self.handlers[number] = signal.signal(number, lambda *_: None)  # the byte in the pipe is what counts
+                self.handlers[number] = signal.signal(number, lambda *_: None)  # only the byte in the pipe matters
             faulthandler.register(signal.SIGUSR2, self.stacks, all_threads=True)
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
         self.thread.start()
@@ -188,7 +201,7 @@ class Watchdog:
         self.lost_peer = isinstance(error, CommunicationError)
         self.ending.set()
         os.write(self.pipe[1], b"\0")
-        self.thread.join()  # before the handlers are removed: torchrun's SIGTERM must not interrupt the last report
+        self.thread.join()  # before the handlers are restored: torchrun's SIGTERM must not interrupt the last report
         if self.handlers:
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
@@ -206,7 +219,8 @@ class Watchdog:
 
     @contextlib.contextmanager
     def among(self, ranks: list[tuple[int, str, int]]) -> Iterator[None]:
-        """Context in which the other `ranks` (rank, host, process id) are watched, to the run's last barrier."""
+        """Context manager in which the other `ranks` (rank, host, process id) are watched; it ends at the run's last
+        barrier."""
         self.size = len(ranks)
         here = socket.gethostname()
         for rank, host, pid in ranks:
@@ -214,7 +228,7 @@ class Watchdog:
                 with contextlib.suppress(OSError):  # another container on this machine, or an old kernel
                     self.peers[os.pidfd_open(pid)] = rank, pid
         yield
-        self.size = 1  # others may end first from here on; not after an error, when they must be watched to the end
+        self.size = 1  # others may end first from here on; after an error they are watched to the end
 
     def watch(self) -> None:
         next_beat = 0.0
@@ -232,7 +246,7 @@ class Watchdog:
             self.wait(SETTLE)
 
     def wait(self, seconds: float) -> None:
-        """Wait until a signal arrives or another rank ends, and handle that event."""
+        """Wait up to `seconds` until a signal arrives or another rank ends, and handle that event."""
         poll = select.poll()
         poll.register(self.pipe[0], select.POLLIN)
         if self.size > 1:
@@ -263,7 +277,7 @@ class Watchdog:
                 return  # torchrun ends this rank because another one has failed; `beat` ends this process
             self.wait(0.05)
         if self.stop:
-            return  # the run is stopping already
+            return  # the run is already stopping
         if not self.stepping:
             ending = ENDINGS["stopped" if number == signal.SIGTERM else "interrupted"]
             where = "before the first step was over"
@@ -280,13 +294,15 @@ class Watchdog:
                     put_status(self.folder, "stopping", Outcome(ENDINGS["stopped"], name, step=self.step))
 
     def is_second_interrupt(self) -> bool:
-        """Whether there was a SIGINT more than `ONE_WISH` seconds ago."""
+        """Return whether there was an earlier SIGINT more than `ONE_WISH` seconds ago; remember the time of the first
+        one."""
         first, now = self.interrupted_at, time.monotonic()
         self.interrupted_at = now if first is None else first
         return first is not None and now - first > ONE_WISH
 
     def end_with_peer(self, pidfd: int, rank: int, pid: int) -> None:
-        """End this process because another rank on this machine has ended, with a failure report if it could."""
+        """End this process because another rank on this machine has ended, which wrote a failure report if it still
+        could."""
         how = ending_of(pidfd, pid)
         if first_failure(self.folder) is None:
             reason = f"rank {rank} (process {pid} on {socket.gethostname()}) {how}"
@@ -322,7 +338,8 @@ class Watchdog:
         if beat.place != self.place:
             self.place, self.since, self.warned, self.dumped = beat.place, time.monotonic(), 0.0, False
         waiting = time.monotonic() - self.since
-        # rank 0 compares all ranks, the others only rank 0, so that thousands of ranks do not each read all files
+        # rank 0 compares all ranks, the other ranks compare only rank 0, so that thousands of ranks do not each read
+        # all files
         late = self.watcher.late(beat, list(range(self.size)) if self.rank == 0 else [0])
         if waiting >= self.warn_after:
             self.warn(waiting, late)
@@ -335,7 +352,8 @@ class Watchdog:
         if not self.dumped:
             self.dumped = True
             faulthandler.dump_traceback(self.stacks, all_threads=True)
-        # only rank 1 reports that rank 0 is late, unless its machine may be gone too
+        # only rank 1 reports that rank 0 is late, unless a late rank is frozen and the machine of rank 1 may be gone
+        # too
         is_reporter = self.rank <= 1 or any(each.is_frozen for each in late)
         if late and is_reporter and time.monotonic() - self.warned >= max(60, waiting / 2):
             self.warned = time.monotonic()
@@ -343,8 +361,8 @@ class Watchdog:
                 log().warning("waiting for %.0f seconds: %s", waiting, each)
 
     def give_up(self, beat: Beat, waiting: float, late: list[Late]) -> None:
-        """End the run because ranks wait too long, before the process group's own timeout, which would name the waiting
-        rank instead of the late one."""
+        """End the run because ranks have waited too long. This happens before the timeout of the process group, whose
+        error would name the waiting rank instead of the late one."""
         faulthandler.dump_traceback(self.stacks, all_threads=True)
         if not late:
             late = self.watcher.late(beat, list(range(self.size)))
@@ -362,8 +380,8 @@ class Watchdog:
         )
 
     def end_after_failure(self) -> None:
-        """End this process, without a report, because another rank has reported a failure, which torchrun must notice
-        first."""
+        """End this process, without a report of its own, because another rank has reported a failure. It waits first,
+        so that torchrun notices the other rank's end before this one."""
         time.sleep(PATIENCE)
         first = first_failure(self.folder)
         self.kill_frozen()
@@ -376,7 +394,7 @@ class Watchdog:
         self.exit(code)
 
     def end(self, outcome: Outcome) -> None:
-        """Write the outcome of the run and end this process, even if the main thread is blocked."""
+        """Record how the run ended and end this process, even if the main thread is blocked."""
         first = write_ending(self.folder, replace(outcome, step=self.step))
         if first is None:
             (log().info if outcome.ending.name == "stopped" else log().error)(
@@ -386,7 +404,7 @@ class Watchdog:
         self.exit(int(outcome.ending.exit_code if first is None else first["exit_code"]))
 
     def kill_frozen(self) -> None:
-        """Kill the frozen ranks of this machine, for which torchrun would wait half a minute."""
+        """Kill the frozen ranks of this machine, because torchrun would wait half a minute for them."""
         for handle, (rank, _) in self.peers.items():
             with contextlib.suppress(OSError):
                 if beat_age(self.folder, rank) > FROZEN:
@@ -401,7 +419,8 @@ class Watchdog:
 
 
 def fresh(path: Path) -> TextIO:
-    """Open a new file that only its owner can read. A file with content is first renamed to `NAME.N.txt`."""
+    """Open a new file for writing that only its owner can read. An existing file with content is first renamed to
+    `NAME.N.txt`."""
     if os.path.lexists(path) and path.lstat().st_size:
         number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}.txt").exists())
         os.replace(path, path.with_suffix(f".{number}.txt"))
