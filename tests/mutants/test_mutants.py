@@ -72,7 +72,7 @@ def test_rows_that_are_wrong_are_told(tmp_path: Path) -> None:
         ("another rate", "if whole else 0.0", "if whole else 1.0"),
         ("nothing", "if whole else 0.0", "if whole else 0.00"),
         ("no such name", "if whole else 0.0", "if whole else nothing"),
-        ("no import", "from types import MappingProxyType", "from types import MappingProxy"),
+        ("no import", "from collections import Counter", "from collections import Countery"),
         ("twice there", "true_yes + false_yes", "0"),
     ]
     table = tmp_path / "bugs.toml"
