@@ -214,7 +214,7 @@ class ValConfig:
     max_new_tokens: int
     """Maximum number of tokens of an answer."""
     metric: Metric
-    """How an answer is scored."""
+    """How an answer to a validation question is scored against the record's answer."""
     shown: int
     """Number of answers of each validation that are written to validation.jsonl."""
 

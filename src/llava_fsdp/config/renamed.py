@@ -18,7 +18,7 @@ VALUES: Mapping[tuple[str, str], str] = MappingProxyType({
     ("data.too_long", "quarantine"): "skip",
     ("data.pixels", "lean"): "fast",
 })  # fmt: skip
-"""(Present key, old value) -> present value."""
+"""Renamed values of keys: (present key, old value) -> present value."""
 OLD_FILES: Mapping[str, str] = MappingProxyType({"quarantine.jsonl": "skipped_records.jsonl"})
 """Old name of a file in a run's folder -> present name."""
 

@@ -207,7 +207,7 @@ class Config:
     """pack=true only: maximum number of tokens that a rank processes at once; null: micro_batch_size * data.max_length;
     auto: the planner chooses when a training begins, and the run records its choice."""
     attention: Attention
-    """Implementation of attention."""
+    """Implementation of attention within the samples of packed rows."""
     compile: bool | str
     """Whether torch.compile compiles each block of the language model; auto: on CUDA with Triton."""
     log_every: int

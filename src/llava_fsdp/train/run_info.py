@@ -33,7 +33,7 @@ from llava_fsdp.train.summary import describe_data, trained_counts, unlike_origi
 
 
 def about_run(cfg: Config, world: World, model: Llava, records: Records, weights: dict[str, Weight]) -> dict[str, Any]:
-    """Describe this start of a run (hardware, versions, recipe, ...), before its first step."""
+    """Return a description of the current start of a run (hardware, versions, ...), before its first step."""
     compiles = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention).on
     shard_size = cfg.sharding.shard_size or world.local_size
     held = bytes_per_rank(
