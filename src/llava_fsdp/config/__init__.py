@@ -1,7 +1,8 @@
-"""The configuration: every key a user can set, its type, its meaning and its checks. Imports no torch.
+"""The configuration: every key that a user can set, with its type, its meaning and its checks. Imports no torch.
 
-YAML under `conf/` picks the values, Hydra composes them, and `load` turns the result into these classes once. Nothing
-after it sees OmegaConf. Each file has the keys of one area; all of them are imported from here.
+The values are in the YAML files under `conf/` and on the command line. Hydra composes them, and `load` converts the
+result once into the classes of this package, so that other modules do not use OmegaConf. Each module defines the keys
+of one area; all classes are exported from here.
 """
 
 from llava_fsdp.config.checks import AUTO, at_least, check_profile

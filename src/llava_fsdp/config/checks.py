@@ -1,4 +1,4 @@
-"""Check single configuration values, and keys of a training that contradict each other."""
+"""Check single configuration values, and combinations of keys of a training that contradict each other."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ AUTO = "auto"
 
 
 def at_least(key: str, value: int | None, least: int, why: str = "") -> None:
-    """Raise ConfigError if a value is below `least`; None is allowed."""
+    """Raise ConfigError if a value is below `least`. None is accepted."""
     if value is not None and value < least:
         raise ConfigError(f"{key}={value} must be at least {least}" + (f": {why}" if why else ""))
 
 
 def above_zero(key: str, value: float | None, hint: str = "") -> None:
-    """Raise ConfigError if a value is not a finite number above 0; None is allowed."""
+    """Raise ConfigError if a value is not a finite number above 0. None is accepted."""
     if value is not None and not 0 < value < math.inf:
         raise ConfigError(f"{key}={value} must be a finite number above 0{hint}")
 
 
 def check_training(cfg: Config) -> None:
-    """Raise ConfigError if a number is out of its bounds, or if keys of a training contradict each other."""
+    """Raise ConfigError if a number of a training's configuration is out of its bounds, or if keys contradict each
+    other."""
     check_packing(cfg)
     check_base(cfg)
     check_compile(cfg)
@@ -92,7 +93,7 @@ def check_packing(cfg: Config) -> None:
 
 
 def check_base(cfg: Config) -> None:
-    """Raise ConfigError for settings that do not work with the language model's quantized or frozen weights."""
+    """Raise ConfigError for settings that cannot be used with quantized or frozen weights of the language model."""
     mode = cfg.model.quantize.mode
     if cfg.model.lora.enabled and cfg.precision.linear is LinearKind.fp8:
         raise ConfigError(
@@ -122,7 +123,7 @@ def check_compile(cfg: Config) -> None:
 
 
 def check_offload(cfg: Config) -> None:
-    """Raise ConfigError for sharding strategies and dtypes with which an offload mode cannot work, or would save
+    """Raise ConfigError for sharding strategies and dtypes with which the chosen offload mode cannot work or would save
     nothing."""
     mode, strategy, precision = cfg.offload.mode, cfg.sharding.strategy, cfg.precision
     if mode is not OffloadMode.none and strategy is Strategy.NO_SHARD:
@@ -168,7 +169,7 @@ def check_numbers(cfg: Config) -> None:
 
 
 def check_profile(cfg: Config, total: int) -> None:
-    """Raise ConfigError if a run of `total` steps ends before the steps that `profile` is to record."""
+    """Raise ConfigError if a run of `total` steps ends before the steps that are to be profiled."""
     if cfg.profile and cfg.profile_steps is not None and cfg.profile_steps[1] > total:
         raise ConfigError(
             f"profile_steps={cfg.profile_steps}: this run has {total} steps; name earlier ones, or null for its last "
@@ -186,7 +187,7 @@ def check_dry_run(cfg: Config) -> None:
 
 
 def check_original(cfg: Config) -> None:
-    """Raise ConfigError for settings that the original LLaVA's labels and sampler do not support."""
+    """Raise ConfigError for settings that the labels or the sampler of the original LLaVA do not support."""
     if cfg.labels is Parity.llava_v1_5 and cfg.data.too_long is not TooLong.truncate:
         raise ConfigError(
             f"labels=llava_v1_5 truncates what is too long, as the original does; data.too_long="
@@ -228,7 +229,7 @@ def check_anyres(cfg: Config) -> None:
 
 
 def check_export(cfg: Config) -> None:
-    """Raise ConfigError if the run is to export a model at its end that transformers' LLaVA cannot represent."""
+    """Raise ConfigError if the run exports a model at its end that transformers' LLaVA cannot represent."""
     if not cfg.exports_model:
         return
     cure = "export.merge=false" if cfg.model.lora.enabled else "export.enabled=false"

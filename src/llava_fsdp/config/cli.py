@@ -1,5 +1,5 @@
-"""Functions that all command-line programs share: read a typed configuration from the command line, and turn an
-error into an exit code. Imports no torch."""
+"""Functions that all command-line programs share: read a typed configuration from the command line, and convert an
+error to an exit code. Imports no torch."""
 
 import contextlib
 import io
@@ -40,7 +40,7 @@ from llava_fsdp.runtime.status_file import PATIENCE, Outcome, is_absent, last_wo
 from llava_fsdp.runtime.terminal_text import shown_text
 
 T = TypeVar("T")
-# Keys whose values are text or paths: taken as they are typed, without Hydra's grammar for lists and functions.
+# Keys whose values are text or paths. The values are taken as typed, without Hydra's grammar for lists and functions.
 LITERAL = frozenset({
     "question", "image", "output_dir", "checkpoint.resume", "data.path", "data.images", "data.root",
     "data.index", "report", "model.language", "model.vision", "model.checkpoint", "model.projector", "source", "to",
@@ -49,32 +49,32 @@ LITERAL = frozenset({
     "track.name", "track.project",
 })  # fmt: skip
 PATH_KEYS = {"chat": "model.checkpoint", "evaluate": "model.checkpoint", "export": "source"}
-"""Key of a command line's first word if it is a folder without `key=`, by program."""
+"""By program: the key for which the first command-line argument is the value, if it is a folder without `key=`."""
 BACKBONES = ("model.language", "model.vision", "model.checkpoint")
 WITH_VALUES = frozenset({
     *FLAGS, "--config-name", "-cn", "--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun",
 })  # fmt: skip
-"""Hydra's flags whose value may follow as the next command-line argument."""
+"""Hydra's flags whose value may be the next command-line argument."""
 FOLDER_SECONDS = 30
 Status = Callable[[Path, Outcome], dict[str, Any] | None]
 
 
 def no_status(folder: Path, outcome: Outcome) -> None:
-    """Default for `on_exit`, for programs that write no `run_status.json`; does nothing."""
+    """Default of `on_exit` for programs that write no `run_status.json`; does nothing."""
 
 
 @contextlib.contextmanager
 def until_reader_leaves() -> Iterator[None]:
-    """Context manager that ends its body without an error when the reader of stdout is gone, such as `| head`."""
+    """Context manager that ends its body without an error if the reader of stdout (such as `| head`) has exited."""
     try:
         yield
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as error:
         is_exit = isinstance(error, SystemExit)
-        # rich notices by itself and exits; a BrokenPipeError may come from another pipe
+        # rich detects this itself and exits; a BrokenPipeError may also come from another pipe
         if not (isinstance(error.__context__, BrokenPipeError) if is_exit else reader_has_left()):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes its buffer at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes its buffer to stdout at exit
 
 
 def reader_has_left() -> bool:
@@ -90,8 +90,9 @@ def begin(config_name: str, schema: type) -> None:
     """Prepare the process of a training: let it end together with torchrun, and end it at once after an error that a
     restart cannot fix.
 
-    torchrun restarts its workers whatever their exit code was; a worker that cannot do better ends at once with the
-    code of the one before it. Until the first step there is nothing to save, so that signals end the process.
+    torchrun restarts its workers after any exit code. If an earlier attempt ended with an error that a restart cannot
+    fix, a restarted worker ends at once with the same exit code. Signals also end the process at once, because before
+    the first step there is nothing to save.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitCode.STOPPED))
     signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
@@ -111,12 +112,15 @@ def begin(config_name: str, schema: type) -> None:
 
 
 def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit: Status = no_status) -> None:
-    """Read the configuration `config_name`, call `task` with it as a `schema`, and end the process with the exit
-    code of the outcome.
+    """Read the configuration `config_name`, call `task` with it as an object of class `schema`, and end the process
+    with the exit code of the outcome.
 
-    `on_exit(output_dir, outcome)` is called as soon as the outcome is known; if another rank failed before, it returns
-    that rank's status, and this rank reports nothing. After a failure the process ends at once, without waiting for
-    process groups: a peer may never answer again.
+    After a failure the process ends at once, without waiting for process groups, because other ranks may not respond
+    anymore.
+
+    Args:
+        on_exit: called as `on_exit(output_dir, outcome)` as soon as the outcome is known. If another rank failed
+            before, it returns that rank's status, and this rank then reports nothing.
     """
     setup_logging()
     folder = typed_output_dir()
@@ -124,10 +128,10 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     try:
         with until_reader_leaves():
             node = compose(config_name, schema)
-        if node is None:  # --help, --cfg job and the like: Hydra has answered
+        if node is None:  # Hydra has answered --help, --cfg job and the like
             return
         folder = None if node.get("dry_run") is not None else Path(str(node.get("output_dir", ".")))
-        # a training that ends because its reader has gone must not count as done
+        # a training that ends because the reader of stdout has exited must not count as done
         is_training = on_exit is not no_status and folder is not None
         with contextlib.nullcontext() if is_training else until_reader_leaves():
             task(load(schema, node))
@@ -138,7 +142,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
         ends_torchrun = isinstance(error, Stopped) and not error.asked_here
         if not error.leaves_word:
             folder = None
-            # a restarted worker could not know why this one ended, and would start in whatever is there now
+            # a restarted worker could not know why this one ended, and would start in the folder that is there now
             ends_torchrun |= isinstance(error, FolderLost)
     except KeyboardInterrupt:
         outcome, message = Outcome(ENDINGS["interrupted"], "interrupted"), "interrupted"
@@ -148,14 +152,14 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     if silent:
         time.sleep(PATIENCE)  # rank 0 reports the error, writes the status, and ends first
     if folder is not None and is_later_rank() and not is_one_node():
-        await_folder(folder)  # rank 0, on another machine, reads there why this rank has ended
+        await_folder(folder)  # rank 0, on another machine, reads in the folder why this rank has ended
     if folder is not None and (beat := read_beat(folder, env_rank())) is not None and beat.pid == os.getpid():
         outcome = replace(outcome, step=beat.step)
     first = write_outcome(folder, outcome, on_exit)
     code = outcome.ending.exit_code
     if code == ExitCode.DONE:
         return
-    # without a status, rank 0 has not met the error: this rank reports it then
+    # if no status was written, rank 0 has not met this error, and this rank reports it
     is_first = on_exit is not no_status and folder is not None and not is_absent(folder)
     if first is None and (is_first or not silent):
         log().log(logging.INFO if code == ExitCode.STOPPED else logging.ERROR, message)
@@ -172,16 +176,22 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
 
 
 def await_folder(folder: Path) -> None:
-    """Wait until rank 0 has made the run's folder, at most `FOLDER_SECONDS`: this rank may have failed long before."""
+    """Wait at most `FOLDER_SECONDS` seconds until rank 0 has created the run's folder, because this rank may have
+    failed long before rank 0 creates it."""
     until = time.monotonic() + FOLDER_SECONDS
     while is_absent(folder) and time.monotonic() < until:
         time.sleep(0.2)
 
 
 def stop_restarts(ends_torchrun: bool, is_permanent: bool) -> None:
-    """Keep torchrun from starting this rank again where that cannot help."""
+    """End torchrun or the agent if restarting this rank cannot help.
+
+    Args:
+        ends_torchrun: end torchrun on this machine.
+        is_permanent: whether the failure would happen again; the agent (train/agent.py) is then ended.
+    """
     if ends_torchrun or (is_permanent and is_later_rank()):
-        time.sleep(PATIENCE)  # the other ranks of this machine report and end first
+        time.sleep(PATIENCE)  # the other ranks of this machine report the error and end first
     if ends_torchrun:
         end_torchrun()
     if is_permanent:
@@ -189,7 +199,7 @@ def stop_restarts(ends_torchrun: bool, is_permanent: bool) -> None:
 
 
 def write_outcome(folder: Path | None, outcome: Outcome, on_exit: Status) -> dict[str, Any] | None:
-    """Call `on_exit`, unless there is no run folder or it belongs to another launch. Raises nothing."""
+    """Call `on_exit`, unless there is no run folder or it belongs to another launch. Never raises an error."""
     if folder is not None and not is_others(folder):
         with last_word(folder):
             return on_exit(folder, outcome)
@@ -201,7 +211,8 @@ def is_later_rank() -> bool:
 
 
 def typed_output_dir() -> Path | None:
-    """The `output_dir` on the command line, for when the configuration cannot be read; None for a dry run."""
+    """Return the `output_dir` given on the command line, for use if the configuration cannot be read; None for a dry
+    run."""
     if any(a.startswith("dry_run=") for a in sys.argv[1:]):
         return None
     folders = [a.partition("=")[2] for a in sys.argv[1:] if a.startswith("output_dir=")]
@@ -211,7 +222,7 @@ def typed_output_dir() -> Path | None:
 def write_torchrun_error(message: str) -> None:
     """Write the error file from which torchrun prints the root cause of a failure.
 
-    torch's own `@record` would put a traceback around a user's mistake.
+    torch's own decorator `@record` would add a traceback to the message about a user's mistake.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = shown_text(redact(message, secrets_of()))
@@ -221,12 +232,12 @@ def write_torchrun_error(message: str) -> None:
 
 
 def compose(config_name: str, schema: type) -> DictConfig | None:
-    """Build the configuration from YAML files and the command line with Hydra; None if Hydra only printed help or
-    the configuration.
+    """Build the configuration from YAML files and the command line with Hydra; None if only help or the configuration
+    was printed.
 
     Raises:
-        ConfigError: Hydra's error about a wrong key or choice, shortened, with the nearest key that exists; or
-            a multirun, which cannot work under torchrun.
+        ConfigError: a key or choice does not exist (Hydra's message, shortened, with the nearest key that exists), or a
+            multirun was requested, which cannot work under torchrun.
     """
     refuse_multirun(config_name)
     check_command_line(sys.argv[1:], LITERAL)
@@ -235,7 +246,7 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
         words = [word for word in words if "=" in word and not word.startswith("-")]
     refuse_bare_words(words, config_name)
     refuse_unknown(words, schema)
-    if "optim" in schema_keys(schema):  # commands that take the keys of a training
+    if "optim" in schema_keys(schema):  # for commands that have the keys of a training
         words = with_own_model(words)
     words = [taken_literally(word) for word in words]
     if group is not None:
@@ -253,7 +264,7 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
 
 
 def compose_with_flags(config_name: str, schema: type) -> DictConfig | None:
-    """Do the same with Hydra's own program, which knows flags such as `--cfg job`; it takes longer."""
+    """Do the same as `compose` with Hydra's own program, which supports flags such as `--cfg job` but takes longer."""
     composed: list[DictConfig] = []
 
     def body(node: DictConfig) -> None:
@@ -276,15 +287,16 @@ def compose_with_flags(config_name: str, schema: type) -> DictConfig | None:
 
 
 def name_folder(words: list[str], key: str | None) -> list[str]:
-    """The words of a command line, with `key=` before the first if that is a plain word: the folder of a model."""
+    """Return the words of a command line with `key=` put before the first word, if that is a plain word: the folder of
+    a model."""
     if key is None or not words or "=" in words[0] or words[0].startswith(("-", "~")):
         return words
     return [f"{key}={words[0]}", *words[1:]]
 
 
 def with_own_model(words: list[str]) -> list[str]:
-    """The words with `model=own` if they name a backbone or a checkpoint and no `model=`: it must not be trained by the
-    recipe of `model=tiny`, whose learning rate is for two million parameters.
+    """Append `model=own` to the words of a command line that name a backbone or a checkpoint but not `model=`. Without
+    it, the model would be trained by the recipe of `model=tiny`, whose learning rate is for two million parameters.
 
     Raises:
         ConfigError: a vision tower is named without a language model.
@@ -303,8 +315,8 @@ def with_own_model(words: list[str]) -> list[str]:
 
 
 def refuse_unknown(words: list[str], schema: type) -> None:
-    """Raise ConfigError for a key or a choice that does not exist, with the nearest that does; Hydra takes seconds to
-    find it. With `--config-dir`, whose choices are not known here, Hydra finds it."""
+    """Raise ConfigError for a key or choice that does not exist, suggesting the nearest one that does. Hydra would need
+    seconds to find it. With `--config-dir` the choices are not known here, and the check is left to Hydra."""
     if any(word.startswith("--config-dir") or word == "-cd" for word in words):
         return
     keys = schema_keys(schema)
@@ -325,10 +337,10 @@ def refuse_unknown(words: list[str], schema: type) -> None:
 
 
 def taken_literally(argument: str) -> str:
-    """Quote the value of a command-line argument `key=value` for Hydra if the key takes text or a path and the value
-    is unquoted."""
+    """Quote the value of an argument `key=value` for Hydra, if the key takes text or a path and the value is not quoted
+    yet."""
     key, equals, value = argument.partition("=")
-    if key.startswith(SOURCES):  # Hydra needs ++ to add a source, whose name the user chose
+    if key.startswith(SOURCES):  # the user chose the source's name, and Hydra adds a new key only with ++
         name, literal = f"++{key}", key.endswith((".path", ".images"))
         return f"{name}={quoted(value)}" if equals and literal and value[:1] not in ("'", '"') else f"{name}={value}"
     if not equals or key not in LITERAL or value == "null" or value[:1] in ("'", '"'):
@@ -337,7 +349,7 @@ def taken_literally(argument: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Quote a text for Hydra's override grammar, whatever characters it has."""
+    """Quote a text, which may contain any characters, for Hydra's override grammar."""
     if re.fullmatch(r"[\w/.:-]*", text, re.ASCII):
         return text
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
@@ -354,7 +366,7 @@ def refuse_multirun(config_name: str) -> None:
 
 
 def refuse_bare_words(words: list[str], config_name: str) -> None:
-    """Raise ConfigError for a command-line argument without `key=`; Hydra's own error would be about quotes."""
+    """Raise ConfigError for a command-line argument without `key=`. Hydra's own error message would be about quotes."""
     flag = ""
     for word in words:
         if not word.startswith(("-", "~")) and "=" not in word and flag not in WITH_VALUES:
@@ -365,11 +377,11 @@ def refuse_bare_words(words: list[str], config_name: str) -> None:
 
 
 def shorten(message: str, schema: type) -> str:
-    """Shorten Hydra's error message: remove the search path and the advice about stack traces and `+`, and add the
-    nearest key."""
+    """Shorten an error message of Hydra: remove the search path and advice about stack traces and `+`, and add the
+    nearest existing key."""
     text = re.split(r"\n\s*(?:Config search path|Set the environment variable|To append to your config)", message)[0]
     text = re.sub(r"\n\s*(?:full_key|object_type)\b.*", "", text).strip()
-    if "Traceback" in text:  # Hydra prints its own stack for some mistakes; the message is the last line
+    if "Traceback" in text:  # for some mistakes Hydra prints its own stack trace; the message is its last line
         text = text.splitlines()[-1]
     key = re.search(r"Could not override '([^']+)'", text)
     if key:

@@ -1,4 +1,4 @@
-"""Configuration keys of all commands other than training."""
+"""Configuration keys of all commands except `train`."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from llava_fsdp.runtime.errors import ConfigError
 @dataclass(kw_only=True, slots=True)
 class LaunchConfig:
     nproc_per_node: int
-    """Number of ranks on a node."""
+    """Number of ranks on each node."""
     nnodes: int
     devices: Devices
     """Which GPUs each run of a sweep gets."""
@@ -22,9 +22,9 @@ class LaunchConfig:
 @dataclass(kw_only=True, slots=True)
 class SweepKeys:
     metric: SweepMetric
-    """Quantity by which a sweep compares runs."""
+    """Metric by which a sweep compares its runs."""
     last_steps: int
-    """Number of steps at the end of a run whose mean loss counts as the run's loss."""
+    """Number of last steps of a run whose mean loss counts as the loss of the run."""
 
     def __post_init__(self) -> None:
         at_least("sweep.last_steps", self.last_steps, 1)
@@ -32,7 +32,7 @@ class SweepKeys:
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig(Config):
-    """Keys of `sweep`: those of a training run, how to launch it, and what the sweep compares runs by."""
+    """Keys of `sweep`: those of a training, of its launch, and of the comparison between runs."""
 
     launch: LaunchConfig
     sweep: SweepKeys
@@ -49,11 +49,11 @@ class PrepareKeys:
 
 @dataclass(kw_only=True, slots=True)
 class PrepareConfig(Config):
-    """Keys of `prepare`: those of the training that the dataset is prepared for, and some of its own."""
+    """Keys of `prepare`: those of the training for which the dataset is prepared, and a few more."""
 
     prepare: PrepareKeys
     report: str | None
-    """Folder of the report; null: the folder of the dataset's index."""
+    """Folder for the report; null: the folder of the dataset's index."""
     verify: bool = False
     """Whether to read every record and image again and compare them with the index, without writing anything."""
 
@@ -68,17 +68,17 @@ class PrepareConfig(Config):
 
 @dataclass(kw_only=True, slots=True)
 class PlanConfig(Config):
-    """Keys of `plan`: those of the training whose cost is predicted, and some of its own."""
+    """Keys of `plan`: those of the training whose cost is predicted, and a few more."""
 
     gpus: int
-    """Number of ranks on a node."""
+    """Number of ranks on each node."""
     nodes: int
     gpu: str
     """Name of a GPU in the table of `plan/hardware.py`; auto: this machine's GPU."""
     rows: int
-    """Largest number of rows of the table that are printed."""
+    """Maximum number of rows of the printed table."""
     page: str
-    """HTML file for the chart of tokens per second against the number of nodes, if nodes > 1."""
+    """HTML file for the chart of tokens per second against the number of nodes; written if nodes > 1."""
     format: Format
 
     def __post_init__(self) -> None:
@@ -89,10 +89,10 @@ class PlanConfig(Config):
 
 @dataclass(kw_only=True, slots=True)
 class DoctorConfig(Config):
-    """Keys of `doctor`: those of the training that the machine is checked for, and some of its own."""
+    """Keys of `doctor`: those of the training for which the machine is checked, and a few more."""
 
     gpus: int | None
-    """Number of ranks on this machine; null: its number of GPUs, or 2 without GPUs."""
+    """Number of ranks on this machine; null: the number of its GPUs, or 2 without GPUs."""
     nodes: int
 
     def __post_init__(self) -> None:
@@ -103,10 +103,10 @@ class DoctorConfig(Config):
 
 @dataclass(kw_only=True, slots=True)
 class TrainedModelConfig:
-    """Keys of the trained model that answers questions."""
+    """Keys of the trained model that generates answers."""
 
     checkpoint: str
-    """Folder of a run, or a model folder (this project's, transformers' or the original LLaVA's)."""
+    """Folder of a run or of a model (in this project's, transformers' or the original LLaVA's format)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,28 +117,28 @@ class EvaluateConfig:
     data: DataConfig
     model: TrainedModelConfig
     task: Task
-    """Kind of questions, and how their answers are scored."""
+    """Kind of questions, which also decides how answers are scored."""
     questions: str | None
     """File of questions; task=conversations uses data.path instead."""
     annotations: str | None
-    """Files with the right answers, if the file of questions has none: VQAv2's or TextVQA's annotations, POPE's
-    label file or the folder of them, ScienceQA's problems.json or its folder."""
+    """Files with the right answers, if the file of questions does not contain them: VQAv2's or TextVQA's annotations,
+    POPE's label file or the folder of all its label files, ScienceQA's problems.json or its folder."""
     suffix: bool
     """Whether to end every question with the last line that the original LLaVA uses for the task."""
     answers: str | None
-    """JSON Lines file to which answers are written as they come, and which is continued after an interruption; null:
-    not kept."""
+    """JSON Lines file to which each answer is written when it is complete, and which an interrupted evaluation
+    continues; null: no file."""
     submission: str | None
-    """File of the answers in the format that VQAv2's and VizWiz's servers take: a JSON list, prepared as the
-    original does."""
+    """File for the answers in the format of the VQAv2 and VizWiz test servers: a JSON list of answers that are
+    normalized as the original LLaVA does."""
     limit: int | None
-    """Largest number of questions to answer; null: all."""
+    """Maximum number of questions to answer; null: all."""
     batch_size: int
-    """Largest number of answers that are generated at once."""
+    """Maximum number of answers that are generated at once."""
     max_new_tokens: int
-    """Largest number of tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     show: int
-    """Number of answers that are printed."""
+    """Number of answers to print."""
     blank: bool | None
     """Whether to answer every question a second time with an image of the mean colour; null: only with
     task=conversations."""
@@ -170,27 +170,27 @@ class ChatConfig:
 
     model: TrainedModelConfig
     image: str | None
-    """Path of an image file, or several: [a.jpg, b.jpg]."""
+    """Path of an image file, or a list of paths: [a.jpg, b.jpg]."""
     question: str | None
     """A single question to answer; null: a conversation in the terminal."""
     max_new_tokens: int
-    """Largest number of tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     temperature: float
     """Temperature of sampling; 0: always the most likely token."""
     top_p: float
-    """Share of probability to sample from: the most likely tokens whose probabilities add up to this; needs a
-    temperature."""
+    """Probability mass to sample from: only the most likely tokens whose probabilities add up to this; needs a
+    temperature above 0."""
     seed: int | None
-    """Seed of sampling; null: another one every time."""
+    """Seed of sampling; null: a different seed every time."""
     serve: bool
-    """Whether to serve a page for the browser instead of a conversation in the terminal."""
+    """Whether to serve a web page for the browser instead of a conversation in the terminal."""
     host: str
-    """Address that the page listens on."""
+    """Address on which the web page is served."""
     port: int
     max_upload_mb: int
-    """Largest image that can be uploaded to the page, in MiB."""
+    """Maximum size in MiB of an image that is uploaded to the web page."""
     max_images: int
-    """Largest number of images in a conversation on the page."""
+    """Maximum number of images in a conversation on the web page."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_upload_mb", "max_images"):
@@ -211,31 +211,32 @@ class ChatConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ConversionConfig:
-    """Keys of `export`: convert a model from one format into another."""
+    """Keys of `export`: convert a model from one format to another."""
 
     source: str
-    """Model to convert: a run, one of its checkpoints, or a model folder (this project's, transformers' or the
-    original's)."""
+    """Model to convert: a run, one of its checkpoints, or a model folder (in this project's, transformers' or the
+    original LLaVA's format)."""
     to: str | None
-    """Folder to write the converted model to."""
+    """Folder to which the converted model is written."""
     accept: list[str]
-    """Paths in `source` of files that were changed on purpose: only their digests are written anew."""
+    """Paths, within `source`, of files that were changed on purpose; only their recorded digests are updated."""
     format: FolderFormat
-    """Program that the written folder is for."""
+    """Program for which the folder is written."""
     dtype: KeptDType
-    """Dtype of the written weights; keep: as in the source."""
+    """Dtype of the written weights; keep: the same as in the source."""
     base: str | None
-    """Language model or whole LLaVA model that the source's adapters belong to; null: the one that the source names."""
+    """Language model or whole LLaVA model to which the source's adapters belong; null: the model that the source
+    names."""
     language: str | None
-    """Language model to use if the source has a projector only."""
+    """Language model to use if the source contains only a projector."""
     vision: str | None
-    """Vision tower to use instead of the one that an original's folder names; a folder in the original's format
-    names it."""
+    """Vision tower to use instead of the one that the source names, if the source is in the original LLaVA's format; to
+    write a folder in that format, the vision tower to name in it."""
     template: str
-    """Conversation template to record if the source does not name its own."""
+    """Conversation template to record if the source does not name one."""
     image_aspect_ratio: AspectRatio | None
-    """How images are fitted into the vision tower's square; null: as in the source."""
+    """How images are fitted into the square input of the vision tower; null: the same as in the source."""
     overwrite: bool
-    """Whether to replace the model folder `to`, if there is one."""
+    """Whether to replace an existing model folder at `to`."""
     verify: bool
-    """Whether to load what was written and compare its logits with the source's."""
+    """Whether to load the written model and compare its logits with the source's."""

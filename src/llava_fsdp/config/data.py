@@ -1,4 +1,4 @@
-"""Configuration keys of the data: sources, sampling order and the validation set."""
+"""Configuration keys of the data: data sources, sampling order and validation data."""
 
 import math
 import re
@@ -21,7 +21,7 @@ from llava_fsdp.config.enums import (
 from llava_fsdp.runtime.errors import ConfigError
 
 MOST_EPOCHS = 1000
-"""Largest allowed value of `epochs` of a data source."""
+"""Maximum value of `epochs` of a data source."""
 HELDOUT = "heldout.json"
 """File name of the embedded dataset's validation records."""
 
@@ -30,7 +30,7 @@ HELDOUT = "heldout.json"
 class StageConfig:
     name: str
     corpus: str
-    """File of the embedded dataset to train on: captions, instructions or heldout; other datasets ignore it."""
+    """File of the embedded dataset to train on: captions, instructions or heldout; other datasets ignore this key."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,12 +40,12 @@ class SourceConfig:
     path: str
     """File of records, in one of the formats of data.path."""
     images: str | None = None
-    """Folder of the source's images; null: data.images."""
+    """Folder of this source's images; null: data.images."""
     epochs: float | None = None
-    """How often each record of the source is in an epoch; null: once."""
+    """How many times each record of the source occurs in an epoch; null: once."""
     weight: float | None = None
-    """Share of an epoch's samples, relative to the other sources' weights; an epoch then has as many samples as all
-    sources together have records."""
+    """Share of an epoch's samples that come from this source, relative to the weights of the other sources; an epoch
+    then has as many samples as all sources together have records."""
 
     def __post_init__(self) -> None:
         above_zero(f"data.sources: source of {self.path}: epochs", self.epochs)
@@ -60,60 +60,61 @@ class SourceConfig:
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     source: Source
-    """Kind of dataset. shapes: the embedded dataset; llava_json: records in files."""
+    """Kind of dataset: shapes (the embedded dataset) or llava_json (records in files)."""
     root: str | None
-    """Folder in which the files of the embedded dataset are generated; other datasets ignore it."""
+    """Folder in which the files of the embedded dataset are generated; other datasets ignore this key."""
     path: str | None
     """File of LLaVA records: a JSON list, JSON Lines or Parquet."""
     images: str | None
-    """Folder that the image paths in records are relative to."""
+    """Folder to which the image paths in records are relative."""
     sources: dict[str, SourceConfig]
-    """Several sources by name, instead of `path`."""
+    """Several data sources by name, instead of `path`."""
     index: str | None
     """Folder of the dataset's index; null: the path of the (first) file of records with `.index` appended."""
     examine: Examine
-    """Whether every image is decoded completely before the first training, or only its size is read."""
+    """How images are checked before the first training: every image is decoded completely, or only its size is read."""
     allow_links: bool
     """Whether symbolic links in the folder of images may lead to files outside of the folder."""
     bad_records: BadRecords
-    """What happens with records that cannot be trained on. fail: ends the run, before training begins or when an
-    image breaks later; skip: continues without them, on every rank alike, and lists them in skipped_records.jsonl."""
+    """What happens if records cannot be trained on. fail: the run ends, before training begins or when an image is
+    found broken later; skip: the run continues without these records, on all ranks, and lists them in
+    skipped_records.jsonl."""
     max_bad_records: str
-    """Largest number of records that data.bad_records=skip skips: a share of all (`0.1%`, rounded down) or a number
-    (`20`)."""
+    """Maximum number of records that data.bad_records=skip skips: a share of all records (`0.1%`, rounded down) or a
+    number (`20`)."""
     template: str
     """Name of the conversation template."""
     image_aspect_ratio: AspectRatio
-    """How an image is fitted into the vision tower's square."""
+    """How an image is fitted into the square input of the vision tower."""
     grid_pinpoints: list[list[int]]
     """anyres only: sizes [width, height] in pixels that an image may be fitted into, multiples of the vision tower's
-    size; empty: LLaVA-NeXT's, 1x2, 2x1, 2x2, 3x1 and 1x3 times that size."""
+    input size; empty: LLaVA-NeXT's sizes, which are 1x2, 2x1, 2x2, 3x1 and 1x3 times the input size."""
     pixels: Pixels
-    """How image files are decoded to pixels. exact: as an image viewer shows them; llava_v1_5: as the original reads
-    them (no EXIF orientation, 16-bit and floating point values clipped, transparency ignored, anyres as square);
+    """How image files are decoded to pixels. exact: as an image viewer shows them; llava_v1_5: as the original LLaVA
+    reads them (no EXIF orientation, 16-bit and floating point values clipped, transparency ignored, anyres as square);
     fast: close to exact, in fewer operations."""
     max_length: int
-    """Largest number of tokens of a sample, image tokens included."""
+    """Maximum number of tokens of a sample, including image tokens."""
     too_long: TooLong
     """What happens with samples of more than data.max_length tokens."""
     special_tokens: SpecialTokens | None = None
-    """How special tokens in a record's text (`</s>`) are tokenized. text: as any other text; parse: to the tokens
-    that they name; null: text, but parse with labels=llava_v1_5, as the original does."""
+    """How special tokens in a record's text (`</s>`) are tokenized. text: as any other text; parse: as the special
+    tokens; null: text, but with labels=llava_v1_5 parse, as in the original LLaVA."""
     max_record_bytes: int = 4 << 20
-    """Largest number of bytes of one record in its file; a larger one is skipped without being parsed, as it would
-    take too much memory (docs/data.md)."""
+    """Maximum number of bytes of one record in its file; a larger record is skipped without being parsed, because
+    parsing would take too much memory (docs/data.md)."""
     workers: int | None
     """Number of processes that prepare batches on each rank; 0: batches are prepared between steps; null: up to 4,
-    as cores allow."""
+    depending on the number of cores."""
     prefetch: int
     """Number of steps that each worker process prepares ahead."""
     stall: int
-    """Seconds without progress on one record after which a worker that training waits for counts as stalled."""
+    """Seconds without progress on one record after which a worker process that training waits for counts as stalled."""
 
     @property
     def trained_aspect(self) -> AspectRatio:
-        """The image aspect ratio that is used: with data.pixels=llava_v1_5, anyres becomes square as in the original
-        (LLaVA train.py:702-718)."""
+        """The image aspect ratio that is used: `image_aspect_ratio`, except that data.pixels=llava_v1_5 replaces anyres
+        by square as the original LLaVA does (LLaVA train.py:702-718)."""
         as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Pixels.llava_v1_5
         return AspectRatio.square if as_square else self.image_aspect_ratio
 
@@ -124,11 +125,11 @@ class DataConfig:
 
     @property
     def source_names(self) -> list[str]:
-        """Names of all data sources in order; a single source without a name gets the name of its file."""
+        """Names of all data sources in order. A single source without a name is named after its file."""
         return list(self.sources) or [Path(str(self.path)).stem]
 
     def budget(self, records: int) -> int:
-        """Largest number of the `records` records that may be skipped."""
+        """Return the maximum number of records that may be skipped, of `records` records."""
         if self.max_bad_records.endswith("%"):
             return math.floor(Fraction(self.max_bad_records[:-1]) * records / 100)
         return int(self.max_bad_records)
@@ -169,11 +170,12 @@ class DataConfig:
 @dataclass(kw_only=True, slots=True)
 class SamplerConfig:
     name: SamplerName
-    """Order of the samples. shuffle: a permutation by (seed, epoch), the same on any number of ranks; llava_v1_5:
-    the original's samplers, whose order depends on the number of ranks and on micro_batch_size."""
+    """Order of the samples. shuffle: a permutation that depends on (seed, epoch) and not on the number of ranks;
+    llava_v1_5: the order of the original LLaVA's samplers, which depends on the number of ranks and on
+    micro_batch_size."""
     group_by_modality_length: bool
-    """llava_v1_5 only: whether to use the sampler that groups samples with and without images, and of similar
-    lengths."""
+    """llava_v1_5 only: whether to use the original LLaVA's sampler that groups samples by whether they have images and
+    by length."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -182,37 +184,37 @@ class HeldOutConfig:
 
     path: str
     images: str | None = None
-    """Folder of the file's images; null: val.images."""
+    """Folder of this file's images; null: val.images."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ValConfig:
-    """Keys of the validation records, on which a run is measured while it trains. They do not change what is
-    trained."""
+    """Keys of the validation records, on which a model is measured during its training. They do not change the
+    training."""
 
     every: int | None
-    """Number of steps between two validations, with one more after the last step; null: no validation."""
+    """Number of steps between two validations; one more follows the last step; null: no validation."""
     path: str | None
     """File of validation records, in one of the formats of data.path; null: with data=shapes the embedded validation
     set."""
     images: str | None
     """Folder of the validation records' images; null: data.images."""
     sources: dict[str, HeldOutConfig]
-    """Several files of validation records by name, instead of `path`; each gets a loss of its own."""
+    """Several files of validation records by name, instead of `path`; the loss is computed for each file."""
     index: str | None
     """Folder of the validation records' index; null: the path of the (first) file with `.index` appended."""
     limit: int | None
-    """Largest number of records of each file, spread evenly over it; null: all."""
+    """Maximum number of records of each file that are used, spread evenly over the file; null: all."""
     answers: int
-    """Number of questions that the model answers and that are scored, spread evenly over the records; 0: only the
-    loss is computed."""
+    """Number of questions that the model answers and that are scored, spread evenly over the records; 0: only the loss
+    is computed."""
     batch_size: int
-    """Largest number of answers that a rank generates at once; fewer if they need more than half of a micro-batch's
-    tokens."""
+    """Maximum number of answers that a rank generates at once; fewer if they would need more than half of the tokens of
+    a micro-batch."""
     max_new_tokens: int
-    """Largest number of tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     metric: Metric
-    """How an answer is scored."""
+    """How an answer to a validation question is scored against the record's answer."""
     shown: int
     """Number of answers of each validation that are written to validation.jsonl."""
 
@@ -229,5 +231,5 @@ class ValConfig:
 
     @property
     def is_named(self) -> bool:
-        """Whether a file of validation records is set."""
+        """Whether the configuration names a file of validation records."""
         return self.path is not None or bool(self.sources)

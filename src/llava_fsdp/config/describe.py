@@ -1,4 +1,4 @@
-"""Describe the values that a configuration key takes, by the type of its field, for error messages."""
+"""Describe the values that a configuration key accepts, from the type of its field, for error messages and help."""
 
 import types
 import typing
@@ -11,17 +11,17 @@ WORDS = {
     "tokens_per_micro_batch": "a number of tokens, auto or null",
     "profile_steps": "the first and the last step to profile, as [10, 12], or null",
 }
-"""Descriptions of the values of keys whose type says too little."""
+"""Descriptions of the accepted values of keys for which the type is not enough."""
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 MANY = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def takes(schema: Any, key: str) -> str | None:
-    """Describe in words the values that a configuration key takes; None for a group of keys, or a name that the user
-    chooses.
+    """Describe in words the values that a configuration key accepts; None for a group of keys, or for a name that the
+    user chooses.
 
     Args:
-        key: dotted, with `[index]` behind it for an item of a list.
+        key: dotted name of the key; followed by `[index]` for an item of a list.
     """
     kind: Any = schema
     name, *indices = key.split("[")

@@ -20,10 +20,11 @@ class ShardingConfig:
     strategy: Strategy
     """Sharding strategy, from the table in distributed/zero.py."""
     shard_size: int | None
-    """Hybrid strategies only: number of ranks that share one copy of the model; null: the ranks of one node."""
+    """Hybrid strategies only: number of ranks over which one copy of the model is sharded; null: the ranks of one
+    node."""
     prefetch: int | None = None
-    """Number of FSDP units whose all-gathers begin ahead of the unit that runs, forward and backward; null: FSDP2's
-    own prefetching of the next unit."""
+    """Number of following FSDP units whose all-gathers are started when a unit begins to run, in forward and backward;
+    null: FSDP2's default, which prefetches the next unit."""
     blocks_per_unit: int = 1
     """Number of blocks that are gathered and reduced together as one FSDP unit."""
 
@@ -41,20 +42,20 @@ class ShardingConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ScalerConfig:
-    """Keys of the loss scale that keeps fp16 gradients from vanishing; DeepSpeed's five settings."""
+    """Keys of loss scaling, which keeps fp16 gradients from vanishing. They correspond to DeepSpeed's five settings."""
 
     scale: float | None = None
-    """A fixed loss scale; null: a dynamic one, halved when gradients overflow and doubled after `window` steps
-    without."""
+    """A fixed loss scale; null: a dynamic one, which is halved when gradients overflow and doubled after `window` steps
+    without overflow."""
     initial_power: int = 16
     """Exponent of the first dynamic loss scale, which is 2 ** initial_power."""
     window: int = 1000
-    """Number of steps without an overflow after which the loss scale is doubled."""
+    """Number of steps without overflow after which the loss scale is doubled."""
     hysteresis: int = 2
-    """Number of overflows until the loss scale is halved, and halved again at each further one; a doubling starts
-    the count anew."""
+    """Number of overflows after which the loss scale is halved; each further overflow halves it again, until a doubling
+    resets the count."""
     minimum: float = 1.0
-    """Smallest loss scale; a step that overflows with it ends the run."""
+    """Minimum of the loss scale; a step that overflows at this scale ends the run."""
 
     def __post_init__(self) -> None:
         above_zero("precision.scaler.scale", self.scale, "; null chooses a dynamic one")
@@ -73,14 +74,14 @@ class PrecisionConfig:
     param_dtype: DType
     """Dtype of the forward and backward pass, and of frozen weights."""
     reduce_dtype: DType
-    """Dtype in which gradients are added over micro-batches and ranks."""
+    """Dtype in which gradients are summed over micro-batches and ranks."""
     norm_dtype: DType
-    """Dtype in which norms compute; their weights are stored in it, too, if it is not param_dtype."""
+    """Dtype in which norms compute; if it is not param_dtype, their weights are also stored in it."""
     master_dtype: MasterDType
-    """Dtype of trainable weights and of their gradients at the update; bf16 weights are rounded at random, so that
-    small updates are not lost on average."""
+    """Dtype in which trainable weights are stored and updated, and of their gradients at the update; bf16 weights are
+    rounded stochastically, so that small updates are not lost on average."""
     moment_dtype: MomentDType
-    """Dtype of the optimizer's two moments between steps; they are computed in fp32."""
+    """Dtype in which the optimizer's two moments are stored between steps; they are updated in fp32."""
     linear: LinearKind
     """Number format of the matrix products in the linear layers of the language model's blocks."""
     scaler: ScalerConfig
@@ -113,7 +114,7 @@ class PrecisionConfig:
 @dataclass(kw_only=True, slots=True)
 class ActivationCheckpointingConfig:
     mode: ActivationCheckpointing
-    """What a block keeps of its activations for the backward pass."""
+    """Which of its activations a block keeps for the backward pass."""
     budget: float | None
     """budget only: share of a compiled block's activations that is kept, from 0 (only the block's input) to 1
     (everything that saves recomputation)."""
@@ -135,9 +136,10 @@ class ActivationCheckpointingConfig:
 @dataclass(kw_only=True, slots=True)
 class OffloadConfig:
     mode: OffloadMode
-    """What is kept outside of the device's memory."""
+    """Which tensors are kept outside of the device's memory."""
     folder: str | None
-    """nvme only: folder on a local disk; null: output_dir. The files there have no name and vanish with the process."""
+    """nvme only: folder on a local disk; null: output_dir. The files there have no name and disappear when the process
+    ends."""
 
     def __post_init__(self) -> None:
         if self.folder is not None and self.mode is not OffloadMode.nvme:
@@ -152,10 +154,10 @@ class CommConfig:
     timeout: int
     """Seconds that a collective waits for the slowest rank before it fails."""
     init_timeout: int
-    """Seconds that a collective waits until the first step is over: weights are loaded and kernels compiled in that
-    time."""
+    """Seconds that a collective waits before the first step is finished, while weights are loaded and kernels are
+    compiled."""
     warn_after: int
-    """Seconds after which waiting ranks log which ranks they wait for."""
+    """Seconds of waiting after which a rank logs for which ranks it waits."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "init_timeout", "warn_after"):

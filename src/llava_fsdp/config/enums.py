@@ -1,11 +1,11 @@
-"""Choices of the configuration, each an Enum whose values are what users type."""
+"""Choices of configuration keys: enums whose values are what users type."""
 
 from enum import Enum
 
 
 class Strategy(Enum):
-    """Sharding strategies by their names in `torch.distributed.fsdp.ShardingStrategy`; SHARD_OPTIMIZER (ZeRO-1) has
-    no name there."""
+    """Sharding strategies, by their names in `torch.distributed.fsdp.ShardingStrategy`. SHARD_OPTIMIZER (ZeRO-1) has no
+    name there."""
 
     NO_SHARD = "NO_SHARD"
     SHARD_OPTIMIZER = "SHARD_OPTIMIZER"
@@ -14,7 +14,7 @@ class Strategy(Enum):
     HYBRID_SHARD = "HYBRID_SHARD"
     _HYBRID_SHARD_ZERO2 = "_HYBRID_SHARD_ZERO2"
     auto = "auto"
-    """Strategy chosen by the planner when a training begins, and recorded by the run."""
+    """The planner chooses a strategy when a training begins, and the run records it."""
 
 
 class Part(Enum):
@@ -35,7 +35,7 @@ class TooLong(Enum):
 
 
 class BadRecords(Enum):
-    """What happens with a record that cannot be trained on."""
+    """What happens if a record cannot be trained on."""
 
     fail = "fail"
     skip = "skip"
@@ -47,7 +47,7 @@ class Examine(Enum):
     decode = "decode"
     """Every image is decoded completely."""
     head = "head"
-    """Only the size in every image's header is read."""
+    """Only the size in the header of every image is read."""
 
 
 class AspectRatio(Enum):
@@ -57,14 +57,14 @@ class AspectRatio(Enum):
 
 
 class Parity(Enum):
-    """Whether to be exact, or bit-compatible with the original LLaVA trainer, bugs included."""
+    """Whether to be exact, or bit-compatible with the original LLaVA trainer, including its bugs."""
 
     exact = "exact"
     llava_v1_5 = "llava_v1_5"
 
 
 class Pixels(Enum):
-    """How an image file is converted to the vision tower's pixels."""
+    """How an image file is converted to the pixels for the vision tower."""
 
     exact = "exact"
     llava_v1_5 = "llava_v1_5"
@@ -72,7 +72,7 @@ class Pixels(Enum):
 
 
 class SpecialTokens(Enum):
-    """How special tokens such as `</s>` in a record's own text are tokenized."""
+    """How special tokens such as `</s>` in the text of a record are tokenized."""
 
     text = "text"
     parse = "parse"
@@ -89,7 +89,7 @@ class CompatName(Enum):
 
 
 class PatchMerge(Enum):
-    """How the tiles of an image are joined to a sequence (`mm_patch_merge_type` of the original)."""
+    """How the tiles of an image are joined to a sequence (`mm_patch_merge_type` of the original LLaVA)."""
 
     flat = "flat"
     spatial = "spatial"
@@ -108,14 +108,14 @@ class DType(Enum):
 
 
 class MasterDType(Enum):
-    """Dtype of trainable weights."""
+    """Dtype in which trainable weights are stored."""
 
     fp32 = "fp32"
     bf16 = "bf16"
 
 
 class MomentDType(Enum):
-    """Dtype of the optimizer's moments."""
+    """Dtype in which the optimizer's moments are stored."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -131,24 +131,24 @@ class LinearKind(Enum):
 
 
 class ActivationCheckpointing(Enum):
-    """What a block keeps from the forward pass for the backward pass."""
+    """Which tensors of the forward pass a block keeps for the backward pass."""
 
     none = "none"
-    """Keeps everything; nothing runs again."""
+    """Keeps all activations; nothing is computed again."""
     full = "full"
-    """Keeps the block's input; the block runs again."""
+    """Keeps the block's input; the whole block is computed again."""
     selective = "selective"
-    """Keeps the block's input and the results of its matrix products and its attention; the rest runs again."""
+    """Keeps the block's input and the results of its matrix products and its attention; the rest is computed again."""
     budget = "budget"
-    """Keeps what torch's partitioner chooses for a share of the memory; the block is compiled."""
+    """Keeps the activations that torch's partitioner chooses within a share of the memory; the block is compiled."""
     offload = "offload"
-    """Keeps the block's input in host memory; the block runs again."""
+    """Keeps the block's input in host memory; the whole block is computed again."""
     auto = "auto"
-    """Mode chosen by the planner when a training begins, and recorded by the run."""
+    """The planner chooses a mode when a training begins, and the run records it."""
 
 
 class OffloadMode(Enum):
-    """What is kept outside of the device's memory; each mode adds to the one before."""
+    """Which tensors are kept outside of the device's memory."""
 
     none = "none"
     optimizer = "optimizer"
@@ -177,40 +177,40 @@ class Normalize(Enum):
 
 
 class LossKernel(Enum):
-    """Implementation of the loss from hidden states and the output layer."""
+    """Implementation of the loss, which is computed from hidden states and the output layer."""
 
     auto = "auto"
-    """The fastest one by measurement: chunked."""
+    """The fastest one as measured: chunked."""
     chunked = "chunked"
-    """This project's own loss, computed in chunks of label tokens."""
+    """This project's own implementation, computed in chunks of label tokens."""
     torch = "torch"
-    """torch.nn.functional.linear_cross_entropy, from torch 2.13 on, in fp32."""
+    """torch.nn.functional.linear_cross_entropy in fp32; needs torch 2.13 or later."""
 
 
 class Attention(Enum):
-    """Implementation of attention within the samples of a packed row."""
+    """Implementation of attention within each sample of a packed row."""
 
     auto = "auto"
     varlen = "varlen"
     """torch's attention kernel for sequences of different lengths, on CUDA in bf16 or fp16."""
     flash = "flash"
-    """Kernel of the flash-attn package, which must be installed."""
+    """Attention kernel of the package flash-attn, which must be installed."""
     sdpa = "sdpa"
     """torch's scaled dot product attention, one sample at a time; on any device, in any dtype."""
 
 
 class FolderFormat(Enum):
-    """Which program an exported folder is for."""
+    """Program for which a folder is exported."""
 
     hf = "hf"
     """Folder for the transformers library."""
     llava = "llava"
     """Folder for the original LLaVA code."""
     projector = "projector"
-    """Folder for the original LLaVA's second training stage: mm_projector.bin."""
+    """Folder for the second training stage of the original LLaVA: mm_projector.bin."""
 
 
-OnSaveError = Enum("OnSaveError", {"raise": "raise", "warn": "warn"})  # one of its names is a keyword
+OnSaveError = Enum("OnSaveError", {"raise": "raise", "warn": "warn"})  # `raise` is a keyword of Python
 """What happens if a checkpoint cannot be written."""
 
 
@@ -224,27 +224,27 @@ class Devices(Enum):
     """Which GPUs a run of a sweep gets."""
 
     own = "own"
-    """As many GPUs as the run has ranks, locked against other runs of this user."""
+    """As many GPUs as the run has ranks, locked against other runs of the same user."""
     shared = "shared"
-    """All GPUs that the sweep sees."""
+    """All GPUs that the sweep can see."""
 
 
 class SweepMetric(Enum):
-    """Quantity that a sweep minimizes."""
+    """Metric by which a sweep compares its runs."""
 
     loss = "loss"
     val_loss = "val_loss"
     val_score = "val_score"
-    """Metric of which more is better, so the sweeper gets its negative."""
+    """For this metric higher is better, so the sweeper minimizes its negative."""
 
 
 class Metric(Enum):
-    """How a generated answer is scored against the record's answer."""
+    """How a generated answer is scored against the answer in the record."""
 
     exact = "exact"
-    """Score 1 if both texts are the same without regard to case and surrounding white space, else 0."""
+    """Score 1 if both texts are equal except for case and surrounding white space, else 0."""
     vqa = "vqa"
-    """VQAv2's accuracy of answers, normalized by its rules."""
+    """VQAv2's accuracy of answers, which are normalized by its rules."""
 
 
 class Format(Enum):
@@ -253,22 +253,22 @@ class Format(Enum):
 
 
 class Task(Enum):
-    """Kind of questions of an evaluation, and how their answers are scored."""
+    """Kind of questions of an evaluation, which also decides how answers are scored."""
 
     conversations = "conversations"
-    """First question of each LLaVA record; right if the answer is the record's."""
+    """First question of each LLaVA record; an answer is right if it equals the record's answer."""
     vqa = "vqa"
-    """Questions with short answers, compared with several people's answers as VQAv2 does."""
+    """Questions with short answers, which are compared with the answers of several people as in VQAv2."""
     textvqa = "textvqa"
-    """Questions with short answers, compared with several people's answers as TextVQA does."""
+    """Questions with short answers, which are compared with the answers of several people as in TextVQA."""
     multiple_choice = "multiple_choice"
-    """Multiple-choice questions answered by a letter, as in ScienceQA."""
+    """Multiple-choice questions that are answered by a letter, as in ScienceQA."""
     yes_no = "yes_no"
     """Yes-or-no questions, as in POPE."""
 
 
 class LoraBias(Enum):
-    """Biases that are trained beside the adapters, by peft's names."""
+    """Which biases are trained in addition to the adapters, by peft's names."""
 
     none = "none"
     all = "all"
@@ -295,5 +295,5 @@ class WandbMode(Enum):
 
     off = "off"
     offline = "offline"
-    """Records into output_dir/wandb, for `wandb sync` to send later."""
+    """Records into output_dir/wandb; `wandb sync` can send it later."""
     online = "online"

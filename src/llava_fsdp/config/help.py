@@ -1,6 +1,7 @@
-"""The answer to `--help`: the choices and keys of a command, each with its value, its type and one line of meaning.
+"""Print the help of a command (`--help`): its choices and keys, each key with its value, its type and one line of
+meaning.
 
-The meanings are the docstrings of the configuration classes, the values those that the command line gives.
+The meanings are the docstrings in the configuration classes; the values are those that result from the command line.
 """
 
 import ast
@@ -38,7 +39,8 @@ EXAMPLES = {
 
 
 def asked_help(words: list[str]) -> str | None:
-    """The group of keys whose help a command line asks for; empty: all of them, None: it asks for no help."""
+    """Return the group of keys for which a command line asks for help; empty for all keys, None if it does not ask for
+    help."""
     for word, behind in itertools.zip_longest(words, words[1:], fillvalue=""):
         if word in FLAGS:
             return "" if "=" in behind or behind.startswith("-") else behind
@@ -46,13 +48,13 @@ def asked_help(words: list[str]) -> str | None:
 
 
 def render_help(config_name: str, schema: type, words: list[str], group: str = "") -> str:
-    """The help of a command, or of one group of its keys such as `data` or `model.lora`.
+    """Return the text of the help of a command, or of one group of its keys such as `data` or `model.lora`.
 
     Args:
-        words: the keys and choices of the command line, which are in the values shown.
+        words: keys and choices of the command line; the shown values include them.
 
     Raises:
-        ConfigError: there is no such group, or the values do not go together.
+        ConfigError: the group does not exist, or the values contradict each other.
     """
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
@@ -80,7 +82,7 @@ def render_help(config_name: str, schema: type, words: list[str], group: str = "
 
 
 def groups_of(schema: Any, prefix: str = "") -> dict[str, Any]:
-    """The classes of all groups of keys, by dotted name."""
+    """Return the classes of all groups of keys, by dotted name."""
     found: dict[str, Any] = {}
     for key in fields(schema):
         if is_dataclass(key.type):
@@ -90,12 +92,12 @@ def groups_of(schema: Any, prefix: str = "") -> dict[str, Any]:
 
 def about(group: str, schema: Any) -> list[str]:
     text = inspect.cleandoc(schema.__doc__ or "")
-    own = "" if text.startswith(f"{schema.__name__}(") else " ".join(text.split())  # dataclasses write their own
+    own = "" if text.startswith(f"{schema.__name__}(") else " ".join(text.split())  # not one that dataclass writes
     return [*wrapped("", own), *choices_of(None, group)]
 
 
 def choices_of(schema: Any, only: str = "") -> list[str]:
-    """A line for each `group=choice` that the command takes: the YAML files of conf/ from which values are taken."""
+    """Return a line for each `group=choice` of a command. The choices are the YAML files in the folders of `conf/`."""
     names = [only] if only else [key.name for key in fields(schema)]
     lines = []
     for name in names:
@@ -105,7 +107,7 @@ def choices_of(schema: Any, only: str = "") -> list[str]:
 
 
 def table(group: str, schema: Any, node: DictConfig) -> list[str]:
-    """A line for each key of a group that is no group itself: name, value, type and meaning."""
+    """Return a line for each key of a group, without its subgroups: name, value, type and meaning."""
     said = meanings(schema)
     values = OmegaConf.select(node, group) if group else node
     lines = []
@@ -123,14 +125,14 @@ def table(group: str, schema: Any, node: DictConfig) -> list[str]:
 def shown(values: Any, name: str) -> str:
     try:
         value = values[name] if values is not None else None
-    except Exception:  # an interpolation that needs another command line, or a value that must be given
+    except Exception:  # an interpolation that needs other keys on the command line, or a value that must be given
         return "?"
     value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return textwrap.shorten(written(value), WIDEST_VALUE, placeholder="...")
 
 
 def meanings(schema: Any) -> dict[str, str]:
-    """The docstrings of the fields of a configuration class and of its bases, by field."""
+    """Return the docstrings of the fields of a configuration class and of its bases, by field name."""
     found: dict[str, str] = {}
     classes: list[type] = [base for base in schema.__mro__ if hasattr(base, "__dataclass_fields__")]
     for one in reversed(classes):

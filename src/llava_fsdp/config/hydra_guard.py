@@ -1,8 +1,8 @@
-"""Check a command line before Hydra reads it: no secrets, and no Python that Hydra would call.
+"""Check a command line before Hydra uses it: it must contain no secrets, and no Python that Hydra would call.
 
-Hydra instantiates classes that its own `hydra` node names (launcher, sweeper, callbacks, logging) before our code sees
-a configuration. Words that set this node, and every YAML file of a `--config-dir`, are therefore read first. Imports
-neither Hydra nor torch.
+Hydra instantiates classes that are named in its own `hydra` node (launcher, sweeper, callbacks, logging) before a
+program sees its configuration. Arguments that set this node, and all YAML files of a `--config-dir`, are therefore
+checked first. Imports neither Hydra nor torch.
 """
 
 import itertools
@@ -24,19 +24,19 @@ FLAGS = (*FOLDER_FLAGS, *PATH_FLAGS)
 SETTABLE = ("mode", "verbose", "sweep", "launcher", "sweeper")
 """Keys below `hydra` that users may set; their groups are hydra/launcher, hydra/sweeper and hydra/sweeper/..."""
 CALLS = re.compile(rf"(?<!\w)(?:{'|'.join(TARGETS)}|custom_search_space)(?!\w)|oc\.(?:create|decode)\b")
-"""Pattern of the keys by which Hydra or its Optuna plugin call Python, and of resolvers that could make such a key
-out of a text."""
+"""Pattern for the keys by which Hydra or its Optuna plugin calls Python, and for resolvers that could create such a key
+from a text."""
 
 
 def check_command_line(words: list[str], texts: Collection[str] = ()) -> None:
-    """Check the command-line arguments for secrets, for settings that are fixed, and for Python that Hydra would
-    call.
+    """Check command-line arguments for secrets, for settings that are fixed, and for Python that Hydra would call.
 
     Args:
-        texts: keys whose values Hydra gets as quoted text, and which may therefore contain anything but `${...}`.
+        texts: keys whose values Hydra gets as quoted text, so that they may contain anything but `${...}`.
 
     Raises:
-        ConfigError: one holds a secret, sets what is fixed, or Hydra would call what it or a YAML file names.
+        ConfigError: an argument contains a secret or sets a fixed key, or Hydra would call Python that an argument or a
+            YAML file names.
     """
     refuse_secrets(words)
     flags = flag_values(words)
@@ -57,7 +57,7 @@ def check_command_line(words: list[str], texts: Collection[str] = ()) -> None:
 
 
 def flag_values(words: list[str]) -> dict[str, str]:
-    """Values of the folder and path flags on a command line (`--flag value` or `--flag=value`), by flag."""
+    """Return the values of the folder and path flags on a command line (`--flag value` or `--flag=value`), by flag."""
     values = {}
     for word, behind in itertools.zip_longest(words, words[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
@@ -67,7 +67,7 @@ def flag_values(words: list[str]) -> dict[str, str]:
 
 
 def refuse_secrets(words: list[str]) -> None:
-    """Raise ConfigError if an argument sets a key that is named like a secret, or contains one."""
+    """Raise ConfigError if an argument sets a key that is named like a secret, or contains a secret."""
     for word in words:
         key, equals, _ = word.partition("=")
         if (equals and is_secret_name(key.rpartition(".")[2])) or has_secret(word):
@@ -85,11 +85,11 @@ def refuse_calls(text: str, shown: str) -> None:
 
 
 def check_hydra_key(key: str, value: str, shown: str) -> None:
-    """Check one setting: raise if it is one of Hydra's own keys and not among those that users may set.
+    """Check that a setting is not a key of Hydra's own `hydra` node, unless users may set that key.
 
     Args:
-        key: dotted, or a group; a package may stand behind its `@`.
-        shown: what a message names.
+        key: dotted key or group name, which may be followed by `@` and a package.
+        shown: the setting as it is named in the error message.
 
     Raises:
         ConfigError: the key is fixed.
@@ -100,7 +100,7 @@ def check_hydra_key(key: str, value: str, shown: str) -> None:
     if parts[0] == "hydra" and parts[1:2] == ["searchpath"]:
         raise ConfigError("hydra.searchpath is fixed; add a folder of YAML files with --config-dir FOLDER")
     quiet = key in ("hydra/job_logging", "hydra/hydra_logging") and value in ("none", "disabled")
-    is_single = "@" not in key and parts.count("hydra") == 1 and parts[0] == "hydra"  # sweeper.params may hold others
+    is_single = "@" not in key and parts.count("hydra") == 1 and parts[0] == "hydra"  # sweeper.params may have others
     if not quiet and not (is_single and parts[1:2] and parts[1] in SETTABLE):
         raise ConfigError(
             f"{shown}: this key of Hydra's is fixed; settable are hydra.{', hydra.'.join(SETTABLE)}, and output_dir "
@@ -109,7 +109,7 @@ def check_hydra_key(key: str, value: str, shown: str) -> None:
 
 
 def yaml_files(folder: str) -> Iterator[Path]:
-    """Yield every YAML file below a folder, also through links to folders; each folder once."""
+    """Yield every YAML file below a folder. Links to folders are followed; each folder is searched once."""
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
@@ -124,10 +124,10 @@ def check_yaml(path: Path, inside: Path) -> None:
     """Check one YAML file of a --config-dir.
 
     Args:
-        inside: its path within that folder, which makes it a choice of a group.
+        inside: path of the file within that folder, which determines the group of which the file is a choice.
 
     Raises:
-        ConfigError: it is not YAML, or Hydra would call what it names.
+        ConfigError: the file is not YAML, sets a fixed key, or names Python that Hydra would call.
     """
     text = refuse_yaml_bombs(path)
     try:
@@ -149,7 +149,7 @@ def check_yaml(path: Path, inside: Path) -> None:
 
 
 def default_of(keys: list[str], value: str) -> tuple[str, str]:
-    """Parse an entry of a Hydra defaults list into group and choice: `- override /GROUP: CHOICE`, or `-
-    GROUP/CHOICE` (`keys` is empty)."""
+    """Parse an entry of a Hydra defaults list, either `- override /GROUP: CHOICE` or `- GROUP/CHOICE` (then `keys` is
+    empty); return (group, choice)."""
     group, choice = (".".join(keys), value) if keys else value.rpartition("/")[::2]
     return re.sub(r"^(?:(?:override|optional)\s+)*/?", "", group), choice

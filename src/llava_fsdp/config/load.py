@@ -20,12 +20,12 @@ from llava_fsdp.runtime.redact import has_secret, is_secret_variable
 
 T = TypeVar("T")
 NAMED: Mapping[str, type] = MappingProxyType({"data.sources.": SourceConfig, "val.sources.": HeldOutConfig})
-"""Key prefixes that are followed by a name that the user chooses, and the class of the keys behind that name."""
+"""Key prefixes that are followed by a name which the user chooses, with the class of the keys after that name."""
 SOURCES = tuple(NAMED)
 
 
 def config_dir() -> Path:
-    """Folder of the YAML files: in the package if it was installed from a wheel, else in the checkout."""
+    """Return the folder of the YAML files: in the package if it was installed from a wheel, else in the checkout."""
     here = Path(__file__).parents[1]
     packaged = here / "conf"
     return packaged if packaged.is_dir() else here.parents[1] / "conf"
@@ -35,8 +35,8 @@ def load(schema: type[T], node: DictConfig) -> T:
     """Convert a composed configuration to an object of the class `schema`, and check it.
 
     Raises:
-        ConfigError: a key that no class here has, a value of another type, or one that a check refuses; the message
-            names the key, the value and a cure.
+        ConfigError: a key does not exist, a value has a wrong type, or a check refuses it; the message names the key,
+            the value and what the user can do.
     """
     refuse_calls(node)
     refuse_unknown_keys(schema, node)
@@ -58,8 +58,8 @@ def load(schema: type[T], node: DictConfig) -> T:
 
 
 def refuse_calls(node: DictConfig) -> None:
-    """Raise ConfigError for a configuration key by which Hydra would call Python, and for a value that would read a
-    secret from the environment."""
+    """Raise ConfigError for a key by which Hydra would call Python, and for a value that would read a secret from the
+    environment."""
     raw = OmegaConf.to_container(without_hydra(node), resolve=False)
     for name, key in keys_of(raw):
         if key in TARGETS:
@@ -78,7 +78,7 @@ def without_hydra(node: DictConfig) -> DictConfig:
 
 
 def describe_error(schema: Any, node: DictConfig, error: OmegaConfBaseException) -> str:
-    """Turn OmegaConf's error into a message with the key, its value and what the key takes."""
+    """Convert an error of OmegaConf to a message with the key, its value and the values that the key accepts."""
     key = str(error.full_key or error.key)
     try:
         value: object = OmegaConf.select(node, key)
@@ -100,7 +100,7 @@ def describe_error(schema: Any, node: DictConfig, error: OmegaConfBaseException)
 
 
 def schema_keys(schema: Any, prefix: str = "") -> list[str]:
-    """All dotted keys of a configuration class, groups included."""
+    """Return all dotted keys of a configuration class, including groups."""
     keys = []
     for key in fields(schema):
         keys.append(prefix + key.name)
@@ -110,7 +110,7 @@ def schema_keys(schema: Any, prefix: str = "") -> list[str]:
 
 
 def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
-    """Raise ConfigError for a key that no configuration class has; Hydra's `+key=value` would add any."""
+    """Raise ConfigError for a key that no configuration class has. Hydra itself accepts any key in `+key=value`."""
     known = schema_keys(schema)
 
     def visit(part: DictConfig, prefix: str) -> None:
@@ -132,8 +132,8 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """Suggestion for an unknown key: its present name if it was renamed, else the nearest key; for a dotted name
-    only full keys, never a group such as `data`."""
+    """Return a suggestion for an unknown key: its present name if it was renamed, else the nearest key. For a dotted
+    name only full keys are suggested, never a group such as `data`."""
     if new := present_key(name):
         return f"; it is called {new} now"
     groups = {key.rpartition(".")[0] for key in known}
@@ -145,7 +145,8 @@ def did_you_mean(name: str, known: list[str]) -> str:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Suggestion of the known name that differs from `name` by a slip of the fingers; empty if none is so close."""
+    """Return a suggestion of the known name that is most similar to `name`, which is probably a typing error of it;
+    empty if none is similar enough."""
     area, _, leaf = name.rpartition(".")
     same_area = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == area}
     near = difflib.get_close_matches(leaf, list(same_area), n=1, cutoff=0.7)

@@ -11,8 +11,8 @@ from llava_fsdp.runtime.errors import ConfigError
 
 @dataclass(kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (LoRA, arXiv 2106.09685) in the linear layers of the blocks of the parts that `model.train`
-    names (language model, vision tower); the layers' own weights are frozen. Defaults are the original LLaVA's."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685) in the linear layers of those blocks that `model.train` selects
+    (language model, vision tower). The layers' own weights are frozen. Defaults are those of the original LLaVA."""
 
     enabled: bool = False
     r: int = 128
@@ -20,15 +20,17 @@ class LoraConfig:
     alpha: float = 256
     """Numerator of the factor on an adapter's output: alpha / r, or alpha / sqrt(r) with use_rslora."""
     dropout: float = 0.05
-    """Dropout rate of an adapter's input; the dropped values depend on the sample, not on the number of ranks."""
+    """Dropout rate of an adapter's input; which values are dropped depends on the sample, not on the number of
+    ranks."""
     bias: LoraBias = LoraBias.none
-    """Biases that are trained beside the adapters."""
+    """Which biases are trained in addition to the adapters."""
     use_dora: bool = False
-    """Whether to train the norm of every row of a weight, too (weight-decomposed adapters, DoRA, arXiv 2402.09353)."""
+    """Whether to also train the norm of every row of a weight (weight-decomposed adapters, DoRA, arXiv 2402.09353)."""
     use_rslora: bool = False
     """Whether to scale adapters by alpha / sqrt(r) (rank-stabilised, arXiv 2312.03732)."""
     checkpoint: str | None = None
-    """Folder of an adapter to continue from (this project's, peft's or the original LLaVA's); null: a new adapter."""
+    """Folder of an adapter to continue from (in this project's, peft's or the original LLaVA's format); null: a new
+    adapter."""
 
     def __post_init__(self) -> None:
         at_least("model.lora.r", self.r, 1)
@@ -49,12 +51,12 @@ class LoraConfig:
 
 @dataclass(kw_only=True, slots=True)
 class QuantizeConfig:
-    """Quantization of the frozen language model by bitsandbytes; computation is in precision.param_dtype."""
+    """Quantization of the frozen language model by bitsandbytes. Computation is in precision.param_dtype."""
 
     mode: Quantizer = Quantizer.none
     """Format of the quantized weights."""
     double: bool = True
-    """nf4 and fp4 only: whether to quantize the scales of the blocks of 64 weights to 8 bits, too."""
+    """nf4 and fp4 only: whether to also quantize the scales, of which each block of 64 weights has one, to 8 bits."""
 
     def __post_init__(self) -> None:
         if not self.double and self.mode is Quantizer.none:
@@ -65,35 +67,37 @@ class QuantizeConfig:
 class ModelConfig:
     name: str
     language: str
-    """Folder or hub name of the language model; `package:NAME` is a folder shipped with this package."""
+    """Folder or hub name of the language model; `package:NAME` is a folder that is part of this package."""
     vision: str
-    """Folder or hub name of the vision tower; `package:NAME` is a folder shipped with this package."""
+    """Folder or hub name of the vision tower; `package:NAME` is a folder that is part of this package."""
     checkpoint: str | None
-    """A whole LLaVA model to start from (this project's, transformers' or the original's); language and vision are
-    then used only for what it lacks, such as the config of the vision tower that an original's folder names."""
+    """A whole LLaVA model to start from (in this project's, transformers' or the original LLaVA's format);
+    model.language and model.vision are then used only for files that it lacks, such as the config of the vision
+    tower."""
     projector: str
-    """Source of the projector's weights: `random`, `auto` (the stage=pretrain run beside output_dir), or a run,
-    folder or file with a projector."""
+    """Source of the projector's weights: `random`, `auto` (the stage=pretrain run beside output_dir), or a run, folder
+    or file that contains a projector."""
     projector_type: str
     """Type of projector: linear, mlp2x_gelu, mlp3x_gelu, ..., identity (LLaVA
     multimodal_projector/builder.py:33-51)."""
     select_layer: int
-    """Number of the vision tower's hidden state that gives the image features: -2 is the output of the last layer
-    but one."""
+    """Index of the vision tower's hidden state that is used as image features; -2 is the output of the last layer but
+    one."""
     patch_merge: PatchMerge
-    """anyres only: how the tiles of an image are joined to a sequence. flat: one after the other; spatial: row by
-    row of the whole image; spatial_unpad: as spatial, without the padding, with a learned vector at the end of each
-    row."""
+    """anyres only: how the tiles of an image are joined to a sequence. flat: one tile after the other; spatial: row by
+    row of the whole image; spatial_unpad: like spatial, without the padding, and with a learned vector at the end of
+    each row."""
     select_feature: Feature
-    """Which of the vision tower's tokens are used: patch drops the CLS token (CLIP); full keeps every token (vision
+    """Which tokens of the vision tower are used: patch drops the CLS token (CLIP), full keeps every token (vision
     towers without CLS)."""
     image_start_end: bool
-    """Whether to put <im_start> and <im_end> around every image (the original's mm_use_im_start_end); the tokenizer
-    must have both, as that of a checkpoint trained with them has."""
+    """Whether to put <im_start> and <im_end> around every image (mm_use_im_start_end of the original LLaVA); the
+    tokenizer must contain both, as that of a checkpoint trained with them does."""
     random_weights: bool
-    """Whether to draw all weights from the seed; the folders of language and vision then need only a config."""
+    """Whether to draw all weights from the seed; the folders of the language model and the vision tower then need only
+    a config."""
     train: list[Part]
-    """Parts to train; with lora.enabled through adapters, except the projector, which is always trained whole."""
+    """Model parts to train; with lora.enabled by adapters, except the projector, which is always trained directly."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
 
@@ -104,7 +108,7 @@ class ModelConfig:
 
     @property
     def adapted(self) -> list[Part]:
-        """Parts that get adapters."""
+        """Model parts that get adapters."""
         return [part for part in self.train if part is not Part.projector] if self.lora.enabled else []
 
     def __post_init__(self) -> None:

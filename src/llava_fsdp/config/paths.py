@@ -1,4 +1,4 @@
-"""Check the paths that a configuration names, before anything is read. Imports no torch."""
+"""Check the paths in a configuration before anything is read. Imports no torch."""
 
 import os
 import re
@@ -15,14 +15,15 @@ PACKAGED_OR_HUB = re.compile(r"package:.*|[\w-][\w.-]*/[\w.-]+")
 
 
 def check_places(cfg: Config) -> None:
-    """Check every path before anything is read or written.
+    """Check all paths of a configuration before anything is read or written.
 
     Raises:
-        ConfigError: several paths do not exist (all are named), or the run would write into what it reads.
+        ConfigError: several paths do not exist (the message names all), or the run would write into a folder that it
+            reads.
     """
     read = places_read(cfg)
     absent = [f"{key}={name}" for key, name in read.items() if not exists(name)]
-    if len(absent) > 1:  # the code that reads it has a better message for a single missing path
+    if len(absent) > 1:  # for a single missing path, the code that reads it has a better message
         raise ConfigError(
             f"{len(absent)} paths do not exist: {', '.join(absent)}; relative paths begin at {os.getcwd()}"
         )
@@ -31,7 +32,7 @@ def check_places(cfg: Config) -> None:
         place = Path(os.path.realpath(name))
         if key == "checkpoint.resume" or not place.is_dir():
             continue
-        # images are read by name, so that the run may write below their folder, which may be `/`
+        # images are read by their names, so the run may write into a folder below that of the images, which may be `/`
         within = place in out.parents and not key.endswith(".images")
         inside = (
             key == "model.lora.checkpoint" and out in place.parents
@@ -46,7 +47,8 @@ def check_places(cfg: Config) -> None:
 
 
 def places_read(cfg: Config) -> dict[str, str]:
-    """Paths that a training reads, by configuration key; without names on the Hugging Face hub or in the package."""
+    """Return the paths that a training reads, by configuration key, without names on the Hugging Face hub or of folders
+    in the package."""
     paths: dict[str, str | None] = {}
     is_read = {"data": cfg.data.source is not Source.shapes, "val": cfg.val.every is not None}
     for group in (group for group, read in is_read.items() if read):
@@ -72,7 +74,7 @@ def places_read(cfg: Config) -> dict[str, str]:
 def exists(name: str) -> bool:
     try:
         return Path(name).exists()
-    except (OSError, ValueError):  # the name is too long, or has a NUL in it
+    except (OSError, ValueError):  # the name is too long, or contains a NUL character
         return False
 
 
@@ -80,19 +82,19 @@ PLACES = re.compile(
     r"model\.(language|vision|checkpoint|projector|lora\.checkpoint)|offload\.folder|"
     r"(data|val)\.(.+\.)?(path|images|root|index)"
 )
-"""Pattern of the keys whose paths may differ between machines, each of which has its own copy."""
+"""Pattern for keys whose paths may differ between machines, because each machine has its own copy."""
 
 
 def check_same_settings(cfg: Config, gather: Callable[[list[dict[str, str]]], list[dict[str, str]]]) -> None:
-    """Check that all machines, which are started one by one, have the same arguments. A collective.
+    """Check that all machines, on which a training is started separately, were given the same arguments. A collective.
 
-    Paths of data and models may differ: their contents are compared when they are read.
+    Paths of data and models may differ, because their contents are compared when they are read.
 
     Args:
-        gather: returns every rank's items, in the order of ranks.
+        gather: a function that takes this rank's items and returns the items of all ranks in rank order.
 
     Raises:
-        ConfigError: on every rank alike.
+        ConfigError: the arguments differ; raised on every rank.
     """
     leaves = leaves_of(OmegaConf.to_container(OmegaConf.structured(cfg)))
     settings = {key: str(value) for key, value in leaves if not PLACES.fullmatch(key)}

@@ -1,4 +1,4 @@
-"""Compare a run's configuration with the recipe in the YAML files of its stage and model. Imports no torch."""
+"""Compare the configuration of a run with the recipe for its stage and model in the YAML files. Imports no torch."""
 
 import functools
 from dataclasses import asdict
@@ -16,17 +16,15 @@ from llava_fsdp.config.tree import dotted, written
 from llava_fsdp.runtime.redact import redact_values, secrets_of
 
 Difference = list[str]
-"""One difference from the recipe: [key, the recipe's value, the run's value]."""
+"""Type of one difference from the recipe: [key, value in the recipe, value in the run]."""
 
 
 def differences(cfg: Config, words: list[str]) -> list[Difference] | None:
-    """List the keys whose values differ from the recipe for the run's stage and model; secrets are hidden.
+    """Return the keys whose values differ from the recipe for the run's stage and model; None if there is no such
+    recipe. Secrets are hidden.
 
     Args:
         words: the command line, which may name a folder of the user's own YAML files.
-
-    Returns:
-        None if there is no recipe for this stage and model.
     """
     recipe = recipe_of(cfg, words)
     if recipe is None:
@@ -39,8 +37,8 @@ def differences(cfg: Config, words: list[str]) -> list[Difference] | None:
 
 
 def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:
-    """Values, by dotted key, of the configuration that only sets this run's stage, model and kind of data; None if
-    there is none."""
+    """Return the configuration that results if only this run's stage, model and kind of data are chosen, as values by
+    dotted key; None if one of these does not exist."""
     flags = flag_values(words)
     folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
     chosen = [f"stage={cfg.stage.name}", f"model={cfg.model.name}", f"data={cfg.data.source.value}"]

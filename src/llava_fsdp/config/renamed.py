@@ -1,5 +1,5 @@
-"""Tables of old names of configuration keys, values, files and columns, for error messages and to read what older
-versions wrote."""
+"""Old names of configuration keys, values, files and columns, for error messages and for reading files of older
+versions."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,19 +12,19 @@ KEYS: Mapping[str, str] = MappingProxyType({
     "data.bad": "data.bad_records",
     "data.bad_budget": "data.max_bad_records",
 })  # fmt: skip
-"""Old key or group -> present one; the part of a key that follows a group's name is unchanged."""
+"""Old key or group -> present key or group. The part of a key after a group's name is unchanged."""
 VALUES: Mapping[tuple[str, str], str] = MappingProxyType({
     ("data.bad_records", "quarantine"): "skip",
     ("data.too_long", "quarantine"): "skip",
     ("data.pixels", "lean"): "fast",
 })  # fmt: skip
-"""(Present key, old value) -> present value."""
+"""Renamed values of keys: (present key, old value) -> present value."""
 OLD_FILES: Mapping[str, str] = MappingProxyType({"quarantine.jsonl": "skipped_records.jsonl"})
-"""Old name of a file in the run folder -> present name."""
+"""Old name of a file in a run's folder -> present name."""
 
 
 def present_key(key: str) -> str | None:
-    """Present name of an old dotted key; None if the key was not renamed."""
+    """Return the present name of an old dotted key; None if the key was not renamed."""
     for old, new in KEYS.items():
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
@@ -32,7 +32,7 @@ def present_key(key: str) -> str | None:
 
 
 def present_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Convert a nested configuration that an older version wrote to the present keys and values."""
+    """Convert a nested configuration that was written by an older version to the present keys and values."""
     present: dict[str, Any] = {}
     for key, value in tree.items():
         name = KEYS.get(f"{prefix}{key}", f"{prefix}{key}")
@@ -45,7 +45,7 @@ def present_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def present_row(row: Any) -> Any:
-    """Convert a row of `metrics.jsonl` to the present column names; anything else is returned unchanged."""
+    """Convert a row of `metrics.jsonl` to the present column names; return anything else unchanged."""
     if isinstance(row, dict) and "quarantined" in row:
         row = {**row, "skipped_records": row["quarantined"]}
         del row["quarantined"]
@@ -53,7 +53,7 @@ def present_row(row: Any) -> Any:
 
 
 def rename_old_files(folder: Path) -> None:
-    """Rename files of a run folder that an older version wrote, before the run continues in it."""
+    """Rename files in a run's folder that were written by an older version, before the run continues."""
     for old, new in OLD_FILES.items():
         if (folder / old).is_file() and not (folder / new).exists():
             (folder / old).rename(folder / new)

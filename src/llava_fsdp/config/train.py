@@ -36,11 +36,11 @@ from llava_fsdp.runtime.errors import ConfigError
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
     lr: float
-    """Peak learning rate of all parts that have no learning rate of their own."""
+    """Peak learning rate of all model parts that have no learning rate of their own."""
     projector_lr: float | None
-    """Peak learning rate of the projector; null: lr."""
+    """Peak learning rate of the projector; null: optim.lr."""
     vision_lr: float | None
-    """Peak learning rate of the vision tower; null: lr."""
+    """Peak learning rate of the vision tower; null: optim.lr."""
     weight_decay: float
     """Weight decay of AdamW; not applied to biases and norms."""
     beta1: float
@@ -48,9 +48,9 @@ class OptimConfig:
     beta2: float
     """Decay rate of AdamW's second moment, the mean of squared gradients."""
     eps: float
-    """Number added to the root of the second moment before dividing by it."""
+    """Number that is added to the root of the second moment before dividing by it."""
     clip: float | None
-    """Largest norm of all gradients together; larger gradients are scaled down to it; null: no clipping."""
+    """Maximum norm of all gradients together; larger gradients are scaled down to it; null: no clipping."""
     schedule: Schedule
     """Shape of the learning rate schedule after the warm-up."""
     warmup_ratio: float
@@ -75,15 +75,16 @@ class OptimConfig:
 @dataclass(kw_only=True, slots=True)
 class CompatConfig:
     name: CompatName
-    """llava_v1_5 sets labels, sampler, loss.normalize, data.pixels and the dtypes of precision as the original has
-    them."""
+    """llava_v1_5 sets labels, sampler, loss.normalize, data.pixels and the dtypes of precision to those of the original
+    LLaVA."""
 
 
 @dataclass(kw_only=True, slots=True)
 class LossConfig:
     normalize: Normalize
-    """What the loss is divided by. step: the sum over label tokens divided by the label tokens of the whole step on
-    all ranks, however it is split into micro-batches; micro_batch: the original's mean of the micro-batches' means."""
+    """What the loss is divided by. step: the sum over label tokens is divided by the number of label tokens of the
+    whole step on all ranks, so that it does not depend on the micro-batches; micro_batch: the mean of the
+    micro-batches' means, as in the original LLaVA."""
     chunk_tokens: int
     """Number of label tokens whose logits are in memory at once."""
     kernel: LossKernel
@@ -96,20 +97,21 @@ class LossConfig:
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     every: int | None
-    """Number of steps between two checkpoints; null: one at the end of the run."""
+    """Number of steps between two checkpoints; null: only one, at the end of the run."""
     keep: int
-    """Number of the newest valid checkpoints that are kept."""
+    """Number of newest valid checkpoints that are kept."""
     keep_every: int | None
-    """Number whose multiples are steps with checkpoints that are never deleted; null: none."""
+    """Checkpoints of steps that are multiples of this number are never deleted; null: any old checkpoint may be
+    deleted."""
     resume: str
-    """Checkpoint to start from. auto: the newest valid one in output_dir; never: start over; else a `step-NNNNNN`
-    folder."""
+    """Checkpoint to start from: auto (the newest valid one in output_dir), never (start over), or the path of a
+    `step-NNNNNN` folder."""
     strict: bool
     """With resume=auto: whether to fail if the newest checkpoint is damaged, instead of warning and using the one
     before it."""
     asynchronous: bool
-    """Whether to write checkpoints while training continues, from a copy in host memory; steps wait for the disk if
-    the copy does not fit, or with offload=nvme."""
+    """Whether to write checkpoints from a copy in host memory while training continues; if the copy does not fit, or
+    with offload=nvme, training waits for the disk."""
     on_save_error: OnSaveError
     """What happens if a checkpoint cannot be written: raise ends the run, warn continues it."""
 
@@ -122,23 +124,23 @@ class CheckpointConfig:
 @dataclass(kw_only=True, slots=True)
 class ExportConfig:
     enabled: bool
-    """Whether to write the trained model in transformers' format into output_dir/export at the end."""
+    """Whether to write the trained model in transformers' format to output_dir/export at the end."""
     dtype: DType
     verify: bool
     """Whether to load the exported model with transformers and compare its logits before the run counts as done."""
     merge: bool = True
-    """With adapters: whether to export the base with the adapters merged into it. The adapters alone are always in
-    adapter/."""
+    """With adapters: whether to export the base model with the adapters merged into it. The adapters alone are always
+    written to output_dir/adapter."""
 
 
 @dataclass(kw_only=True, slots=True)
 class NumericConfig:
     max_consecutive_skips: int
-    """Largest number of consecutive steps that are skipped because their gradients are not finite; one more ends the
+    """Maximum number of consecutive steps that may be skipped because their gradients are not finite; one more ends the
     run."""
     spike_sigma: float | None
-    """Number of standard deviations above the mean of the preceding losses from which a loss is warned about; null:
-    no warning."""
+    """A loss is warned about if it is this many standard deviations above the mean of the preceding losses; null: no
+    warning."""
 
     def __post_init__(self) -> None:
         at_least("numeric.max_consecutive_skips", self.max_consecutive_skips, 0)
@@ -147,8 +149,8 @@ class NumericConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrackConfig:
-    """Keys of the trackers (TensorBoard, Weights & Biases) that get the rows of `metrics.jsonl` and
-    `validation.jsonl`; rank 0 writes to them."""
+    """Keys of the trackers (TensorBoard, Weights & Biases), to which rank 0 sends the rows of `metrics.jsonl` and
+    `validation.jsonl`."""
 
     tensorboard: bool = False
     """Whether to write event files to output_dir/tensorboard."""
@@ -162,7 +164,7 @@ class TrackConfig:
 
 @dataclass(kw_only=True, slots=True)
 class Config:
-    """All configuration keys of a training run."""
+    """All configuration keys of a training."""
 
     stage: StageConfig
     model: ModelConfig
@@ -181,60 +183,62 @@ class Config:
     numeric: NumericConfig
     val: ValConfig
     output_dir: str
-    """Folder of the run: checkpoints, logs, metrics and the export."""
+    """Folder of the run, for checkpoints, logs, metrics and the export."""
     private: bool
-    """Whether files and a new output_dir are readable by their user alone."""
+    """Whether only their owner can read the files of the run and a new output_dir."""
     labels: Parity
-    """Which tokens are labels. exact: every answer is supervised; llava_v1_5: as in the original's preprocessing,
-    which masks whole samples (LLaVA train.py:332-655)."""
+    """Which tokens are labels. exact: the tokens of every answer; llava_v1_5: as in the preprocessing of the original
+    LLaVA, which masks whole samples (LLaVA train.py:332-655)."""
     seed: int
-    """Seed of weights that are drawn, of the order of samples and of dropout."""
+    """Seed of randomly drawn weights, of the order of samples and of dropout."""
     epochs: int
     """Number of times that every record is trained on."""
     max_steps: int | None
-    """Number of steps after which training ends; null: every epoch to its end."""
+    """Number of steps after which training ends; null: at the end of the last epoch."""
     global_batch_size: int
     """Number of samples of a step, on all ranks together."""
     micro_batch_size: int
-    """Largest number of rows that a rank runs at once; with pack=true as many times data.max_length tokens."""
+    """Maximum number of rows that a rank processes at once; with pack=true the maximum number of tokens is this times
+    data.max_length."""
     pack: bool
-    """Whether to pack the samples of a micro-batch end to end into one row, each attending to itself alone; else
-    rows are padded."""
+    """Whether to pack the samples of a micro-batch end to end into one row, each attending only to itself; else rows
+    are padded."""
     tokens_per_micro_batch: int | str | None
-    """pack=true only: largest number of tokens that a rank runs at once; null: micro_batch_size * data.max_length;
+    """pack=true only: maximum number of tokens that a rank processes at once; null: micro_batch_size * data.max_length;
     auto: the planner chooses when a training begins, and the run records its choice."""
     attention: Attention
-    """Implementation of attention."""
+    """Implementation of attention within the samples of packed rows."""
     compile: bool | str
     """Whether torch.compile compiles each block of the language model; auto: on CUDA with Triton."""
     log_every: int
-    """Number of steps between two lines of progress on a plain terminal."""
+    """Number of steps between two lines of progress, if stderr is not a terminal with a progress bar."""
     gc_every: int | None
     """Number of steps between two runs of Python's garbage collector, at the same steps on all ranks; null: Python
     decides."""
     deterministic: bool
-    """Whether to use bitwise repeatable kernels on CUDA; a CPU run is always repeatable."""
+    """Whether to use CUDA kernels whose results are bitwise repeatable; results on a CPU always are."""
     profile: bool
-    """Whether to write a trace of some steps, a CUDA memory snapshot and a page of where the time goes to
+    """Whether to write a trace of some steps, a CUDA memory snapshot and a page about the use of time to
     output_dir/profile."""
     profile_steps: list[int] | None
-    """First and last step to profile, counted from 1 where this start begins; null: 10 to 12, or the last three of a
-    shorter start."""
+    """First and last step to profile, counted from 1 at the first step of this start; null: 10 to 12, or the last three
+    steps of a shorter start."""
     track: TrackConfig = field(default_factory=TrackConfig)
     dry_run: int | None
     """Number of ranks to simulate: run two steps of one rank and report its memory; nothing is trained or written."""
     format: Format
-    """Format of what dry_run prints."""
+    """Format in which dry_run prints its result."""
 
     @property
     def row_tokens(self) -> int:
-        """Largest number of tokens of a packed row."""
+        """Maximum number of tokens of a packed row."""
         assert not isinstance(self.tokens_per_micro_batch, str), "the planner has replaced auto before"
         return self.tokens_per_micro_batch or self.micro_batch_size * self.data.max_length
 
     @property
     def held_out(self) -> Self:
-        """The configuration of the validation data: reads the records of `val` once, with this run's data settings."""
+        """The configuration for reading the validation data: the records of `val` once, with the data settings of this
+        training."""
         val, files = self.val, self.val.sources
         embedded = str(Path(self.data.root or ".") / HELDOUT) if self.data.source is Source.shapes else None
         data = replace(
@@ -248,25 +252,25 @@ class Config:
 
     @property
     def trained_template(self) -> str:
-        """The conversation template that is used: the original's --version v0 trains with v1 (LLaVA
-        train.py:894-908)."""
+        """The conversation template that is used: `data.template`, except that labels=llava_v1_5 replaces v0 by v1,
+        because the original LLaVA's --version v0 trains with v1 (LLaVA train.py:894-908)."""
         is_v0 = self.data.template == "v0" and self.labels is Parity.llava_v1_5
         return "v1" if is_v0 else self.data.template
 
     @property
     def trained_special_tokens(self) -> SpecialTokens:
-        """How special tokens are tokenized: `data.special_tokens`, or the default that goes with `labels`."""
+        """How special tokens are tokenized: `data.special_tokens` or, if that is null, the default for `labels`."""
         is_original = self.labels is Parity.llava_v1_5
         return self.data.special_tokens or (SpecialTokens.parse if is_original else SpecialTokens.text)
 
     @property
     def exports_model(self) -> bool:
-        """Whether the run ends with an export of a whole model in transformers' format."""
+        """Whether the run ends with the export of a whole model in transformers' format."""
         return self.export.enabled and (self.export.merge or not self.model.lora.enabled)
 
     @property
     def has_auto(self) -> bool:
-        """Whether a key is set to `auto`, for the planner to choose."""
+        """Whether a key is set to `auto`, so that the planner chooses its value."""
         return (
             self.sharding.strategy is Strategy.auto
             or self.activation_checkpointing.mode is ActivationCheckpointing.auto

@@ -1,4 +1,4 @@
-"""Walk over nested values of a configuration, and format values as on a command line."""
+"""Walk over nested configuration values, and format values as on a command line."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ ENV = re.compile(r"\$\{\s*oc\.env\s*:([^}]*)")
 
 
 def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dictionaries to a dictionary by dotted key; a list is one value."""
+    """Flatten nested dictionaries to one dictionary by dotted key. A list counts as one value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -19,7 +19,7 @@ def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def written(value: object) -> str:
-    """Format a value as it would be written on a command line."""
+    """Format a value as it is written on a command line."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, list | tuple):
@@ -28,7 +28,7 @@ def written(value: object) -> str:
 
 
 def keys_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key of nested settings as (dotted name, last part of the name)."""
+    """Yield every key in nested settings as (dotted name, last part of the name)."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield f"{prefix}{key}", str(key)
@@ -39,7 +39,7 @@ def keys_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def leaves_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of nested settings that is not a collection, as (dotted name, value)."""
+    """Yield every value in nested settings that is not a dictionary or list, as (dotted name, value)."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
     if items is None:
         yield prefix.removesuffix("."), tree

@@ -109,7 +109,7 @@ class Watchdog:
         self.was_signalled = False
         """Whether this process has received SIGTERM or SIGINT, even if the signal had no effect."""
         self.interrupted_at: float | None = None
-        """Time of the first SIGINT, by the monotonic clock."""
+        """Time of the first SIGINT, by the monotonic clock; None before it."""
         self.saves = 0
         """Number of SIGUSR1 signals received, each of which requests a checkpoint. Counted by the watchdog's thread."""
         self.saves_taken = 0

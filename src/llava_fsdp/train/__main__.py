@@ -1,5 +1,5 @@
-"""Entry point of `torchrun -m llava_fsdp.train`; the program is in main.py, which is imported once the command line is
-checked: torch takes seconds."""
+"""Entry point of `torchrun -m llava_fsdp.train`. The program itself is in main.py, which is imported only after the
+command line was checked, because importing torch takes seconds."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Build a model on the meta device; shared by the command-line programs."""
+"""Build a model on the meta device. Used by all command-line programs that need a model."""
 
 import torch
 
@@ -16,8 +16,8 @@ from llava_fsdp.model.quantization import check_quantizer
 
 
 def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
-    """Build the model on the meta device, as training on `device` has it. Raises ConfigError if the device or the model
-    does not support the configuration."""
+    """Build the model on the meta device, as it will be trained on `device`. Raises ConfigError if the device or the
+    model does not support the configuration."""
     if cfg.precision.linear is LinearKind.fp8:
         check_fp8(device)
     check_quantizer(cfg.model.quantize, device)
@@ -34,6 +34,6 @@ def shape_of(model: Llava) -> ModelShape:
         image_size=model.parts.vision.image_size,
         max_length=language.max_position_embeddings,
         vocab_size=language.vocab_size,
-        # never with recomputed FLOPs: packing, and so the result, must not depend on activation checkpointing
+        # without the FLOPs of activation checkpointing, because packing, and so the result, must not depend on it
         cost=CostModel(*count_flops(model, activation_checkpointing=False)),
     )

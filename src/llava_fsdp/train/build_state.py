@@ -1,4 +1,4 @@
-"""Build the state of a run: data, model, shards, weights, optimizer."""
+"""Build the state of a training: data, model, shards, weights and optimizer."""
 
 import logging
 from collections.abc import Callable
@@ -41,7 +41,7 @@ from llava_fsdp.train.summary import show_run
 
 
 def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | None) -> TrainState:
-    """Build model, optimizer and data, sharded, with their initial weights: the state at step 0."""
+    """Build the state of a training at step 0: data, and model and optimizer, sharded and with initial weights."""
     model, projector = open_model(cfg, world.device)
     parts = model.parts
     on_first_rank(lambda: check_prompts(cfg, parts), "cannot write the tokenizer of an export")
@@ -85,7 +85,11 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
 
 
 def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = None) -> Loader:
-    """Open the dataset; `choose` builds its sampler if it is not the configured one. One rank draws the toy images."""
+    """Open the dataset. The images of the embedded toy dataset are drawn on rank 0, and then read by all ranks.
+
+    Args:
+        choose: builds a sampler to use instead of the configured one.
+    """
     if cfg.data.source is Source.shapes:
         with first_rank_first(world):
             draw_shapes(cfg.data)
@@ -94,7 +98,7 @@ def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = N
 
 
 def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
-    """Open the validation data; its records are checked like those of the training data."""
+    """Open the validation data. Its records are checked in the same way as those of the training data."""
     positions = model.parts.language.max_position_embeddings
     held_out = open_held_out(cfg, lambda own, choose: open_data(own, world, model, choose), positions)
     check_same_records(held_out.loader, "val.path, val.images")
@@ -104,8 +108,8 @@ def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
 
 
 def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> None:
-    """Check that all ranks see the same records: machines may read different copies of the files. A collective. Raises
-    DataError, on every rank, naming the ranks that differ from rank 0."""
+    """Check that all ranks see the same records, because each machine may read its own copy of the files. A collective.
+    Raises DataError on every rank, naming the ranks that differ from rank 0."""
     found = gather_lists([loader.steps.fingerprints()])
     differing = [rank for rank, other in enumerate(found) if other != found[0]]
     if differing:
@@ -124,9 +128,10 @@ def assemble(
     plan: ShardPlan,
     mesh: DeviceMesh | None,
 ) -> TrainState:
-    """Parallelize a meta-device model, load its weights by `fill` and build its optimizer: a run at step 0.
+    """Shard and compile a meta-device model, load its weights with `fill` and build its optimizer; return the state of
+    a training at step 0.
 
-    The order matters: what trains, activation checkpointing, sharding, weights into shards, optimizer.
+    The order matters: freeze, activation checkpointing, shard, load weights into shards, build the optimizer.
     """
     buffers = computed_buffers(model)
     offload = Offload(cfg, world.device)

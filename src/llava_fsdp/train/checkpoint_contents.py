@@ -1,4 +1,4 @@
-"""Contents of a checkpoint: tensors by name, and one JSON object of all other values."""
+"""The contents of a checkpoint: tensors by name, and one JSON object with all other values."""
 
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +15,7 @@ from llava_fsdp.train.state import TrainState
 
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Weights and moments by name, as they are saved and loaded."""
+    """Return all master weights and optimizer moments by their names in a checkpoint."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in state.masters.named.items():
         found[f"model.{name}"] = plain(parameter)
@@ -25,7 +25,7 @@ def tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
-    """All values of a checkpoint other than tensors. `versions` and `written_by` are only read by people."""
+    """Return all values of a checkpoint other than tensors. `versions` and `written_by` are only for people."""
     return {
         "format": FORMAT,
         "run": state.run,

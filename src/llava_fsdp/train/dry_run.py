@@ -1,7 +1,7 @@
-"""Measure a run's memory in one process, before its machines are booked: `train dry_run=8 ...`.
+"""Measure the memory that a training will need, in one process, before its machines are booked: `train dry_run=8 ...`.
 
-Rank 0 of that many ranks runs two steps with random weights and the largest micro-batches that the configuration
-allows. Collectives allocate memory but send nothing, so losses have no meaning.
+Rank 0 of the given number of simulated ranks runs two steps with random weights and the largest micro-batches that the
+configuration allows. Collectives allocate memory but send nothing, so the losses have no meaning.
 """
 
 import json
@@ -46,7 +46,7 @@ from llava_fsdp.train.run_info import device_name
 from llava_fsdp.train.state import TrainState
 
 STEPS = 2
-"""The first step creates the optimizer's states, the second is measured with them."""
+"""The first step creates the optimizer's states; the second step is measured with these states in memory."""
 STATES = ("parameters", "gradients", "optimizer")
 
 
@@ -54,7 +54,7 @@ def dry_run(cfg: Config) -> None:
     """Measure the memory of a simulated rank, and print a table or, with format=json, JSON. Leaves no files."""
     warn_if_refused(cfg)
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
-        if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # the folder's default is output_dir
+        if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default would be output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
         with distributed(cfg) as world, clear_memory_errors(cfg, world.device):
             report = measure(settle_auto(cfg, world), world)
@@ -65,7 +65,8 @@ def dry_run(cfg: Config) -> None:
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
-    """Replace every `auto` by the planner's choice, from the dataset's statistics or LLaVA's mean lengths."""
+    """Replace every `auto` in the configuration by the planner's choice, which depends on the dataset's statistics or
+    on LLaVA's mean lengths."""
     if not cfg.has_auto:
         return cfg
     parts = shapes_of(cfg.model)
@@ -76,16 +77,16 @@ def settle_auto(cfg: Config, world: World) -> Config:
 
 
 def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict[str, Any]:
-    """Run two steps on this rank and measure memory; the other ranks are imagined or real.
+    """Run two steps on this rank and measure memory. The other ranks are simulated or real.
 
     Args:
-        contents: contents of every micro-batch; None takes the largest possible.
+        contents: the contents of every micro-batch; None: the largest possible ones.
 
     Raises:
-        NumericError: no step updated the weights, so that the optimizer's states were not measured.
+        NumericError: no step updated the weights, so that the optimizer's states could not be measured.
     """
     if cfg.precision.param_dtype is DType.fp16:
-        # a dynamic scale starts with skipped steps, which create no optimizer states
+        # with a dynamic scale the first steps may be skipped, and would create no optimizer states
         cfg = replace(cfg, precision=replace(cfg.precision, scaler=ScalerConfig(scale=1.0)))
     return_freed_memory()
     plan = SHARD_PLANS[cfg.sharding.strategy]
@@ -135,7 +136,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
 
 
 def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
-    """The planner's memory estimate for the same two steps."""
+    """Return the planner's estimate of the memory of the two measured steps."""
     rows = 1 if cfg.pack else len(contents.lengths)
     samples, tokens = len(contents.lengths), contents.tokens
     micro = MicroBatch(rows, tokens // rows, samples, contents.tiles, contents.labels)
@@ -144,7 +145,8 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
 
 @torch.no_grad()
 def draw_shards(model: Llava, masters: MasterWeights) -> None:
-    """Fill every shard with random values of the right distribution, on its device, without reading files."""
+    """Fill every shard with random values of the distribution of initial weights, on the shard's device, without
+    reading files."""
     packed = {clean_name(name): layer for name, layer in quantized_weights(model).items()}
     for name, shard in local_shards(model, masters).items():
         first, *others = shard.tensors
@@ -167,7 +169,7 @@ def draw_shards(model: Llava, masters: MasterWeights) -> None:
 
 
 def states(state: TrainState) -> dict[str, int]:
-    """Bytes of this rank's parameters, gradients and optimizer states, while gradients are still held."""
+    """Return the bytes of this rank's parameters, gradients and optimizer states, before the gradients are freed."""
     unpacking = [t for layer in quantized_weights(state.model).values() for t in layer.statistics]
     weights = {id(p): p for p in [*state.model.parameters(), *unpacking, *state.masters.named.values()]}
     gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]

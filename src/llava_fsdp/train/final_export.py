@@ -1,6 +1,6 @@
-"""Export a trained model to a folder that transformers loads, and its adapters to one that peft loads.
+"""Export a trained model to a folder that transformers can load, and its adapters to a folder that peft can load.
 
-Both are read back and compared before they get their final name.
+Both are read again and compared with the trained model before the folders get their final names.
 """
 
 import dataclasses
@@ -49,12 +49,12 @@ from llava_fsdp.train.state import TrainState
 def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
     """Write `output_dir/export` and, with `export.verify`, compare its logits with the model's. A collective.
 
-    Trained weights are gathered one at a time. Frozen ones are read again from their source files, bit for bit. A run
-    with adapters writes `output_dir/adapter` first; its export is the base with the adapters merged, and is left out
-    with `export.merge=false`.
+    Trained weights are gathered one at a time. Frozen weights are read again from their source files, bit for bit. A
+    training with adapters first writes `output_dir/adapter`; its export is the base model with the adapters merged into
+    it, and is left out with `export.merge=false`.
 
     Returns:
-        The folder: the export, or the adapter's where nothing is merged.
+        The folder of the export, or that of the adapter if there is no export.
 
     Raises:
         CheckpointError: the folder could not be written.
@@ -74,7 +74,7 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
     def read(name: str) -> torch.Tensor:
         if adapted is None:
             return parameter_values(name, state, is_first_rank)
-        return whole_rows(sources[name]) if is_first_rank else torch.empty(0)  # rank 0 has all, and merges
+        return whole_rows(sources[name]) if is_first_rank else torch.empty(0)  # rank 0 has all values and merges them
 
     weights = Weights(
         shapes={name: tuple(source.shape) for name, source in sources.items()},
@@ -87,7 +87,7 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
         write_folder(FolderFormat.hf, source, weights, staged, {"dtype": cfg.export.dtype.value})
     except LlavaFsdpError:  # raised on every rank
         if is_first_rank:
-            shutil.rmtree(staged, ignore_errors=True)  # the disk may be full: free the space
+            shutil.rmtree(staged, ignore_errors=True)  # free the space, because the disk may be full
         raise
     if cfg.export.verify:
         verify(state, cfg, staged, adapted, is_first_rank)
@@ -96,10 +96,10 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
 
 
 def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapted:
-    """Write `output_dir/adapter`, read it again and compare. A collective.
+    """Write `output_dir/adapter`, read it again and compare it with the trained adapters. A collective.
 
     Returns:
-        Base and adapters: trained values on rank 0, initial values on other ranks.
+        The base model and the adapters, with trained values on rank 0 and initial values on the other ranks.
 
     Raises:
         CheckpointError: the folder could not be written.
@@ -129,13 +129,15 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
 
 
 def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
-    """All parameters by name: trained values, in memory, on rank 0; initial values on other ranks. A collective."""
+    """Return all parameters by name: with trained values, in memory, on rank 0; with initial values on the other ranks.
+    A collective."""
     trained = {name: parameter_values(name, state, is_first_rank) for name in state.masters.named}
     return state.sources | ({name: Held(values) for name, values in trained.items()} if is_first_rank else {})
 
 
 def is_current(state: TrainState, cfg: Config) -> bool:
-    """Whether `output_dir` has an undamaged export of this run, at this step and in this dtype. A collective."""
+    """Return whether `output_dir` contains an undamaged export of this run, of the current step and in the configured
+    dtype. A collective."""
     wanted = {"run": state.run, "step": state.step}
     folders = {FOLDER: wanted} if cfg.model.lora.enabled else {}
     if cfg.export.merge or not cfg.model.lora.enabled:
@@ -157,7 +159,7 @@ def is_current(state: TrainState, cfg: Config) -> bool:
 
 
 def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch.Tensor:
-    """Gather a whole parameter on the CPU of rank 0; a collective for trainable parameters."""
+    """Gather a whole parameter on the CPU of rank 0. A collective if the parameter is trained."""
     master = state.masters.named.get(name)
     if master is not None:
         full = whole(master)
@@ -167,8 +169,8 @@ def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch
 
 
 def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None, is_first_rank: bool) -> None:
-    """Load the exported folder with transformers, on rank 0's CPU, and compare its logits on a few samples. A
-    collective. Raises ModelError if they differ by more than rounding to `export.dtype` explains."""
+    """Load the exported folder with transformers on rank 0's CPU, and compare its logits with the model's on a few
+    samples. A collective. Raises ModelError if they differ by more than rounding to `export.dtype` can explain."""
     micro = state.loader.steps.probe()
     state.model.eval()
     placed = state.loader.to_device(micro)
@@ -198,7 +200,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
 
 
 def in_full_precision(model: torch.nn.Module, sources: dict[str, Stored], adapted: Adapted | None) -> Llava:
-    """A quantized model with its base in full precision, as the export has it."""
+    """Return the model of a quantized training with its base model in full precision, as it is exported."""
     assert isinstance(model, Llava)
     plain = build_llava(model.parts, model.cfg.plain, torch.float32)
     return filled(plain, sources if adapted is None else adapted.sources, compute_dtype(plain), adapted)
@@ -217,7 +219,8 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
 
 
 def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
-    """How adapters are written into each checkpoint; None without adapters and on other ranks than 0. A collective."""
+    """Return the function with which rank 0 writes the adapters into each checkpoint; None on the other ranks, and if
+    there are no adapters. A collective."""
 
     if not cfg.model.lora.enabled:
         return None
@@ -242,7 +245,7 @@ def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor in memory with the interface of one stored in a file."""
+    """A tensor in memory, with the interface of a tensor stored in a file."""
 
     tensor: torch.Tensor
 

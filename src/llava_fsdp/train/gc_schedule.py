@@ -1,7 +1,7 @@
 """Run Python's garbage collector at the same steps on all ranks.
 
-By default it runs when enough objects were allocated, at another moment on each rank, and all other ranks wait for that
-one in the next collective (torchtitan, tools/utils.py).
+By default each rank runs it when enough objects were allocated, at its own time, and all other ranks then wait for this
+rank in the next collective (torchtitan, tools/utils.py).
 """
 
 import gc
@@ -11,8 +11,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def collected_by_plan(every: int | None) -> Iterator[Callable[[int], None]]:
-    """Turn automatic collection off, and yield a function that collects, given the number of finished steps, every
-    `every` steps. The oldest generation, which holds the model, is left out. None keeps automatic collection."""
+    """Context manager that turns automatic garbage collection off, and yields a function to call with the number of
+    finished steps, which collects every `every` steps. The oldest generation of objects, which includes the model, is
+    not collected. With None, automatic collection stays on."""
     if every is None:
         yield lambda finished: None
         return
@@ -22,7 +23,7 @@ def collected_by_plan(every: int | None) -> Iterator[Callable[[int], None]]:
             gc.collect(1)
 
     was_enabled = gc.isenabled()
-    gc.collect()  # free the garbage left from building the run
+    gc.collect()  # free the objects that are left from building the model
     gc.disable()
     try:
         yield collect

@@ -1,4 +1,4 @@
-"""Write `report.html` of a running training at intervals and at its end, on rank 0."""
+"""Write the page `report.html` of a training at intervals and at its end, on rank 0."""
 
 import json
 import os
@@ -33,15 +33,16 @@ from llava_fsdp.runtime.redact import redact_values, secrets_of
 from llava_fsdp.runtime.status_file import read_status
 
 PAUSE = 10
-"""Fewest seconds between two pages."""
+"""Minimum number of seconds between two versions of the page."""
 SHARE = 0.01
-"""Largest share of the time that writing pages may take."""
+"""Maximum share of the time that writing the page may take."""
 
 
 class LivePage:
-    """Collects a run's curves and writes its page, so rarely that this takes at most a hundredth of the time.
+    """Collects the curves of a training and writes its page, but only so often that this takes at most a hundredth of
+    the time.
 
-    If one cannot be written, a warning is logged once and training continues.
+    If a page cannot be written, a warning is logged the first time, and training continues.
     """
 
     def __init__(self, cfg: Config, first_step: int, about: dict[str, Any]):
@@ -62,7 +63,8 @@ class LivePage:
         self.write()
 
     def last_validated(self, first_step: int) -> int:
-        """Last step with a validation before this start; validations of later steps are reported to the trackers."""
+        """Return the last step with a validation before this start of the run. Validations of later steps are reported
+        to the trackers."""
         try:
             rows = read_rows(self.run, VALIDATION_FILE, check_validation)
         except Exception:
@@ -70,16 +72,16 @@ class LivePage:
         return max((row["step"] for row in rows if row["step"] <= first_step), default=-1)
 
     def begin(self, first_step: int, start: dict[str, Any]) -> None:
-        """Record this start in `starts.jsonl`, after those of the earlier starts that have steps before it."""
+        """Write `starts.jsonl`: the earlier starts of the run that this start continues, followed by this start."""
         earlier = read_rows(self.run, STARTS_FILE, check_start) if first_step else []
-        is_start = "time" in start and first_step < start["total_steps"]  # a finished run has no later starts
+        is_start = "time" in start and first_step < start["total_steps"]  # a finished run gets no further starts
         self.run.starts = [own for own in earlier if own["step"] <= first_step] + ([start] if is_start else [])
         if self.run.starts == earlier and not is_start:
-            return  # files of a finished run stay unchanged
+            return  # the files of a finished run are not changed
         replace_lines(self.run.folder / STARTS_FILE, map(json.dumps, self.run.starts))
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row of metrics.jsonl, and write a page if it is time for one."""
+        """Add a row of metrics.jsonl to the curves, and write the page if it is due."""
         try:
             self.run.history.add(row)
         except Exception as error:
@@ -121,7 +123,7 @@ class LivePage:
 
 
 def rewrite_page(folder: Path) -> None:
-    """Rewrite the page of an earlier start with the ending of this one, which took no step."""
+    """Rewrite the page of an earlier start, because the current start has ended without finishing a step."""
     if not os.path.isfile(folder / STARTS_FILE) and not os.path.isfile(folder / METRICS_FILE):
         return
     try:

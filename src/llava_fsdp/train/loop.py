@@ -1,4 +1,4 @@
-"""The training loop: fetch a step, run its micro-batches, update."""
+"""The training loop: fetch the data of a step, run its micro-batches, update the weights."""
 
 import math
 import time
@@ -38,9 +38,10 @@ def fit(
     """Train from the current step to the last one.
 
     Args:
-        after_step: runs on every rank, after the weights have been updated.
-        between_steps: runs on every rank once the data of the next step are there, and ends the run where a stop was
-            asked for: a rank whose data do not come is asked then too, while the others wait for its answer.
+        after_step: called on every rank after each step's update of the weights.
+        between_steps: called on every rank once the data of the next step have arrived. It raises an error on every
+            rank if a stop was requested. A rank that still waits for data is then called too, because the other ranks
+            wait for it.
     """
     state.model.train()
     started = time.perf_counter()
@@ -58,15 +59,15 @@ def fit(
                 assert step is not None, "between_steps raises on every rank when one of them was asked to stop"
                 watchdog.at(Phase.COMPUTE)
                 result = train_step(state, state.loader.agree(step), plan, cfg, started, watchdog, profiler)
-                # counts as progress into the next step: a rank that hangs here is late
+                # counts as progress into the next step, so that a rank that hangs here counts as late
                 watchdog.at(Phase.REPORT, state.step)
                 after_step(replace(result, data_seconds=waited))
                 collect(state.step)
                 watchdog.at(Phase.DATA)
                 started = time.perf_counter()
-    except RuntimeError as error:  # the DataLoader's signal handler raises it anywhere when a worker dies
+    except RuntimeError as error:  # the DataLoader's signal handler raises it at any place when a worker dies
         state.loader.watch.check()
-        if is_of_compiler(error) and watchdog.wants_stop_soon():  # the signal to stop has ended the C++ compiler too
+        if is_of_compiler(error) and watchdog.wants_stop_soon():  # the signal to stop has also ended the C++ compiler
             raise Stopped(
                 f"{watchdog.stop}: stopped in step {state.step + 1}, while it compiled; the same command continues "
                 "from the last checkpoint"
@@ -83,12 +84,12 @@ def train_step(
     watchdog: Watchdog | None = None,
     profiler: NoProfiler | None = None,
 ) -> StepResult:
-    """Run one optimizer step, or skip the update where the loss or the gradients' norm is not finite. Raises
-    NumericError if in fp16, where the loss scale cannot be lowered any more."""
+    """Run one optimizer step; if the loss or the gradients' norm is not finite, skip the update. Raises NumericError if
+    that happens in fp16 and the loss scale cannot be lowered any more."""
     profiler = profiler or NoProfiler()
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
-    # dropout of a resumed run draws what it would have drawn without the interruption
+    # dropout of a resumed run draws the same numbers as without the interruption
     torch.manual_seed(derive("step", cfg.seed, state.step, dist.get_rank() if dist.is_initialized() else 0))
     sources = SourceSums(step.facts, state.loader.device)
     loss_sum = torch.zeros((), device=state.loader.device)
@@ -104,7 +105,8 @@ def train_step(
         loss_sum += loss.detach()
     with profiler.part("optimizer"):
         norm = clip_gradients(state.masters, cfg.optim.clip, scale)
-        # The one place where the host waits for the device; with weights on the host, the norm waits too.
+        # The only place where the host waits for the device. If the weights are in host memory, it also waits for the
+        # norm.
         values = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device), *sources.summed().unbind()
         loss, own_loss, grad_norm, *source_sums = torch.stack(values).tolist()
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)  # the same on every rank: both are sums over all
@@ -129,9 +131,9 @@ def train_step(
 
 
 def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> None:
-    """Update the weights and release the gradients. A step that is not finite is skipped: weights and moments keep
-    their bits, the learning rate schedule does not advance, and the step's samples count as consumed. Raises
-    NumericError if in fp16, where the loss scale cannot be lowered any more."""
+    """Update the weights and free the gradients. If the step is not finite, skip it: weights and moments are not
+    changed, the learning rate schedule does not advance, and the step's samples count as consumed. Raises NumericError
+    if that happens in fp16 and the loss scale cannot be lowered any more."""
     if state.scaler is not None:
         state.scaler.update(overflowed=not is_finite, step=state.step + 1)
     if is_finite:
@@ -141,43 +143,49 @@ def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> 
         state.consecutive = 0
     else:
         state.skipped += 1
-        # a dynamic loss scale has a limit of its own, precision.scaler.minimum
+        # for a dynamic loss scale, precision.scaler.minimum is the limit instead
         state.consecutive += state.scaler is None or not state.scaler.is_dynamic
     state.optimizer.zero_grad(set_to_none=True)
 
 
 class SourceSums:
-    """Losses of a step by data source, kept on the device until the host reads the step's loss.
+    """The losses of a step by data source, kept on the device until the host reads the step's loss.
 
-    With one source this is the step's loss, and nothing is computed or sent. Several need one more small collective.
+    With one source this is the loss of the step, and nothing is computed or sent. Several sources need one more small
+    collective.
     """
 
     def __init__(self, facts: StepFacts, device: torch.device):
         self.labels = facts.source_labels
         self.sums = torch.zeros(len(self.labels) if len(self.labels) > 1 else 0, device=device)
-        """Sum of the losses of each data source, float32 [sources]; [0] with one source."""
+        """Sum of the losses of each data source, float32 [sources]; of shape [0] with one source."""
 
     def each(self) -> Each | None:
-        """A collector of the losses by token of one forward pass; None with one source."""
+        """Return a collector for the losses of single tokens in one forward pass; None with one source."""
         return Each() if len(self.sums) else None
 
     def add(self, micro: MicroBatch, each: Each | None) -> None:
-        """Add the losses that one forward pass collected."""
+        """Add the losses that `each` collected in one forward pass to the sums of their data sources."""
         if each is None or not len(micro.label_sources):
             return
         losses = torch.cat(each.chunks) if each.chunks else self.sums.new_full((1,), math.nan)
         numbers = torch.arange(len(self.sums), device=losses.device)
-        # not index_add, which adds in no fixed order on CUDA
+        # not index_add, whose order of additions is not fixed on CUDA
         self.sums += torch.where(micro.label_sources == numbers[:, None], losses, 0.0).sum(1)
 
     def summed(self) -> torch.Tensor:
-        """Sum the losses of each source over all ranks: float32 [sources], or [0] with one source."""
+        """Sum the losses of each data source over all ranks: float32 [sources], or [0] with one source. A collective
+        with several sources."""
         return summed(self.sums) if len(self.sums) else self.sums
 
     def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
-        """Mean loss of each data source by name, from the step's loss and the result of `summed` on the host.
+        """Return the mean loss of each data source by name.
 
-        None for a source without label tokens; nan where the loss kernel gives only the sum over all sources.
+        None for a source without label tokens; nan if the loss kernel gives only the sum over all sources.
+
+        Args:
+            loss: the loss of the step.
+            sums: the result of `summed`, on the host.
         """
         if not sums:
             return {name: loss if labels else None for name, labels in self.labels.items()}
@@ -187,13 +195,14 @@ class SourceSums:
 
 @torch.no_grad()
 def clip_gradients(masters: MasterWeights, largest: float | None, scale: float = 1.0) -> torch.Tensor:
-    """Divide gradients by the loss scale, then scale them down to a norm of at most `largest`; None does not clip.
+    """Divide the gradients by the loss scale `scale`, then scale them down to a norm of at most `largest`; None does
+    not clip.
 
     Returns:
         float32 []: norm of all gradients over all ranks, after the division by `scale` and before clipping.
     """
     gradients = [p.grad for p in masters.named.values() if p.grad is not None]
-    # accumulated in fp32 for bf16 gradients too, so that the norm is not rounded to bf16
+    # summed in fp32 also for bf16 gradients, so that the norm is not rounded to bf16
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
     norm = same_on_every_rank(norm) if isinstance(norm, DTensor) else norm
     if scale != 1.0:
@@ -205,7 +214,7 @@ def clip_gradients(masters: MasterWeights, largest: float | None, scale: float =
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over all ranks, in place."""
+    """Sum a tensor over all ranks, in place, and return it."""
     if dist.is_initialized():
         dist.all_reduce(value)
     return value

@@ -1,7 +1,7 @@
 """Scale the loss so that fp16 gradients do not underflow to zero.
 
-The same steps as DeepSpeed's `LossScaler` and `DynamicLossScaler` (deepspeed/runtime/fp16/loss_scaler.py), with its
-five settings and `consecutive_hysteresis` off.
+The algorithm is that of DeepSpeed's `LossScaler` and `DynamicLossScaler` (deepspeed/runtime/fp16/loss_scaler.py), with
+the same five settings and with `consecutive_hysteresis` off.
 """
 
 from dataclasses import dataclass
@@ -16,25 +16,27 @@ FACTOR = 2.0
 
 @dataclass
 class LossScaler:
-    """Loss scale, updated after every step by whether the gradients overflowed; the same on every rank."""
+    """The loss scale. It is updated after every step, depending on whether gradients overflowed, and is the same on
+    every rank."""
 
     cfg: ScalerConfig
     scale: float
     hysteresis: int
-    """Number of further overflows until the scale is halved; 1 halves it at the next one."""
+    """Number of further overflows after which the scale is halved; at 1 the next overflow halves it."""
     steps: int = 0
     last_overflow: int = -1
-    """Index of the last update with an overflow; -1 before the first."""
+    """Index of the last step whose gradients overflowed; -1 before the first overflow."""
 
     @property
     def is_dynamic(self) -> bool:
         return self.cfg.scale is None
 
     def update(self, overflowed: bool, step: int) -> None:
-        """Lower the scale after an overflow in `step`, counted from 1; raise it after `window` steps without one.
+        """Lower the scale if gradients overflowed in `step`, counted from 1; raise it after `window` steps without
+        overflow.
 
         Raises:
-            NumericError: an overflow at the smallest scale.
+            NumericError: gradients overflowed at the smallest scale.
         """
         if overflowed:
             before = self.scale
@@ -66,7 +68,7 @@ class LossScaler:
         self.scale = max(self.scale / FACTOR, self.cfg.minimum)
 
     def state(self) -> dict[str, Any]:
-        """Values that a checkpoint stores to restore the scaler."""
+        """Return the values that a checkpoint stores in order to restore the scaler."""
         return {name: getattr(self, name) for name in ("scale", "hysteresis", "steps", "last_overflow")}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Find rows that a run's files have lost when the run continues: the files were cut, emptied or damaged."""
+"""When a run continues, find out which rows are missing from its files because a file was cut, emptied or damaged."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,15 +14,15 @@ from llava_fsdp.runtime.small_json import object_or_none
 
 SKIPPED_FILE = "skipped_records.jsonl"
 MOST_STRETCHES = 8
-"""Most ranges of steps that a message names."""
+"""Maximum number of ranges of steps that a message names."""
 
 
 def lost_rows(folder: Path, step: int) -> list[str]:
-    """Describe each file that lacks rows of steps up to `step`, from which the run continues.
+    """Describe each file in a run's folder that lacks rows of steps up to `step`, at which the run continues.
 
-    Steps before the folder's first start are not checked: a run that continues another folder's checkpoint has no rows
-    of them. Validation is checked after the last start, for which `val.every` is known, and before `step`, whose own
-    validation may still be due.
+    Steps before the first start in this folder are not checked, because a run that continues a checkpoint of another
+    folder has no rows of them. Validations are checked only after the last start, because `val.every` is known for it,
+    and before `step`, because the validation of `step` itself may still have to be done.
 
     Raises:
         OSError: a file cannot be read.
@@ -50,7 +50,8 @@ def lost_rows(folder: Path, step: int) -> list[str]:
 
 
 def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
-    """Steps after `begin` and before `end` at which validation was due, by the configuration in `state.json`."""
+    """Return the steps after `begin` and before `end` at which the configuration in `state.json` requires a
+    validation."""
     config = facts.get("config")
     val = config.get("val") if isinstance(config, dict) else None
     every = val.get("every") if isinstance(val, dict) else None
@@ -60,13 +61,13 @@ def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
 
 
 def faults_of(row: dict[str, Any]) -> int:
-    """Number of rows that a step must have in `skipped_records.jsonl`, according to its row in the metrics file."""
+    """Return how many rows a step must have in `skipped_records.jsonl`, according to its row in the metrics file."""
     counts = [present_row(row).get("skipped_records"), row.get("unlabelled")]
     return sum(count for count in counts if type(count) is int)
 
 
 def of_steps(path: Path, last: int) -> list[dict[str, Any]]:
-    """Rows of a JSON Lines file whose step is at most `last`."""
+    """Return the rows of a JSON Lines file whose step is at most `last`."""
     return [row for row in read_rows(path) if type(row.get("step")) is int and row["step"] <= last]
 
 

@@ -1,6 +1,7 @@
 """Train a LLaVA model: `torchrun -m llava_fsdp.train stage=pretrain`, then `stage=finetune`.
 
-`train` reads from top to bottom as what happens; `fit` (loop.py) calls `train_step`, which calls `backward`.
+The function `train` does everything from top to bottom; it calls `fit` (loop.py), which calls `train_step` for each
+step.
 """
 
 import os
@@ -49,8 +50,8 @@ from llava_fsdp.train.validation import open_validation
 
 @dataclass
 class RunParts(Run):
-    """Parts of a run (state, reporter, ...), None before they exist; used by the watchdog and at the end of the
-    process."""
+    """The parts of a training (state, reporter, ...), which the watchdog and the end of the process use. A part is None
+    until it exists."""
 
     folder: Path = Path()
     hold: Hold | None = None
@@ -76,7 +77,7 @@ class RunParts(Run):
 
 
 def train(cfg: Config, parts: RunParts | None = None) -> None:
-    """Run a training from its configuration to its export."""
+    """Run a training, from its configuration to its export."""
     parts = parts or RunParts()
     if cfg.dry_run is not None:
         return dry_run(cfg)
@@ -101,7 +102,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
         mesh = make_mesh(world, plan, cfg)
         parts.count_collectives = ranks.num_collectives(mesh)
         state = parts.state = build_state(cfg, world, plan, mesh)
-        if cfg.private:  # not before: the dataset's index is for everybody who may read the dataset
+        if cfg.private:  # not earlier, because the dataset's index is for everybody who may read the dataset
             os.umask(0o077)
         last_step = state.loader.total_steps
         resumed = resume(state, cfg)
@@ -125,10 +126,10 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
 
         def after_step(result: StepResult) -> None:
             watchdog.step_done()
-            if controller.loss() is None:  # a lost run folder may belong to another run now
+            if controller.loss() is None:  # a lost run folder may now belong to another run
                 reporter(result)
             controller.after_step(result)
-            if state.step == first_step + 1:  # weights are loaded and kernels compiled
+            if state.step == first_step + 1:  # now weights are loaded and kernels compiled
                 ranks.shorten_timeout(mesh, cfg.comm.timeout)
                 watchdog.limit = cfg.comm.timeout
             if validation is not None and validation.is_due():
@@ -148,7 +149,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
-    """Replace every `auto` that the planner decides; rank 0 plans for all ranks. A collective."""
+    """Replace every `auto` in the configuration by the planner's choice. Rank 0 plans for all ranks. A collective."""
     if not cfg.has_auto:
         return cfg
     parts = find_parts(cfg.model)

@@ -1,4 +1,5 @@
-"""Report a run's progress: one JSON object a step, a progress bar or plain lines, and how the run ended."""
+"""Report the progress of a training: one JSON object per step, a progress bar or lines of text, and how the training
+ended."""
 
 import contextlib
 import itertools
@@ -31,13 +32,13 @@ from llava_fsdp.train.state import StepResult
 from llava_fsdp.train.trackers import PATIENCE, Trackers
 
 WINDOW = 128
-"""Number of preceding losses that a loss is compared with to find spikes."""
+"""Maximum number of preceding losses with which a loss is compared to find spikes."""
 FEWEST = 16
-"""Smallest number of preceding losses with which a loss is compared."""
+"""Minimum number of preceding losses with which a loss is compared."""
 
 
 class Reporter:
-    """Writes metrics and shows progress after every step, on rank 0; does nothing on other ranks."""
+    """Writes metrics and shows progress after every step, on rank 0. On other ranks it only logs warnings."""
 
     def __init__(
         self,
@@ -50,11 +51,11 @@ class Reporter:
         run: str = "",
         about: dict[str, Any] | None = None,
     ):
-        """Open the files, the page and the trackers that a run reports to.
+        """Open the files, the page and the trackers to which a training reports.
 
         Args:
-            left_out: records skipped before training (record, kind, reason), listed with step 0.
-            about: description of this start, from `run_info.py`.
+            left_out: records that were skipped before training (record, kind, reason); they are listed with step 0.
+            about: description of this start of the run, from `run_info.py`.
         """
         self.cfg = cfg
         self.enabled = is_first_rank
@@ -64,7 +65,7 @@ class Reporter:
         self.spikes = Spikes(cfg.numeric.spike_sigma)
         self.progress: Progress | None = None
         self.recompiles = 0
-        self.recent: deque[float] = deque(maxlen=20)  # seconds of each step, to estimate the time left
+        self.recent: deque[float] = deque(maxlen=20)  # seconds of the last steps, to estimate the remaining time
         if not self.enabled:
             return
         self.metrics, self.skipped_records = Rows(folder / METRICS_FILE), Rows(folder / SKIPPED_FILE)
@@ -99,7 +100,8 @@ class Reporter:
             self.progress.update(self.task, shown=text)
 
     def end(self, patience: float = PATIENCE) -> None:
-        """Write the final page and close the trackers within `patience` seconds, after `run_status.json` is written."""
+        """Write the final page and close the trackers within `patience` seconds. Called after `run_status.json` is
+        written."""
         if self.enabled:
             self.page.write()
             if not self.page.failed:
@@ -124,7 +126,8 @@ class Reporter:
         self.show(row)
 
     def warn_of_compiling(self, result: StepResult) -> None:
-        """Warn when a step compiled again; on any rank, as all wait for the one that compiles."""
+        """Log a warning if a step compiled graphs again. Any rank may log it, because all ranks wait for the one that
+        compiles."""
         if result.recompiles > self.recompiles:
             log().warning(
                 "step %d: %d graphs were compiled anew, which the first steps should have seen to "
@@ -203,7 +206,8 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
 
 @contextlib.contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Turn an OSError into a StorageError that names the file or folder of the run."""
+    """Context manager that converts an OSError to a StorageError, which names the file or folder of the run that could
+    not be written."""
     try:
         yield
     except OSError as error:
@@ -211,25 +215,27 @@ def storing(path: Path) -> Iterator[None]:
 
 
 def finite(value: float) -> float | None:
-    """The value, or None if it is not finite: JSON has no such number."""
+    """Return the value, or None if it is not finite, because JSON has no such number."""
     return value if math.isfinite(value) else None
 
 
 def peak_memory() -> int:
-    """Peak memory of this rank in bytes: allocated on the GPU, or resident in the process without one."""
+    """Return the peak memory of this rank in bytes: memory allocated on the GPU, or without a GPU the resident memory
+    of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop rows of steps after `step`, which a resumed run repeats."""
+    """Remove the rows of steps after `step` from a file, because a resumed run repeats these steps."""
     if path.is_file():
         replace_lines(path, rows_of(path, range(step + 1)))
 
 
 def begin_skipped_records(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
-    """Write records that were skipped before training, followed by those that steps up to `step` skipped."""
+    """Write the file of skipped records: those that were skipped before training, followed by those of steps up to
+    `step`."""
     before = (json.dumps({"step": 0, **row}) for row in left_out)
     later = rows_of(path, range(1, step + 1)) if path.is_file() else []
     replace_lines(path, itertools.chain(before, later))
@@ -251,15 +257,16 @@ def number(value: float | None, form: str) -> str:
 
 
 class Spikes:
-    """Finds losses far above the preceding ones."""
+    """Finds losses that are far above the preceding ones."""
 
     def __init__(self, sigma: float | None):
         self.sigma = sigma
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
     def stands_out(self, loss: float) -> tuple[float, float] | None:
-        """Mean and standard deviation of the preceding losses if this loss is more than `sigma` deviations above; else
-        None. The loss is then one of them, so that one that stays high is reported only for a while."""
+        """Check whether a loss is more than `sigma` standard deviations above the mean of the preceding losses; if so,
+        return this mean and the standard deviation, else None. The loss then counts as a preceding one, so that losses
+        which stay high are reported only for a while."""
         found = None
         if self.sigma is not None and math.isfinite(loss):
             if len(self.losses) >= FEWEST:

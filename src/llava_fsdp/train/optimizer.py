@@ -17,7 +17,8 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 def cosine(step: int, total: int, warmup: int) -> float:
-    """Linear warm-up, then half a cosine down to 0 (transformers `get_cosine_schedule_with_warmup`)."""
+    """Learning rate factor with linear warm-up and then half a cosine down to 0 (transformers
+    `get_cosine_schedule_with_warmup`)."""
     if step < warmup:
         return step / max(1, warmup)
     progress = (step - warmup) / max(1, total - warmup)
@@ -25,19 +26,22 @@ def cosine(step: int, total: int, warmup: int) -> float:
 
 
 def linear(step: int, total: int, warmup: int) -> float:
-    """Linear warm-up, then linearly down to 0 (transformers `get_linear_schedule_with_warmup`)."""
+    """Learning rate factor with linear warm-up and then a linear decay to 0 (transformers
+    `get_linear_schedule_with_warmup`)."""
     if step < warmup:
         return step / max(1, warmup)
     return max(0.0, (total - step) / max(1, total - warmup))
 
 
 def constant(step: int, total: int, warmup: int) -> float:
-    """Linear warm-up, then no change (transformers `get_constant_schedule_with_warmup`)."""
+    """Learning rate factor with linear warm-up and then the constant 1 (transformers
+    `get_constant_schedule_with_warmup`)."""
     return step / warmup if step < warmup else 1.0
 
 
 def warmup_decay(step: int, total: int, warmup: int) -> float:
-    """Logarithmic warm-up, then linearly down to 0 (DeepSpeed `WarmupDecayLR` with its default warm-up)."""
+    """Learning rate factor with logarithmic warm-up and then a linear decay to 0 (DeepSpeed `WarmupDecayLR` with its
+    default warm-up)."""
     warmup = max(2, warmup)
     if step < warmup:
         return math.log(step + 1) / math.log(warmup)
@@ -45,7 +49,8 @@ def warmup_decay(step: int, total: int, warmup: int) -> float:
 
 
 def warmup_log(step: int, total: int, warmup: int) -> float:
-    """Logarithmic warm-up, then no change (DeepSpeed `WarmupLR` with its default warm-up)."""
+    """Learning rate factor with logarithmic warm-up and then the constant 1 (DeepSpeed `WarmupLR` with its default
+    warm-up)."""
     warmup = max(2, warmup)
     return math.log(step + 1) / math.log(warmup) if step < warmup else 1.0
 
@@ -61,7 +66,8 @@ SCHEDULES: dict[Schedule, Callable[[int, int, int], float]] = {
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Learning rate schedule: a factor on the base rate of each parameter group, 0 at the first step of a warm-up."""
+    """Learning rate schedule: a factor by which the base learning rate of each parameter group is multiplied; it is 0
+    at the first step of a warm-up."""
 
     base: float
     schedule: Schedule
@@ -69,7 +75,8 @@ class LearningRate:
     warmup_steps: int
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set every parameter group's learning rate for a step, and return that of `optim.lr`."""
+        """Set the learning rate of every parameter group for a step, and return the learning rate that results from
+        `optim.lr`."""
         factor = SCHEDULES[self.schedule](step, self.total_steps, self.warmup_steps)
         for group in optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
@@ -79,7 +86,7 @@ class LearningRate:
 def build_optimizer(
     model: nn.Module, masters: MasterWeights, cfg: Config, total_steps: int
 ) -> tuple[torch.optim.Optimizer, LearningRate]:
-    """Build AdamW over the master weights, and the learning rate schedule over `total_steps`."""
+    """Build AdamW for the master weights, and the learning rate schedule over `total_steps` steps."""
     optim = cfg.optim
     decayed = decayed_names(model)
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
@@ -103,7 +110,7 @@ def build_optimizer(
 
 
 def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Create optimizer states that do not exist yet, so that a checkpoint can be loaded before the first step."""
+    """Create the optimizer states that do not exist yet, so that a checkpoint can be loaded before the first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if optimizer.state.get(parameter):
@@ -128,7 +135,8 @@ def base_lr(name: str, cfg: OptimConfig) -> float:
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Names of parameters with weight decay: all but biases and norms (LLaVA llava_trainer.py:150-228)."""
+    """Return the names of the parameters with weight decay: all except biases and norms (LLaVA
+    llava_trainer.py:150-228)."""
     found = set()
     for module_name, module in model.named_modules():
         for leaf, _ in module.named_parameters(recurse=False):

@@ -9,8 +9,8 @@ import torch
 
 
 class PeakMeter:
-    """Peak memory since construction, beyond what was held then: on CUDA allocated and reserved bytes, on the CPU
-    resident memory of the process without mapped files, such as the code of libraries."""
+    """Measures the peak memory since its construction, minus the memory that was in use then: allocated and reserved
+    bytes on CUDA; on a CPU the resident memory of the process without mapped files, such as the code of libraries."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -27,7 +27,7 @@ class PeakMeter:
             self.before = of_process("VmRSS") - of_process("RssFile")
 
     def read(self) -> dict[str, int]:
-        """Peak bytes by the name of the measurement."""
+        """Return the peak bytes, by the name of the measured quantity."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return {
@@ -44,13 +44,13 @@ def free_to_the_system() -> None:
 
 
 def forget_peak() -> None:
-    """Reset the process's peak VmHWM to VmRSS (Linux, `man 5 proc`: clear_refs), where that is allowed."""
+    """Reset the process's peak VmHWM to the current VmRSS (Linux, `man 5 proc`: clear_refs), if that is permitted."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def of_process(key: str) -> int:
-    """Bytes under a key of /proc/self/status; 0 if the key is missing."""
+    """Return the bytes of an entry in /proc/self/status; 0 if the entry is missing."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(key + ":"):

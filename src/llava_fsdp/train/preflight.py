@@ -23,7 +23,8 @@ from llava_fsdp.train.trackers import check_installed
 
 VICUNA = "v1"
 PROMPTS = {"qwen": "chatml", "mistral": "mistral_instruct", "mpt": "mpt"}
-"""Beginning of a language model's type -> the template whose prompts its instruct models know."""
+"""Beginning of a language model's type -> the conversation template that instruct models of this type were trained
+with."""
 
 
 def preflight(cfg: Config, device: torch.device) -> None:
@@ -70,7 +71,8 @@ def check_run(cfg: Config) -> None:
 
 
 def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
-    """Find the model's parts and build it on the meta device; returns it and the folder of its projector, if any.
+    """Find the parts of the model and build it on the meta device; return the model, and the folder of its projector or
+    None.
 
     Raises:
         ConfigError, ModelError
@@ -81,15 +83,15 @@ def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
 
 
 def check_prompts(cfg: Config, parts: Parts) -> None:
-    """Warn of a template that is another model's, and check that an export could be given its tokenizer. Raises
-    ModelError or ConfigError if not."""
+    """Log a warning if the conversation template is that of another language model, and check that an export could be
+    given its tokenizer. Raises ModelError or ConfigError if it could not."""
     warn_of_template(cfg, str(parts.language.model_type), parts.language.vocab_size)
     if cfg.exports_model:
         rehearse_tokenizer(parts.language_folder, parts.language, cfg.trained_template, cfg.model.image_start_end)
 
 
 def warn_of_template(cfg: Config, kind: str, vocabulary: int) -> None:
-    """Warn if a language model that is not Vicuna's kind gets Vicuna's prompts."""
+    """Log a warning if Vicuna's template is used with a language model of another type than Vicuna's."""
     is_llama_3 = kind == "llama" and vocabulary > 100_000
     if cfg.data.template != VICUNA or (kind == "llama" and not is_llama_3):
         return

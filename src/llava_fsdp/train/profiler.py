@@ -1,4 +1,4 @@
-"""Profile a few steps (`profile=true`): torch's profiler trace, CUDA memory history, and one HTML page."""
+"""Profile a few steps (`profile=true`): write a trace of torch's profiler, the CUDA memory history and an HTML page."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from llava_fsdp.runtime.os_errors import why
 T = TypeVar("T")
 FOLDER = "profile"
 LATE = 12
-"""Number of the last profiled step by default."""
+"""Number of the last step that is profiled by default."""
 MOST_ENTRIES = 200_000
-"""Allocations kept in CUDA's memory history; enough for a few steps."""
+"""Maximum number of allocations in CUDA's memory history; enough for a few steps."""
 
 
 class NoProfiler:
-    """Profiler that records nothing."""
+    """A profiler that records nothing."""
 
     def steps(self, steps: Iterator[T]) -> Iterator[T]:
         return steps
@@ -39,7 +39,8 @@ class NoProfiler:
 
 
 class StepProfiler(NoProfiler):
-    """Profiles a range of this process's steps, counted from 1, and writes the results after the last."""
+    """Profiles a range of the steps of this process, counted from 1, and writes the results after the last step of the
+    range."""
 
     def __init__(self, cfg: Config, steps: tuple[int, int], rank: int, device: torch.device):
         self.first, self.last = steps
@@ -49,7 +50,8 @@ class StepProfiler(NoProfiler):
         self.profiler: profile | None = None
 
     def steps(self, steps: Iterator[T]) -> Iterator[T]:
-        """Yield the steps of `steps` unchanged, and profile the ones in the range, each with the wait for its data."""
+        """Yield the items of `steps` unchanged, and profile those in the range. The profile of a step includes the wait
+        for its data."""
         try:
             for number in itertools.count(1):
                 self.begin(number)
@@ -60,7 +62,7 @@ class StepProfiler(NoProfiler):
                     return
                 yield step
         finally:
-            if self.profiler is not None:  # the run ends early: discard the trace
+            if self.profiler is not None:  # the run ends early, and the trace is discarded
                 log().warning("profile=true: the run has ended before step %d of this start", self.last)
                 self.profiler.stop()
                 self.profiler = None
@@ -71,7 +73,8 @@ class StepProfiler(NoProfiler):
         return nullcontext() if self.profiler is None else record_function(RANGE + name)
 
     def begin(self, number: int) -> None:
-        """Start or advance the profiler before a step; it starts a step early, if there is one, to warm up."""
+        """Start or advance the profiler before a step. It is started one step before the range, if there is such a
+        step, to warm up."""
         if number == max(1, self.first - 1):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_cuda else [])]
             plan = schedule(wait=0, warmup=self.first - number, active=self.last - self.first + 1, repeat=1)
@@ -86,7 +89,7 @@ class StepProfiler(NoProfiler):
             torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)
 
     def finish(self, profiler: profile) -> None:
-        """Write the trace, the memory history and the page. Raises StorageError if a file cannot be written."""
+        """Write the trace, the memory history and the HTML page. Raises StorageError if a file cannot be written."""
         self.profiler = None
         if self.on_cuda:
             torch.cuda.synchronize()
@@ -113,14 +116,15 @@ class StepProfiler(NoProfiler):
 
 
 def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total: int) -> NoProfiler:
-    """Create the profiler that the key `profile` asks for, after `done` of `total` steps; without it, an idle one."""
+    """Return the profiler for a training that has finished `done` of `total` steps; one that records nothing without
+    `profile`, or if no step is left to profile."""
     left = total - done
     if not cfg.profile or left <= 0:
         return NoProfiler()
     if cfg.profile_steps is None:
         return StepProfiler(cfg, usual_steps(left), rank, device)
     first, last = cfg.profile_steps
-    if left < last:  # a restart near the end of a run that was profiled is no mistake
+    if left < last:  # not an error: a run that was profiled may be restarted near its end
         log().warning(
             "profile_steps=%s: this start has %d steps to do, and they are counted from its first; nothing is recorded",
             cfg.profile_steps, left,
@@ -130,7 +134,7 @@ def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total
 
 
 def usual_steps(left: int) -> tuple[int, int]:
-    """The first and the last of three steps to profile, late enough that all is compiled; of a short start the last
-    ones, behind a step for the profiler's warm-up."""
+    """Return the first and last of three steps to profile by default, so late that everything is compiled. If fewer
+    steps are left, these are the last ones, after one step for the profiler's warm-up."""
     last = min(left, LATE)
     return min(last, max(2, last - 2)), last

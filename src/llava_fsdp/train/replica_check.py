@@ -1,4 +1,4 @@
-"""Compare a run's replicated tensors and counters between ranks, before training begins and before each save."""
+"""Compare replicated tensors and counters between ranks, before training begins and before each save."""
 
 import json
 import socket
@@ -18,8 +18,8 @@ SHOWN = 3
 
 
 def check_replicas(state: TrainState, parent: Path) -> None:
-    """Compare what several ranks hold of weights, moments, frozen weights, buffers and counters. A collective. Raises
-    ReplicaError on every rank, with the ranks and tensors that differ and the last checkpoint in `parent`."""
+    """Check that weights, moments, buffers and counters that several ranks hold are equal on these ranks. A collective.
+    Raises ReplicaError on every rank, naming the ranks and tensors that differ and the last checkpoint in `parent`."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
     found = find_differences(held_by_this_rank(all_tensors(state), counters(state)), gather_lists)
@@ -28,7 +28,7 @@ def check_replicas(state: TrainState, parent: Path) -> None:
 
 
 def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """All tensors of a run by name: those that are saved, frozen weights, and buffers."""
+    """Return all tensors of a training by name: those that are saved, frozen weights and buffers."""
     found = tensors(state)
     for name, tensor in (*state.model.named_parameters(), *state.model.named_buffers()):
         found.setdefault(f"model.{clean_name(name)}", tensor)
@@ -36,7 +36,8 @@ def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def counters(state: TrainState) -> dict[str, str]:
-    """Values other than tensors that each rank computes for itself and that affect later steps, as text by name."""
+    """Return, as text by name, the values other than tensors that each rank computes for itself and that affect later
+    steps."""
     return {
         "step, samples": f"{state.step} {state.samples}",
         "skipped steps": f"{state.skipped} {state.consecutive}",
@@ -46,7 +47,12 @@ def counters(state: TrainState) -> dict[str, str]:
 
 
 def describe(found: list[Difference], hosts: list[str], step: int, parent: Path) -> ReplicaError:
-    """The error that names the ranks, the `hosts` of all ranks by number, and the tensors that differ."""
+    """Return the error that names the ranks and tensors that differ.
+
+    Args:
+        hosts: host name of each rank.
+        parent: folder of the checkpoints.
+    """
     ranks = sorted({rank for difference in found for rank in difference.ranks})
     named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks[:SHOWN])
     named += f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""

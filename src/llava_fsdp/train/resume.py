@@ -1,4 +1,4 @@
-"""Resume a run from a checkpoint, on any number of ranks and under any sharding strategy."""
+"""Resume a run from a checkpoint, on any number of ranks and with any sharding strategy."""
 
 import os
 import re
@@ -25,7 +25,7 @@ from llava_fsdp.train.state import TrainState
 
 FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "sampler")
 STORED_AS = ("precision.master_dtype", "precision.moment_dtype")  # the dtypes of a checkpoint's tensors
-FREE_KEYS = {  # paths, how records are read from disk, and names; none of them changes the result
+FREE_KEYS = {  # paths, names, and how records are read from disk; they do not change the result of a training
     "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source",
     "data.index", "data.examine", "data.allow_links", "data.bad_records", "data.max_bad_records",
     "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector", "model.lora.checkpoint",
@@ -33,9 +33,9 @@ FREE_KEYS = {  # paths, how records are read from disk, and names; none of them 
 
 
 def resume(state: TrainState, cfg: Config) -> Path | None:
-    """Load the checkpoint that `checkpoint.resume` names, and return its folder; None if training starts at step 0. A
-    collective. Raises CheckpointError if no checkpoint is undamaged, or it was written with another model, dataset or
-    recipe."""
+    """Load the checkpoint that `checkpoint.resume` selects, and return its folder; None if training starts at step 0. A
+    collective. Raises CheckpointError if all checkpoints are damaged, or if the checkpoint was written with another
+    model, dataset or recipe."""
     found = choose(cfg)
     if found is None:
         return None
@@ -62,7 +62,8 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
 
 
 def choose(cfg: Config) -> Checkpoint | None:
-    """Choose and verify the checkpoint to resume from, on rank 0; None: start at step 0. A collective."""
+    """Choose and verify the checkpoint from which to resume; None if training starts at step 0. Rank 0 chooses. A
+    collective."""
     output = Path(cfg.output_dir)
     wanted = on_first_rank(lambda: wish_of(cfg), f"cannot look for checkpoints in {output}")
     if wanted == "never":
@@ -78,7 +79,8 @@ def choose(cfg: Config) -> Checkpoint | None:
 
 
 def wish_of(cfg: Config) -> str:
-    """The value of `checkpoint.resume`; `auto` at a restart of a launch that has saved since it began."""
+    """Return the value of `checkpoint.resume`. After a restart of the same launch it is `auto`, if the launch has saved
+    a checkpoint since it began as `checkpoint.resume` says."""
     output, wanted = Path(cfg.output_dir), cfg.checkpoint.resume
     begun = begun_at(output, wanted) if wanted != "auto" else None
     if begun is not None and any((step_of(p) or 0) > begun for p in list_checkpoints(output / FOLDER)):
@@ -96,15 +98,15 @@ def start_over(output: Path) -> None:
 
 
 def continues(cfg: Config) -> bool:
-    """Whether this start would resume from a checkpoint."""
+    """Return whether the training would resume from a checkpoint."""
     named = cfg.checkpoint.resume not in ("auto", "never")
     return named or (cfg.checkpoint.resume == "auto" and bool(list_checkpoints(Path(cfg.output_dir) / FOLDER)))
 
 
 def check_settings(cfg: Config) -> None:
-    """Compare settings with those of the checkpoint that the run would resume, before a model is built. A checkpoint
-    that cannot be read is passed over: verifying it reports that. Raises ConfigError, listing every key that differs,
-    and what to do."""
+    """Compare the settings with those of the checkpoint from which the run would resume, before a model is built.
+    Raises ConfigError, listing every key that differs and what the user can do. A checkpoint that cannot be read is
+    ignored here; its verification reports it later."""
     try:
         wanted = wish_of(cfg)
         if wanted == "never":
@@ -129,14 +131,14 @@ def require_checkpoint(folder: Path) -> None:
 
 
 def is_fixed(key: str) -> bool:
-    """Whether a key's value must stay the same when a run continues."""
+    """Return whether the value of a key must stay the same when a run continues."""
     free = key in FREE_KEYS or re.fullmatch(r"data\.sources\.[^.]+\.(path|images)", key) is not None
     return key in STORED_AS or (key.partition(".")[0] in FIXED_KEYS and not free)
 
 
 def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder: Path) -> None:
-    """Refuse to continue a run whose fixed settings, data or model have changed. Raises CheckpointError, listing every
-    key that differs, and what to do."""
+    """Refuse to continue a run if fixed settings, the data or the model have changed. Raises CheckpointError, listing
+    every key that differs and what the user can do."""
     then, now = settings_then(facts["config"]), flat(jsonable(asdict(cfg)))
     differing = changed_settings(then, now)
     moved = f"{then.get('data.path')} -> {now.get('data.path')}"
@@ -147,7 +149,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
         "model": "model: the model is another one: other shapes, or other frozen weights",
     }
     if now["model.random_weights"] and then.get("seed") != now["seed"]:
-        del meanings["model"]  # drawn from the seed, which is listed already
+        del meanings["model"]  # drawn from the seed, which is already listed
     differing += [text for what, text in meanings.items() if facts["fingerprints"][what] != state.fingerprints[what]]
     trainable = set(state.masters.named) ^ set(facts["trainable"])
     if trainable:
@@ -168,14 +170,15 @@ def other_settings(folder: Path, differing: list[str]) -> str:
 
 
 def settings_then(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration that a checkpoint records, by dotted key."""
-    # older checkpoints lack these keys, and their runs used neither
+    """Return the configuration that a checkpoint records, by dotted key."""
+    # older checkpoints lack these keys; their runs used neither adapters nor quantization
     added = {"model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())}}
     return flat(jsonable(added)) | flat(present_tree(config))
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`key: old -> new` for each key that must stay the same when a run continues, and has another value now."""
+    """Return a text `key: old -> new` for each key whose value must stay the same when a run continues, but has
+    changed."""
     return [
         f"{key}: {then.get(key)} -> {now.get(key)}"
         for key in sorted(then.keys() | now.keys())

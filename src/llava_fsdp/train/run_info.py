@@ -1,6 +1,6 @@
-"""Describe a start of a training as one JSON object: hardware, versions, trainable parts, recipe.
+"""Describe one start of a training as a JSON object: hardware, versions, trainable parts, recipe.
 
-Rank 0 appends it to `starts.jsonl`; the report and the trackers show it. It has no host names.
+Rank 0 appends this description to `starts.jsonl`; the report and the trackers show it. It contains no host names.
 """
 
 import importlib.metadata
@@ -33,7 +33,7 @@ from llava_fsdp.train.summary import describe_data, trained_counts, unlike_origi
 
 
 def about_run(cfg: Config, world: World, model: Llava, records: Records, weights: dict[str, Weight]) -> dict[str, Any]:
-    """Describe this start of a run (hardware, versions, recipe, ...), before its first step."""
+    """Return a description of the current start of a run (hardware, versions, ...), before its first step."""
     compiles = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention).on
     shard_size = cfg.sharding.shard_size or world.local_size
     held = bytes_per_rank(
@@ -60,12 +60,13 @@ def about_run(cfg: Config, world: World, model: Llava, records: Records, weights
 
 
 def planned_peak(cfg: Config, world: World, model: Llava, records: Records) -> int | None:
-    """Planned peak memory of a device in bytes; None on a CPU, whose process holds far more than tensors."""
+    """Return the planned peak memory of a device in bytes; None on a CPU, where a process holds much more than
+    tensors."""
     if world.device.type != "cuda":
         return None
     try:
         return expected_peak(cfg, world, model.parts, samples_in(records))
-    except Exception as error:  # the page then lacks this line; training must not end for it
+    except Exception as error:  # the page then lacks this line; this must not end the training
         log().warning("the plan of this run's memory could not be made: %s: %s", type(error).__name__, error)
         return None
 
@@ -75,7 +76,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Versions of the software that numbers depend on."""
+    """Return the versions of the software that affects numerical results."""
     found = {
         "llava_fsdp": __version__,
         "python": platform.python_version(),
@@ -90,7 +91,8 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of this project's checkout, `-dirty` if files have changed; None without a checkout."""
+    """Return the git commit of this project's checkout, with `-dirty` appended if files have changed; None without a
+    checkout."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
@@ -104,7 +106,7 @@ def commit() -> str | None:
 
 
 def command_line() -> str:
-    """The command line of this rank, with torchrun's number of ranks, without secrets."""
+    """Return the command line of this rank, including torchrun with its number of ranks. Secrets are hidden."""
     words = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         nodes, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")

@@ -1,4 +1,4 @@
-"""Compare the software of all ranks before a model is loaded: what changes results must be the same everywhere."""
+"""Check before a model is loaded that all ranks have the same software, as far as it can change results."""
 
 import importlib.metadata
 import os
@@ -30,16 +30,16 @@ VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "ATEN_CPU_CAPABILITY",
 )
-"""Environment variables that make the same kernels give other results."""
+"""Environment variables with which the same kernels may give other results."""
 SHOWN = 3
-"""How many hosts a message names at most."""
+"""Maximum number of hosts that a message names."""
 Gather = Callable[[list[Any]], list[Any]]
-"""A function that takes this rank's items, and returns the items of all ranks in rank order."""
+"""Type of a function that takes this rank's items and returns the items of all ranks in rank order."""
 
 
 def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> None:
-    """Refuse to run with different software on the ranks; warn of different hardware or kernels. A collective. Raises
-    ConfigError, with each version, its ranks and their hosts; raised on every rank."""
+    """Refuse to run if software differs between ranks; log a warning if hardware or kernels differ. A collective.
+    Raises ConfigError on every rank, with each version, its ranks and their hosts."""
     own = {name: read() for name, read in must_agree(cfg).items()}
     may = {name: read() for name, read in may_differ(device).items()}
     found = gather([(socket.gethostname(), own, may)])
@@ -56,7 +56,8 @@ def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> No
 
 
 def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
-    """Software that must be the same on all ranks because it changes results: name -> version."""
+    """Return functions that read the versions of the software that must be the same on all ranks, because it changes
+    results: name -> function."""
     used = {
         "peft": cfg.model.lora.enabled,
         "bitsandbytes": cfg.model.quantize.mode is not Quantizer.none,
@@ -76,7 +77,8 @@ def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
 
 
 def may_differ(device: torch.device) -> dict[str, Callable[[], str]]:
-    """Hardware and software that may differ between ranks, with a warning: name -> version."""
+    """Return functions that describe hardware and software that may differ between ranks, for a warning: name ->
+    function."""
     return {
         "device": lambda: device_name(device),
         "CPU": lambda: f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
@@ -88,12 +90,13 @@ def may_differ(device: torch.device) -> dict[str, Callable[[], str]]:
 
 
 def torch_build() -> str:
-    """The version of torch, with the commit and the CUDA version of its build."""
+    """Return the version of torch, with the git commit and the CUDA version of its build."""
     return f"{torch.__version__} (git {str(torch.version.git_version)[:12]}, CUDA {torch.version.cuda})"
 
 
 def loaded_version(module: ModuleType) -> str:
-    """Version of the module that this process imported, which need not be the installed package's."""
+    """Return the version of a module that this process has imported, which may differ from that of the installed
+    package."""
     return str(module.__version__)
 
 
@@ -105,7 +108,8 @@ def installed_version(package: str) -> str:
 
 
 def package_digest(files: dict[str, str] | None = None) -> str:
-    """Digest of the names and contents of the package's files; the same for a checkout and its wheel.
+    """Return a digest of the names and contents of the package's files, which is the same for a checkout and a wheel
+    built from it.
 
     Args:
         files: the result of `package_files`; None: that of the running package.
@@ -117,8 +121,8 @@ def package_digest(files: dict[str, str] | None = None) -> str:
 
 
 def package_files(package: Path = PACKAGE, conf: Path | None = None) -> dict[str, str]:
-    """Digests of all files of the package (modules, `conf/` and others), by their paths in the package."""
-    roots = {"": package, "conf/": conf or config_dir().resolve()}  # a wheel has conf/ within the package already
+    """Return the digests of all files of the package (modules, `conf/` and others), by path within the package."""
+    roots = {"": package, "conf/": conf or config_dir().resolve()}  # in a wheel, conf/ is already inside the package
     return {
         prefix + path.relative_to(root).as_posix(): xxh3_128(path.read_bytes()).hexdigest()
         for prefix, root in roots.items()
@@ -128,17 +132,18 @@ def package_files(package: Path = PACKAGE, conf: Path | None = None) -> dict[str
 
 
 def is_own(path: Path) -> bool:
-    """Whether a file belongs to the package: it is not compiled, hidden or an editor's copy."""
+    """Return whether a file belongs to the package, and is not compiled, hidden or an editor's copy."""
     hidden = any(part.startswith(".") or part == "__pycache__" for part in path.parts)
     return not hidden and not path.name.endswith((".pyc", "~", ".orig", ".rej"))
 
 
 def differences(hosts: list[str], facts: list[dict[str, str]]) -> list[str]:
-    """The facts that are not the same on all ranks: `name: ` and each value with its ranks and their hosts.
+    """Return a text for each fact that differs between ranks: its name, and each of its values with the ranks and hosts
+    that have it.
 
     Args:
-        hosts: the host of each rank.
-        facts: name -> version of each rank. Another version of the package may have other names.
+        hosts: the host name of each rank.
+        facts: the facts of each rank: name -> version. Ranks with another version of the package may have other names.
     """
     found = []
     for name in dict.fromkeys(name for own in facts for name in own):

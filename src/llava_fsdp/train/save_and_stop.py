@@ -1,5 +1,5 @@
-"""Open the saver of a run, and do what all ranks do between two steps: save, stop on request, give up after too many
-skipped steps."""
+"""Create the saver of a training, and do what all ranks do together between two steps: save, stop on request, and give
+up after too many skipped steps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,11 +22,12 @@ from llava_fsdp.train.replica_check import check_replicas
 from llava_fsdp.train.state import StepResult, TrainState
 
 SHOWN = 8
-"""Largest number of records that a message names; run_status.json has them all."""
+"""Maximum number of records that a message names; run_status.json lists all of them."""
 
 
 class RunController:
-    """Saves a run's state on request and when a checkpoint is due; one that is due waits while steps are skipped."""
+    """Saves the state of a training on request and when a checkpoint is due. A checkpoint that is due is postponed
+    while steps are skipped."""
 
     def __init__(
         self,
@@ -37,27 +38,32 @@ class RunController:
         watchdog: Watchdog,
         hold: Hold | None = None,
     ):
-        """Create the controller of a run: without a saver if no step is left, with a lock `hold` on rank 0."""
+        """Create the controller of a training.
+
+        Args:
+            saver: None if no step is left.
+            hold: the lock on the run's folder, on rank 0; None on other ranks.
+        """
         self.hold = hold
         self.state = state
         self.saver = saver
         self.cfg = cfg
         self.last_step = last_step
         self.watchdog = watchdog
-        self.first_step = state.step  # a resumed state is on disk already; at step 0 there is nothing to save
+        self.first_step = state.step  # a resumed state is already on disk, and at step 0 there is nothing to save
         self.owed = False
 
     @property
     def is_kept(self) -> bool:
-        """Whether the current state is on disk, or is being written."""
+        """Whether the current state is on disk, or is being written to it."""
         saved = self.saver.saved_step if self.saver is not None else None
         return self.state.step in (self.first_step, saved)
 
     def after_step(self, result: StepResult) -> None:
-        """Save if a checkpoint is due.
+        """Save a checkpoint if one is due after this step.
 
         Raises:
-            NumericError: more steps in a row than `numeric.max_consecutive_skips` had gradients that are not finite.
+            NumericError: more than `numeric.max_consecutive_skips` consecutive steps had gradients that are not finite.
             CheckpointError: the checkpoint could not be written.
         """
         state = self.state
@@ -69,11 +75,12 @@ class RunController:
             self.save()
 
     def between_steps(self) -> None:
-        """Save or stop if any rank was asked to, or if the run's folder is lost. A collective.
+        """Save or stop if this was requested on any rank, or stop if the run's folder is lost. A collective.
 
         Raises:
-            Stopped: a stop was asked for; the state is on disk, unless `checkpoint.on_save_error` allows otherwise.
-            FolderLost: the run's folder was deleted or moved, or is not the run's any more.
+            Stopped: a stop was requested. The state is on disk, unless saving failed and `checkpoint.on_save_error`
+                allows that.
+            FolderLost: the run's folder was deleted or moved, or belongs to another run now.
         """
         votes = Votes(
             stop=self.watchdog.wants_stop(),
@@ -103,7 +110,8 @@ class RunController:
         self.owed = False
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written; raises its CheckpointError or NumericError."""
+        """Wait for the checkpoint that is being written. Raises CheckpointError or NumericError if it could not be
+        written."""
         if self.saver is not None:
             self.watchdog.at(Phase.CHECKPOINT)
             with self.explained():
@@ -113,8 +121,8 @@ class RunController:
         """Wait, after the last step, until the last checkpoint is on disk.
 
         Raises:
-            CheckpointError, NumericError: it could not be written.
-            Stopped: a stop was asked for during the last step, and the model is still to be exported.
+            CheckpointError, NumericError: the checkpoint could not be written.
+            Stopped: a stop was requested during the last step, and the model has not been exported yet.
         """
         if self.saver is None:
             return
@@ -127,12 +135,14 @@ class RunController:
             raise self.stopped("stopped after the last step; the same command exports the model")
 
     def loss(self) -> Loss | None:
-        """How the run's folder was lost; None if it was not, and on other ranks than 0. Not a collective."""
+        """Return how the run's folder was lost; None if it was not lost, and on all ranks except rank 0. Not a
+        collective."""
         return self.hold.look() if self.hold is not None else None
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise FolderLost instead of the error of a write into the run's folder if the folder is lost."""
+        """Context manager that raises FolderLost instead of an error of writing into the run's folder, if the folder is
+        lost."""
         try:
             yield
         except (CheckpointError, ModelError) as error:
@@ -141,9 +151,9 @@ class RunController:
             raise
 
     def stop_if_lost(self) -> None:
-        """Raise FolderLost if the run's folder is lost, after saving the state into a new one. A collective.
+        """If the run's folder is lost, save the state into a new folder and raise FolderLost. A collective.
 
-        The new folder has the same name. It is not made if something else has that name now.
+        The new folder has the same path. It is not created if something else is at that path now.
         """
         failing = f"cannot look at {self.cfg.output_dir}"
         loss = on_first_rank(self.loss, failing)
@@ -178,10 +188,10 @@ class RunController:
         )
 
     def give_up(self, result: StepResult) -> None:
-        """Raise NumericError, naming the records of the last step as suspects."""
+        """Raise NumericError, naming the records of the last step whose values may be the cause."""
         self.finish()
         state, step = self.state, self.state.step
-        # gradients are sums over all ranks, but a rank whose own loss is not finite had the bad samples
+        # gradients are sums over all ranks, but the bad samples were on a rank whose own loss is not finite
         suspects = gather_lists([] if result.own_loss_is_finite else [own_rank()])
         records = state.loader.steps.records_of(step - 1, suspects)
         named = ", ".join(records[:SHOWN]) + (f" and {len(records) - SHOWN} more" if len(records) > SHOWN else "")
@@ -197,17 +207,20 @@ class RunController:
 
 
 def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
-    """Whether to save a checkpoint after this step: after the last step, and every `checkpoint.every` steps."""
+    """Return whether a checkpoint is due after this step: after the last step, and every `checkpoint.every` steps."""
     return step == last_step or (cfg.every is not None and step % cfg.every == 0)
 
 
 def open_saver(
     state: TrainState, cfg: Config, resumed: Path | None = None, adapter_folder: AdapterFolder | None = None
 ) -> "Saver":
-    """Create the saver of a run that begins, or continues from the verified checkpoint `resumed`. A collective.
+    """Create the saver of a training. A collective.
+
+    Args:
+        resumed: folder of the verified checkpoint from which the run continues; None if it begins.
 
     Raises:
-        CheckpointError: there is no room for a checkpoint, or no permission.
+        CheckpointError: the disk has no room for a checkpoint, or the folder is not writable.
     """
     prepare_moments(state.optimizer)
     parent = Path(cfg.output_dir) / FOLDER

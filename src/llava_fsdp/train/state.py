@@ -1,6 +1,6 @@
-"""The state of a training run: model, optimizer, data and counters.
+"""The state of a training: model, optimizer, data and counters.
 
-Its parts are imported for their types alone: the training loop needs no more of the package than it calls.
+Other modules are imported only for type annotations, so that importing this module loads nothing else of the package.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainState:
-    """Model, optimizer and data of a run, and the counters of its progress."""
+    """Model, optimizer and data of a training, and the counters of its progress."""
 
     model: nn.Module
     masters: MasterWeights
@@ -34,33 +34,36 @@ class TrainState:
     learning_rate: LearningRate
     loader: Loader
     sources: dict[str, Stored] = field(default_factory=dict)
-    """Parameter name -> where its initial values are read from; empty in a dry run, which saves nothing."""
+    """Parameter name -> the stored tensor from which its initial values are read. Empty in a dry run, which saves
+    nothing."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Digests of the dataset, of its encoding and of the frozen weights; a checkpoint with others is refused."""
+    """Digests of the dataset, of its encoding and order, and of the model. A checkpoint with other fingerprints is
+    refused."""
     digests: dict[str, str] = field(default_factory=dict)
-    """Frozen parameter name -> digest; an adapter records them to recognize its base model."""
+    """Name of a frozen parameter -> digest of its values. An adapter records these digests to recognize its base
+    model."""
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Identifier of the run, kept when it resumes; rank 0's is the one that is written to files."""
+    """Identifier of the run, kept when the run resumes. Files contain that of rank 0."""
     step: int = 0
-    """Finished steps, skipped ones included."""
+    """Number of finished steps, including skipped ones."""
     samples: int = 0
     scaler: LossScaler | None = None
-    """None unless the precision is fp16."""
+    """The loss scaler; None unless the precision is fp16."""
     skipped: int = 0
-    """Finished steps without an update, because the loss or the gradients were not finite."""
+    """Number of finished steps without an update, because the loss or the gradients were not finite."""
     utilization: Utilization | None = None
     consecutive: int = 0
-    """Skipped steps since the last update, without those after which fp16's loss scale was lowered."""
+    """Number of skipped steps since the last update, without those after which the loss scale of fp16 was lowered."""
     about: dict[str, Any] = field(default_factory=dict)
-    """Description of this start for `starts.jsonl` and the report; empty on other ranks than 0."""
+    """Description of this start of the run, for `starts.jsonl` and the report. Empty on all ranks except rank 0."""
     compilations: Compilations | None = None
-    """None if the model's blocks are not compiled."""
+    """The counter of compiled graphs; None if the model's blocks are not compiled."""
     held_out: HeldOut | None = None
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one step; the same on every rank except where noted."""
+    """Result of one step. Fields are the same on every rank unless noted."""
 
     facts: StepFacts
     loss: float
@@ -70,15 +73,16 @@ class StepResult:
     seconds: float
     skipped: bool = False
     skipped_steps: int = 0
-    """Of the run so far, this step included."""
+    """Number of skipped steps of the run so far, including this one."""
     loss_scale: float | None = None
-    """None in other precisions than fp16."""
+    """Loss scale of this step; None unless the precision is fp16."""
     recompiles: int = 0
-    """Graphs that this rank compiled after the first steps of its process. Each delayed a step by seconds."""
+    """Number of graphs that this rank has compiled after the first steps of its process. Each delayed a step by
+    seconds."""
     own_loss_is_finite: bool = True
     """Whether this rank's part of the loss is finite; differs between ranks."""
     source_losses: dict[str, float | None] = field(default_factory=dict)
-    """Data source -> mean loss over its label tokens; None if the step has none of them. Not finite with a
-    `loss.kernel` that returns only the sum over all sources."""
+    """Data source -> mean loss over its label tokens; None if the step has no label tokens of this source. Not finite
+    if `loss.kernel` returns only the sum over all sources."""
     data_seconds: float = 0.0
     """Seconds that this rank waited for the step's data; differs between ranks."""

@@ -1,4 +1,4 @@
-"""Print one screen about the run before training, on rank 0."""
+"""Print a summary of a training before its first step, on rank 0."""
 
 import sys
 from collections import Counter
@@ -45,9 +45,10 @@ PARTS = {
 
 
 def unlike_original(cfg: Config, compiles: bool = False) -> str:
-    """One line with the settings that make numbers differ from the original trainer's; compilation changes rounding."""
+    """Return one line with the settings whose numerical results differ from the original LLaVA trainer's. With
+    `compiles` it names compilation, which changes rounding."""
     precision = cfg.precision
-    # key, value, whether it equals the original's
+    # (key, value, whether the value equals that of the original LLaVA)
     choices = [
         ("labels", cfg.labels.value, cfg.labels is Parity.llava_v1_5),
         ("sampler", cfg.sampler.name.value, cfg.sampler.name is SamplerName.llava_v1_5),
@@ -73,10 +74,10 @@ def show_run(
     kernel: Kernel | None,
     planned: int | None,
 ) -> None:
-    """Print what trains on what, and how, in at most fifteen lines.
+    """Print in at most fifteen lines which model is trained on which data, and how.
 
     Args:
-        planned: planned peak memory of a GPU in bytes; None: there is no plan, as on a CPU.
+        planned: planned peak memory of a GPU in bytes; None if there is no plan, as on a CPU.
     """
     console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
     records = loader.steps.records
@@ -214,7 +215,7 @@ def describe_activation_checkpointing(cfg: Config, world: World) -> str:
 
 
 def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
-    """Numbers of trainable and of frozen parameters, by part of the model."""
+    """Return the numbers of trainable and of frozen parameters, by part of the model."""
     found = {}
     for part in PARTS:
         own = [w for n, w in weights.items() if n.partition(".")[0] == part]

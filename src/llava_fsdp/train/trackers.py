@@ -1,8 +1,9 @@
-"""Log a run to TensorBoard and to Weights & Biases, on rank 0.
+"""Log a training to TensorBoard and to Weights & Biases, on rank 0.
 
-A tracker must neither slow training down nor end it: rows wait in a queue for a thread, and an error in a tracker is a
-warning and closes it. The thread starts with the first row, after the training's data workers were forked. Workers of a
-validation are forked while it runs, and must not use this module, whose locks may be held at that moment.
+A tracker must neither slow training down nor end it. So rows are put in a queue, and a thread sends them to the
+trackers; after an error a tracker is closed with a warning. The thread is started with the first row, after the data
+workers of the training were forked. The workers of a validation are forked while the thread runs, and must not use this
+module, whose locks may be held at that moment.
 """
 
 import contextlib
@@ -22,11 +23,11 @@ from llava_fsdp.runtime.redact import redact, redact_values, secrets_of
 
 FOLDER = "tensorboard"
 MOST_WAITING = 20_000
-"""Largest number of rows in the queue; further ones are dropped."""
+"""Maximum number of rows in the queue. Further rows are dropped."""
 PATIENCE = 15
-"""Seconds that the end of a run waits for queued rows."""
+"""Seconds that the end of a run waits until the queued rows are logged."""
 HURRY = 4
-"""Seconds to wait where the process must end soon: other ranks wait for its end."""
+"""Seconds to wait instead if the process must end soon, because other ranks wait for its end."""
 NAMES = {
     "loss": "train/loss", "lr": "train/learning_rate", "grad_norm": "train/gradient_norm",
     "loss_scale": "train/loss_scale", "skipped_steps": "train/skipped_steps",
@@ -34,7 +35,7 @@ NAMES = {
     "seconds": "speed/step_seconds", "data_seconds": "speed/data_seconds",
     "peak_memory_bytes": "memory/peak_bytes",
 }  # fmt: skip
-"""Names in the trackers, by column of metrics.jsonl."""
+"""Names of values in the trackers, by column of metrics.jsonl."""
 
 
 def check_installed(cfg: TrackConfig) -> None:
@@ -49,7 +50,7 @@ def check_installed(cfg: TrackConfig) -> None:
 
 
 def values_of_step(row: dict[str, Any]) -> dict[str, float]:
-    """Values of a row of metrics.jsonl by their names in the trackers."""
+    """Return the values of a row of metrics.jsonl, by their names in the trackers."""
     found = {name: row[key] for key, name in NAMES.items() if row.get(key) is not None}
     sources = row.get("sources") or {}
     if len(sources) > 1:
@@ -58,7 +59,7 @@ def values_of_step(row: dict[str, Any]) -> dict[str, float]:
 
 
 def values_of_validation(row: dict[str, Any]) -> dict[str, float]:
-    """Values of a row of validation.jsonl by their names in the trackers."""
+    """Return the values of a row of validation.jsonl, by their names in the trackers."""
     found = {f"validation/{key}": row.get(key) for key in ("loss", "score", "seconds")}
     sources = row.get("sources") or {}
     if len(sources) > 1:
@@ -67,13 +68,14 @@ def values_of_validation(row: dict[str, Any]) -> dict[str, float]:
 
 
 class Trackers:
-    """The enabled trackers, fed by one thread."""
+    """The enabled trackers, and the thread that sends rows to them."""
 
     def __init__(self, cfg: Config, first_step: int, run: str, about: dict[str, Any], values: dict[str, Any]):
-        """Prepare the enabled trackers; they are opened with the first row.
+        """Prepare the enabled trackers, which are opened with the first row.
 
         Args:
-            run: identifier of the run, kept when it resumes.
+            run: identifier of the run, which is kept when the run resumes.
+            about: description of this start of the run, from `run_info.py`.
             values: the configuration by dotted key.
         """
         self.cfg = cfg
@@ -110,7 +112,7 @@ class Trackers:
                 log().warning("tracking is behind by %d rows, and goes without more until it is not", MOST_WAITING)
 
     def work(self) -> None:
-        """Open the trackers, log the queued rows and close the trackers. Runs in the thread."""
+        """Open the trackers, log the queued rows until the end, and close the trackers. Runs in the thread."""
         opened: list[TensorBoard | WeightsAndBiases] = []
         with warned_of("TensorBoard cannot log this run"):
             opened += [TensorBoard(self)] if self.cfg.track.tensorboard else []
@@ -127,7 +129,7 @@ class Trackers:
                 tracker.close(self.exit_code)
 
     def close(self, exit_code: int = 0, patience: float = PATIENCE) -> None:
-        """Wait until queued rows are logged, at most `patience` seconds."""
+        """Wait at most `patience` seconds until the queued rows are logged and the trackers are closed."""
         if self.thread is None:
             return
         self.exit_code = exit_code
@@ -144,7 +146,8 @@ class Trackers:
 
 @contextlib.contextmanager
 def warned_of(what: str) -> Iterator[list[None]]:
-    """Turn an exception into a warning, and empty the yielded list if there was one."""
+    """Context manager that converts an exception in its body to a logged warning. It yields a list, which is emptied if
+    there was an exception."""
     good = [None]
     try:
         yield good
@@ -154,7 +157,8 @@ def warned_of(what: str) -> Iterator[list[None]]:
 
 
 class TensorBoard:
-    """Tracker that writes TensorBoard event files; of steps that a resumed run repeats, the later values show."""
+    """Tracker that writes TensorBoard event files. If a resumed run repeats steps, TensorBoard shows the later
+    values."""
 
     def __init__(self, run: Trackers):
         from torch.utils.tensorboard import SummaryWriter
@@ -173,7 +177,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run in Weights & Biases that all starts of a run here continue. Local files are in `output_dir/wandb`."""
+    """Tracker that logs to Weights & Biases. All starts of a run continue the same run there. Local files are in
+    `output_dir/wandb`."""
 
     def __init__(self, run: Trackers):
         import wandb
@@ -187,7 +192,7 @@ class WeightsAndBiases:
             mode=cfg.wandb.value,  # pyright: ignore[reportArgumentType]
             resume="allow" if cfg.wandb is WandbMode.online else None,
             config={**run.values, **flat(run.about)},
-            # its own metadata would have the command line, the user and the machine
+            # wandb's own metadata would contain the command line, the user and the machine
             settings=wandb.Settings(console="off", silent=True, save_code=False, x_disable_meta=True, host="-"),
         )
         self.run.define_metric("validation/step")
@@ -195,7 +200,8 @@ class WeightsAndBiases:
         self.teardown = wandb.teardown
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Log values at a step; a validation at the present one, as Weights & Biases drops values of earlier steps."""
+        """Log values at a step. Values of a validation are logged at the current step, because Weights & Biases drops
+        values of earlier steps."""
         if any(name.startswith("validation") for name in values):
             self.run.log({"validation/step": step, **values})
         else:
@@ -207,7 +213,7 @@ class WeightsAndBiases:
 
 
 def flat(about: dict[str, Any]) -> dict[str, str]:
-    """Flatten a nested description to texts by dotted key, without secrets."""
+    """Flatten a nested description to texts by dotted key. Secrets are hidden."""
     known = secrets_of()
     plain = {key: value for key, value in about.items() if not isinstance(value, list) and value is not None}
     return {f"about.{key}": redact(written(value), known) for key, value in dotted(plain).items()}

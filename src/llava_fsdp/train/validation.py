@@ -1,6 +1,8 @@
-"""Validate a run while it trains: loss on held-out records, and answers to questions about them.
+"""Validate a model during its training: compute the loss on held-out records, and score answers to questions about
+them.
 
-Runs between two steps, on all ranks, with the sharded model. Training gives the same bits with and without it.
+A validation runs between two steps, on all ranks, with the sharded model. Training gives the same bits with and without
+validation.
 """
 
 from __future__ import annotations
@@ -41,13 +43,14 @@ class Loss:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Values for a row of `validation.jsonl`: mean loss per label token (None: not finite), and label tokens."""
+        """Values for a row of `validation.jsonl`: the mean loss per label token (None if not finite), and the number of
+        label tokens."""
         mean = self.total / self.label_tokens if self.label_tokens else math.nan
         return {"loss": finite(mean), "label_tokens": self.label_tokens}
 
 
 class Validation:
-    """Validates a run at the steps where it is due; rank 0 writes the results."""
+    """Validates the model after the steps at which a validation is due. Rank 0 writes the results."""
 
     def __init__(
         self,
@@ -59,10 +62,12 @@ class Validation:
         pause: Callable[[], None],
         note: Callable[[str], None],
     ):
-        """Prepare the validation of a run.
+        """Prepare the validation of a training.
 
-        `pause` is a collective between two batches that saves or stops the run if any rank was asked to; `note` shows
-        the progress.
+        Args:
+            pause: a collective, called between two batches, that saves or stops the run if this was requested on any
+                rank.
+            note: shows a text about the progress.
         """
         self.state = state
         self.held_out = held_out
@@ -80,7 +85,7 @@ class Validation:
                 check_answers(state.model, held_out.loader.device, size)
 
     def begin_file(self) -> bool:
-        """Drop rows of steps that the run repeats; return whether the present step has a row."""
+        """Remove the rows of steps that the run repeats; return whether the current step already has a row."""
         with storing(self.rows.path):
             cut_back(self.rows.path, self.state.step)
         return self.rows.path.is_file() and bool(rows_of(self.rows.path, range(self.state.step, self.state.step + 1)))
@@ -90,7 +95,8 @@ class Validation:
         return every is not None and step > 0 and (step % every == 0 or step >= self.last_step)
 
     def catch_up(self) -> None:
-        """Do the validation of the present step if the run stopped before it was finished. A collective."""
+        """Run the validation of the current step if the run stopped before this validation was finished. A
+        collective."""
         if self.is_due() and not self.done:
             log().info("the validation of step %d is still to be done", self.state.step)
             self.measure()
@@ -100,11 +106,12 @@ class Validation:
         self.watchdog.at(Phase.VALIDATION, self.state.step)
 
     def measure(self) -> None:
-        """Validate. A collective.
+        """Validate the model and report the results. A collective.
 
         Raises:
-            Stopped: a stop was asked for; the resumed run begins with this validation.
-            DataError: a held-out record turned bad after the run began, and `data.bad_records` does not allow it.
+            Stopped: a stop was requested; the resumed run begins with this validation.
+            DataError: a held-out record became unreadable after the run began, and `data.bad_records` does not allow
+                it.
         """
         started = time.perf_counter()
         self.watchdog.at(Phase.VALIDATION, self.state.step)
@@ -113,14 +120,14 @@ class Validation:
             with evaluating(self.state.model, device):
                 losses = self.losses()
                 answers = self.generator.answers()
-        except RuntimeError:  # the DataLoader's signal handler raises it anywhere when a worker dies
+        except RuntimeError:  # the DataLoader's signal handler raises it at any place when a worker dies
             self.held_out.loader.watch.check()
             raise
         if own_rank() == 0:
             self.report(losses, answers, time.perf_counter() - started)
 
     def losses(self) -> list[Loss]:
-        """Compute the loss of each data source, over all records of all ranks. A collective."""
+        """Compute the loss of each data source over all held-out records, summed over all ranks. A collective."""
         loader, sampler = self.held_out.loader, self.held_out.sampler
         labels = [0] * len(self.held_out.names)
         sums = torch.zeros(len(labels), dtype=torch.float64, device=loader.device)
@@ -198,7 +205,7 @@ def open_validation(
     pause: Callable[[], None],
     note: Callable[[str], None],
 ) -> Validation | None:
-    """Build the validation of a run; None with `val.every=null`.
+    """Create the validation of a training; None with `val.every=null`.
 
     Raises:
         ConfigError: the model cannot generate answers.

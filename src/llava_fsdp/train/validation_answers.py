@@ -1,4 +1,4 @@
-"""Answer held-out questions with the model in training, assigned to the ranks, and score the answers."""
+"""Generate answers to held-out questions with the model in training, on all ranks, and score the answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCORES = {Metric.exact: exact_match, Metric.vqa: vqa_accuracy}
 
 @dataclass(frozen=True)
 class Answered:
-    """An answer to a question, with its score from 0 to 1."""
+    """A generated answer to a question, with its score from 0 to 1."""
 
     number: int
     """Index of the question."""
@@ -39,8 +39,9 @@ class Answered:
 class AnswerGenerator:
     """Generates answers to held-out questions with the sharded model.
 
-    All ranks run the same number of forward passes, since each is a collective: the same number of batches, each as
-    long as the longest answer on any rank, with one blank row on a rank without questions.
+    All ranks must run the same number of forward passes, because each is a collective. So they run the same number of
+    batches, each batch continues until the longest answer on any rank is complete, and a rank without questions runs
+    one blank row.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class AnswerGenerator:
         wants_stop: Callable[[], bool],
         pause: Callable[[], None],
     ):
-        """Create a generator; `pause` is a collective between batches that stops the run if any rank was asked to."""
-        assert isinstance(model, Llava)  # FSDP changes the model's class to a subclass
+        """Create a generator; `pause` is a collective, called between batches, that stops the run if this was requested
+        on any rank."""
+        assert isinstance(model, Llava)  # FSDP replaces the model's class by a subclass
         self.model = model
         self.loader = held_out.loader
         self.questions = held_out.questions
@@ -65,16 +67,18 @@ class AnswerGenerator:
 
     @property
     def rows(self) -> int:
-        """Number of questions that a rank answers in one batch: those of half a micro-batch's tokens.
+        """Number of questions that a rank answers in one batch, so that they have at most half as many tokens as a
+        micro-batch.
 
-        Keys and values of a token take up to twice the memory that a block keeps of it for its backward pass.
+        The keys and values of a token take up to twice the memory that a block keeps of this token for its backward
+        pass.
         """
         longest = max(len(question.sample.input_ids) for question in self.questions) + self.cfg.val.max_new_tokens
         return max(1, min(self.cfg.val.batch_size, self.cfg.row_tokens // 2 // longest))
 
     def answers(self) -> list[Answered]:
-        """Answer all questions, each on one rank; returns the answers in the order of the questions, on every rank. A
-        collective. Raises ImageError if an image cannot be read any more, and `data.bad_records=fail`."""
+        """Answer all questions, each on one rank; return the answers in the order of the questions, on every rank. A
+        collective. Raises ImageError if an image cannot be read any more and `data.bad_records=fail`."""
         if not self.questions:
             return []
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -85,11 +89,11 @@ class AnswerGenerator:
         for begin in range(0, len(by_length), at_once):
             self.pause()
             found += self.answer(by_length[begin : begin + at_once][rank::size])
-        self.pause()  # an answer that was interrupted by a stop does not count
+        self.pause()  # answers that a stop has interrupted do not count
         return sorted(gather_lists(found), key=lambda answered: answered.number)
 
     def answer(self, numbers: list[int]) -> list[Answered]:
-        """Generate answers to this rank's questions of a batch, which may be empty."""
+        """Generate answers to this rank's questions of a batch, of which there may be none."""
         read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompts = lay_out_prompts([row for _, row in read], self.loader.steps.collate)
         micro = self.loader.to_device(prompts.micro)
@@ -114,14 +118,14 @@ class AnswerGenerator:
         ]
 
     def read(self, question: HeldOutQuestion) -> Row | None:
-        """Read a question and its image tiles; None if an image is broken and `data.bad_records=skip`."""
+        """Read the sample of a question and its image tiles; None if an image is broken and `data.bad_records=skip`."""
         try:
             return question.sample, [
                 self.loader.steps.image_reader.load(path, question.record) for path in question.images
             ]
         except ImageError as error:
             if self.loader.data.bad_records is BadRecords.fail:
-                error.on_every_rank = False  # every rank reads its own questions
+                error.on_every_rank = False  # every rank reads only its own questions
                 error.about(record=question.record)
                 raise
             log().warning("the validation goes without %s", error)
