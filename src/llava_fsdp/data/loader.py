@@ -1,6 +1,6 @@
 """Open a dataset for one model, and iterate over its training steps.
 
-A data worker prepares whole steps, so that a run resumes from the number of a step alone, on any number of ranks and
+A data worker prepares whole steps. So a run can be resumed from the number of a step alone, on any number of ranks and
 workers.
 """
 
@@ -36,7 +36,7 @@ from llava_fsdp.runtime.progress import watch, watch_silently
 
 PAD_OF_V0 = "[PAD]"
 Gather = Callable[[list[SkippedSample]], list[SkippedSample]]
-"""Function that takes this rank's skipped samples and returns those of all ranks in rank order."""
+"""Collective function that takes this rank's skipped samples and returns those of all ranks, in rank order."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,15 @@ class ModelShape:
     """Properties of a model that the preparation of its data depends on."""
 
     image_tokens: int
-    """Number of tokens of an image tile."""
+    """Number of image tokens of a tile."""
     image_size: int
-    """Side of a tile in pixels."""
+    """Width and height of a tile in pixels."""
     max_length: int
     """Longest sequence of the language model in tokens."""
     vocab_size: int
     cost: CostModel = field(default_factory=CostModel)
-    """Estimates the cost of a sample, to balance ranks; by default its number of tokens."""
+    """Estimates the cost of training on a sample, to give every rank an equal part; the default is the number of
+    tokens."""
 
 
 def build_loader(
@@ -65,14 +66,15 @@ def build_loader(
     gather: Gather = list,
     choose: Callable[[Records], Sampler] | None = None,
 ) -> Loader:
-    """Open the dataset, the text encoder and the image reader for one model, and return a Loader of steps.
+    """Open the dataset, the text encoder and the image reader for one model, and return a Loader of training steps.
 
     Args:
-        choose: makes the sampler for the records; None: the one that the setting `sampler` selects.
+        gather: collects the skipped samples of all ranks.
+        choose: makes the sampler for the opened records; None: the sampler that the setting `sampler` selects.
 
     Raises:
         ConfigError: the dataset, the model and the configuration do not fit together.
-        DataError: a dataset file cannot be read.
+        DataError: a dataset file cannot be read, or training may not begin because of bad records.
     """
     encoder, image_reader = open_encoding(cfg, language_folder, vision_folder, shape)
     records = open_records(cfg, encoder, image_reader, watch if rank == 0 else watch_silently)
@@ -109,10 +111,10 @@ def open_encoding(
 
 
 def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: ImageReader) -> Encoder:
-    """Make the text encoder that the setting `labels` selects (exact or as LLaVA).
+    """Make the text encoder that the setting `labels` selects: exact, or with LLaVA's token ids and labels.
 
     Raises:
-        ConfigError: there is no such `data.template`, or the tokenizer lacks the tokens of `model.image_start_end`.
+        ConfigError: `data.template` does not exist, or the tokenizer lacks tokens that the settings need.
     """
     form, start_end = template(cfg.data.template), cfg.model.image_start_end
     extra = (PAD_OF_V0,) if has_padding_token(cfg) else ()
@@ -139,7 +141,7 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: Ima
 
 
 def has_padding_token(cfg: Config) -> bool:
-    """Return whether a padding token is added to the tokenizer, as LLaVA does with `--version v0`."""
+    """Return whether a padding token is added to the tokenizer, as LLaVA does with its option `--version v0`."""
     return cfg.labels is Parity.llava_v1_5 and cfg.data.template == "v0"
 
 
@@ -174,13 +176,13 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader:
 
 
 class Loader:
-    """Iterates over the training steps of a run, from any step on."""
+    """Iterates over the training steps of a run, starting from any step."""
 
     def __init__(self, steps: Steps, cfg: Config, device: torch.device, gather: Gather = list):
         self.steps = steps
         self.gather = gather
         self.broken: set[int] = set()
-        """Numbers of the records found broken during training."""
+        """Numbers of the records that were found broken during training, on any rank."""
         self.device = device
         self.watch = steps.image_reader.watch or Watch()
         self.data = cfg.data
@@ -189,21 +191,22 @@ class Loader:
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches of a full step on each rank with padded rows."""
+        """Number of micro-batches that each rank has in a full step, with padded rows."""
         return num_micro_batches(self.steps.global_batch_size, self.steps.world_size, self.steps.micro_batch_size)
 
     def prepared(self, first: int, give_up: Callable[[], bool] = lambda: False) -> Iterator[Step | None]:
-        """Yield steps `first` to `total_steps` with this rank's part; call `agree` on each before using it.
+        """Yield this rank's part of the steps from `first` to `total_steps` - 1; the caller calls `agree` on each
+        before using it.
 
         Args:
-            give_up: called while waiting for a step; once it returns True, None is yielded, and no more.
+            give_up: called while waiting for a step. Once it returns True, None is yielded and the iteration ends.
 
         Raises:
-            DataError: a record or an image of the step is wrong; or a worker died or stalled (WorkerError).
-            OutOfMemory: a worker has no memory to hand over a step.
+            DataError: a record or an image of the step is invalid; or a worker died or stalled (WorkerError).
+            OutOfMemory: there is no memory for handing over a step from a worker.
         """
         self.steps.sampler.draw(self.total_steps)
-        if first < self.total_steps:  # fills caches before workers are forked, so that they share them
+        if first < self.total_steps:  # fills caches before workers are forked, so that all workers share them
             self.steps.facts(first, self.steps.sampler.samples(first))
         numbers, pin_memory = range(first, self.total_steps), self.device.type == "cuda"
         prefetch, stall = self.data.prefetch, self.data.stall
@@ -214,10 +217,11 @@ class Loader:
             yield step
 
     def agree(self, step: Step) -> Step:
-        """Remove from a step the samples that any rank skipped; a collective operation of all ranks.
+        """Return a step without the samples that any rank skipped. A collective operation: every rank must call it for
+        each step.
 
         Raises:
-            DataError: more records are wrong than `data.max_bad_records` allows.
+            DataError: more records are bad than `data.max_bad_records` allows.
         """
         if self.data.bad_records is BadRecords.fail:
             return step
@@ -235,22 +239,22 @@ class Loader:
         return step.without(skipped, self.steps.collate.normalize)
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
-        """Copy a micro-batch to the device and normalise its images."""
+        """Return a copy of a micro-batch on the device, with normalised images."""
         moved = micro.map(lambda values: values.to(self.device, non_blocking=True))
         return replace(moved, images=normalize(moved.images, self.table))
 
 
 def pixel_table(preprocessor: Preprocessor, device: torch.device) -> torch.Tensor:
-    """Return the normalised value of each byte in each channel, float32 [3, 256], on a device.
+    """Return the table of normalised pixel values by channel and byte value, float32 [3, 256], on a device.
 
-    Copied into torch's memory, which is aligned to 64 bytes: from a NumPy array, aligned to 16, kernels may compute
-    other last bits.
+    The table is copied into memory that torch allocates, aligned to 64 bytes. In NumPy's memory, aligned to 16 bytes,
+    kernels may compute values with other last bits.
     """
     return torch.tensor(preprocessor.pixel_table(), device=device)
 
 
 def normalize(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Normalise uint8 images [n, 3, height, width] to float32 by looking each byte up in its channel's row of `table`
-    [3, 256]."""
+    """Return images normalised to float32: each value of the uint8 images [n, 3, height, width] is looked up in the row
+    of `table` [3, 256] for its channel."""
     channel = torch.arange(3, device=images.device).view(1, 3, 1, 1)
     return table[channel, images.long()]

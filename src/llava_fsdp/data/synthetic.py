@@ -16,7 +16,7 @@ from llava_fsdp.data.loader import Loader, ModelShape
 
 @dataclass(frozen=True)
 class Contents:
-    """Counts of a synthetic micro-batch."""
+    """Numbers of samples' tokens, images, tiles and labels in a synthetic micro-batch."""
 
     lengths: tuple[int, ...]
     """Number of tokens of each sample."""
@@ -30,11 +30,11 @@ class Contents:
 
 
 def fullest(cfg: Config, shape: ModelShape) -> Contents:
-    """Return the most tokens, images and labels that a micro-batch can have; real ones never have the most of all
-    three.
+    """Return the largest numbers of tokens, images and labels that a micro-batch can have. A real micro-batch never
+    reaches all three at once.
 
-    Tokens: all rows are full. Images: as many as fit, as with captions. Labels: samples of `data.max_length` tokens
-    with one image each, in which each token after the image is a label.
+    Tokens: all rows are full. Images: as many as fit, each with a short caption. Labels: samples of `data.max_length`
+    tokens with one image each, in which each token after the image is a label.
     """
     length = cfg.data.max_length
     tokens = cfg.row_tokens if cfg.pack else cfg.micro_batch_size * length
@@ -46,7 +46,8 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
 
 
 def tiles_of_an_image(cfg: Config, shape: ModelShape) -> int:
-    """Return the largest number of tiles of an image: 1, or with anyres those of the largest grid plus 1."""
+    """Return the largest number of tiles of an image: 1, or with anyres the number of tiles of the largest grid plus
+    1."""
     if cfg.data.trained_aspect is not AspectRatio.anyres:
         return 1
     side = shape.image_size
@@ -80,7 +81,8 @@ def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool) -> 
 
 
 def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
-    """Return how many micro-batches of a step to run, at most two, as each later one is like the second."""
+    """Return how many micro-batches of a step a dry run computes: at most two, because each later one is like the
+    second."""
     return min(2, math.ceil(cfg.global_batch_size / (len(contents.lengths) * world_size)))
 
 
@@ -101,7 +103,7 @@ def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Conf
 
 
 class SyntheticLoader(Loader):
-    """Stands in for Loader when there is no dataset: only copies micro-batches to the device."""
+    """Replaces Loader in a dry run without a dataset: it only copies micro-batches to the device."""
 
     def __init__(self, device: torch.device, steps: int):
         self.device = device

@@ -1,7 +1,7 @@
 """The built-in data set: generated images of coloured shapes, with LLaVA JSON files of captions and questions.
 
-An image has one to four equal shapes, each in a corner of its own. Guessing an answer without the image is seldom
-right: all kinds of questions but one have at least four answers, none of them much more frequent than the others.
+An image has one to four equal shapes, each in its own corner. An answer guessed without the image is seldom right: all
+kinds of questions but one have at least four answers, and no answer is much more frequent than the others.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.small_json import parse_object
 
 FORMAT_VERSION = 1
-"""Increased whenever the same seed would give other images or texts."""
+"""Increased whenever the generator changes so that the same seed gives other images or texts."""
 TRAIN_PICTURES = 3000
-"""Training images; each has a caption and a conversation."""
+"""Number of training images; each has one caption and one conversation."""
 HELDOUT_PICTURES = 300
-"""Held-out images with one question each."""
+"""Number of held-out images, with one question each."""
 TEXT_ONLY_SHARE = 0.08
 """Fraction of the records of ``instructions.json`` that have no image."""
 MARKER = "shapes.json"
-"""File with the Recipe of a complete folder."""
+"""Name of the file with the Recipe of a generated folder. It is written last and so marks the folder as complete."""
 GROUND = (122, 116, 104)
 """Background colour (RGB): the mean of CLIP's normalisation, so that background pixels become about zero."""
 _DARK, _LIT = GROUND, (255, 255, 255)
@@ -56,9 +56,10 @@ cut into 3 x 3 patches, each shape is in the middle of one patch, where a small 
 CANVASES = ((56, 56), (64, 64), (64, 56), (56, 64), (72, 64), (64, 72), (96, 84))
 """Image sizes in pixels, (width, height)."""
 COUNT_WEIGHTS = (4, 2, 2, 2)
-"""Relative frequencies of images with one to four shapes; the place is asked only of a single shape."""
+"""Relative frequencies of images with one, two, three and four shapes; questions about the place need a single
+shape."""
 CAPTION_TURN_SHARE = 0.3
-"""Fraction of the conversations that also ask for the caption."""
+"""Fraction of the conversations in which the caption is also asked for."""
 CAPTION_REQUEST = "Describe the picture."
 
 
@@ -89,7 +90,10 @@ def ensure_shapes(
     the same parameters.
 
     Several processes may call this at once: each writes a temporary folder beside ``root`` and renames it to ``root``;
-    all but the first delete theirs. Raises DataError if ``root`` exists but has other content.
+    only the first rename succeeds, and the other processes delete their folders.
+
+    Raises:
+        DataError: ``root`` exists but has other content.
     """
     root = Path(root)
     recipe = Recipe(seed, train_pictures, heldout_pictures)
@@ -102,7 +106,7 @@ def ensure_shapes(
         work.chmod(0o755)  # mkdtemp gives 0o700, which other users of a shared folder could not read
         os.rename(work, root)
     except OSError:
-        # The rename fails when another process was first; its folder must then be the same.
+        # The rename fails if another process was first, whose folder must then have the same recipe.
         if not _is_complete(root, recipe):
             raise
     finally:
@@ -149,7 +153,8 @@ def _dump(path: Path, value: object) -> None:
 
 
 def _record(name: str, image: str | None, turns: list[tuple[str, str]]) -> dict[str, object]:
-    """Return a LLaVA JSON record; the ``<image>`` tag is put before the first question."""
+    """Return a LLaVA JSON record of questions and answers; an ``<image>`` tag is put before the first question if there
+    is an image."""
     record: dict[str, object] = {"id": name}
     if image is not None:
         record["image"] = f"{image}.png"
@@ -163,7 +168,8 @@ def _record(name: str, image: str | None, turns: list[tuple[str, str]]) -> dict[
 
 
 def _new_picture(root: Path, name: str, rng: random.Random, seen: set[bytes]) -> tuple[str, Scene]:
-    """Generate an image with other pixels than all those ``seen`` so far, save it, and return its name and content."""
+    """Generate an image whose pixels differ from those of all images in ``seen``, save it, and return its name and
+    content."""
     while True:
         (count,) = rng.choices(range(1, len(PLACES) + 1), COUNT_WEIGHTS)
         places = tuple(sorted(rng.sample(range(len(PLACES)), count)))
@@ -219,7 +225,7 @@ def caption(scene: Scene) -> str:
 
 
 def questions(scene: Scene) -> dict[str, tuple[str, str]]:
-    """Return the questions that can be asked about an image, with their answers, by kind of question."""
+    """Return all (question, answer) pairs that are possible for an image, by kind of question."""
     pairs = {
         "colour": ("What colour is shown?", scene.colour),
         "shape": ("What shape is shown?", scene.shape),
@@ -241,7 +247,7 @@ def _conversation(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
 
 
 def text_facts() -> list[tuple[str, str]]:
-    """Return questions about numbers and shapes that need no image, with their answers."""
+    """Return (question, answer) pairs about numbers and shapes that need no image."""
     facts = [(f"Which number comes after {a}?", b) for a, b in itertools.pairwise(NUMBERS)]
     facts += [(f"Which number comes before {b}?", a) for a, b in itertools.pairwise(NUMBERS)]
     sides = {"triangle": "three", "square": "four"}

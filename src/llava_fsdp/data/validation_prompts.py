@@ -1,4 +1,4 @@
-"""Make prompts of validation questions, which the model answers during training."""
+"""Make prompts from validation records; the model answers them during training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llava_fsdp.data.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class HeldOutQuestion:
-    """The first question of a validation record, and its answer in the record."""
+    """The first question of a validation record, and the record's answer to it."""
 
     record: str
     """Name of the record in messages."""
@@ -31,26 +31,26 @@ class HeldOutQuestion:
     """Text of the question without image tags."""
     reference: str
     sample: Sample
-    """The question as tokens up to where the answer begins, without labels."""
+    """The tokens of the question up to the place where the answer begins, without labels."""
     images: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch of prompts for generation."""
+    """A batch of prompts from which the model generates answers."""
 
     micro: MicroBatch
-    """Prompts as rows padded on the left, so that all answers begin at the same token."""
+    """The prompts as rows padded on the left, so that all answers begin at the same column."""
     mask: torch.Tensor
     """Attention mask, bool [rows, length]; False at padding."""
 
 
 def ask(record: Record, tokenizer: Tokenizer, reader: ImageReader, cfg: Config) -> HeldOutQuestion:
-    """Encode a validation record's first question with the conversation template used in training.
+    """Encode the first question of a validation record with the conversation template used in training.
 
     Raises:
         DataError: the record does not begin with a question and its answer.
-        ImageError: an image, whose size is needed with anyres, cannot be read.
+        ImageError: the size of an image, needed with anyres, cannot be read.
     """
     text, num_images, answer = opening_question(record)
     form = template(cfg.trained_template)
@@ -64,7 +64,7 @@ def ask(record: Record, tokenizer: Tokenizer, reader: ImageReader, cfg: Config) 
 
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
-    """Collate prompts and their image tiles into a batch; without prompts, into a row of one token."""
+    """Return a batch of the given prompts and their image tiles; without prompts, a batch of one row with one token."""
     length = max((len(sample.input_ids) for sample, _ in rows), default=1)
     ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
     mask = np.zeros(ids.shape, dtype=bool)

@@ -1,4 +1,4 @@
-"""The validation set: its records, their order, and the questions that the model answers."""
+"""The validation set: its records, their order, and the questions that the model answers at each validation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ Choose = Callable[[Records], "HeldOutSampler"]
 
 @dataclass(frozen=True)
 class HeldOutSampler:
-    """Sampler of the validation set: one data source after the other, each step from a single source."""
+    """Sampler of the validation set: takes one data source after the other, so that each step has records of a single
+    source."""
 
     steps: tuple[tuple[int, list[int]], ...]
-    """For each step: (number of its source, numbers of its records)."""
+    """For each step: (index of its data source, numbers of its records)."""
 
     @property
     def per_epoch(self) -> int:
@@ -37,7 +38,7 @@ class HeldOutSampler:
         return self.steps[step][0]
 
     def draw(self, steps: int) -> None:
-        """Do nothing: all steps are known from the start."""
+        """Do nothing, because all steps are known from the start."""
 
     def assignment(self, step: int) -> None:
         return None
@@ -45,7 +46,8 @@ class HeldOutSampler:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The validation set of a run, opened."""
+    """The opened validation set of a training run: its loader, its sampler, and the questions that the model
+    answers."""
 
     loader: Loader
     sampler: HeldOutSampler
@@ -58,8 +60,8 @@ def held_out_sampler(counts: Sequence[int], limit: int | None, samples: int) -> 
     """Make the sampler of the validation set.
 
     Args:
-        counts: number of records of each source.
-        limit: most records to use of each source, spread evenly over it.
+        counts: number of records of each data source.
+        limit: greatest number of records to use of each source, spread evenly over the source; None: all.
         samples: number of samples of a step.
     """
     steps, first = [], 0
@@ -71,23 +73,25 @@ def held_out_sampler(counts: Sequence[int], limit: int | None, samples: int) -> 
 
 
 def spread(count: int, most: int | None) -> list[int]:
-    """Return at most `most` of the numbers below `count`, evenly spaced, because a file's records may be sorted."""
+    """Return `most` evenly spaced numbers below `count`, or all of them if there are no more. Evenly spaced, because
+    the records of a file may be sorted."""
     if most is None or most >= count:
         return list(range(count))
     return [number * count // most for number in range(most)]
 
 
 def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], max_tokens: int) -> HeldOut:
-    """Open the validation set of the configuration (`val`); its records are examined like training records.
+    """Open the validation set that the configuration describes (`val`); its records are examined like training records.
 
     Args:
-        cfg: the configuration of the training.
-        open_loader: opens the dataset of a configuration with a sampler.
+        cfg: the configuration of the training run.
+        open_loader: opens the dataset of a configuration, with the sampler that the second argument makes.
         max_tokens: longest sequence of the language model.
 
     Raises:
         ConfigError: a file or folder does not exist, or a question is too long.
-        DataError: records are wrong, and `data.bad_records`, `data.max_bad_records` or `data.too_long` forbid that.
+        DataError: there are more bad or long records than `data.bad_records`, `data.max_bad_records` and
+            `data.too_long` allow, or a record to answer does not begin with a question and its answer.
     """
     held_out = cfg.held_out
     sources_of(held_out.data, "val")  # checked here, so that the message names the keys of val
@@ -103,7 +107,8 @@ def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], 
 
 
 def warn_of_trained(cfg: Config) -> None:
-    """Warn if the validation set is also trained on, which is only useful to see a model overfit."""
+    """Log a warning if records of the validation set are also trained on, which is useful only to see a model
+    overfit."""
     trained = {os.path.realpath(source.path) for source in sources_of(cfg.data)}
     for source in sources_of(cfg.held_out.data, "val"):
         if os.path.realpath(source.path) in trained:
@@ -111,10 +116,11 @@ def warn_of_trained(cfg: Config) -> None:
 
 
 def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_tokens: int) -> list[HeldOutQuestion]:
-    """Choose and encode the questions that the model answers at each validation; their images are read later.
+    """Choose and encode the questions that the model answers at each validation; the images of the questions are read
+    later.
 
     Raises:
-        DataError: a record does not begin with a question and its answer.
+        DataError: a chosen record does not begin with a question and its answer.
         ConfigError: a question with its answer is too long for the language model.
     """
     numbers = [number for _, samples in sampler.steps for number in samples]

@@ -1,4 +1,4 @@
-"""The data of one training step: this rank's micro-batches, and counts over the whole step."""
+"""The data of one training step: this rank's micro-batches, and counts over all ranks."""
 
 from __future__ import annotations
 
@@ -23,44 +23,48 @@ class MicroBatch:
     image_positions: torch.Tensor
     """Positions of the image tokens in the flattened rows, int64 [image tokens]."""
     image_rows: torch.Tensor
-    """For each image token the index of its vision feature, int64 [image tokens], in the features of all tiles
-    concatenated; the index after the last means the learned vector that ends a line (anyres)."""
+    """For each image token, the index of its vision feature in the concatenated features of all tiles, int64 [image
+    tokens]. With anyres, the index after the last feature selects the learned vector that ends a line
+    (`image_newline`)."""
     images: torch.Tensor
-    """Image tiles, uint8 [tiles, 3, size, size], or float32 once normalised; an image is one tile, with anyres
-    several."""
+    """Image tiles, uint8 [tiles, 3, size, size], or float32 once normalised; an image is one tile, or several with
+    anyres."""
     label_positions: torch.Tensor
-    """For each label the position of the token that predicts it, int64 [labels]; one before the label's own token."""
+    """For each label, the position of the token that predicts it, int64 [labels]: the one before the label's own
+    token."""
     label_ids: torch.Tensor
     """Token id of each label, int64 [labels]."""
     scale: float
     """Factor by which the sum of this micro-batch's token losses is multiplied."""
     position_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """Position ids, int64 [1, tokens], from 0 in each sample; like the next two fields empty with padded rows."""
+    """Position id of each token of a packed row, int64 [1, tokens], starting from 0 in each sample; empty with padded
+    rows."""
     cu_seqlens: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
-    """Begin of each sample in the packed row and end of the last, int32 [samples + 1]."""
+    """Begin of each sample in a packed row and end of the last sample, int32 [samples + 1]; empty with padded rows."""
     lengths: tuple[int, ...] = ()
-    """Number of tokens of each sample of a packed row, on the CPU."""
+    """Number of tokens of each sample of a packed row, kept on the CPU; empty with padded rows."""
     seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     """Dropout seed of each sample, int64 [samples], below 2**31; the same on any number of ranks."""
     tile_seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """Seed of dropout in the vision tower for each tile, int64 [tiles]."""
+    """Seed of the vision tower's dropout for each tile, int64 [tiles]."""
     label_sources: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """Index in `data.sources` of the source of each label, int64 [labels]; empty with a single source."""
+    """For each label, the index of its data source in `data.sources`, int64 [labels]; empty with a single source."""
 
     @property
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
-        """(position_ids, cu_seqlens, lengths) of a packed row; None with padded rows."""
+        """The boundaries of the samples of a packed row as (position_ids, cu_seqlens, lengths); None with padded
+        rows."""
         return (self.position_ids, self.cu_seqlens, self.lengths) if self.lengths else None
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """Positional arguments for `Llava.forward`."""
+        """The positional arguments of `Llava.forward` for this micro-batch."""
         images = self.image_positions, self.image_rows, self.images
         seeds = self.seeds, self.tile_seeds
         return self.input_ids, self.segments, *images, seeds, self.label_positions, self.label_ids
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        """Return a copy with `function` applied to each tensor."""
+        """Return a copy of the micro-batch with `function` applied to each of its tensors."""
         return replace(self, **{name: function(getattr(self, name)) for name in TENSORS})
 
 
@@ -69,7 +73,7 @@ TENSORS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("scale", "l
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample that is left out of a step because it turned out broken when it was read."""
+    """A sample that is left out of a step because reading it showed that its record or an image is broken."""
 
     number: int
     record: str
@@ -77,12 +81,13 @@ class SkippedSample:
     kind: str
     reason: str
     lacks: StepFacts
-    """Counts of this sample alone, from the index, to subtract from those of the step."""
+    """Counts of this sample alone, to subtract from the counts of the step."""
 
 
 @dataclass
 class StepFacts:
-    """Counts of a step over all ranks (samples, tokens, labels, ...), which each rank computes from the index."""
+    """Counts of one step over all ranks (samples, tokens, labels, ...). Every rank computes them from the dataset
+    index."""
 
     step: int
     samples: int = 0
@@ -100,9 +105,10 @@ class StepFacts:
     skipped: list[SkippedSample] = field(default_factory=list)
     """Samples that turned out broken when they were read."""
     unlabelled: list[str] = field(default_factory=list)
-    """Records of samples without any label: masked by LLaVA's rules, or truncated before the first answer."""
+    """Names of the records whose samples have no label, because LLaVA's rules mask them or they are truncated before
+    the first answer."""
     source_labels: dict[str, int] = field(default_factory=dict)
-    """Number of label tokens of each source, by the source's name."""
+    """Number of label tokens of each data source, by the source's name."""
 
     def without(self, skipped: list[SkippedSample]) -> StepFacts:
         counts = {name: getattr(self, name) - sum(getattr(s.lacks, name) for s in skipped) for name in COUNTS}
@@ -122,22 +128,25 @@ COUNTS = ("samples", "tokens", "pairs", "label_tokens", "images", "tiles", "trun
 @dataclass
 class Step:
     facts: StepFacts
-    """Counts of the step. As prepared by a data worker, `skipped` has only this rank's samples and the counts include
-    them; `Step.without` corrects both."""
+    """Counts of the step. A data worker lists in `skipped` only the samples skipped on its own rank, and does not
+    subtract them from the counts; `Step.without` corrects both."""
     micro_batches: list[MicroBatch]
-    """Micro-batches of this rank, as many as on each other rank."""
+    """Micro-batches of this rank; every rank has the same number."""
 
     def without(self, skipped: list[SkippedSample], normalize: Normalize) -> Step:
-        """Return the step without the samples that any rank skipped; the loss is normalised by the remaining labels."""
+        """Return a copy of the step whose counts leave out `skipped`, the samples that any rank skipped. With a loss
+        normalised over the whole step, the scale of each micro-batch becomes 1 / (number of remaining labels)."""
         facts = self.facts.without(skipped)
         if normalize is Normalize.micro_batch or not skipped:
             return Step(facts, self.micro_batches)
         return Step(facts, [replace(m, scale=1 / max(1, facts.label_tokens)) for m in self.micro_batches])
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Step:
-        """Return a copy with `function` applied to each tensor, in the order of micro-batches and their fields."""
+        """Return a copy of the step with `function` applied to each tensor, micro-batch by micro-batch and field by
+        field."""
         return Step(self.facts, [micro.map(function) for micro in self.micro_batches])
 
     def pin_memory(self) -> Step:
-        """Return a copy in page-locked memory, for asynchronous copies to a GPU; torch's DataLoader calls this."""
+        """Return a copy of the step in page-locked memory, for asynchronous copies to a GPU; torch's DataLoader calls
+        this."""
         return self.map(torch.Tensor.pin_memory)

@@ -17,11 +17,11 @@ from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import Sample
 
 Row = tuple[Sample, list[np.ndarray]]
-"""An encoded sample, and for each of its images the tiles, uint8 [tiles, 3, size, size]."""
+"""An encoded sample, and the tiles of each of its images, uint8 [tiles, 3, size, size]."""
 
 
 class Collator:
-    """Makes a micro-batch of encoded samples and their images."""
+    """Makes a micro-batch from encoded samples and their images."""
 
     def __init__(self, image_reader: ImageReader, normalize: Normalize, pack: bool):
         self.image_reader = image_reader
@@ -36,12 +36,14 @@ class Collator:
         seeds: Sequence[int] = (),
         sources: Sequence[int] = (),
     ) -> MicroBatch:
-        """Collate samples into one packed row, or into padded rows; without samples, into one token without a label.
+        """Return a micro-batch of the given samples, as one packed row or as padded rows; without samples, a
+        micro-batch of one token and no label.
 
         Args:
+            facts: counts of the whole step.
             micro_batches: number of micro-batches of the whole step, over all ranks.
             seeds: dropout seed of each row, below 2**31; empty without dropout.
-            sources: number of each row's source; empty with a single source.
+            sources: index of each row's data source in `data.sources`; empty with a single source.
         """
         ids, labels = (packed if self.pack else padded)([sample for sample, _ in rows])
         lengths = tuple(len(s.input_ids) for s, _ in rows) or (1,)
@@ -67,10 +69,10 @@ class Collator:
         )
 
     def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tiles of all images concatenated, and for each image token the index of its vision feature, int64
-        [image tokens]."""
+        """Return the concatenated tiles of all images, uint8 [tiles, 3, size, size], and for each image token the index
+        of its vision feature among the features of these tiles, int64 [image tokens]."""
         tiles, places = [self.image_reader.no_tiles()], [np.zeros(0, dtype=np.int64)]
-        before = 0  # feature rows of the images so far
+        before = 0  # number of features of the images so far
         for sample, images in rows:
             for image, image_rows in zip(images, sample.image_rows, strict=True):
                 tiles.append(image)
@@ -81,8 +83,8 @@ class Collator:
 
 
 def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and the label that each token predicts, both int64 [rows, length of the longest sample], padded
-    on the right."""
+    """Return the token ids and the label that each token predicts, both int64 [rows, length of the longest sample],
+    padded on the right with 0 and IGNORE."""
     length = max((len(s.input_ids) for s in samples), default=1)
     ids = np.zeros((max(1, len(samples)), length), dtype=np.int64)
     labels = np.full((max(1, len(samples)), length), IGNORE, dtype=np.int64)
@@ -93,8 +95,8 @@ def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and the label that each token predicts, both int64 [1, tokens]; a sample's last token predicts
-    none."""
+    """Return the token ids and the label that each token predicts, both int64 [1, tokens]. The last token of a sample
+    has the label IGNORE."""
     if not samples:
         return padded(samples)
     end = np.array([IGNORE])
@@ -122,6 +124,11 @@ def dropout_seeds(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
 
 
 def label_sources(sources: Sequence[int], rows: list[Row]) -> dict[str, Any]:
-    """Return the field of a MicroBatch with the source of each label, in the order of the rows."""
+    """Return the MicroBatch field `label_sources`: the index of the data source of each label, in the order of the
+    rows.
+
+    Args:
+        sources: index of the data source of each row.
+    """
     labels = [sample.num_labels for sample, _ in rows]
     return {"label_sources": torch.from_numpy(np.repeat(np.array(sources, dtype=np.int64), labels))}

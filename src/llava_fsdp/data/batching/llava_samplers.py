@@ -1,5 +1,4 @@
-"""Reproduce which records LLaVA trains on in each step (its samplers with transformers' Trainer and accelerate) from
-the same seed."""
+"""Choose the same records for each step as LLaVA does from the same seed, with transformers' Trainer and accelerate."""
 
 from __future__ import annotations
 
@@ -12,32 +11,33 @@ from llava_fsdp.data.batching.packing import Assignment
 from llava_fsdp.runtime.errors import ConfigError
 
 ACCELERATE_SEED = 67280421310721
-"""Default seed of torch.Generator, as accelerate never seeds the generator of its samplers."""
+"""Default seed of torch.Generator; accelerate's samplers use it, because accelerate never seeds their generator."""
 
 
 class LlavaSampler:
     """Sampler with the same records in each step as LLaVA with transformers 4.37 and accelerate 0.21.
 
-    The micro-batches of all epochs form one stream: those that do not fill a step of their epoch begin the next epoch's
-    first step. An epoch has floor(micro-batches / accumulation) steps. The rest of the last epoch is dropped.
+    An epoch has floor(micro-batches / accumulation) steps. Micro-batches that are left over at its end, too few for a
+    step, begin the first step of the next epoch; those left over at the end of the last epoch are dropped.
     """
 
     def __init__(
         self, lengths: list[int], batch_size: int, accumulation: int, world_size: int, seed: int, grouped: bool
     ):
-        """Make the sampler and draw the first epoch.
+        """Make the sampler and draw the record order of the first epoch.
 
         Args:
-            lengths: number of words of each record, negative if it has no image (train.py:684-690).
+            lengths: number of words of each record, negative for a record without image (LLaVA train.py:684-690).
             batch_size: number of rows of a micro-batch.
             accumulation: number of micro-batches of a rank in a step.
+            grouped: whether LLaVA's `group_by_modality_length` is on.
         """
         self.lengths = lengths
         self.batch_size = batch_size
         self.accumulation = accumulation
         self.world_size = world_size
         self.grouped = grouped
-        self.process_generator = torch.Generator().manual_seed(seed)  # the default one, which Trainer seeds
+        self.process_generator = torch.Generator().manual_seed(seed)  # Trainer seeds torch's default one
         self.sampler_generator = torch.Generator().manual_seed(ACCELERATE_SEED)
         self.epochs: list[Assignment] = []
         if grouped and 0 in lengths:
@@ -66,14 +66,16 @@ class LlavaSampler:
         return [[self.epoch(epoch)[rank][at] for epoch, at in places] for rank in range(self.world_size)]
 
     def epoch(self, number: int) -> Assignment:
-        """Return the record numbers of an epoch by rank and micro-batch; drawing an epoch also draws all before it."""
+        """Return the record numbers of an epoch by rank and micro-batch; drawing an epoch also draws all epochs before
+        it."""
         while len(self.epochs) <= number:
             self.epochs.append(self.deal(self.flat_order()))
         return self.epochs[number]
 
     def flat_order(self) -> list[int]:
-        """Return the record numbers of the next epoch in order; consumes the same random numbers as LLaVA."""
-        # the DataLoader's seed for its workers
+        """Draw the order of the next epoch and return its record numbers in that order; consumes the same random
+        numbers as LLaVA."""
+        # the DataLoader draws the seed of its workers
         torch.empty((), dtype=torch.int64).random_(generator=self.process_generator)
         alone = self.world_size == 1
         if self.grouped:
@@ -85,20 +87,20 @@ class LlavaSampler:
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self.process_generator)
             generator = torch.Generator().manual_seed(int(drawn))
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
-        torch.randperm(len(self.lengths), generator=generator)  # RandomSampler draws one more and drops it
+        torch.randperm(len(self.lengths), generator=generator)  # RandomSampler draws a second order and drops it
         return order
 
     def deal(self, order: list[int]) -> Assignment:
-        """Split record numbers into micro-batches by rank; with one rank the last may be short, with several all are
-        full."""
+        """Split the record numbers of an epoch into micro-batches by rank. With one rank, the last micro-batch may be
+        short; with several ranks, all micro-batches are full."""
         if self.world_size == 1:
             return [chunked(order, self.batch_size)]
         return even_batches(order, self.batch_size, self.world_size)
 
 
 def even_batches(order: list[int], batch_size: int, world_size: int) -> Assignment:
-    """Give micro-batch j to rank j % ranks; fill up the last ones with records from the beginning (accelerate
-    BatchSamplerShard)."""
+    """Split record numbers into micro-batches and give micro-batch j to rank j % world_size. Missing records at the end
+    are taken from the beginning of `order` (accelerate's BatchSamplerShard)."""
     batches = chunked(order, batch_size)
     again = itertools.cycle(order)
     batches[-1] = batches[-1] + list(itertools.islice(again, batch_size - len(batches[-1])))
@@ -110,10 +112,11 @@ def even_batches(order: list[int], batch_size: int, world_size: int) -> Assignme
 def modality_grouped(
     lengths: list[int], batch_size: int, chunks: int, megabatches: torch.Generator, process: torch.Generator
 ) -> list[int]:
-    """Order records in megabatches that have only records with images or only text, of similar lengths
-    (llava_trainer.py:61-88).
+    """Return record numbers ordered in megabatches, each with only image records or only text records, of similar
+    length (LLaVA llava_trainer.py:61-88).
 
-    The last megabatch of each kind, even a full one, goes to the end; these two are merged in the file's order.
+    The last megabatch of image records and the last one of text records, even full ones, are merged, sorted by record
+    number and put at the end.
     """
     with_image = [i for i, length in enumerate(lengths) if length > 0]
     text_only = [i for i, length in enumerate(lengths) if length < 0]
@@ -129,8 +132,8 @@ def modality_grouped(
 
 
 def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: torch.Generator) -> list[int]:
-    """Order records: draw random megabatches, sort each by length and split it into chunks of nearly equal total length
-    (llava_trainer.py:91-100)."""
+    """Return record numbers ordered by similar length: draw random megabatches, sort each megabatch by length and split
+    it into chunks of nearly equal total length (LLaVA llava_trainer.py:91-100)."""
     order = torch.randperm(len(lengths), generator=generator).tolist()
     return [
         index
@@ -141,11 +144,12 @@ def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: 
 
 
 def even_chunks(indices: list[int], lengths: list[int], chunks: int) -> list[list[int]]:
-    """Split record numbers into chunks of equal size and nearly equal sum of lengths (llava_trainer.py:38-58)."""
+    """Split record numbers into chunks of equal size and nearly equal sum of lengths (LLaVA llava_trainer.py:38-58). If
+    equal sizes are impossible, the numbers are dealt out in turn."""
     if len(indices) % chunks:
         return [indices[i::chunks] for i in range(chunks)]
     filled: list[list[int]] = [[] for _ in range(chunks)]
-    open_chunks = [(0, chunk) for chunk in range(chunks)]  # a heap by (sum, number): ties go to the first
+    open_chunks = [(0, chunk) for chunk in range(chunks)]  # heap of (sum of lengths, chunk)
     for index in indices:
         total, shortest = heapq.heappop(open_chunks)
         filled[shortest].append(index)

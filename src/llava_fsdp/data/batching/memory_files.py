@@ -27,9 +27,10 @@ class Outbox:
     """The memory files of one data worker; each contains one step that is being transferred, or is empty."""
 
     def __init__(self, files: int):
-        """Create `files` memory files, the most steps in transfer at once; raise OSError if too many are open."""
+        """Create `files` memory files, one for each step that may be in transfer at the same time; raise OSError if the
+        process has too many files open."""
         self.files: list[int] = []
-        weakref.finalize(self, close, self.files).atexit = False  # at exit a thread may still be reading
+        weakref.finalize(self, close, self.files).atexit = False  # not at exit: a thread may still be reading
         for _ in range(files):
             self.files.append(memory_file())
 
@@ -61,12 +62,13 @@ class Sent:
     step: Step
     """The step with its tensors on the meta device."""
     file: int
-    """File descriptor, the same in the worker's and the rank's process."""
+    """Descriptor of the memory file, the same number in the worker's and in the rank's process."""
     size: int
-    """Bytes of all tensors with padding."""
+    """Size in bytes of all tensors, including padding."""
 
     def receive(self, pin_memory: bool = False) -> Step:
-        """Read the step into this process's memory and empty its file; called once, in the rank's process."""
+        """Copy the step from its memory file into memory of this process and empty the file. Called once, in the rank's
+        process."""
         memory, begin = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin_memory), 0
         written = memory[: os.fstat(self.file).st_size]
         each_byte(written, lambda rest, done: os.preadv(self.file, [rest], done))
@@ -81,20 +83,21 @@ class Sent:
         return self.step.map(read)
 
     def pin_memory(self) -> Step:
-        """Receive into page-locked memory, for asynchronous copies to a GPU; the DataLoader calls this in a thread."""
+        """Receive the step into page-locked memory, for asynchronous copies to a GPU; torch's DataLoader calls this in
+        a thread."""
         return self.receive(pin_memory=True)
 
 
 def padded_size(values: torch.Tensor) -> int:
-    """Return the bytes that a tensor takes in a memory file, with padding up to the next tensor."""
+    """Return the number of bytes that a tensor takes in a memory file, including the padding before the next tensor."""
     return -(-values.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def each_byte(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> None:
-    """Call `move` until all bytes of a uint8 tensor are transferred, as a system call transfers at most 2 GiB.
+    """Call `move` until all bytes of a uint8 tensor are transferred, because one system call transfers at most 2 GiB.
 
     Args:
-        move: (remaining bytes, number of bytes before them) -> number of bytes moved.
+        move: function (remaining bytes, number of bytes already moved) -> number of bytes that it moved.
     """
     data, done = values.numpy().data, 0
     while done < len(data):
@@ -104,7 +107,8 @@ def each_byte(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> N
 
 
 def memory_file() -> int:
-    """Create a memory file. `os.memfd_create` is missing where Python was built against an old C library."""
+    """Create a memory file and return its descriptor. Calls the C library, because `os.memfd_create` is missing where
+    Python was built against an old C library."""
     libc = ctypes.CDLL(None, use_errno=True)
     file = libc.memfd_create(b"llava_fsdp-step", 1)  # 1: closed on exec
     if file < 0:

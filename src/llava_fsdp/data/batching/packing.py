@@ -7,20 +7,20 @@ import math
 import numpy as np
 
 Assignment = list[list[list[int]]]
-"""Numbers of the samples of a step, as lists by [rank][micro-batch]."""
+"""Numbers of the samples of a step, as nested lists: [rank][micro-batch][sample]."""
 
 GOOD_ENOUGH = 1e-4
 """Balancing stops once the heaviest micro-batch or rank exceeds the mean by no more than this fraction."""
 LIGHTEST = 8
-"""Number of the lightest micro-batches or ranks that the heaviest may swap samples with; with all of them a step of
-4096 samples would take a second."""
+"""Number of the lightest micro-batches or ranks with which the heaviest one may swap samples; with all of them,
+balancing a step of 4096 samples would take a second."""
 
 
 def split_step(lengths: list[int], world_size: int, micro_batch_size: int) -> Assignment:
     """Assign the samples of a step to micro-batches of at most `micro_batch_size` padded rows.
 
-    Sorted by length, so that there is little padding and ranks run rows of like length at the same time. Every rank
-    gets the same number of micro-batches; with few samples some are empty.
+    Samples are sorted by length, so that there is little padding and the ranks process rows of similar length at the
+    same time. Every rank gets the same number of micro-batches; with few samples some of them are empty.
 
     Args:
         lengths: tokens of each sample of the step.
@@ -46,9 +46,9 @@ def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens
 
     Each sample, the costliest first, goes to the micro-batch of least cost (longest processing time); then samples are
     swapped between the heaviest micro-batch and the lightest ones. Micro-batches of similar cost run at the same time,
-    because with FSDP the ranks wait for each other in every layer. A last round of swaps equalizes the ranks' totals.
-    Every rank gets the same number of micro-batches, the smallest that has room; none is empty if there are enough
-    samples. The result depends on the arguments alone.
+    because with FSDP the ranks wait for each other in every layer. A last round of swaps equalizes the total cost of
+    the ranks. Every rank gets the same number of micro-batches: the smallest number into which all samples fit. No
+    micro-batch is empty if there are enough samples. The result depends on the arguments alone.
 
     Args:
         lengths: tokens of each sample of the step, at most `most_tokens`.
@@ -71,7 +71,8 @@ def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens
 
 
 def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Return the bin (micro-batch) of each sample, by cost or, if room runs out, by length; None with too few bins."""
+    """Return the bin (micro-batch) of each sample, int64 [samples]. Samples are placed by cost, or by length if a
+    sample then finds no room; None if there are too few bins for both ways."""
     place = place_by_cost(tokens, work, bins, most_tokens)
     if place is None:
         place = place_by_length(tokens, bins, most_tokens)
@@ -79,7 +80,8 @@ def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int)
 
 
 def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Put each sample, the costliest first, into the bin of least cost that has room; None if one does not fit."""
+    """Return the bin of each sample, int64 [samples]: each sample, the costliest first, goes into the bin of least cost
+    that has room for it. None if a sample fits into no bin."""
     place, room = np.zeros(len(tokens), dtype=np.int64), [most_tokens] * bins
     heap = [(0.0, number) for number in range(bins)]
     for sample in np.argsort(-work, kind="stable").tolist():
@@ -97,7 +99,8 @@ def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: 
 
 
 def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Put each sample, the longest first, into the fullest bin that has room; None if one does not fit."""
+    """Return the bin of each sample, int64 [samples]: each sample, the longest first, goes into the fullest bin that
+    has room for it. None if a sample fits into no bin."""
     place, room = np.zeros(len(tokens), dtype=np.int64), np.full(bins, most_tokens, dtype=np.int64)
     for sample in np.argsort(-tokens, kind="stable").tolist():
         left = np.where(room >= tokens[sample], room - tokens[sample], most_tokens + 1)
@@ -110,7 +113,8 @@ def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarr
 
 
 def fill_empty(place: np.ndarray, work: np.ndarray, bins: int) -> np.ndarray:
-    """Give each empty bin the cheapest sample of the bin with most samples, as long as that has two or more."""
+    """Move into each empty bin the cheapest sample of the bin with the most samples, as long as that bin has at least
+    two. Returns `place`, which is changed in place."""
     held = np.bincount(place, minlength=bins)
     for empty in np.flatnonzero(held == 0):
         fullest = int(held.argmax())
@@ -124,10 +128,13 @@ def fill_empty(place: np.ndarray, work: np.ndarray, bins: int) -> np.ndarray:
 
 
 def seats(load: np.ndarray, world_size: int) -> np.ndarray:
-    """Return the rank and micro-batch of each bin as rank * micro-batches + micro-batch, int64 [bins].
+    """Return the place of each bin in the step, encoded as rank * (micro-batches per rank) + micro-batch, int64 [bins].
 
     The `world_size` heaviest bins run first, one on each rank, then the next ones. Among bins that run together, the
     heaviest goes to the rank with the least work so far.
+
+    Args:
+        load: cost of each bin.
     """
     count = len(load) // world_size
     seat, total = np.zeros(len(load), dtype=np.int64), np.zeros(world_size)
@@ -139,11 +146,14 @@ def seats(load: np.ndarray, world_size: int) -> np.ndarray:
 
 
 def balance(place: np.ndarray, work: np.ndarray, tokens: np.ndarray, owner: np.ndarray, most_tokens: int) -> None:
-    """Swap or move samples from the heaviest owner of bins to light ones as long as that evens out the work.
+    """Even out the work of the owners of bins: swap or move samples between the owner with the most work and owners
+    with little work, as long as that helps.
 
     Args:
         place: the bin of each sample, int64 [samples]; changed in place.
-        owner: the owner of each bin, itself or a rank, int64 [bins].
+        work: cost of each sample.
+        tokens: number of tokens of each sample.
+        owner: the owner of each bin, which is the bin itself or a rank, int64 [bins].
     """
     bins, owners = len(owner), int(owner.max()) + 1
     for _ in range(20 * owners):

@@ -1,4 +1,4 @@
-"""Samplers, which determine the records that each step of a run trains on."""
+"""Samplers, which choose the records that each step of a run trains on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llava_fsdp.runtime.seeds import derive
 
 
 class Sampler(Protocol):
-    """Interface of classes that determine the records of each step."""
+    """Interface of the classes that choose the records of each step."""
 
     @property
     def per_epoch(self) -> int:
@@ -29,26 +29,29 @@ class Sampler(Protocol):
 
     @property
     def shape(self) -> str:
-        """The part of (ranks, accumulation, micro-batch size) that the samples of a step depend on; "" if none."""
+        """Text with those of (number of ranks, accumulation, micro-batch size) that decide which samples a step has;
+        empty if none of them does."""
         ...
 
     def samples(self, step: int) -> list[int]:
-        """Return the record numbers of a step, on all ranks together; the last step of an epoch may have fewer."""
+        """Return the numbers of the records that all ranks together train on in a step; the last step of an epoch may
+        have fewer."""
         ...
 
     def draw(self, steps: int) -> None:
-        """Draw the first `steps` steps before data workers are forked, so that the workers share the result."""
+        """Draw the samples of the first `steps` steps before data workers are forked, so that the workers share the
+        result."""
         ...
 
     def assignment(self, step: int) -> Assignment | None:
-        """Return the record numbers of a step by rank and micro-batch; None if the sampler leaves that to
+        """Return the record numbers of a step by rank and micro-batch; None if the sampler leaves the distribution to
         `packing.py`."""
         ...
 
 
 @dataclass(frozen=True)
 class Share:
-    """One of several data sources, and how many samples it contributes to each epoch."""
+    """One of several data sources, and how many samples it contributes to each epoch (`samples`)."""
 
     name: str
     first: int
@@ -60,16 +63,17 @@ class Share:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """Sampler that draws a permutation for each epoch, which depends on the seed, the epoch and the shares alone."""
+    """Sampler that shuffles the records anew in each epoch; the order depends only on the seed, the epoch and the
+    shares."""
 
     count: int
     """Number of records of the dataset."""
     seed: int
     global_batch_size: int
     shares: tuple[Share, ...] = ()
-    """Share of each source in an epoch; empty: each record once per epoch."""
+    """How many samples each data source contributes to an epoch; empty: each record is used once per epoch."""
     _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The record order of the epoch used last, by the epoch's number."""
+    """Cache with one entry: the number of the epoch used last, and its record numbers in order."""
 
     shape = ""
 
@@ -96,10 +100,10 @@ class Shuffle:
         return self._drawn[number]
 
     def members(self, share: Share, epoch: int) -> np.ndarray:
-        """Return the records that an epoch takes from a source, int64 [share.samples].
+        """Return the numbers of the records that an epoch takes from a data source, int64 [share.samples].
 
         Epochs take `share.samples` records each from an endless sequence of permutations of the source. So each record
-        is used once before any is used again, however small the share.
+        is used once before any record is used again, however small the share.
         """
         begin, end = epoch * share.samples, (epoch + 1) * share.samples
         passes = range(begin // share.count, -(-end // share.count))
@@ -108,7 +112,7 @@ class Shuffle:
         return np.sort(taken) + share.first
 
     def draw(self, steps: int) -> None:
-        """Do nothing: an epoch is drawn when it is needed."""
+        """Do nothing, because an epoch is drawn when one of its steps is needed."""
 
     def assignment(self, step: int) -> None:
         return None
@@ -120,13 +124,13 @@ def permutation(count: int, *purpose: str | int) -> np.ndarray:
 
 
 def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[Share, ...]:
-    """Return how many samples each data source contributes to an epoch.
+    """Return how many samples each data source contributes to an epoch; empty without `data.sources`.
 
     Args:
-        counts: records of each source, in the same order.
+        counts: number of records of each source, in the order of `sources`.
 
     Raises:
-        ConfigError: a source has no record, or would give no sample to an epoch.
+        ConfigError: a source has no record, or would contribute no sample to an epoch.
     """
     if not sources:
         return ()
@@ -146,10 +150,11 @@ def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[
 
 
 def amounts(sources: dict[str, SourceConfig], counts: Sequence[int]) -> list[int]:
-    """Return the number of samples that each source contributes to an epoch.
+    """Return the number of samples that each data source contributes to an epoch.
 
-    With `epochs`: the source's records times `epochs`, rounded. With `weight`: the source's part of as many samples as
-    there are records, the largest remainders rounded up. Fractions keep decimal numbers of the configuration exact.
+    With `epochs`: the source's number of records times `epochs`, rounded. With `weight`: an epoch has as many samples
+    as there are records in all sources, divided in proportion to the weights; parts are rounded down, and those with
+    the largest remainders up. Fractions keep decimal numbers of the configuration exact.
     """
     if any(source.weight is None for source in sources.values()):
         wanted = (Fraction(str(own.epochs or 1)) * count for own, count in zip(sources.values(), counts, strict=True))
@@ -169,11 +174,12 @@ def open_sampler(
     """Make the sampler that the setting `sampler` selects.
 
     Args:
-        words: words of every record, negative where it has no image.
-        counts: records of each source, in the order of `data.sources`; empty with a single source.
+        words: number of words of every record, negative for a record without image.
+        counts: number of records of each source, in the order of `data.sources`; empty with a single source.
 
     Raises:
-        ConfigError: LLaVA's sampler does not support this number of ranks or records.
+        ConfigError: LLaVA's sampler does not support this number of ranks or these records, or a source contributes no
+            sample.
     """
     if cfg.sampler.name is SamplerName.shuffle:
         return Shuffle(len(words), cfg.seed, cfg.global_batch_size, shares_of(cfg.data.sources, counts))

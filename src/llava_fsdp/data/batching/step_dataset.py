@@ -1,4 +1,4 @@
-"""Dataset whose items are whole training steps: this rank's part of a step's samples as tensors."""
+"""Dataset whose items are whole training steps: the samples of a step that belong to this rank, as tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from llava_fsdp.runtime.seeds import derive
 
 
 class Steps(Dataset):
-    """Dataset that maps a step's number to this rank's part of the step, or to the error that preparing it raised."""
+    """Dataset that maps the number of a step to this rank's part of the step, or to the DataError raised while
+    preparing it."""
 
     def __init__(
         self,
@@ -57,7 +58,8 @@ class Steps(Dataset):
         self.ends = np.cumsum(records.source_counts)
 
     def fingerprints(self) -> dict[str, str]:
-        """Return fingerprints by which a resumed run checks that its data is the same."""
+        """Return fingerprints of the dataset, of its encoding and of the sample order, by which a resumed run checks
+        that they have not changed."""
         encoding = f"{self.encoder.tokenizer.fingerprint} {self.image_reader.fingerprint}"
         return {
             "dataset": self.records.fingerprint,
@@ -68,12 +70,12 @@ class Steps(Dataset):
     def __getitem__(self, step: int) -> Step | DataError:
         try:
             return self.prepare(step)
-        except DataError as error:  # returned: a raised one would reach the main process as text with a traceback
+        except DataError as error:  # returned, as a raised one would reach the main process as text with a traceback
             error.on_every_rank = False  # every rank reads its own samples
             return error
 
     def prepare(self, step: int) -> Step:
-        """Read and collate this rank's part of a step, and count the whole step."""
+        """Read and collate this rank's part of a step, and count the samples of the whole step."""
         numbers = self.sampler.samples(step)
         facts = self.facts(step, numbers)
         micro_batches = self.assignment(step, numbers)[self.rank]
@@ -89,11 +91,16 @@ class Steps(Dataset):
         return Step(facts, micros)
 
     def sources_of(self, numbers: list[int] | np.ndarray) -> np.ndarray:
-        """Return the number of each record's source, int64 [records]."""
+        """Return the index of the data source of each given record, int64 [records]."""
         return np.searchsorted(self.ends, numbers, side="right")
 
     def facts(self, step: int, numbers: list[int]) -> StepFacts:
-        """Return the counts of a step (or of the given records) from the index, without reading records."""
+        """Return the counts of a step made of the given records, taken from the index without reading the records.
+
+        Args:
+            step: number of the step.
+            numbers: numbers of the records.
+        """
         own = np.array(numbers, dtype=np.int64)
         records = self.records
         labels = np.bincount(self.sources_of(own), records.labels[own], len(self.sources))
@@ -112,10 +119,12 @@ class Steps(Dataset):
         )
 
     def read(self, number: int) -> Row | SkippedSample:
-        """Read and encode a record with its images; return a SkippedSample if it is wrong and `data.bad_records=skip`.
+        """Read and encode a record with its images; return a SkippedSample if it is invalid and
+        `data.bad_records=skip`.
 
         Raises:
-            DataError: the record or an image is wrong with `data.bad_records=fail`, or the record has changed.
+            DataError: the record or an image is invalid and `data.bad_records=fail`, or the record has changed since it
+                was indexed.
         """
         try:
             return self.load(number)
@@ -132,7 +141,7 @@ class Steps(Dataset):
         sample = self.encoder(record)
         length, labels = int(self.records.lengths[number]), int(self.records.labels[number])
         if sample is None or (len(sample.input_ids), sample.num_labels) != (length, labels):
-            raise DataError(  # without a kind, so that it is not skipped: it may no longer fit its micro-batch
+            raise DataError(  # without a kind, so that the record is not skipped: it may no longer fit its micro-batch
                 f"{record.where} is not what it was when the dataset was examined: {length} tokens and {labels} "
                 "labels then; remove the index and examine it again"
             )
@@ -141,13 +150,13 @@ class Steps(Dataset):
         except ImageError as error:
             error.about(record=record.where)
             at, texts = self.records.at(number), self.records.index.texts
-            if texts.embeds(at):  # the image came out of a Parquet file and was whole then
+            if texts.embeds(at):  # the image was extracted from a Parquet file, and was whole then
                 path = Path(texts.sources[texts.part(at).source].images or "")
                 raise damaged(path, str(error)) from error
             raise
 
     def parse(self, number: int) -> Record:
-        """Parse a record; raise DataError without a kind (so that it is not skipped) if that fails."""
+        """Parse a record. If that fails, raise a DataError without a kind, so that the record is not skipped."""
         try:
             return self.records[number]
         except DataError as error:
@@ -159,7 +168,8 @@ class Steps(Dataset):
             ) from error
 
     def records_of(self, step: int, ranks: list[int]) -> list[str]:
-        """Return the names (for messages) of a step's records on the given ranks; on all if `ranks` is empty."""
+        """Return the names (for messages) of the records of a step on the given ranks; on all ranks if `ranks` is
+        empty."""
         numbers = self.sampler.samples(step)
         if ranks:
             by_rank = self.assignment(step, numbers)
@@ -180,7 +190,8 @@ class Steps(Dataset):
         return [[[numbers[i] for i in micro] for micro in rank] for rank in by_rank]
 
     def probe(self) -> MicroBatch:
-        """Return a padded micro-batch of at most one sample with and one without image, equal on all ranks."""
+        """Return a padded micro-batch for comparing the outputs of two models, the same on all ranks: the first sample
+        with an image and the first without one of step 0, with every token in `label_positions` and no labels."""
         rows: dict[bool, Row] = {}
         for number in self.sampler.samples(0):
             has_image = bool(self.records.images[number])

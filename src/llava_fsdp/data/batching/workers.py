@@ -1,7 +1,7 @@
-"""Worker processes that prepare steps, and error messages that name the record a worker was reading.
+"""Worker processes that prepare steps, and error messages that name the record that a worker was reading.
 
-Workers note their current record and image in memory that they share with the main process. So a crashed decoder, a
-worker that the kernel killed for memory and a hanging file system are reported with the record and the image.
+Workers note their current record and image in memory that they share with the main process. So if a decoder crashes,
+the kernel kills a worker for memory, or a file system hangs, the message names the record and the image.
 """
 
 import atexit
@@ -29,7 +29,7 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 PLACE_BYTES = 2000
 POLL = 1
-"""Interval in seconds at which the main process checks the workers while it waits for a step."""
+"""Interval in seconds at which the main process checks that the workers live while it waits for a step."""
 IDLE = -1
 LESS = "fewer data.workers or a smaller data.prefetch take less memory"
 KILLED = (
@@ -40,13 +40,13 @@ CURES = {
     errno.EMFILE: "More open files: ulimit -n 65536",
     errno.EAGAIN: "More processes: ulimit -u, or docker run --pids-limit",
 }
-"""Advice for error messages about workers that cannot be started, by errno."""
+"""Advice for error messages about workers that cannot be started, by the errno of the OSError."""
 
 
 class Watch:
     """Memory shared with data workers, in which each notes its process id, current step, and current record or image.
 
-    `begin`, `at` and `end` are called in workers; in the main process they do nothing.
+    Workers call `begin`, `at` and `end`; in the main process these do nothing.
     """
 
     def __init__(self, workers: int = 0):
@@ -66,7 +66,8 @@ class Watch:
             self.steps[worker.id] = step
 
     def at(self, record: str, image: Path | None = None) -> None:
-        """Note that this worker begins to read a record, named by its `where`, or one of its images."""
+        """Note that this worker begins to read a record (given by its name in messages) or one of the record's
+        images."""
         worker = get_worker_info()
         if worker is not None and self.workers:
             place = record if image is None else f"{record}, image {image}"
@@ -82,15 +83,15 @@ class Watch:
         return f"at {at or 'no record yet'} (for step {self.steps[worker] + 1})"
 
     def late(self, step: int) -> str:
-        """Return for a message which worker prepares a step and what it is reading."""
+        """Return a text for messages that says which worker prepares a step and what that worker is reading."""
         for worker in range(self.workers):
             if self.steps[worker] == step:
                 return f"data worker {worker} is {self.place(worker)}"
         return f"no data worker has begun step {step + 1}"
 
     def check(self) -> None:
-        """Raise WorkerError with the record that a dead worker was reading, or WorkerLost if a worker died between two
-        steps."""
+        """Raise WorkerError if a worker has died, with the record that it was reading, or WorkerLost if it died between
+        two steps."""
         alive = {child.pid for child in multiprocessing.active_children()}
         for worker, pid in enumerate(self.pids):
             if pid and pid not in alive:
@@ -100,21 +101,23 @@ class Watch:
                 raise WorkerError(message).about(record=self.place(worker))
 
     def forget(self) -> None:
-        """Stop checking the workers: a worker that is still starting writes its process id to the old array."""
+        """Stop checking the workers. The array of process ids is replaced, because a worker that is still starting will
+        write its id to the old one."""
         self.pids = shared(ctypes.c_int64 * self.workers)
 
 
 def shared(kind: Any) -> Any:
-    """Return a ctypes array of zeros in memory that forked processes share, which takes no /dev/shm."""
+    """Return a ctypes array of zeros in memory that forked processes share; it is an anonymous mapping, which needs no
+    /dev/shm."""
     return kind.from_buffer(mmap.mmap(-1, max(1, ctypes.sizeof(kind))))
 
 
 class WatchedSteps(Dataset):
-    """Wraps the dataset of steps: notes the begin and end of each step, and transfers it through the worker's memory
-    files."""
+    """Wraps the dataset of steps for data workers: notes in a Watch when a step begins and ends, and hands the step
+    over through the worker's memory files."""
 
     def __init__(self, steps: Dataset, watch: Watch, prefetch: int):
-        """Create the memory files of each worker; raise OSError if too many files are open."""
+        """Create the memory files of each worker; raise OSError if the process has too many files open."""
         self.steps = steps
         self.watch = watch
         # one more than is prefetched: the rank requests the next step before it has received this one
@@ -136,7 +139,7 @@ class WatchedSteps(Dataset):
 
 
 class StartWorker:
-    """Initialises a data worker process; passed to DataLoader as worker_init_fn."""
+    """Initialises a data worker process; passed to torch's DataLoader as worker_init_fn."""
 
     def __init__(self, watch: Watch):
         self.watch = watch
@@ -148,7 +151,7 @@ class StartWorker:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         end_with(self.parent)
-        gc.enable()  # the main process has it off and collects at chosen times
+        gc.enable()  # the main process turned it off and collects at chosen times
         self.watch.pids[worker] = os.getpid()
 
 
@@ -163,13 +166,15 @@ def from_workers(
 ) -> Iterator[object]:
     """Yield `steps[n]` for each n of `numbers`, in order, prepared by worker processes.
 
-    Without workers, or if they cannot be started (with a warning), this process prepares the steps itself.
+    Without workers, or if they cannot be started (which is logged as a warning), this process prepares the steps
+    itself.
 
     Args:
-        give_up: called every second while waiting for a step; once it returns True, None is yielded, and no more.
+        give_up: called about every second while waiting for a step. Once it returns True, None is yielded and the
+            iteration ends.
 
     Raises:
-        WorkerError: a worker died, or the one that prepares the next step stayed at one record for `stall` seconds.
+        WorkerError: a worker died, or the worker that prepares the next step stayed at one record for `stall` seconds.
     """
     arriving = start_workers(steps, numbers, watch, prefetch, stall, pin_memory) if watch.workers else None
     if arriving is None:
@@ -187,7 +192,8 @@ def from_workers(
 
 
 def end_workers_at_exit(arriving: Any) -> None:
-    """At exit, kill the remaining workers of a DataLoader's iterator: multiprocessing would wait for them forever."""
+    """Register a function that kills the remaining workers of a DataLoader's iterator at exit, because multiprocessing
+    would wait for them forever."""
     workers = arriving._workers  # torch/utils/data/dataloader.py
 
     def end() -> None:
@@ -208,7 +214,8 @@ def end_workers_at_exit(arriving: Any) -> None:
 def start_workers(
     steps: Dataset, numbers: range, watch: Watch, prefetch: int, stall: float, pin_memory: bool
 ) -> Iterator[object] | None:
-    """Return an iterator over the steps that worker processes prepare; None, with a warning, if none can be started."""
+    """Start worker processes and return an iterator over the steps that they prepare. If they cannot be started, log a
+    warning and return None."""
     before = multiprocessing.active_children()
     try:
         loader = DataLoader(
@@ -221,7 +228,7 @@ def start_workers(
             worker_init_fn=StartWorker(watch),
             timeout=min(POLL, stall),
         )
-        # checked here first: if the DataLoader fails half-way, its destructor prints a traceback
+        # tried here first, because if the DataLoader fails half-way, its destructor prints a traceback
         del [multiprocessing.Queue() for _ in range(num_queues(watch.workers))][:]
         return iter(loader)
     except OSError as error:
@@ -236,12 +243,13 @@ def start_workers(
 
 
 def num_queues(workers: int) -> int:
-    """Return twice the queues of a DataLoader, which also creates an event and a handle per process."""
+    """Return twice the number of queues that a DataLoader with this many workers creates; the other half stands for its
+    event and for the handles of its processes."""
     return 2 * (workers + 1)
 
 
 def lock_bytes(workers: int) -> int:
-    """Return the bytes of /dev/shm that the workers' locks need, for training and validation."""
+    """Return the number of bytes in /dev/shm that the locks of the data workers of training and of validation need."""
     return 2 * 3 * num_queues(workers) * mmap.PAGESIZE if workers else 0
 
 

@@ -1,7 +1,7 @@
 """Anyres: split an image of any resolution into tiles, and order the vision features of the tiles.
 
-The first tile is the whole image. The others are the tiles of a grid, chosen from a few grids as the best for the
-image's shape (LLaVA mm_utils.py:10-149, llava_arch.py:146-201; LLaVA-NeXT).
+The first tile is the whole image. The other tiles are cut from the image after resizing to a grid of tiles, the one of
+a few configured grids that fits the image's shape best (LLaVA mm_utils.py:10-149, llava_arch.py:146-201; LLaVA-NeXT).
 """
 
 import math
@@ -20,12 +20,18 @@ Size = tuple[int, int]
 
 
 def grid_sizes(pinpoints: list[list[int]], tile: int) -> list[Size]:
-    """Return the sizes that an image may be fitted into: `pinpoints`, or LLaVA-NeXT's grids of tiles."""
+    """Return the sizes in pixels that an image may be fitted into: `pinpoints`, or if they are empty LLaVA-NeXT's grids
+    of tiles.
+
+    Args:
+        tile: width and height of a tile in pixels.
+    """
     return [(w, h) for w, h in pinpoints] or [(w * tile, h * tile) for w, h in GRIDS]
 
 
 def best_size(image: Size, sizes: list[Size]) -> Size:
-    """Return the size that keeps most pixels of an image, then the one with the least padding, then the first."""
+    """Return the one of `sizes` that keeps the most pixels of an image; of equal ones the size with the least padding,
+    then the first."""
 
     def rank(size: Size) -> tuple[int, int]:
         scale = min(size[0] / image[0], size[1] / image[1])
@@ -36,17 +42,18 @@ def best_size(image: Size, sizes: list[Size]) -> Size:
 
 
 def cut_tiles(image: Image.Image, tile: int, sizes: list[Size]) -> list[Image.Image]:
-    """Return the whole image resized to one tile, then the tiles of its best grid line by line."""
+    """Return the tiles of an image: the whole image resized to one tile, followed by the tiles of its best grid, line
+    by line."""
     return [image.resize((tile, tile)), *cut_grid(fit(image, best_size(image.size, sizes)), tile)]
 
 
 def fit(image: Image.Image, size: Size) -> Image.Image:
-    """Resize the image to fit into `size`, in the middle of a black canvas."""
+    """Return the image resized to fit into `size`, in the middle of a black canvas of that size."""
     return on_black(image.resize(fitted_shape(image.size, size)), size)
 
 
 def fitted_shape(image: Size, size: Size) -> Size:
-    """Return the largest size within `size` that keeps the image's aspect ratio."""
+    """Return the largest size within `size` that has the aspect ratio of the image."""
     scale_w, scale_h = size[0] / image[0], size[1] / image[1]
     if scale_w < scale_h:
         return size[0], min(math.ceil(image[1] * scale_w), size[1])
@@ -65,9 +72,13 @@ def cut_grid(fitted: Image.Image, tile: int) -> list[Image.Image]:
 
 
 def feature_rows(image: Size, sizes: list[Size], tile: int, side: int, merge: PatchMerge) -> np.ndarray:
-    """Return for each token of an image the index of its vision feature, int64 [tokens]; NEWLINE_ROW ends a line.
+    """Return for each token of an image the index of its vision feature, int64 [tokens]. With `spatial_unpad`, every
+    line of the grid's features ends with NEWLINE_ROW.
 
     Args:
+        image: width and height of the image in pixels.
+        sizes: sizes in pixels that an image may be fitted into.
+        tile: width and height of a tile in pixels.
         side: number of features along each side of a tile.
     """
     width, height = best_size(image, sizes)
@@ -84,7 +95,8 @@ def feature_rows(image: Size, sizes: list[Size], tile: int, side: int, merge: Pa
 
 
 def unpad(lines: np.ndarray, image: Size) -> np.ndarray:
-    """Remove the features of the black bars around the image from a grid of feature indices (llava_arch.py:104-130)."""
+    """Return a grid of feature indices without those of the black bars around the image (LLaVA
+    llava_arch.py:104-130)."""
     high, wide = lines.shape
     if image[0] / image[1] > wide / high:
         kept = int(round(image[1] * (wide / image[0]), 7))

@@ -1,4 +1,4 @@
-"""Read and check image files: open them safely with Pillow, and report what is wrong with one.
+"""Open and check image files safely with Pillow, and report what is wrong with a file.
 
 `ImageError.kind` is one of image_missing, image_empty, image_truncated, image_unreadable, image_bomb, image_shape.
 """
@@ -28,17 +28,17 @@ from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import CURES
 from llava_fsdp.runtime.errors import ImageError
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # without decoders that start another program
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # only decoders that start no other program
 MAX_PIXELS = 50_000_000
-MAX_BYTES = 16 * MAX_PIXELS  # four values of four bytes each
+MAX_BYTES = 16 * MAX_PIXELS  # a pixel has at most four values of four bytes
 # Errors of a network file system whose server does not answer for a moment.
 TRANSIENT = frozenset({
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN,
     errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENOTCONN, errno.EREMOTEIO,
 })  # fmt: skip
 WAITS = (0.1, 0.5, 2.0)
-"""Seconds before each retry of reading a file."""
-# Errors that Pillow raises for broken files; not AssertionError and MemoryError, which are not the file's fault.
+"""Seconds to wait before each new attempt to read a file."""
+# Errors that Pillow raises for broken files; AssertionError and MemoryError have causes other than the file.
 BROKEN = (
     OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, OverflowError, struct.error, zlib.error,
     Image.DecompressionBombError,
@@ -47,15 +47,15 @@ BROKEN = (
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Size of an image file in pixels, and checksum of its bytes."""
+    """Size of an image file in pixels, and checksum of the file's bytes."""
 
     width: int
-    """Width in pixels after turning by the EXIF orientation."""
+    """Width in pixels after turning the image by its EXIF orientation; `height` likewise."""
     height: int
     stored_height: int
-    """Height in pixels before turning by EXIF, as LLaVA reads the image."""
+    """Height in pixels before turning by the EXIF orientation, as LLaVA reads the image."""
     digest: int = 0
-    """xxh3 checksum of the file's bytes; 0 if they were not all read."""
+    """xxh3 checksum of the file's bytes; 0 if the file was not read to its end."""
 
     @property
     def size(self) -> Size:
@@ -66,9 +66,10 @@ def examine(path: Path, where: str, full: bool, scaled: bool = True) -> ImageFac
     """Check that an image can be read, and return its size and checksum.
 
     Args:
-        where: the record, for error messages.
-        full: decode the whole image; otherwise read the head only, which does not find truncated or broken files.
-        scaled: with `full`, also check that an image of more than 8 bits can be scaled to 8.
+        where: name of the record in error messages.
+        full: decode the whole image; otherwise read only the beginning of the file, which does not show whether the
+            rest is truncated or broken.
+        scaled: with `full`, also check that an image with more than 8 bits per value can be scaled to 8 bits.
 
     Raises:
         ImageError: the image cannot be read; its `kind` says why.
@@ -89,12 +90,13 @@ def examine(path: Path, where: str, full: bool, scaled: bool = True) -> ImageFac
 
 
 def read_size(path: Path, where: str) -> Size:
-    """Return an image's (width, height) after turning by EXIF; reads only the file's head if that is enough."""
+    """Return an image's (width, height) after turning it by its EXIF orientation; reads only the beginning of the file
+    if that is enough."""
     return examine(path, where, full=False).size
 
 
 def shown_size(image: Image.Image) -> Size:
-    if image.format == "TIFF":  # Pillow reports the turned size
+    if image.format == "TIFF":  # Pillow reports the size after turning
         return image.size
     turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
     return (image.height, image.width) if turned else image.size
@@ -102,7 +104,8 @@ def shown_size(image: Image.Image) -> Size:
 
 @contextlib.contextmanager
 def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
-    """Open an image with Pillow's warnings off: callers report the same problems with the record's name."""
+    """Context manager that opens an image with Pillow's warnings turned off; the callers report the same problems
+    together with the record's name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Image.open(file, formats=FORMATS) as image:
@@ -111,7 +114,7 @@ def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
 
 @contextlib.contextmanager
 def decoded(data: bytes, path: Path, where: str) -> Iterator[Image.Image]:
-    """Open an image from the bytes of a file; Pillow's errors inside this context become ImageError."""
+    """Context manager that opens an image from the bytes of a file; errors of Pillow inside it become ImageError."""
     try:
         # an interrupted copy may leave zeros at the end, which a JPEG decoder takes for data
         if data.startswith(JPEG) and data.endswith(bytes(64)) and ends_early(data):
@@ -141,12 +144,16 @@ def decoded(data: bytes, path: Path, where: str) -> Iterator[Image.Image]:
 
 
 def opened(path: Path, where: str) -> contextlib.AbstractContextManager[Image.Image]:
-    """Open an image file as a context manager; Pillow's errors inside it become ImageError."""
+    """Context manager that reads and opens an image file; errors of Pillow inside it become ImageError."""
     return decoded(read_file(path, where), path, where)
 
 
 def read_file(path: Path, where: str) -> bytes:
-    """Return the bytes of an image file; retries errors that a network file system may cause for a moment."""
+    """Return the bytes of an image file; tries again after errors that a network file system may cause for a moment.
+
+    Raises:
+        ImageError: the file is missing, empty, too large or unreadable; its `kind` says which.
+    """
     for wait in (*WAITS, None):
         try:
             with open_regular(path) as file:
@@ -175,7 +182,7 @@ def read_file(path: Path, where: str) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file; raise OSError for a pipe or device, whose reading might never end."""
+    """Open a regular file; raise OSError for a pipe or a device, because reading it might never end."""
     try:
         file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except IsADirectoryError:
@@ -196,15 +203,16 @@ def check_pixels(image: Image.Image, path: Path, where: str) -> None:
 
 
 def check_values(image: Image.Image, what: str) -> None:
-    """Raise ImageError for an image of more than 8 bits in which the value that means white is unknown."""
+    """Raise ImageError for an image with more than 8 bits per value if the value that means white is unknown."""
     if image.mode == "F" or image.mode.startswith("I"):
         white_of(image.mode, np.asarray(image).astype(np.float64), what)
 
 
 def to_rgb(image: Image.Image, what: str) -> Image.Image:
-    """Convert an image to RGB with a white background for transparency, bit for bit as transformers' `convert_to_rgb`.
+    """Convert an image to RGB, with a white background where it is transparent, bit for bit as transformers'
+    `convert_to_rgb`.
 
-    Unlike there, values of more than 8 bits are scaled; Pillow would silently clip them.
+    Unlike transformers, values of more than 8 bits are scaled; Pillow would silently clip them.
     """
     if image.mode == "F" or image.mode.startswith("I"):
         values = np.asarray(image).astype(np.float64)
@@ -220,8 +228,8 @@ def to_rgb(image: Image.Image, what: str) -> Image.Image:
 
 
 def white_of(mode: str, values: np.ndarray, what: str) -> float:
-    """Return the pixel value that means white: 65535 with 16 bits; else the smallest of 1.0 (floats only), 255 and
-    65535 that no pixel exceeds."""
+    """Return the pixel value that means white: 65535 for 16-bit images; otherwise the smallest of 1.0 (floats only),
+    255 and 65535 that no pixel exceeds. Raises ImageError if there is none."""
     least, most = values.min(initial=0), values.max(initial=0)
     known = (65535.0,) if mode.startswith("I;16") else (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
     for white in known:
@@ -234,7 +242,12 @@ def white_of(mode: str, values: np.ndarray, what: str) -> float:
 
 
 def check_links(path: Path, real_folder: str, allow_links: bool) -> None:
-    """Raise ImageError for a link that leads out of the folder of images, whose own links are resolved."""
+    """Raise ImageError if a path leads, through symbolic links, out of the image folder; with `allow_links` nothing is
+    checked.
+
+    Args:
+        real_folder: path of the image folder, with its symbolic links resolved.
+    """
     if allow_links:
         return
     target = os.path.realpath(path)

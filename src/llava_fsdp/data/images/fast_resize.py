@@ -1,13 +1,14 @@
-"""Faster resizing whose pixels are close to the exact ones, not equal (`data.pixels=fast`).
+"""Faster image resizing (`data.pixels=fast`), whose pixels are close but not equal to those of `data.pixels=exact`.
 
 It differs from `exact` in four ways. A JPEG is decoded at a half, a quarter or an eighth of its size if that is large
 enough. An image more than twice too large is averaged over whole blocks before it is resized (Pillow's `reducing_gap`).
-Clear reductions use Pillow's Hamming filter, half as wide as the bicubic one. And only visible pixels are resized:
-padding is added after resizing, so that the image does not blend into the padding's colour and lines that it fills in
-part have that colour; an image that is cropped to a square is cropped first. An image that needs no resizing has
-exactly the pixels of `exact`.
+Clear reductions use Pillow's Hamming filter, which is half as wide as the bicubic one. And padding is added after
+resizing, so that the image does not blend into the padding's colour, and lines that the image fills only in part have
+the padding's colour; an image that is cropped to a square is cropped before resizing. An image that needs no resizing
+has exactly the pixels of `exact`.
 
-Functions take the image as Pillow opened it, not yet decoded, and return RGB; `what` names it in error messages.
+All functions take an image as Pillow opened it, not yet decoded, and return RGB; `what` names the image in error
+messages.
 """
 
 import math
@@ -21,23 +22,25 @@ from llava_fsdp.data.images.check import shown_size, to_rgb
 
 GAP = 2.0
 NARROW = 1.25
-"""Least reduction factor for the narrower (Hamming) filter; it would blur images that are reduced less."""
+"""Least reduction factor at which the narrower (Hamming) filter is used; at smaller reductions it would blur the
+image."""
 Box = tuple[float, float, float, float]
 """(left, top, right, bottom) in pixels."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """A decoded image turned by EXIF, perhaps at a fraction of its size; boxes are in pixels of the full size."""
+    """A decoded image turned by its EXIF orientation, perhaps at a fraction of its full size; boxes are in pixels of
+    the full size."""
 
     image: Image.Image
     full: Size
     scale: int
-    """Full size divided by the decoded size; the decoded image's edge pixels may lie partly outside the full image."""
+    """Full size divided by decoded size. The edge pixels of the decoded image may lie partly outside the full image."""
     left: float
     top: float
-    """Left and top edge of the full image in decoded pixels; not 0 if turning moved a partial pixel from the end to the
-    front."""
+    """`left` and `top` are the edges of the full image, in pixels of the decoded image; not 0 if turning moved a
+    partial edge pixel to the left or to the top."""
 
     def resize(self, shape: Size, resample: Resampling, box: Box | None = None) -> Image.Image:
         left, top, right, bottom = (n / self.scale for n in box or (0, 0, *self.full))
@@ -49,7 +52,7 @@ class Decoded:
 
 
 def decode(file: Image.Image, needed: tuple[float, float], what: str) -> Decoded:
-    """Decode an image, at a reduced size if that is no smaller than `needed` (width, height)."""
+    """Return the decoded image, at a reduced size if that is still no smaller than `needed` (width, height)."""
     full, turn = shown_size(file), file.getexif().get(ExifTags.Base.Orientation, 1)
     wide, high = (math.ceil(n) for n in needed)
     stored = file.width
@@ -62,7 +65,8 @@ def decode(file: Image.Image, needed: tuple[float, float], what: str) -> Decoded
 
 
 def padded(file: Image.Image, size: int, resample: Resampling, colour: tuple[int, ...], what: str) -> Image.Image:
-    """Resize an image into the middle of a padded square, at the same place as `data.pixels=exact` does."""
+    """Return an image resized into the middle of a square of `size` pixels with padding of one colour, at the same
+    place as with `data.pixels=exact`."""
     width, height = shown_size(file)
     side = max(width, height)
     image = decode(file, (width * size / side, height * size / side), what)
@@ -76,16 +80,18 @@ def padded(file: Image.Image, size: int, resample: Resampling, colour: tuple[int
 
 
 def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, float]:
-    """Return which lines (or columns) of a resized square an image fills, and the part of the image on them.
+    """Return which lines (or columns) of a resized padded square an image fills completely, and which part of the image
+    they show.
 
-    Lines that it fills only in part become padding; an image that would fill no line is squeezed into one.
+    A line that the image fills only in part becomes padding; an image that would fill no line completely gets one line.
 
     Args:
-        length: width or height of the image, in the middle of a square of `side` pixels.
+        length: width or height of the image, which is in the middle of a square of `side` pixels.
+        side: width and height of the square before resizing.
         size: width and height of the resized square.
 
     Returns:
-        first line, end, and begin and end of the part of the image in its pixels.
+        (first line, end of the lines, begin and end of the part of the image in pixels of the image).
     """
     before = (side - length) // 2
     first, end = -(-before * size // side), (before + length) * size // side
@@ -96,7 +102,7 @@ def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, fl
 
 
 def cut_square(file: Image.Image, size: int, resample: Resampling, what: str) -> Image.Image:
-    """Resize an image's short side to `size` pixels and crop the centre to a square."""
+    """Return an image with its short side resized to `size` pixels and its centre cropped to a square."""
     width, height = shown_size(file)
     short = min(width, height)
     shape = int(size * width / short), int(size * height / short)
@@ -107,12 +113,13 @@ def cut_square(file: Image.Image, size: int, resample: Resampling, what: str) ->
 
 
 def squeezed(file: Image.Image, size: int, resample: Resampling, what: str) -> Image.Image:
-    """Resize an image to a square of `size` pixels, without keeping its aspect ratio."""
+    """Return an image resized to a square of `size` pixels, without keeping its aspect ratio."""
     return decode(file, (size, size), what).resize((size, size), resample)
 
 
 def tiles(file: Image.Image, tile: int, sizes: list[Size], what: str) -> list[Image.Image]:
-    """Return the anyres tiles of an image: the whole image, then the tiles of the best grid for its full size."""
+    """Return the anyres tiles of an image: the whole image, followed by the tiles of the best grid for its full
+    size."""
     size = best_size(shown_size(file), sizes)
     shape = fitted_shape(shown_size(file), size)
     image = decode(file, (max(tile, shape[0]), max(tile, shape[1])), what)

@@ -1,6 +1,6 @@
-"""Read image files as square uint8 tiles, which are normalised later, on the device.
+"""Read image files as square uint8 tiles, which are normalised later on the device.
 
-The arithmetic is that of CLIPImageProcessor with Pillow, as LLaVA uses it (train.py:692-718).
+The arithmetic is that of transformers' CLIPImageProcessor with Pillow, as LLaVA uses it (LLaVA train.py:692-718).
 """
 
 import math
@@ -20,13 +20,14 @@ from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import ImageError, ModelError
 from llava_fsdp.runtime.safe_load import foreign, read_json, refuse_model_code
 
-if TYPE_CHECKING:  # it imports torch, which the processes that make an index must not
+if TYPE_CHECKING:  # workers.py imports torch, which is not imported while an index is made
     from llava_fsdp.data.batching.workers import Watch
 
 LARGEST_SQUARE = 1 << 13
-"""Largest side of a vision tower's input in pixels that is accepted."""
+"""Largest width and height in pixels that is accepted for a vision tower's input."""
 MISREAD = 3
-"""Largest image height in pixels that LLaVA's processor misreads: it takes the height for the number of channels."""
+"""LLaVA's image processor misreads images of at most this height in pixels: it takes the height for the number of
+channels."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,20 @@ class Preprocessor:
 
     @property
     def mean_colour(self) -> tuple[int, ...]:
-        """RGB colour of the padding (LLaVA train.py:711)."""
+        """The mean of the normalisation as an RGB colour from 0 to 255, which is the colour of padding (LLaVA
+        train.py:711)."""
         return tuple(int(m * 255) for m in self.mean)
 
     def pixel_table(self) -> np.ndarray:
-        """Return the normalised value of each byte in each channel, float32 [3, 256]."""
+        """Return the table of normalised pixel values by channel and byte value, float32 [3, 256]."""
         scaled = (np.arange(256, dtype=np.uint8) * (1 / 255)).astype(np.float32)
         mean, std = np.array(self.mean, dtype=np.float32), np.array(self.std, dtype=np.float32)
         return (scaled[None, :] - mean[:, None]) / std[:, None]
 
 
 def preprocessor_fields(folder: Path) -> dict[str, Any]:
-    """Return the content of `preprocessor_config.json`, or of transformers 5's `processor_config.json`; or empty."""
+    """Return the fields of a model folder's `preprocessor_config.json`, or else those for images in transformers 5's
+    `processor_config.json`; empty if the folder has neither file."""
     path, combined = folder / "preprocessor_config.json", folder / "processor_config.json"
     existing = next((file for file in (path, combined) if file.is_file()), None)
     if existing is None:
@@ -67,10 +70,11 @@ def preprocessor_fields(folder: Path) -> dict[str, Any]:
 
 
 def read_preprocessor(folder: Path) -> Preprocessor:
-    """Read the size and normalisation of images from a model folder; sizes may be numbers (older files) or objects.
+    """Read the input size and normalisation of a vision tower from a model folder; sizes may be numbers (older files)
+    or objects.
 
     Raises:
-        ModelError: the folder has no such file, or it describes no square image.
+        ModelError: the folder has no `preprocessor_config.json`, or the file does not describe a square image.
     """
     path = folder / "preprocessor_config.json"
     config = preprocessor_fields(folder)
@@ -110,13 +114,13 @@ class ImageReader:
     """Reads the images of one dataset as tiles for one vision tower."""
 
     folder: Path | None
-    """Folder that the records' image paths are relative to."""
+    """Folder that the image paths of records are relative to; used for records that have no folder of their own."""
     preprocessor: Preprocessor
     aspect: AspectRatio
     """How images become square (pad, crop, anyres, ...); `DataConfig.trained_aspect`."""
     pixels: Pixels
     image_tokens: int
-    """Number of tokens of a tile."""
+    """Number of image tokens of a tile."""
     sizes: tuple[Size, ...] = ()
     """With anyres, the sizes in pixels that an image may be fitted into."""
     merge: PatchMerge = PatchMerge.flat
@@ -124,8 +128,8 @@ class ImageReader:
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with any setting that decides pixel values or the order of features."""
-        # data.pixels=fast was called lean: older checkpoints must still resume
+        """Text that changes with every setting that affects pixel values or the order of vision features."""
+        # data.pixels=fast was once called lean: checkpoints of that time must still resume
         pixels = "lean" if self.pixels is Pixels.fast else self.pixels.value
         form = f"{self.aspect.value} {pixels} {self.merge.value}"
         return f"{self.preprocessor} {self.image_tokens} {self.sizes} {form}"
@@ -143,7 +147,10 @@ class ImageReader:
         return folder / name
 
     def image_rows(self, record: Record, number: int) -> np.ndarray:
-        """Return for each token of one of the record's images the index of its vision feature, int64 [tokens].
+        """Return for each token of one of a record's images the index of its vision feature, int64 [tokens].
+
+        Args:
+            number: index of the image in the record.
 
         Raises:
             ImageError: the image's size, needed with anyres, cannot be read.
@@ -154,19 +161,24 @@ class ImageReader:
         return self.rows_of(read_size(path, record.where) if record.sizes is None else record.sizes[number])
 
     def rows_of(self, size: Size) -> np.ndarray:
-        """Return the same for an image of the given size with anyres."""
+        """Return for each token of an anyres image of the given size the index of its vision feature, int64
+        [tokens]."""
         return feature_rows(size, list(self.sizes), self.preprocessor.size, math.isqrt(self.image_tokens), self.merge)
 
     @property
     def most_tokens(self) -> int:
-        """Largest number of tokens of an image; with anyres, of an image that fills its grid."""
+        """Largest number of tokens that an image can have; with anyres, the number for an image that fills its grid."""
         if not self.in_tiles:
             return self.image_tokens
         side, tile = math.isqrt(self.image_tokens), self.preprocessor.size
         return max(len(feature_rows(size, [size], tile, side, self.merge)) for size in self.sizes)
 
     def count_tiles(self, rows: np.ndarray) -> int:
-        """Return an image's number of tiles from the feature indices of its tokens."""
+        """Return the number of tiles of an image, computed from the indices of its tokens' vision features.
+
+        Args:
+            rows: index of the vision feature of each token of the image, as `image_rows` returns them.
+        """
         return int(rows.max(initial=0)) // self.image_tokens + 1
 
     def tiles(self, record: Record, name: str) -> np.ndarray:
@@ -199,7 +211,7 @@ def load_image(
     """Read an image as one tile, uint8 [3, size, size].
 
     Args:
-        where: the record, for error messages.
+        where: name of the record in error messages.
 
     Raises:
         ImageError: the image cannot be read; its `kind` says why (check.py).
@@ -229,9 +241,9 @@ def load_fast(path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where
 
 
 def open_image(path: Path, where: str, pixels: Pixels) -> Image.Image:
-    """Open an image as RGB, turned by its EXIF orientation, with a white background for transparency.
+    """Open an image as RGB, turned by its EXIF orientation, with a white background where it is transparent.
 
-    With Pixels.llava_v1_5, as in LLaVA, it is not turned and transparency is ignored.
+    With Pixels.llava_v1_5 the image is not turned and its transparency is ignored, as in LLaVA.
     """
     with opened(path, where) as image:
         if pixels is Pixels.llava_v1_5:
@@ -240,7 +252,12 @@ def open_image(path: Path, where: str, pixels: Pixels) -> Image.Image:
 
 
 def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:
-    """Raise ImageError for an image so narrow that its square would need too much memory."""
+    """Raise ImageError for an image that is so narrow that it would need too much memory when it is made square.
+
+    Args:
+        shape: width and height of the image in pixels.
+        what: name of the image in the error message.
+    """
     short, long = sorted(shape)
     enlarged = long * long if aspect is AspectRatio.pad else preprocessor.size * preprocessor.size * long // short
     if enlarged > MAX_PIXELS:
@@ -252,7 +269,7 @@ def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio,
 
 
 def resize(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
-    """Resize an RGB image to one tile, uint8 [3, size, size]."""
+    """Resize an RGB image to one tile, uint8 [3, size, size]; its centre is cropped if the aspect ratio is kept."""
     size = preprocessor.size
     if not preprocessor.keep_ratio:
         return to_bytes(image.resize((size, size), preprocessor.resample))
@@ -267,8 +284,9 @@ def resize(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
 def resize_padded(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
     """Pad an RGB image to a square and resize it to one tile, uint8 [3, size, size].
 
-    Pillow resizes each line by itself first, which leaves lines of one colour as they are: the padding above and below
-    a wide image is added after that, with equal bits and, for 4:3, a third less work.
+    Pillow resizes first horizontally, line by line, which leaves lines of one colour as they are. So the padding above
+    and below a wide image is added only after this first pass: the result has the same bits and takes, for 4:3 images,
+    a third less work.
     """
     size, side = preprocessor.size, max(image.size)
     if image.width <= image.height:
@@ -279,7 +297,8 @@ def resize_padded(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
 
 
 def misread(image: Image.Image, what: str) -> Image.Image:
-    """Reproduce an error of transformers 4.37: an image height of 3 is taken for the channels; a height of 1 raises."""
+    """Return the image as transformers 4.37 misreads it: with a height of 3 pixels, the height is taken for the
+    channels. Raises ImageError for a height of 1 pixel, at which LLaVA fails."""
     check_height(image.height, what)
     if image.height == 3:
         return Image.fromarray(np.ascontiguousarray(np.asarray(image).transpose(1, 2, 0)))
@@ -297,7 +316,7 @@ def to_bytes(image: Image.Image) -> np.ndarray:
 
 
 def pad_to_square(image: Image.Image, colour: tuple[int, ...]) -> Image.Image:
-    """Put an image in the middle of a square of the given colour (LLaVA mm_utils.py:152-163)."""
+    """Return the image in the middle of a square of the given colour (LLaVA mm_utils.py:152-163)."""
     side = max(image.size)
     if image.width == image.height:
         return image

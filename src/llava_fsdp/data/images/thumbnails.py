@@ -12,9 +12,9 @@ from llava_fsdp.data.images.check import opened, to_rgb
 from llava_fsdp.runtime.errors import DataError
 
 SIDE = 208
-"""Longest side of a thumbnail in pixels, twice that on the page (for high-resolution screens)."""
+"""Longest side of a thumbnail in pixels. It is twice the size shown on the page, for high-resolution screens."""
 LARGEST = 24_000
-"""Size limit of a thumbnail's JPEG in bytes; larger ones are saved at lower quality."""
+"""Largest size of a thumbnail's JPEG in bytes; a larger JPEG is saved again at lower quality."""
 
 
 @lru_cache(200)

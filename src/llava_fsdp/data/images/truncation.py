@@ -17,7 +17,8 @@ BIG_TIFF = b"II+\0", b"MM\0+"
 
 
 def ends_early(data: bytes) -> bool:
-    """Return whether the bytes are an image file whose end is missing; False for whole images and for other data."""
+    """Return whether the bytes are an image file whose end is missing; False for complete images and for data that is
+    no image."""
     magics = (JPEG, PNG, RIFF, *GIF, BMP, *TIFF, *BIG_TIFF)
     if any(len(data) < len(magic) and magic.startswith(data) for magic in magics):
         return True
@@ -34,7 +35,7 @@ def ends_early(data: bytes) -> bool:
             return len(data) < max(number("<I", data, 2), bmp_needs(data))
         if data.startswith((*TIFF, *BIG_TIFF)):
             return len(data) < tiff_needs(data)
-    except (IndexError, struct.error):  # the structure continues behind the last byte
+    except (IndexError, struct.error):  # the structure continues after the last byte
         return True
     return False
 
@@ -44,8 +45,8 @@ def number(form: str, data: bytes, at: int) -> int:
 
 
 def jpeg_ends_early(data: bytes) -> bool:
-    """Return whether a JPEG's end-of-image marker is missing; markers inside segments (embedded thumbnails) do not
-    count."""
+    """Return whether the end-of-image marker of a JPEG is missing; markers inside its segments (embedded thumbnails) do
+    not count."""
     at = 2
     while True:
         at = data.find(b"\xff", at)
@@ -54,9 +55,9 @@ def jpeg_ends_early(data: bytes) -> bool:
         marker = data[at + 1]
         if marker == 0xD9:
             return False
-        if marker == 0xFF:  # fill
+        if marker == 0xFF:  # a fill byte
             at += 1
-        elif marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD8:  # no segment: data, restarts
+        elif marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD8:  # markers without a segment: data, restarts
             at += 2
         else:
             at += 2 + number(">H", data, at + 2)
@@ -66,7 +67,7 @@ def png_ends_early(data: bytes) -> bool:
     at = len(PNG)
     while True:
         length, kind = struct.unpack_from(">I4s", data, at)
-        if not kind.isalpha():  # the file is broken, not truncated
+        if not kind.isalpha():  # not a chunk: the file is broken, not truncated
             return False
         at += 12 + length
         if at > len(data):
@@ -90,13 +91,13 @@ def gif_ends_early(data: bytes) -> bool:
             at = behind_blocks(at + 2)
         elif data[at] == 0x2C:
             at = behind_blocks(behind_palette(at + 10, data[at + 9]) + 1)
-        else:  # broken, not cut
+        else:  # no known block: the file is broken, not truncated
             return False
     return False
 
 
 def bmp_needs(data: bytes) -> int:
-    """Return the size in bytes that an uncompressed BMP file must have; 0 for compressed ones, whose header states the
+    """Return the size in bytes that an uncompressed BMP file must have; 0 for a compressed one, whose header states its
     size."""
     start, header = struct.unpack_from("<II", data, 10)
     if header < 40:
@@ -109,14 +110,14 @@ TIFF_TYPES = {
     1: "B", 2: "B", 3: "H", 4: "I", 5: "Q", 6: "B", 7: "B", 8: "H", 9: "I", 10: "Q", 11: "I", 12: "Q", 13: "I",
     16: "Q", 17: "Q", 18: "Q",
 }  # fmt: skip
-"""Format character of Python's struct module for each TIFF field type."""
+"""For each TIFF field type, the format character of Python's struct module."""
 PIECES = {273: 279, 324: 325}
-"""TIFF tags of the offsets of image data (strips, tiles), each with the tag of their sizes in bytes."""
+"""TIFF tags of the offsets of image data (strips, tiles), each with the tag of the sizes in bytes of that data."""
 
 
 def tiff_needs(data: bytes) -> int:
-    """Return the least size in bytes of a TIFF file: the end of the last data that the directory of its first image
-    refers to."""
+    """Return the least size in bytes that a TIFF file must have: the end of the last data that the directory of its
+    first image refers to."""
     order, big = "<" if data.startswith(b"II") else ">", data.startswith(BIG_TIFF)
     offset, count, width, inline = ("Q", "Q", 20, 8) if big else ("I", "H", 12, 4)
     at = number(order + offset, data, 8 if big else 4)

@@ -1,4 +1,5 @@
-"""Decide before training what happens to records that cannot be trained on (stop, skip); each rank decides the same."""
+"""Decide before training whether records that cannot be trained on stop the run or are skipped; every rank decides the
+same."""
 
 import itertools
 import os
@@ -18,7 +19,7 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import Watch
 
 SHOWN = 5
-"""Number of records named in an error message."""
+"""Number of bad records that an error message lists."""
 NOTED = {
     Kind.tag_without_image: f"have {IMAGE_TAG} in their text but no image, and train as text: is the key called image?",
     Kind.media_not_read: "name video, audio or images in a key or a tag that is not read, and train without them",
@@ -28,15 +29,17 @@ NOTED = {
     Kind.too_long: "are longer than data.max_length, and are truncated",
     Kind.duplicate_id: "have the id of an earlier one",
 }
-"""Warning texts about records that have a problem but are trained on, by kind of problem."""
+"""Warning text for each kind of problem, for records that have the problem but are trained on; follows their number."""
 
 
 def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch) -> Records:
-    """Open the dataset's records, making their index if it is missing, and check whether training may begin.
+    """Open the records of the dataset, first making their index if it is missing, and check whether training may begin.
 
     Raises:
-        DataError: training may not begin, by `data.bad_records`, `data.max_bad_records` and `data.too_long`.
-        ConfigError: a path does not exist, or the index cannot be written.
+        DataError: there are more bad or long records than `data.bad_records`, `data.max_bad_records` and
+            `data.too_long` allow.
+        ConfigError: a path does not exist.
+        BuildError: the index cannot be written.
     """
     plan = Plan(cfg.data, encoder, reader, read_host().usable_cores)
     since = last_look(plan)
@@ -51,7 +54,13 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch
 
 
 def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: str) -> Records:
-    """Examine bad records again, as they may have been fixed; an index that cannot be written is used unchanged."""
+    """Examine the bad records again, because their files may have been fixed, and return the records of the updated
+    index. If the index cannot be written, log a warning and return `records` unchanged.
+
+    Args:
+        since: an earlier result of `last_look`; if another process has examined the bad images since then, its result
+            is used.
+    """
     try:
         index = open_index(plan, show, look_again=True, since=since)
     except BuildError as error:
@@ -68,7 +77,7 @@ def report(records: Records, cfg: Config) -> None:
 
 
 def same_files(records: Records) -> str:
-    """Return a message about sources that are the same file; empty if there are none."""
+    """Return a warning about data sources that are the same file; empty if there are none."""
     names: dict[str, list[str]] = {}
     for source in records.index.texts.sources:
         names.setdefault(os.path.realpath(source.path), []).append(source.name)
@@ -77,7 +86,7 @@ def same_files(records: Records) -> str:
 
 
 def remarks(records: Records) -> str:
-    """Return a warning about problems of records that are trained on; empty if there are none."""
+    """Return a warning about records that have a problem but are trained on; empty if there are none."""
     said = [
         f"{records.counts[kind]:,} {words}"
         for kind, words in NOTED.items()
@@ -94,7 +103,7 @@ def remarks(records: Records) -> str:
 
 
 def check_door(records: Records, cfg: DataConfig) -> None:
-    """Raise DataError if training may not begin because of bad or long records."""
+    """Raise DataError if training may not begin because of bad or too long records."""
     report = cfg.index_folder / PAGE
     if cfg.too_long is TooLong.fail and records.counts[Kind.too_long]:
         how = "raise data.max_length, or set data.too_long=truncate or skip"

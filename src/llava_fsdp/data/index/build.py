@@ -1,15 +1,16 @@
 """Make or open the index of a dataset: a folder of .npy columns and JSON, made once and mapped by all readers.
 
-    known.json               the KEY of each known state of the source files, by their size and time
-    lock                     held by the one process that builds
+    known.json               the KEY of each known state of the source files, by the files' sizes and times
+    lock                     held by the one process that builds the index
     pictures-KEY.looked      changes whenever all bad images have been examined again
-    KEY/texts                positions of the records (`Texts`); KEY depends on the sources' content
-    KEY/records              columns of the records themselves
-    KEY/pictures-KEY.N       columns of the records' images; a new N when a bad image has been fixed
+    KEY/texts                positions of the records (`Texts`); KEY depends on the content of the source files
+    KEY/records              columns with properties of the records
+    KEY/pictures-KEY.N       columns with properties of the records' images; a new N when a bad image was fixed
     KEY/encoded-KEY          columns for one tokenizer, template and maximum length
 
 A folder gets its final name when it is complete, so any folder that exists may be read. Ranks need no collectives: the
-first process builds the index, under a lock that the system releases if it dies; the next one then continues its work.
+first process builds the index, under a lock that the system releases if the process dies; the next process then
+continues its work.
 """
 
 import contextlib
@@ -42,14 +43,15 @@ from llava_fsdp.runtime.progress import Watch
 
 LOCK = "lock"
 SILENT = 5.0
-"""Seconds to wait for another process's lock before a message is logged."""
+"""Seconds to wait for the lock of another process before a message about the waiting is logged."""
 CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
-"""Number of records of a chunk in each pass over the dataset; a chunk takes a few seconds."""
+"""For each pass over the dataset, the number of records in a chunk; a chunk takes a few seconds."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that an index is made from (dataset, encoder, image reader), and the number of worker processes."""
+    """Everything that an index is made from (dataset, encoder, image reader), and the number of worker processes to
+    make it."""
 
     cfg: DataConfig
     encoder: Encoder
@@ -58,41 +60,44 @@ class Plan:
 
     @property
     def whole_encoder(self) -> Encoder:
-        """The encoder, changed to truncate long records instead of skipping or refusing them; that is decided after
-        indexing."""
+        """The encoder, changed to truncate long records; whether long records are skipped or refused is decided when
+        the index is used."""
         encoder = self.encoder
         return replace(encoder, too_long=TooLong.truncate) if isinstance(encoder, ExactEncoder) else encoder
 
 
 @dataclass(frozen=True)
 class Index:
-    """An open dataset index: its folders of columns, and counts of tokens lost by truncation."""
+    """An opened dataset index: its folders of columns, and counts of what is lost by truncation."""
 
     folder: Path
-    """Folder of the index, shared by all states of the dataset."""
+    """Folder of the whole index, with a subfolder for each state of the dataset's files."""
     texts: Texts
     records: Path
     pictures: Path
     encoded: Path
     limits: list[int]
+    """Maximum lengths in tokens for which the losses by truncation were counted."""
     losses: np.ndarray
-    """Counts lost by truncation, int64 [sources, limits, LOSSES]."""
+    """Counts of what truncation at each maximum length loses, int64 [sources, limits, LOSSES]; LOSSES names the
+    counts."""
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def flags(self, begin: int, end: int) -> np.ndarray:
-        """Return the problems of records begin to end as bits, uint32 [end - begin]."""
+        """Return the problems of the records [begin, end) as bits (`problems.BITS`), uint32 [end - begin]."""
         parts = [open_column(f, "flags")[begin:end] for f in (self.records, self.pictures, self.encoded)]
         return parts[0] | parts[1] | parts[2]
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the problem bits of all records in blocks, each with the number of its first record."""
+        """Yield the problem bits of all records in blocks, as pairs (number of the block's first record, bits uint32
+        [block])."""
         for begin in range(0, len(self), BLOCK):
             yield begin, self.flags(begin, begin + BLOCK)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield each problem found (record, id, kind, reason), by pass over the dataset and in the order of the
+        """Yield each problem found as a dict with record, id, kind and reason, pass by pass and in the order of the
         records."""
         for path in (self.records / ROWS, self.records / DUPLICATES, self.pictures / ROWS, self.encoded / ROWS):
             yield from read_rows(path.with_suffix(".jsonl"))
@@ -102,15 +107,15 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
     """Open the dataset's index; make it first, or complete it, if needed.
 
     Args:
-        look_again: read the sources and every bad image again, as they may have been fixed.
-        since: an earlier result of `last_look`; if another process has examined bad images since then, do not do it
-            again.
+        look_again: read the sources and every bad image again, because they may have been fixed.
+        since: an earlier result of `last_look`. If another process has examined all bad images since then, they are not
+            examined once more.
 
     Raises:
         DataError: a source is not a list of records.
         ConfigError: a path does not exist.
         BuildError: the index cannot be written.
-        SourceError: a source cannot be read, or changes meanwhile.
+        SourceError: a source cannot be read, or changes while it is read.
         DamagedError: files of the index have changed or are missing.
     """
     sources = sources_of(plan.cfg)
@@ -142,7 +147,7 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
 
 
 def is_foreign(error: OSError, folder: Path) -> bool:
-    """Return whether an OSError names a file outside a folder."""
+    """Return whether an OSError names a file outside `folder`."""
     if not isinstance(error.filename, (str, bytes)):
         return False
     path, own = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(folder)
@@ -154,7 +159,7 @@ def look_file(plan: Plan) -> Path:
 
 
 def last_look(plan: Plan) -> str:
-    """Return a text that changes whenever a process has examined all bad images again."""
+    """Return a text that differs from earlier results once a process has examined all bad images again."""
     path = look_file(plan)
     return path.read_text(errors="replace") if path.is_file() else ""
 
@@ -165,7 +170,7 @@ def note_look(plan: Plan) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a file lock as a context manager; the system releases the lock if this process dies."""
+    """Context manager that holds a file lock; the system releases the lock if this process dies."""
     with path.open("w") as file:
         until = time.monotonic() + SILENT
         while True:
@@ -182,7 +187,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def find(plan: Plan, sources: list[SourceFile], folder: Path) -> Index | None:
-    """Return the complete index of these sources, recognised by their size and modification time; None without one."""
+    """Return the index of these sources if it is complete for the sources' present sizes and modification times; else
+    None."""
     known = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
     if known is None:
         return None
@@ -207,7 +213,7 @@ def opened(folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
 
 
 def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> Index:
-    """Make all missing parts of the index and open it; the caller holds the lock."""
+    """Make all missing parts of the index and open it. The caller must hold the lock."""
     most = plan.cfg.max_record_bytes
     begun = stamp(sources, most)
     known = find_state(sources, folder, most, watch, look_again)
@@ -242,24 +248,30 @@ def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, loo
 
 
 def is_part(name: str) -> bool:
-    """Return whether a folder is a complete part of an index, by its name."""
+    """Return whether a folder is a complete part of an index, judged by the folder's name."""
     return name in ("texts", "records") or (
         name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))
     )
 
 
 def undo(state: Path, before: set[Path]) -> None:
-    """Delete the parts made from source files that changed meanwhile, as the files may change back."""
+    """Delete the index parts that were made while the source files changed: their key would be valid again if the files
+    change back.
+
+    Args:
+        state: folder of the index for one state of the source files.
+        before: content of `state` before the parts were made, which is kept.
+    """
     for path in state.iterdir():
         if path not in before or path.suffix == ".parts":
             clear(path)
 
 
 def write_texts(source: SourceFile, folder: Path, plan: Plan, watch: Watch) -> tuple[SourceFile, Path]:
-    """Write a Parquet source's rows as JSON Lines; a text source stays as it is.
+    """Write the rows of a Parquet source as JSON Lines; do nothing for a source that is a text file.
 
     Returns:
-        The source, with the folder of images that were embedded in it, and the text file of its records.
+        The source, with the folder of the images that were embedded in its rows, and the text file of its records.
     """
     path = Path(source.path)
     if not parquet.is_parquet(path):
@@ -278,8 +290,8 @@ def write_texts(source: SourceFile, folder: Path, plan: Plan, watch: Watch) -> t
 
 P = TypeVar("P", bound=Pass)
 Finish = Callable[[P, Path, Path], dict[str, Any]]
-"""Function that completes a pass: (pass, folder of its chunks, folder of joined columns) -> facts to store; may add
-files."""
+"""Function that completes a pass over the dataset: (pass, folder of its chunks, folder of the joined columns) -> facts
+to store. It may add files to the folder of joined columns."""
 
 
 def make(task: P, target: Path, workers: int, watch: Watch, label: str, finish: Finish[P], keep: bool = False) -> None:
@@ -294,7 +306,8 @@ def make(task: P, target: Path, workers: int, watch: Watch, label: str, finish: 
 
 
 def parts_of(target: Path) -> Path:
-    """Return the folder of a pass's chunks, which all versions of its result share."""
+    """Return the folder of the chunk files from which a pass's result folder `target` is made; all versions of the
+    result share it."""
     return target.with_name(f"{target.name.partition('.')[0]}.parts")
 
 
@@ -311,21 +324,26 @@ def pictures_name(plan: Plan) -> str:
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:
-    """Return the folder name of the columns for one encoder, which also depend on the images' sizes."""
+    """Return the name of the folder with the columns of one encoder; it depends also on the version of the image
+    columns."""
     reader = plan.reader
     places = reader.fingerprint, reader.aspect.value, reader.pixels.value, pictures.name
     return f"encoded-{short(plan.encoder.fingerprint, places)}"
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest version (highest number) of a pass's result; None without one."""
+    """Return the newest version of a pass's result: of the folders named `folder`.N, the one with the highest N; None
+    without one."""
     versions = [p for p in folder.parent.glob(f"{folder.name}.*") if p.suffix[1:].isdigit()]
     return max(versions, key=lambda p: int(p.suffix[1:]), default=None)
 
 
 def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
-    """Run the pass that examines all images, and return its folder. Chunks are kept, so that those with fixed images
-    can be redone."""
+    """Run the pass that examines all images, and return the folder of its result.
+
+    With `look_again`, bad images are examined again, and chunks with fixed images are computed anew; therefore all
+    chunk files are kept.
+    """
     cfg = plan.cfg
     looking = cfg.examine, scaled(plan), cfg.allow_links
     task = ExaminePictures(state / "texts", CHUNKS["pictures"], state / "records", *looking)
@@ -339,7 +357,7 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
             return last
         for chunk in fixed:
             chunk_file(parts_of(base), chunk).unlink(missing_ok=True)
-    is_new = last is not None or not parts_of(base).is_dir()  # otherwise an interrupted run left some chunks
+    is_new = last is not None or not parts_of(base).is_dir()  # otherwise chunks of an interrupted pass are reused
     target = Path(f"{base}.{0 if last is None else int(last.suffix[1:]) + 1}")
     make(task, target, plan.workers, watch, "examining images", lambda *_: {}, keep=True)
     if is_new:
@@ -348,7 +366,12 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
 
 
 def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
-    """Return the numbers of chunks with a record whose images now have other problems than before."""
+    """Examine the bad images again, and return the numbers of the chunks that have a record whose problems have
+    changed.
+
+    Args:
+        folder: result of the earlier pass.
+    """
     flags = open_column(folder, "flags")
     fixed = {
         number // task.size

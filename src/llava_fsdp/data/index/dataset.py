@@ -1,4 +1,4 @@
-"""Access to the records of an index that are trained on."""
+"""Access to those records of a dataset's index that are trained on."""
 
 import hashlib
 import itertools
@@ -18,8 +18,8 @@ from llava_fsdp.data.records.record import Record
 
 
 class Records:
-    """Sequence of the records that are trained on, with columns (lengths, labels, ...) of the same numbering. A record
-    is parsed when it is accessed.
+    """Sequence of the records that are trained on, with columns (lengths, labels, ...) that have one value for each of
+    them. A record is parsed when it is accessed.
 
     The columns are mapped files, or copies of their kept rows if records are skipped.
     """
@@ -30,14 +30,15 @@ class Records:
         self.counts: dict[Kind, int] = dict.fromkeys(Kind, 0)
         """Number of records with each kind of problem."""
         self.out = 0
-        """Number of records skipped because something is wrong with them."""
+        """Number of records that are skipped because something is wrong with them."""
         self.long = 0
-        """Number of records skipped only for their length."""
+        """Number of records that are skipped only because they are too long."""
         self.numbers = self._choose()
         self._sizes = PictureSizes(index.records, index.pictures)
 
     def _choose(self) -> np.ndarray | None:
-        """Return the index numbers of the records to train on, int64; None if all are trained on."""
+        """Count the records with each kind of problem, and return the index numbers of those to train on, int64; None
+        if all are trained on."""
         dropping = mask(*self.dropping)
         long = dropping & BITS[Kind.too_long]
         wrong = dropping & ~long
@@ -57,7 +58,7 @@ class Records:
         return len(self.index) if self.numbers is None else len(self.numbers)
 
     def at(self, number: int) -> int:
-        """Return the number in the index of a record that is trained on."""
+        """Return a record's number in the index, from its number among the records that are trained on."""
         return number if self.numbers is None else int(self.numbers[number])
 
     def __getitem__(self, number: int) -> Record:
@@ -112,7 +113,7 @@ class Records:
 
     @cached_property
     def source_counts(self) -> list[int]:
-        """Number of records of each source, in order."""
+        """Number of the records trained on of each source, in the order of the sources."""
         firsts = self.index.texts.firsts
         bounds = firsts if self.numbers is None else np.searchsorted(self.numbers, firsts).tolist()
         return [end - begin for begin, end in itertools.pairwise(bounds)]
@@ -126,7 +127,8 @@ class Records:
         return hashlib.sha256(whole.encode() + self.numbers.tobytes()).hexdigest()[:32]
 
     def left_out(self) -> Iterator[dict[str, Any]]:
-        """Yield the skipped records with kind of problem and reason."""
+        """Yield each problem of a skipped record as a dict with the record's name, the kind of problem and the
+        reason."""
         for row in self.index.rows():
             if row["kind"] in self.dropping:
                 where = self.index.texts.name(row["record"])

@@ -1,5 +1,5 @@
-"""Finish the first pass over a dataset: compute where each record's images begin in the columns, and find duplicate
-ids."""
+"""Complete the first pass over a dataset: compute where each record's images begin in the image columns, and find
+duplicate ids."""
 
 import itertools
 import json
@@ -17,8 +17,9 @@ DUPLICATES = "duplicates"
 
 
 def read_facts(task: ReadRecords, _parts: Path, staged: Path) -> dict[str, Any]:
-    """Add the columns first_picture (int64 [records + 1]) and name_end (int64 [images + 1]) and the list of duplicate
-    ids to the folder of joined columns."""
+    """Add to the folder of joined columns: first_picture (int64 [records + 1], the index of each record's first image),
+    name_end (int64 [images + 1], the end of each image's path in `names`) and the list of duplicate ids. Returns no
+    facts."""
     for name, counts in (("first_picture", "pictures"), ("name_end", "name_size")):
         write_column(staged / f"{name}.npy", running_sum(open_column(staged, counts)), np.dtype(np.int64))
     (staged / "name_size.npy").unlink()
@@ -47,7 +48,8 @@ def running_sum(counts: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:
-    """Return the records of [begin, end) that have the same id as an earlier record, by the hashes of the ids.
+    """Find the records of [begin, end) that have the same id as an earlier record of that range, by the hashes of the
+    ids.
 
     Compares one share of the hashes at a time, so that memory does not grow with the number of records.
 

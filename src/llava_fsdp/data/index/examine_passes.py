@@ -27,11 +27,11 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 T = TypeVar("T")
 Tell = Callable[[str, str], None]
-"""Function that notes a problem of a record: takes its kind and a reason for the user."""
+"""Function that stores a problem of one record; its arguments are the kind of problem and a reason for the user."""
 
 
 class Findings:
-    """Collects the problems found in a chunk of records."""
+    """Collects the problems found in the records of one chunk."""
 
     def __init__(self, numbers: range):
         self.numbers = numbers
@@ -40,7 +40,8 @@ class Findings:
         self.rows: list[dict[str, Any]] = []
 
     def of(self, number: int, identity: str | None) -> Tell:
-        """Return a function that adds problems of one record, each kind once."""
+        """Return a function that adds problems of the record `number`; of each kind, only the first problem is
+        added."""
         at = number - self.numbers.start
 
         def tell(kind: str, reason: str) -> None:
@@ -57,7 +58,8 @@ class Findings:
 
 
 def attempt(make: Callable[[], T], tell: Tell) -> T | None:
-    """Call `make`; a DataError with a kind is noted as a problem of the record, and None is returned."""
+    """Return the result of `make`. If it raises a DataError with a kind, pass the error to `tell` as a problem of the
+    record, and return None."""
     try:
         return make()
     except DataError as error:
@@ -69,7 +71,7 @@ def attempt(make: Callable[[], T], tell: Tell) -> T | None:
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """Base class of a pass over all records of a dataset, in chunks of `size` records."""
+    """Base class of a pass over all records of a dataset; a chunk of `size` records is processed by one call."""
 
     folder: Path
     size: int
@@ -94,10 +96,11 @@ class Pass(ABC):
 
     @abstractmethod
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """Return the pass's columns for these records, and add problems to `found`."""
+        """Return this pass's columns for the given records, and add the records' problems to `found`."""
 
     def records(self, numbers: range) -> Iterator[tuple[int, Record]]:
-        """Yield the valid records with their numbers; invalid ones are reported by the first pass."""
+        """Yield the valid records with their numbers. Invalid ones are left out, because the first pass reports
+        them."""
         for number in numbers:
             record = attempt(partial(self.texts.record, number), lambda *_: None)
             if record is not None:
@@ -108,8 +111,9 @@ class Pass(ABC):
 class ReadRecords(Pass):
     """First pass over a dataset: parse each record and store its id, number of words and images.
 
-    Columns by record: id_hash (0: no id), digest (xxh3 of its bytes; 0: not read), words, pictures; by image:
-    name_size; `names` has the bytes of all names.
+    Columns with a value per record: id_hash (0: no id), digest (xxh3 of its bytes; 0: not read), words, pictures
+    (number of images). Column with a value per image: name_size (bytes of its path). Column `names`: the bytes of all
+    image paths.
     """
 
     def columns(self, numbers: range, found: Findings) -> Columns:
@@ -142,8 +146,8 @@ class ReadRecords(Pass):
 
 
 def id_hash(identity: str) -> int:
-    """Return a 64-bit hash of an id, never 0. Two of ten million ids have the same hash with a probability of 1 in
-    300,000."""
+    """Return a 64-bit hash of a record's id, never 0. Among ten million ids, two have the same hash with a probability
+    of 1 in 300,000."""
     digest = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
 
@@ -166,7 +170,7 @@ def check_pictures_named(record: Record, tell: Tell) -> None:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A problem found in an image; the exception itself would keep the file's bytes in memory."""
+    """A problem found in an image. It replaces the exception, which would keep the file's bytes in memory."""
 
     kind: str
     reason: str
@@ -176,15 +180,16 @@ class Wrong:
 class ExaminePictures(Pass):
     """Second pass over a dataset: check each image and store its size.
 
-    Columns by image: width and height as displayed, stored_height, and digest (uint64, xxh3 of its bytes if all were
-    read); 0 if it has problems.
+    Columns with a value per image: width and height as displayed, stored_height, and digest (uint64, xxh3 of its bytes
+    if all were read). All are 0 for an image with problems.
     """
 
     records_folder: Path
     """Folder of the columns written by the pass ReadRecords."""
     how: Examine
     scaled: bool
-    """Whether 16-bit and floating point images are scaled by their white value, which must be known (`data.pixels`)."""
+    """Whether 16-bit and floating point images are scaled by their white value (depends on `data.pixels`). Images whose
+    white value is unknown are then a problem."""
     allow_links: bool
 
     @cached_property
@@ -228,7 +233,7 @@ class ExaminePictures(Pass):
 
 
 class PictureNames:
-    """Paths of each record's images, read from an index."""
+    """The paths of each record's images, read from the columns of an index."""
 
     def __init__(self, records: Path):
         self.first, self.end = open_column(records, "first_picture"), open_column(records, "name_end")
@@ -240,7 +245,7 @@ class PictureNames:
 
 
 class PictureSizes:
-    """Sizes of each record's images, read from an index."""
+    """The sizes of each record's images, read from the columns of an index."""
 
     def __init__(self, records: Path, pictures: Path):
         self.first = open_column(records, "first_picture")
@@ -248,7 +253,12 @@ class PictureSizes:
         self.width, self.height, self.stored_height = (open_column(pictures, name) for name in names)
 
     def of(self, number: int, place: int) -> tuple[int, int, int]:
-        """Return (width, height, stored height) of one of a record's images in pixels; 0 if the image has problems."""
+        """Return (width, height, stored height) in pixels of one of a record's images; all 0 if the image has problems.
+
+        Args:
+            number: number of the record.
+            place: index of the image in the record.
+        """
         row = int(self.first[number]) + place
         return int(self.width[row]), int(self.height[row]), int(self.stored_height[row])
 

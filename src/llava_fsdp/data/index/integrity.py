@@ -1,7 +1,8 @@
-"""Check the parts of an index against damage: each part's `done.json` has names, sizes and checksums of its files.
+"""Check the folders of an index for damage: each has a file `done.json` with the names, sizes and checksums of its
+files.
 
-Sizes are checked whenever an index is opened, checksums when everything is examined again. Damage is never repaired in
-place, as another process may have the file mapped.
+Sizes are checked whenever an index is opened, and checksums when everything is examined again. A damaged file is never
+repaired in place, because another process may have it mapped.
 """
 
 import contextlib
@@ -21,12 +22,12 @@ from llava_fsdp.runtime.small_json import parse_object
 DONE = "done.json"
 FILES = "files"
 BLOCK = 1 << 20
-# what NumPy raises for other files
+# exceptions that NumPy raises for files that are no .npy files
 NOT_NUMPY = (ValueError, EOFError, OverflowError, SyntaxError, TypeError, tokenize.TokenError)
 
 
 def damaged(path: Path, what: str) -> DamagedError:
-    """Return the DamagedError for a file INDEX/STATE/PART/NAME of an index."""
+    """Return a DamagedError that says what is wrong with a file INDEX/STATE/PART/NAME of an index."""
     folder = path.parents[min(2, len(path.parents) - 1)]
     within = path.relative_to(folder)
     return DamagedError(f"the index {folder} is damaged ({within}: {what}); delete it, and it is made again")
@@ -34,7 +35,8 @@ def damaged(path: Path, what: str) -> DamagedError:
 
 @contextlib.contextmanager
 def from_index(path: Path) -> Iterator[None]:
-    """Convert errors while a file of an index is read: DamagedError if the file is missing, else SourceError."""
+    """Context manager for reading a file of an index: a missing file becomes DamagedError, any other OSError
+    SourceError."""
     with reading(path):
         try:
             yield
@@ -79,7 +81,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:
-    """Write `done.json`: `facts`, with sizes and checksums of the folder's files. Call after all files are written."""
+    """Write `done.json` into a folder of an index: `facts`, and the size and checksum of every file. Call this after
+    all files are written."""
     paths = [path for path in sorted(folder.iterdir()) if path.name != DONE]
     files = {path.name: [path.stat().st_size, check_sum(path)] for path in paths}
     (folder / DONE).write_text(json.dumps({**facts, FILES: files}))
@@ -94,7 +97,8 @@ def check_sum(path: Path) -> int:
 
 
 def check_part(folder: Path, whole: bool) -> None:
-    """Raise DamagedError if a file of a part of the index is missing or has another size; `whole`: or checksum."""
+    """Raise DamagedError if a file in a folder of the index is missing or its size has changed; with `whole`, also if
+    its checksum has changed."""
     files = read_json(folder / DONE).get(FILES)
     if not isinstance(files, dict) or not all(isinstance(own, list) and len(own) == 2 for own in files.values()):
         raise damaged(folder / DONE, "it is not what was written")

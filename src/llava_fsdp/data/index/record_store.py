@@ -1,4 +1,4 @@
-"""Find all records of a dataset's files and read them by number; the first part of an index."""
+"""Find all records in a dataset's files and read them by number; makes the first part of an index."""
 
 import bisect
 import contextlib
@@ -33,7 +33,7 @@ from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
 
 SPAN = "offset", "size", "line"
 PIECE = 65_536
-"""Number of records whose positions are written to a file at once; these survive an interruption."""
+"""Number of records whose positions are written to a file at once; positions in such files survive an interruption."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Part:
-    """A range of consecutive records of one source that are in one text file."""
+    """Consecutive records of one source that are stored in one text file."""
 
     source: int
     text: str
     """Path of the text file: the source file, or for Parquet the JSON Lines file written from it."""
     first: int
-    """Number of the first record of this range."""
+    """Number of the first record of this part among the records of all sources."""
     count: int
 
 
@@ -61,7 +61,7 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[SourceFile]:
     """Return the data sources of a configuration (`data.path` and `data.images`, or `data.sources`).
 
     Args:
-        group: first part of the keys in messages.
+        group: beginning of the configuration keys in error messages (`data` or `val`).
 
     Raises:
         ConfigError: a file or folder does not exist.
@@ -87,10 +87,10 @@ def digest(path: Path) -> str:
 
 
 class Texts:
-    """Reads the records of all sources by number, counted through the sources in order.
+    """Reads the records of all sources by number; the numbers run through the sources in order.
 
-    Columns `offset` (int64), `size` and `line` (int32) give the place of a record's bytes. Pickled as the folder's
-    path.
+    The columns `offset` (int64), `size` and `line` (int32) say where the bytes of a record are. A pickled object has
+    only the path of its folder.
     """
 
     def __init__(self, folder: Path):
@@ -121,7 +121,7 @@ class Texts:
         return [sum(counts[:s]) for s in range(len(counts) + 1)]
 
     def place(self, number: int) -> tuple[SourceFile, int]:
-        """Return the source of a record, and the record's index in that source."""
+        """Return the source of a record, and the record's index within that source."""
         source = self.part(number).source
         return self.sources[source], number - self.firsts[source]
 
@@ -140,8 +140,8 @@ class Texts:
         """Return the bytes of a record.
 
         Raises:
-            DataError: the record is too large.
-            SourceError: the file cannot be read, or has changed.
+            DataError: the record is larger than data.max_record_bytes.
+            SourceError: the source file cannot be read, or has changed.
             DamagedError: the index is damaged.
         """
         text, size, offset = self.part(number).text, int(self.size[number]), int(self.offset[number])
@@ -175,7 +175,7 @@ class Texts:
         return parse_text(self._paths[source][0], index, text, self.line(number))
 
     def line(self, number: int) -> int | None:
-        """Return the line on which a record begins in its source; None if the source is not a text file."""
+        """Return the line on which a record begins in its source file; None if the source is not a text file."""
         part = self.part(number)
         return int(self.lines[number]) if part.text == self.sources[part.source].path else None
 
@@ -204,7 +204,13 @@ class Texts:
         return Path(source.images).parent == Path(part.text).parent
 
     def own_picture(self, number: int, reason: str) -> str:
-        """Replace in a message the path of an image extracted from a Parquet file by the image's original name."""
+        """Return a message in which the path of an image extracted from a Parquet file is replaced by the image's
+        original name.
+
+        Args:
+            number: number of the record that has the image.
+            reason: the message.
+        """
         if not self.embeds(number):
             return reason
         raw = self.raw(number)
@@ -215,13 +221,13 @@ class Texts:
         return reason.replace("copy it again", "put a whole one into the file")
 
     def record(self, number: int, text: bytes | None = None) -> Record:
-        """Parse a record.
+        """Read and parse a record.
 
         Args:
             text: the record's bytes, if they have been read already.
 
         Raises:
-            DataError: the record is invalid; has a kind.
+            DataError: the record is invalid; the error has a `kind`.
         """
         source, index = self.place(number)
         path, folder = self._paths[source]
@@ -233,7 +239,7 @@ class Texts:
 def split(
     sources: list[SourceFile], folder: Path, texts: list[Path], fingerprint: str, most: int, check: Callable[[], None]
 ) -> None:
-    """Find all records of the sources' text files, and write their positions into a folder that `Texts` opens.
+    """Find all records in the text files of the sources, and write their positions into a folder that `Texts` opens.
 
     Args:
         texts: the text file of each source.
@@ -268,7 +274,11 @@ def split(
 
 
 def split_file(path: Path, folder: Path, most: int) -> list[Path]:
-    """Find the positions of a file's records and write them in pieces; pieces that exist already are kept.
+    """Find the positions of the records in a file and write them in pieces; pieces left by an interrupted run are kept.
+
+    Args:
+        folder: folder of the pieces.
+        most: largest number of bytes of a record.
 
     Returns:
         Paths of the pieces, .npy files with offset, size and line of each record, int64 [records, 3].

@@ -1,4 +1,5 @@
-"""Identify the state of a dataset's files: by size and modification time if already known, else by their content."""
+"""Identify the content of a dataset's files: by their sizes and modification times if these are known, else by reading
+them."""
 
 import hashlib
 import json
@@ -13,15 +14,18 @@ from llava_fsdp.runtime.progress import Watch
 from llava_fsdp.runtime.small_json import parse_object
 
 FORMAT = 5
-"""Version of the index format, increased whenever its columns change or what is found in a record."""
+"""Version of the index format; increased whenever the columns change, or the values that are computed for a record."""
 KNOWN = "known.json"
 
 
 def find_state(sources: list[SourceFile], folder: Path, most: int, watch: Watch, look_again: bool) -> dict[str, str]:
-    """Return the key and the fingerprint of the sources' content, which are remembered by size and modification time.
+    """Return the key and the fingerprint of the content of the sources, as {key: ..., fingerprint: ...}. They are
+    stored by the files' sizes and modification times, so that unchanged files are not read again.
 
     Args:
-        most: largest size of a record in bytes; part of the key, as with another limit other records are read.
+        most: largest size of a record in bytes. The key depends on it, because with another limit other records are
+            valid.
+        look_again: read the files even if their sizes and modification times are known.
     """
     known = read_known(folder)
     now = stamp(sources, most)
@@ -40,14 +44,19 @@ def find_state(sources: list[SourceFile], folder: Path, most: int, watch: Watch,
 
 
 def check_unchanged(sources: list[SourceFile], most: int, since: str, undo: Callable[[], None] = lambda: None) -> None:
-    """Raise SourceError, after calling `undo`, if the size or modification time of a file has changed."""
+    """Raise SourceError, after calling `undo`, if the size or modification time of a source file has changed.
+
+    Args:
+        since: earlier result of `stamp` for these sources.
+    """
     if stamp(sources, most) != since:
         undo()
         raise SourceError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
 
 
 def read_known(folder: Path) -> dict[str, dict[str, str]]:
-    """Return the known states of source files; empty if `known.json` is damaged, as all can be computed again."""
+    """Return the known states of the source files, from `known.json`. A damaged file counts as empty, because all
+    states can be computed again."""
     path = folder / KNOWN
     try:
         known = parse_object(path.read_bytes()) if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""Summarise what was found in a dataset: counts, lengths, tokens lost by truncation, and all problems."""
+"""Summarise what was found in a dataset: counts, lengths in tokens, tokens lost by truncation, and all problems."""
 
 import json
 from collections.abc import Iterator
@@ -32,17 +32,17 @@ class SourceCounts:
     images: str | None
     records: int
     left_out: int
-    """Number of skipped records; all other counts are of the records that are trained on."""
+    """Number of skipped records. The counts in the fields after this one are of the records that are trained on."""
     text_only: int = 0
     pictures: int = 0
-    """Number of images in these records; an image counts as often as it occurs."""
+    """Number of images in the records that are trained on; an image that occurs several times counts several times."""
     tokens: int = 0
     """Number of tokens after truncation at data.max_length, including image tokens."""
     label_tokens: int = 0
 
 
 def make_report(records: Records, cfg: Config) -> dict[str, Any]:
-    """Return the content of report.json: all statistics, with only the first problems of each kind."""
+    """Return the content of report.json: all statistics, but of each kind of problem only the first SHOWN records."""
     index = records.index
     return {
         "index": str(index.folder),
@@ -83,13 +83,13 @@ def count_sources(records: Records) -> list[SourceCounts]:
 
 
 def describe_lengths(index: Index) -> dict[str, Any]:
-    """Return histogram, mean and percentiles of the lengths in tokens of all samples before truncation."""
+    """Return histogram, mean and percentiles of the lengths of all samples in tokens before truncation."""
     full = open_column(index.encoded, "full")
     longest = max((int(full[at : at + BLOCK].max(initial=0)) for at in range(0, len(full), BLOCK)), default=0)
     counts = np.zeros(longest + 1, dtype=np.int64)
     for at in range(0, len(full), BLOCK):
         counts += np.bincount(full[at : at + BLOCK], minlength=longest + 1)
-    counts[0] = 0  # no sample
+    counts[0] = 0  # records that make no sample
     total = int(counts.sum())
     if not total:
         return {"samples": 0, "mean": None, "percentiles": {}, "histogram": []}
@@ -105,7 +105,8 @@ def describe_lengths(index: Index) -> dict[str, Any]:
 
 
 def bar_width(longest: int) -> int:
-    """Return the smallest of 1, 2, 5, 10, 20, ... that divides lengths up to `longest` into at most BARS bars."""
+    """Return the smallest of 1, 2, 5, 10, 20, ... with which a histogram of lengths up to `longest` has at most BARS
+    bars."""
     power = 1
     while True:
         for step in (1, 2, 5):
@@ -115,7 +116,7 @@ def bar_width(longest: int) -> int:
 
 
 def describe_losses(index: Index) -> list[dict[str, Any]]:
-    """Return for each maximum length how much is truncated and lost, in all sources together and in each."""
+    """Return for each maximum length how much is lost by truncation, in all sources together and in each source."""
     names = [source.name for source in index.texts.sources]
     return [
         {
@@ -133,7 +134,8 @@ def losses(counts: np.ndarray) -> dict[str, int]:
 
 
 def list_problems(records: Records) -> dict[str, Any]:
-    """Return for each kind of problem the number of records, whether they are trained on, and the first of them."""
+    """Return for each kind of problem the number of records that have it, whether these are trained on, and the first
+    of them."""
     found = {
         kind: {"records": count, "kept": kind not in records.dropping, "meaning": PROBLEMS[kind].meaning, "first": []}
         for kind, count in records.counts.items()
@@ -164,7 +166,7 @@ def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
 
 
 def write_report(records: Records, cfg: Config, folder: Path) -> dict[str, Any]:
-    """Write report.json, report.html and problems.jsonl; return the content of report.json."""
+    """Write report.json, report.html and problems.jsonl into a folder; return the content of report.json."""
     report = make_report(records, cfg)
     folder.mkdir(parents=True, exist_ok=True)
     put(folder / LIST, (json.dumps(row) + "\n" for row in problem_rows(records)))

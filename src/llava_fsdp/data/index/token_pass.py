@@ -18,18 +18,19 @@ from llava_fsdp.data.text.encode import Encoder, Measured
 from llava_fsdp.data.text.templates import IMAGE_TAG
 
 LIMITS = (512, 1024, 2048, 4096, 8192)
-"""Maximum lengths in tokens for which truncation is counted, besides the configured one."""
+"""Maximum lengths in tokens for which truncation is counted, in addition to the configured maximum length."""
 LOSSES = ("records", "positions", "labels", "unlabelled")
-"""What is counted for each maximum length: records truncated, tokens and label tokens lost, records left without a
-label."""
+"""What is counted for each maximum length: truncated records, tokens lost, label tokens lost, and records that are left
+without a label."""
 
 
 @dataclass(frozen=True)
 class EncodeRecords(Pass):
     """Third pass over a dataset: encode each record, and store its numbers of tokens, labels, images and tiles.
 
-    Columns by record, int32: length, labels, images, tiles, positions_cut, labels_cut, full; 0 if it makes no sample.
-    `losses`, int64, by chunk, source, limit and LOSSES.
+    Columns with an int32 value per record: length, labels, images, tiles, positions_cut, labels_cut, and full (length
+    before truncation). All are 0 for a record that makes no sample. Column `losses`, int64: counts by chunk, source,
+    maximum length and LOSSES, flattened.
     """
 
     records_folder: Path
@@ -72,14 +73,15 @@ class EncodeRecords(Pass):
                 tell(Kind.empty_answer, reason)
         attempt(lambda: self.check_shapes(record, number), tell)
         if self.reader.in_tiles and not all(min(size) for size in record.sizes or ()):
-            return None  # its length is unknown; the pass over images has reported why
+            return None  # the length is unknown because an image is bad, which the pass over images has reported
         made = attempt(lambda: self.encoder.measure(record, self.limits), tell)
         if made is not None:
             check_cut(record, made, self.encoder.max_length, tell)
         return made
 
     def check_shapes(self, record: Record, number: int) -> None:
-        """Raise DataError if an image's shape cannot be handled with the configured aspect ratio and pixel settings."""
+        """Raise DataError if the shape of one of a record's images cannot be handled with the configured aspect ratio
+        and pixel settings."""
         reader = self.reader
         for place, name in enumerate(record.images):
             width, height, stored_height = self.sizes.of(number, place)
@@ -92,7 +94,7 @@ class EncodeRecords(Pass):
                 check_height(stored_height, what)
 
     def losses(self, made: Measured) -> np.ndarray:
-        """Return what a record loses by truncation at each maximum length, int64 [limits, LOSSES]."""
+        """Return what truncation of a record at each maximum length would lose, int64 [limits, LOSSES]."""
         lost = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
         labels = made.whole.num_labels
         for row, limit in enumerate(self.limits):

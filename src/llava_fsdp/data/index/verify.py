@@ -1,7 +1,7 @@
 """Verify that the records and images that an index was made from are unchanged, by reading all of them again.
 
-Training recognises files by size and modification time, and does not examine an image again once it was good. Only this
-check finds a change that leaves size and time as they were.
+Training recognises unchanged files by size and modification time, and does not examine an image again that was once
+good. Only this check finds a change that leaves both size and time as they were.
 """
 
 import json
@@ -24,13 +24,13 @@ from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.progress import Watch
 
 SHOWN = 20
-"""Most differences that an error message names."""
+"""Greatest number of changed records and images that an error message lists."""
 
 
 @dataclass(frozen=True)
 class CompareContent:
-    """Pass that compares a chunk of text records and good images with the index's checksums; column `rows` lists
-    differences."""
+    """Pass that reads a chunk's records and images again and compares them with the checksums in the index; the column
+    `rows` lists those that have changed. Records from Parquet files and images with problems are not compared."""
 
     texts: Texts
     size: int
@@ -44,7 +44,7 @@ class CompareContent:
 
     @cached_property
     def digests(self) -> tuple[np.ndarray, np.ndarray]:
-        """The index's stored checksums: two uint64 arrays, one value per record and one per image file."""
+        """The checksums stored in the index: two uint64 arrays, with one value per record and one per image."""
         return open_column(self.records_folder, "digest"), open_column(self.pictures_folder, "digest")
 
     def __call__(self, chunk: int) -> Columns:
@@ -53,7 +53,7 @@ class CompareContent:
         records, images = self.digests
         for number in range(chunk * self.size, min(len(self.texts), (chunk + 1) * self.size)):
             source, _ = self.texts.place(number)
-            in_text = self.texts.part(number).text == source.path  # not a copy of Parquet rows: `changed_rows`
+            in_text = self.texts.part(number).text == source.path  # Parquet rows are compared by `changed_rows`
             if in_text and records[number] and xxh3_64_intdigest(self.texts.read(number)) != records[number]:
                 changed.append(f"{self.texts.name(number)} is not what it was")
             first = int(self.names.first[number])
@@ -71,7 +71,7 @@ class CompareContent:
 
 
 def digest_of(path: Path) -> int | str:
-    """Return the xxh3 checksum of a file's bytes; if it cannot be read, the reason as text."""
+    """Return the xxh3 checksum of a file's bytes, or a text with the reason if the file cannot be read."""
     try:
         return xxh3_64_intdigest(read_file(path, "now"))
     except DataError as error:
@@ -79,11 +79,12 @@ def digest_of(path: Path) -> int | str:
 
 
 def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
-    """Check that all records and images of an index are unchanged; return the numbers of records and of images.
+    """Check that all records and images of an index are unchanged; return the number of records and the number of
+    images.
 
     Raises:
         ConfigError: there is no complete index of these files.
-        DataError: records or images have changed; names them.
+        DataError: records or images have changed; the message names them.
         DamagedError: a file of the index is not what was written.
     """
     folder = plan.cfg.index_folder
@@ -107,7 +108,8 @@ def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
 
 
 def compare(index: Index, workers: int, watch: Watch) -> list[str]:
-    """Return descriptions of the text records and images that have changed."""
+    """Return a description of each image, and of each record from a text file, that has changed since it was
+    indexed."""
     task = CompareContent(index.texts, CHUNKS["pictures"], index.records, index.pictures)
     chunks = -(-len(index) // task.size)
     with tempfile.TemporaryDirectory(prefix="llava_fsdp_verify_") as made:
@@ -118,7 +120,7 @@ def compare(index: Index, workers: int, watch: Watch) -> list[str]:
 
 
 def changed_rows(index: Index) -> list[str]:
-    """Return descriptions of the rows of Parquet files that have changed."""
+    """Return a description of each row of a Parquet source that has changed since it was indexed."""
     known, texts = open_column(index.records, "digest"), index.texts
     changed = []
     for source, begin, end in zip(texts.sources, texts.firsts, texts.firsts[1:], strict=False):

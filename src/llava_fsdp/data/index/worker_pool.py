@@ -1,8 +1,8 @@
-"""Run a pass over a dataset in chunks, in worker processes, and join the chunks' columns at the end.
+"""Compute a pass over a dataset chunk by chunk in worker processes, and join the columns of the chunks at the end.
 
-A chunk's result is one file, which a later run reuses. Workers are spawned, and import only what a pass needs: torch
-would take a third of a gigabyte in each. A spawned process imports the main module of its parent again, unless that is
-the `__main__` of a package, as in all commands that make an index.
+The result of a chunk is one file, which a later run reuses. Workers are spawned, and import only what a pass needs:
+torch would take a third of a gigabyte in each. A spawned process imports the main module of its parent again, unless
+that is the `__main__` of a package, as in all commands that make an index.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ from llava_fsdp.runtime.terminal_text import guard_streams
 Columns = dict[str, np.ndarray]
 """Columns of one chunk by name; each has one value per record or one per image."""
 ROWS = "rows"
-"""Name of the column of text: JSON Lines as bytes (uint8)."""
+"""Name of the column that contains text: JSON Lines as bytes (uint8)."""
 BLOCK = 1 << 20
-"""Number of values of a column that are in memory together."""
+"""Number of values of a column that are held in memory at the same time."""
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
@@ -47,10 +47,13 @@ def chunk_file(folder: Path, chunk: int) -> Path:
 
 
 def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Advance) -> None:
-    """Compute each chunk whose file is missing or incomplete.
+    """Compute each chunk whose file is missing or incomplete, and write its file.
 
     Args:
-        workers: number of processes; 1 does all in this process.
+        folder: folder of the chunk files.
+        chunks: number of chunks.
+        workers: number of processes; with 1, this process computes all chunks.
+        advance: called with the number of chunks that were completed.
 
     Raises:
         LlavaFsdpError: the error that a chunk raised; WorkerError if a worker died.
@@ -76,7 +79,7 @@ def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Adv
 
 
 class RecordingContext(SpawnContext):
-    """multiprocessing context that remembers the worker processes it starts, to kill them and to read their exit
+    """multiprocessing context that keeps a list of the worker processes it starts, to kill them and to read their exit
     codes."""
 
     def __init__(self) -> None:
@@ -101,7 +104,7 @@ def run_in_workers(
                 raise
             except BaseException:
                 for worker in context.workers:
-                    worker.kill()  # killed, as a chunk may take long
+                    worker.kill()  # not awaited, as a chunk may take long
                 raise
     except BrokenProcessPool:
         # the pool ends the other workers with SIGTERM
@@ -115,7 +118,8 @@ def run_in_workers(
 
 @contextlib.contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Context manager in which started processes use one thread per library, as there is one worker per core."""
+    """Context manager in which newly started processes use one thread per library, because there is one worker per
+    core."""
     before = dict(os.environ)
     os.environ.update(ONE_THREAD)
     try:
@@ -128,11 +132,11 @@ def one_thread_each() -> Iterator[None]:
 
 
 WORK: list[Callable[[int], None]] = []
-"""In a worker process: the function that computes a chunk."""
+"""In a worker process, holds the function that computes a chunk; empty in the main process."""
 
 
 def begin(parent: int, task: Task, folder: Path) -> None:
-    """Initialise a worker process, which ends with its parent and ignores Ctrl-C."""
+    """Initialise a worker process: it ends when its parent ends, and ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
     os.dup2(2, 1)  # libraries' messages are not part of the command's output
@@ -145,7 +149,7 @@ def do_in_worker(chunk: int) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a file ends like a zip archive; one written during a power loss may not."""
+    """Return whether a file exists and ends like a zip archive; a file written during a power loss may not."""
     return path.is_file() and zipfile.is_zipfile(path)
 
 
@@ -157,15 +161,19 @@ def do(task: Task, folder: Path, chunk: int) -> None:
 
 
 def join(source: Path, chunks: int, target: Path, finish: Callable[[Path], dict[str, Any]]) -> None:
-    """Concatenate the columns of all chunks: each column becomes a .npy file, the text column `rows.jsonl`.
+    """Concatenate the columns of all chunks: each column becomes a .npy file in `target`, the text column becomes
+    `rows.jsonl`.
 
     Only one chunk's column is in memory at a time.
 
     Args:
-        finish: gets the folder of columns, may add to it, and returns its facts, which are written last.
+        source: folder of the chunk files.
+        chunks: number of chunks.
+        finish: called with the folder of the joined columns; may add files to it, and returns facts to store in
+            `done.json`.
 
     Raises:
-        SourceError: a chunk's file is broken; it is deleted, so that the next run makes it again.
+        SourceError: the file of a chunk is broken; the file is deleted, so that the next run makes it again.
     """
     staged = target.with_name(f"{target.name}.tmp")
     staged.mkdir(exist_ok=True)
@@ -187,7 +195,8 @@ def column(path: Path, name: str) -> np.ndarray:
 
 
 def columns_of(path: Path, *names: str) -> Columns:
-    """Return the named columns of a chunk's file; all columns if none is named."""
+    """Return the named columns from the file of a chunk; all columns if no name is given. Raises SourceError for a
+    broken file."""
     try:
         with np.load(path, allow_pickle=False) as chunk:
             return {name: chunk[name] for name in names or chunk.files}
@@ -197,10 +206,10 @@ def columns_of(path: Path, *names: str) -> Columns:
 
 
 def write_column(path: Path, pieces: Iterator[np.ndarray], dtype: np.dtype) -> None:
-    """Write an array given in pieces as a .npy file, whose length is known only at the end."""
+    """Write an array that is given in pieces as a .npy file; the header gets its final length at the end."""
     total = 0
     with path.open("wb") as file:
-        write_header(file, dtype, 10**18)  # as wide as any length may be
+        write_header(file, dtype, 10**18)  # takes as many digits as any length
         begin = file.tell()
         for piece in pieces:
             assert piece.dtype == dtype, (path, piece.dtype)
@@ -222,5 +231,5 @@ def open_column(folder: Path, name: str) -> np.ndarray:
 
 
 def rows_column(rows: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Return rows as a text column: JSON Lines as uint8."""
+    """Return rows as a text column: JSON Lines as bytes (uint8)."""
     return np.frombuffer("".join(json.dumps(row) + "\n" for row in rows).encode(), dtype=np.uint8)

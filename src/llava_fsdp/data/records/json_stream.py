@@ -30,18 +30,18 @@ HEADS: dict[bytes, str] = {
     b"<!doctype": "a page of HTML, as a download that failed leaves it; download the file again",
     b"<html": "a page of HTML, as a download that failed leaves it; download the file again",
 }
-"""File types that users pass by mistake, by their first bytes; the value says what the file is and how to fix it."""
+"""File types that users pass by mistake, by their first bytes; each value says what the file is and how to fix that."""
 
 
 def spans(path: Path, after: Span | None = None, most: int = MOST_BYTES) -> Iterator[Span]:
     """Yield the place (offset, size, line) of each record of a JSON list or JSON Lines (`.jsonl`) file, in file order.
 
     Args:
-        after: the last record already read, after which to begin; None: begin with the first record.
-        most: largest record in bytes that is parsed; of a larger one only the end is found.
+        after: place of the last record that was read already, after which to begin; None: begin with the first record.
+        most: largest size in bytes of a record that is parsed; of a larger record only the end is searched.
 
     Raises:
-        DataError: a JSON list is not valid JSON; the message has line and byte. JSON Lines are not parsed here.
+        DataError: a JSON list is not valid JSON; the message names line and byte. JSON Lines are not parsed here.
     """
     return line_spans(path, after, most) if path.suffix.lower() == ".jsonl" else list_spans(path, after, most)
 
@@ -96,7 +96,11 @@ def window_behind(file: BinaryIO, after: Span, most: int) -> "Window":
 
 
 def check_head(head: bytes, path: Path) -> None:
-    """Raise DataError if a file is empty or begins like another kind of file."""
+    """Raise DataError if a file is empty or begins like a file of another kind (see HEADS).
+
+    Args:
+        head: the first bytes of the file.
+    """
     if not head:
         raise DataError(f"{path} is empty (0 bytes); take it from its source again")
     found = [
@@ -124,17 +128,17 @@ def begin(file: BinaryIO, path: Path) -> int:
 
 @dataclass
 class Window:
-    """A part of a JSON file held in memory, which advances through the file. One character is one byte (Latin-1), so
-    that offsets in `text` are offsets in the file.
+    """A part of a JSON file that is held in memory and advances through the file. Its bytes are decoded as Latin-1, one
+    character per byte, so that offsets in `text` differ from offsets in the file only by `base`.
 
-    JSON's own characters are below 128, and no byte of a longer UTF-8 character is.
+    This is correct because JSON's own characters are below 128, and no byte of a longer UTF-8 character is.
     """
 
     file: BinaryIO
     base: int
     """Offset in the file of the first byte of `text`."""
     most: int = MOST_BYTES
-    """Largest JSON value in bytes that is parsed; of larger values only the end is searched."""
+    """Largest size in bytes of a JSON value that is parsed; of a larger value only the end is searched."""
     text: str = ""
     at: int = 0
     """Offset in `text` of the next character to read; text before it may be dropped."""
@@ -144,10 +148,11 @@ class Window:
     """Offset in `text` up to which newlines have been counted into `line`."""
     ended: bool = False
     decoder: json.JSONDecoder = field(default_factory=lambda: json.JSONDecoder(parse_int=len))
-    """JSON decoder that does not convert integers: one with too many digits for Python must not stop the whole file."""
+    """JSON decoder that does not convert integers, because one with too many digits for Python must not stop the whole
+    file."""
 
     def more(self) -> None:
-        """Read more of the file: drop text before `at`, then append as many bytes as remain in `text`, at least
+        """Read more of the file: drop the text before `at`, then append as many bytes as remain in `text`, but at least
         `BLOCK`."""
         self.line_here()
         self.text = self.text[self.at :]
@@ -174,9 +179,10 @@ class Window:
             self.more()
 
     def pass_value(self) -> tuple[int, int]:
-        """Move past the JSON value that begins at `at` and return its bytes in the file as [begin, end).
+        """Move past the JSON value that begins at `at`, and return where it is in the file as offsets [begin, end).
 
-        At the end of the text read so far a number might continue: a value ends for certain at a following `,` or `]`.
+        A number may continue after the text read so far, so a value is known to be complete only when a `,` or `]`
+        follows.
         """
         begin = self.base + self.at
         while True:
@@ -199,11 +205,16 @@ class Window:
             self.more()
 
     def pass_large(self, begin: int, wrong: str, where: int) -> int:
-        """Move past a JSON value of more than `most` bytes by matching brackets and quotes only, and return the offset
-        in the file where it ends.
+        """Move past a JSON value of more than `most` bytes by matching only brackets and quotes; return the offset in
+        the file at which the value ends.
+
+        Args:
+            begin: offset in the file at which the value begins.
+            wrong: the JSON parser's message about this value.
+            where: offset in the file that the message is about.
 
         Raises:
-            JSONDecodeError: the value does not end or is not that large; carries the parser's message `wrong`.
+            JSONDecodeError: the value does not end, or is not larger than `most`; the error has the message `wrong`.
         """
         depth, in_text, is_closed = 0, False, False
         while not is_closed:
@@ -247,8 +258,8 @@ def open_list(window: Window, path: Path) -> None:
 
 
 def elements(window: Window, is_first: bool) -> Iterator[Span]:
-    """Yield the place (offset, size, line) of each element of a JSON list. The window is after the opening bracket
-    (`is_first`) or after an element."""
+    """Yield the place (offset, size, line) of each element of a JSON list. The window must be just after the opening
+    bracket (`is_first`) or just after an element."""
     while (sign := window.next_sign()) != "]":
         if not is_first:
             if sign != ",":
@@ -265,7 +276,7 @@ def elements(window: Window, is_first: bool) -> Iterator[Span]:
 
 
 def line_of(path: Path, at: int) -> int:
-    """Return the number of the line, from 1, that contains the byte at offset `at`."""
+    """Return the number of the line, from 1, that contains the byte at offset `at` of a file."""
     line = 1
     with path.open("rb") as file:
         while at > 0 and (read := file.read(min(at, BLOCK))):

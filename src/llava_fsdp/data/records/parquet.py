@@ -1,9 +1,10 @@
-"""Convert Parquet files of LLaVA records into JSON Lines files in the dataset index, which later steps read as text.
+"""Convert Parquet files of LLaVA records into JSON Lines files in the dataset's index, which later steps read like text
+files.
 
 Columns: `conversations`, a list of structs with from and value; `id`; `image`, a path, a list of paths, or images
 themselves as Hugging Face datasets writes them (structs of bytes and path, or lists of these; if no row has bytes, the
-paths are used). A null is an absent key. Other columns whose names mean media (video, audio, ...) are not read: a
-record with a value in such a column is a bad record.
+paths are used). A null counts as a missing key. Other columns whose names mean media (video, audio, ...) are not read:
+a record with a value in such a column is a bad record.
 """
 
 import hashlib
@@ -28,11 +29,11 @@ SUFFIX = ".parquet"
 COLUMNS = ("id", "image", "conversations")
 TURN = ("from", "value")
 ROWS_AT_ONCE = 256
-"""Rows per batch read from Parquet; few, because rows may contain images."""
+"""Number of rows in a batch read from a Parquet file; small, because rows may contain images."""
 OWN_NAMES = "llava_fsdp own names"
-"""Key of a row's JSON that keeps the original names of images embedded in the row."""
+"""Key in the JSON of a Parquet row under which the original names of images embedded in the row are kept."""
 HELD = "..."
-"""Placeholder in a record's JSON for the value of a column with media (video, audio, ...) that is not read."""
+"""Placeholder in a record's JSON for a value of a column with media (video, audio, ...) that is not read."""
 NOT_UTF8 = b"\xff"
 """Placeholder line for a Parquet row whose text is not UTF-8; later checks then report the row as not UTF-8."""
 
@@ -49,9 +50,9 @@ def check_installed(path: Path) -> None:
 
 @dataclass(frozen=True)
 class WriteRows:
-    """Converts each row group of a Parquet file into a JSON Lines file, and saves images embedded in rows as files.
+    """Converts each row group of a Parquet file into a JSON Lines file, and saves images embedded in the rows as files.
 
-    The result column `held`, int64 [2], counts the images embedded in rows, and the image paths.
+    The result column `held`, int64 [2], has the number of embedded images and the number of image paths.
     """
 
     path: Path
@@ -86,6 +87,10 @@ class WriteRows:
     def gather(self, groups: int, chunks: Path) -> None:
         """Concatenate the JSON Lines files of all row groups into the file `whole`.
 
+        Args:
+            groups: number of row groups.
+            chunks: folder of the chunk files with the counts of images.
+
         Raises:
             DataError: some rows contain images, and others paths of images.
         """
@@ -114,21 +119,22 @@ class WriteRows:
 
 @dataclass
 class Store:
-    """Saves images embedded in Parquet rows as files, named by their SHA-256; counts images and paths."""
+    """Saves images embedded in Parquet rows as files, named by their SHA-256, and counts embedded images and image
+    paths."""
 
     folder: Path | None
-    """Folder to write images to; None: only determine their names, without writing."""
+    """Folder to write images to; None: names are computed without writing anything."""
     images: int = 0
     paths: int = 0
 
     def names(self, image: Any) -> list[str | None]:
-        """Return the original names of a row's images (one image or a list)."""
+        """Return the original names of a row's images, given one image or a list of images."""
         images = image if isinstance(image, list) else [image]
         return [one["path"] if isinstance(one, dict) else one for one in images]
 
     def put(self, image: Any) -> Any:
-        """Save an embedded image and return its path relative to the folder; return a path unchanged. Lists give
-        lists."""
+        """Save an embedded image and return its path relative to the folder; return a path unchanged. For a list of
+        images, return a list of paths."""
         if isinstance(image, list):
             return [self.put(one) for one in image]
         if not isinstance(image, dict):
@@ -170,7 +176,7 @@ def open_file(path: Path) -> Any:
 
 
 def check_types(path: Path, schema: Any) -> None:
-    """Raise DataError if the Arrow type of the conversations, id or image column is not one that can be read."""
+    """Raise DataError if the Arrow type of one of the columns conversations, id and image is not supported."""
     from pyarrow import types
 
     turns = schema.field("conversations").type
@@ -206,14 +212,14 @@ def is_text(kind: Any) -> bool:
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """Return the types of an Arrow struct's fields by name; empty if the type is not a struct."""
+    """Return the types of the fields of an Arrow struct, by field name; empty if the type is not a struct."""
     from pyarrow import types
 
     return {field.name: field.type for field in kind} if types.is_struct(kind) else {}
 
 
 def is_embedded(schema: Any) -> bool:
-    """Return whether the image column can contain the images themselves (bytes), not only their paths."""
+    """Return whether the image column of a Parquet file can contain image bytes, not only paths."""
     from pyarrow import types
 
     if "image" not in schema.names:
@@ -227,12 +233,13 @@ def is_embedded(schema: Any) -> bool:
 
 
 def lines(path: Path, store: Store | None, groups: list[int] | None = None, most: int = MOST_BYTES) -> Iterator[bytes]:
-    """Yield each row of a Parquet file as a JSON record, with at most `ROWS_AT_ONCE` rows in memory (one row if there
-    are columns of unread media).
+    """Yield each row of a Parquet file as a JSON record, with at most `ROWS_AT_ONCE` rows in memory, or one row if
+    there are columns of unread media.
 
     Args:
         store: saves images embedded in rows; None: such rows raise DataError.
-        most: largest record in bytes; a larger one is replaced by a placeholder with its size.
+        groups: numbers of the row groups to read; None: all.
+        most: largest size of a record in bytes; a larger record is replaced by a placeholder with its size.
 
     Raises:
         DataError: the file is not a Parquet file of records, or contains images and `store` is None.
@@ -277,7 +284,7 @@ def line(row: Any, store: Store | None, most: int) -> bytes:
     if store is not None and "image" in record:
         record[OWN_NAMES] = store.names(record["image"])
         record["image"] = store.put(record["image"])
-        if record["image"] is None:  # a struct of two nulls
+        if record["image"] is None:  # it was a struct of two nulls
             del record["image"]
     made = json.dumps(record).encode()
     if len(made) <= most:
@@ -286,8 +293,8 @@ def line(row: Any, store: Store | None, most: int) -> bytes:
 
 
 def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a turn with its `from` and `value`; other fields that name media become placeholders, the rest is
-    dropped."""
+    """Return a conversation turn with only its `from` and `value`, and a placeholder for each other field that names
+    media and has a value."""
     if turn is None:
         return None
     held = {name: HELD for name, value in turn.items() if names_media(name) and not is_empty(value)}

@@ -33,12 +33,12 @@ class Kind(StrEnum):
 
 
 class Kept(Enum):
-    """Under which settings a record with a certain problem is still trained on."""
+    """The settings under which a record with a certain problem is still trained on."""
 
     no = "no"
     yes = "yes"
     like_original = "with labels=llava_v1_5"
-    """With `labels=llava_v1_5` the record is trained on, as LLaVA does; with `labels=exact` it is not."""
+    """The record is trained on with `labels=llava_v1_5`, as LLaVA does, but not with `labels=exact`."""
     truncated = "with data.too_long=truncate"
 
 
@@ -77,7 +77,7 @@ PROBLEMS: dict[Kind, Problem] = {
 }
 
 BITS: dict[Kind, int] = {kind: 1 << place for place, kind in enumerate(Kind)}
-"""Bit that stands for each problem in the `flags` columns of a dataset index."""
+"""The bit that stands for each kind of problem in the `flags` columns of a dataset's index."""
 
 
 def is_kept(kind: Kind, labels: Parity, too_long: TooLong) -> bool:
@@ -91,5 +91,5 @@ def is_kept(kind: Kind, labels: Parity, too_long: TooLong) -> bool:
 
 
 def mask(*kinds: Kind) -> int:
-    """Return the bits of several problem kinds, combined into one integer."""
+    """Return one integer with the bits of the given kinds of problems."""
     return sum(BITS[kind] for kind in kinds)

@@ -23,9 +23,9 @@ CURES = {
     errno.ENOENT: "put it back, or name another file",
     errno.EISDIR: "name a file",
 }
-"""Advice for error messages, by errno of an error that repeating would not fix."""
+"""Advice for error messages when a file cannot be read, by errno; these are errors that trying again would not fix."""
 WORD = re.compile(r"(?i:md5)|[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-"""The words of a JSON key: `image` and `url` in `image_url`, `imageUrl2` and `IMAGE-URL`."""
+"""Pattern of one word in a JSON key: finds `image` and `url` in `image_url`, `imageUrl2` and `IMAGE-URL`."""
 MEDIA = frozenset(
     "image img picture pic photo screenshot thumbnail frame jpg jpeg png gif "
     "video vid movie clip audio sound speech voice wav media".split()
@@ -38,7 +38,8 @@ ABOUT = frozenset(
 """Words of JSON keys that describe media (`image_id`, `video_length`) instead of naming a media file."""
 MEDIA_TAG = re.compile(r"<(video|audio)>", re.IGNORECASE)
 TOO_LARGE = "llava_fsdp bytes of a row"
-"""JSON key of the placeholder for a Parquet row that is too large; its value is [bytes of the row, limit in bytes]."""
+"""JSON key of the placeholder for a Parquet row that is too large; its value is [size of the row, limit], both in
+bytes."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_NAMES = {
     dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number",
@@ -49,7 +50,7 @@ JSON_NAMES = {
 @dataclass(frozen=True)
 class Turn:
     role: str
-    """Who speaks: human or gpt."""
+    """The speaker of the turn: human or gpt."""
     text: str
 
 
@@ -64,22 +65,24 @@ class Record:
     """Paths of the images, relative to the image folder."""
     turns: tuple[Turn, ...]
     has_image_key: bool
-    """Whether the record has the key `image`, even with an empty value; LLaVA decides by this key."""
+    """Whether the record has the key `image`, even with an empty value; LLaVA treats such a record as one with an
+    image."""
     folder: Path | None = None
-    """Image folder of the record's source; None: the folder set for all sources."""
+    """Image folder of the record's data source; None: the folder that is set for all sources."""
     sizes: tuple[tuple[int, int], ...] | None = None
-    """(width, height) in pixels of each image after turning by EXIF; None if no index has recorded sizes."""
+    """(width, height) in pixels of each image after turning by its EXIF orientation; None if they were not read from an
+    index."""
     has_id: bool = True
     """Whether the record has an id; otherwise `id` is its index."""
     line: int | None = None
     """Line of the file on which the record begins, from 1; None if unknown or not a text file."""
     unread: str | None = None
-    """Description of a media key or tag of the record that is not read (for messages); None if there is none."""
+    """For messages: a description of a media key or tag in the record that is not read; None if the record has none."""
 
     @property
     def signed_words(self) -> int:
-        """LLaVA's measure of length for sorting: number of words of all messages, negative for a record without an
-        image (train.py:684-690)."""
+        """LLaVA's measure of length for sorting records: the number of words of all messages, negative for a record
+        without image (LLaVA train.py:684-690)."""
         words = sum(len(turn.text.split()) for turn in self.turns)
         return words if self.has_image_key else -words
 
@@ -94,7 +97,7 @@ class Record:
 
 
 def name_place(file: str | Path, index: int, line: int | None) -> str:
-    """Return a record's place for messages: file, line from 1 (if known) and index from 0."""
+    """Return for messages where a record is: its file, line from 1 (if known) and index from 0."""
     place = f"record {index}" if line is None else f"line {line}, record {index}"
     return f"{shown_name(file)}, {place}"
 
@@ -114,7 +117,7 @@ class TwiceError(ValueError):
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of a JSON object's pairs; raise TwiceError for a repeated key."""
+    """Make a dict from the pairs of a JSON object; raise TwiceError if a key is repeated."""
     made = dict(pairs)
     if len(made) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -127,7 +130,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=once)
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Convert an OSError while a file is read into SourceError with advice."""
+    """Context manager that converts an OSError while a file is read into a SourceError with advice."""
     try:
         yield
     except OSError as error:
@@ -136,7 +139,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def parse_text(path: Path, index: int, text: bytes, line: int | None = None) -> Any:
-    """Parse a record's bytes as JSON; raise DataError if they are not UTF-8, or not JSON that can be read."""
+    """Parse the bytes of a record as JSON; raise DataError if they are not UTF-8 or not valid JSON."""
     where = name_place(path, index, line)
     try:
         return DECODER.decode(text.decode())
@@ -151,7 +154,7 @@ def parse_text(path: Path, index: int, text: bytes, line: int | None = None) -> 
         ) from error
     except TwiceError as error:
         raise DataError(f"{where} has the key {error} twice; fix it", Kind.bad_form) from error
-    except ValueError as error:  # Python reads no number of more than 4300 digits
+    except ValueError as error:  # Python converts no integer of more than 4300 digits
         raise DataError(f"{where} holds a number that is too long to be read; fix it", Kind.bad_form) from error
     except RecursionError as error:
         raise DataError(f"{where} is nested too deeply to be read; fix it", Kind.not_json) from error
@@ -166,7 +169,7 @@ def json_cure(text: bytes) -> str:
 
 
 def check_bytes(found: int, most: int, where: str) -> None:
-    """Raise DataError if a record's size `found` exceeds `most` bytes."""
+    """Raise DataError if `found`, the size of a record in bytes, exceeds `most`."""
     if found > most:
         raise DataError(
             f"{where} has {found:,} bytes, over data.max_record_bytes={most}; make several records of it, or raise the "
@@ -176,7 +179,8 @@ def check_bytes(found: int, most: int, where: str) -> None:
 
 
 def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> Record:
-    """Make a Record of parsed JSON; raise DataError if it lacks the form of a LLaVA record (train.py:665-740)."""
+    """Make a Record from parsed JSON; raise DataError if the JSON does not have the form of a LLaVA record (LLaVA
+    train.py:665-740)."""
     if not isinstance(raw, dict):
         lists = isinstance(raw, list) and path.suffix.lower() == ".jsonl"
         cure = "a JSON list belongs into a file whose name ends in .json" if lists else "fix it, or take it out"
@@ -211,7 +215,8 @@ def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> R
 
 
 def unread_media(raw: dict[str, Any]) -> str | None:
-    """Describe the first key of a record or its turns that names media, has a value and is not read."""
+    """Return a description of the first key of a record or its turns that names media (video, audio, ...) other than
+    `image` and has a value; such keys are not read. None if there is none."""
     own = [(key, value) for key, value in raw.items() if key != "image"]
     turns = [turn for turn in raw.get("conversations", ()) if isinstance(turn, dict)]
     for key, value in itertools.chain(own, *(turn.items() for turn in turns)):
@@ -222,14 +227,15 @@ def unread_media(raw: dict[str, Any]) -> str | None:
 
 @lru_cache(1024)  # records repeat a few keys millions of times
 def names_media(key: str) -> bool:
-    """Return whether a JSON key's words mean that its value is an image, a video or sound."""
+    """Return whether the words of a JSON key mean that its value is an image, a video or a sound."""
     words = {word.lower() for word in WORD.findall(unicodedata.normalize("NFKC", key))}
     words |= {word.removesuffix("s") for word in words}
     return not words.isdisjoint(MEDIA) and words.isdisjoint(ABOUT)
 
 
 def unread_tag(turns: Sequence[Turn]) -> str | None:
-    """Describe the first `<video>` or `<audio>` tag in a question; one with its closing tag is HTML."""
+    """Return a description of the first `<video>` or `<audio>` tag in a question; None if there is none. A tag with a
+    closing tag is HTML and is ignored."""
     for turn in turns:
         found = MEDIA_TAG.search(turn.text) if turn.role == "human" else None
         if found is not None and f"</{found[1].lower()}>" not in turn.text.lower():
@@ -238,7 +244,8 @@ def unread_tag(turns: Sequence[Turn]) -> str | None:
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a JSON value is null, false, 0, or text, a list or an object without content."""
+    """Return whether a JSON value is null, false, 0 or an empty text, or a list or object that contains only such
+    values."""
     if isinstance(value, dict | list):
         return all(is_empty(own) for own in (value.values() if isinstance(value, dict) else value))
     return not value
@@ -258,7 +265,11 @@ def shown(value: Any) -> str:
 
 
 def check_name(name: str, where: str) -> None:
-    """Raise DataError if an image's name is not a path below a folder."""
+    """Raise DataError if the name of an image is not a relative path below the image folder.
+
+    Args:
+        where: name of the record in the error message.
+    """
     if ADDRESS.match(name):
         raise DataError(
             f"{where}: image is {name[:80]!r}, an address; nothing is fetched: download it, and give its path below "
@@ -299,7 +310,7 @@ def parse_turn(where: str, position: int, raw: Any) -> Turn:
 
 
 def check_text(text: str, what: str) -> None:
-    """Raise DataError if a text cannot be encoded as UTF-8 (it has half a surrogate pair)."""
+    """Raise DataError if a text cannot be encoded as UTF-8, because it has half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

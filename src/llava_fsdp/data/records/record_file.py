@@ -10,7 +10,7 @@ from llava_fsdp.runtime.errors import DataError
 
 
 class RecordFile:
-    """The records of one file as a sequence; a record is parsed when accessed. Errors name the file, the record's
+    """Sequence of the records of one file; a record is parsed when it is accessed. Errors name the file, the record's
     number and its id."""
 
     def __init__(self, path: Path, most: int = MOST_BYTES):
@@ -28,7 +28,7 @@ class RecordFile:
 
 
 def texts(path: Path, most: int) -> Iterator[tuple[bytes, int | None]]:
-    """Yield each record of a file as JSON bytes, with the line on which it begins (None for Parquet).
+    """Yield each record of a file as JSON bytes, with the number of the line on which it begins (None for Parquet).
 
     Args:
         most: largest size of a record in bytes.

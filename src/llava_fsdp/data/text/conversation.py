@@ -1,4 +1,4 @@
-"""Render the turns of a record as text, in segments that are supervised (answers) or not."""
+"""Render the turns of a record as text, divided into segments that are supervised (answers) or not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class Segment:
     text: str
     supervised: bool
     from_record: bool = False
-    """Whether the text comes from the record; otherwise from the conversation template."""
+    """Whether the text comes from the record; otherwise it comes from the conversation template."""
 
 
 def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
-    """Render a conversation as segments, with an image tag for each image.
+    """Render a record's conversation as segments, with an image tag for each image.
 
     Args:
         start_end: put `<im_start>` and `<im_end>` around every image tag.
@@ -37,9 +37,11 @@ def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
 
 
 def prompt(turns: Sequence[Turn], form: Template, start_end: bool, has_images: bool) -> list[Segment]:
-    """Render turns without the text after the last one: after a question, the answer of a model may follow.
+    """Render turns as segments, without the text that ends a conversation. After a question, a model's answer can
+    follow.
 
     Args:
+        start_end: put `<im_start>` and `<im_end>` around every image tag.
         has_images: whether `<image>` tags stand for images; otherwise they are ordinary text.
     """
     pattern = form.pattern
@@ -68,24 +70,26 @@ def write_question(text: str, form: Template, start_end: bool, has_images: bool)
 
 
 def image_tag(form: Template, start_end: bool) -> str:
-    """Return the text that stands for an image in a conversation, `<image>` with the template's additions."""
+    """Return the text that stands for an image in a conversation: `<image>` with the text that the template puts around
+    it."""
     return form.image.replace(IMAGE_TAG, f"{IM_START}{IMAGE_TAG}{IM_END}") if start_end else form.image
 
 
 def image_first(text: str, has_images: bool) -> str:
-    """Move a question's single `<image>` tag to a line at the front, as LLaVA does (train.py:308-329)."""
+    """Return a question with its `<image>` tag moved to a line at the front, if it has exactly one, as LLaVA does
+    (LLaVA train.py:308-329)."""
     if not has_images or text.count(IMAGE_TAG) != 1:
         return text
     return f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
 
 
 def asked_turns(record: Record) -> tuple[Turn, ...]:
-    """Return a record's turns without a leading answer, which LLaVA drops (train.py:441-443)."""
+    """Return a record's turns without an answer at the beginning, which LLaVA drops (LLaVA train.py:441-443)."""
     return record.turns[1:] if record.turns and record.turns[0].role == "gpt" else record.turns
 
 
 def opening_question(record: Record) -> tuple[str, int, str]:
-    """Return a record's first question with its image tags, the question's number of images, and its answer.
+    """Return a record's first question (with image tags), the number of the question's images, and the answer to it.
 
     Raises:
         DataError: the record does not begin with a question and its answer.
@@ -114,7 +118,8 @@ def role_cure(role: str) -> str:
 
 
 def check_turns(record: Record) -> None:
-    """Raise DataError if a record's turns do not alternate human, gpt, or its image tags do not match its images."""
+    """Raise DataError if the turns of a record do not alternate human, gpt, or its image tags do not match its
+    images."""
     turns = asked_turns(record)
     for position, turn in enumerate(turns):
         expected = "human" if position % 2 == 0 else "gpt"

@@ -1,26 +1,33 @@
-"""Detokenize an answer while it is generated: text is released once later tokens cannot change it."""
+"""Turn an answer's tokens into text while the answer is generated; text is released once later tokens cannot change
+it."""
 
 from llava_fsdp.data.text.tokenizer import Tokenizer
 
 BROKEN = "\ufffd"
-"""Replacement character U+FFFD, which tokenizers decode incomplete or invalid UTF-8 to."""
+"""Replacement character U+FFFD, which a tokenizer's decoder writes for incomplete or invalid UTF-8."""
 PENDING = 8
-"""Most tokens that are held back until a character is complete; a character has at most four bytes."""
+"""Greatest number of tokens that are held back until a character is complete; a UTF-8 character has at most four
+bytes."""
 
 
 def stops_of(tokenizer: Tokenizer, stop: str, ends: int | list[int] | None) -> frozenset[int]:
-    """Return the token ids that end an answer: `ends` (the model's `eos_token_id`), and `stop` if it is one token."""
+    """Return the ids of the tokens that end an answer.
+
+    Args:
+        stop: text that ends an answer; its token is included if the text is a single token.
+        ends: `eos_token_id` of the model.
+    """
     eos = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
     last = tokenizer.encode(stop)
     return frozenset(eos | ({last[-1].id} if len(last) == 1 else set()))
 
 
 class AnswerText:
-    """Collects an answer's tokens and releases its text in pieces. A released piece is final: it never has half a
-    character, a part of the stop text, or white space around the whole answer."""
+    """Collects the tokens of an answer and releases its text in pieces. A released piece is final: it never contains
+    half a character, a part of the stop text, or white space before or after the whole answer."""
 
     def __init__(self, tokenizer: Tokenizer, stop: str, stops: frozenset[int]):
-        """Begin an empty answer, which the text `stop` or a token of `stops` ends."""
+        """Begin an empty answer, which ends with the text `stop` or with a token of `stops`."""
         self.tokenizer = tokenizer
         self.stop = stop
         self.stops = stops
@@ -28,12 +35,12 @@ class AnswerText:
         self.text = ""
         """The text released so far."""
         self.ended = False
-        self._window = 0  # first token that is decoded again: some tokens decode otherwise at the beginning of a text
+        self._window = 0  # first token to decode again: some tokens decode differently at the beginning of a text
         self._decoded = 0  # number of tokens whose text is released or held back
         self._held = ""
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that became final by it, which may be empty."""
+        """Add a token to the answer, and return the text that became final with this token, which may be empty."""
         if self.ended:
             return ""
         if token in self.stops:

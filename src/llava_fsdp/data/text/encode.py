@@ -1,4 +1,4 @@
-"""Encode records as token ids (text and images) and labels."""
+"""Encode records as token ids (of text and images) and labels."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,8 @@ from llava_fsdp.runtime.errors import DataError
 
 UNLIMITED = 1 << 40
 ImageRows = Callable[[Record, int], np.ndarray]
-"""Function (record, number of an image) -> index of the vision feature of each of its tokens, int64 [tokens]."""
+"""Function (record, index of an image) -> for each of the image's tokens the index of its vision feature, int64
+[tokens]."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Sample:
     input_ids: np.ndarray
     """Token ids, int64 [length]; IMAGE_ID at image tokens."""
     labels: np.ndarray
-    """Labels, int64 [length]: the token's own id if it is supervised, else IGNORE; not shifted."""
+    """Labels, int64 [length], not shifted: a token's own id if the token is supervised, else IGNORE."""
     images: tuple[str, ...]
     """Paths of the images whose tokens are in input_ids, in order."""
     image_rows: tuple[np.ndarray, ...]
-    """For each image, the index of the vision feature of each token, int64 [tokens]."""
+    """For each image, the index of the vision feature of each of its tokens, int64 [tokens]."""
     positions_cut: int
     """Number of tokens removed by truncation."""
     labels_cut: int
@@ -41,13 +42,14 @@ class Sample:
 
     @property
     def num_labels(self) -> int:
-        """Number of labels in the loss; the first token has none, as it is never predicted."""
+        """Number of labels that count in the loss; the first token has none, because it is never predicted."""
         return int((self.labels[1:] != IGNORE).sum())
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A record encoded as in training, whole, and truncated to other maximum lengths."""
+    """A record encoded in several ways: as in training (`sample`), not truncated (`whole`), and truncated to several
+    lengths (`at`)."""
 
     sample: Sample
     whole: Sample
@@ -57,7 +59,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class ExactEncoder:
-    """Encodes records so that exactly the answers and their end-of-answer texts are supervised (`labels=exact`)."""
+    """Encodes records so that exactly the answers, including the text that ends an answer, are supervised
+    (`labels=exact`)."""
 
     tokenizer: Tokenizer
     template: Template
@@ -70,15 +73,15 @@ class ExactEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with anything that decides token ids and labels, except the order of image features."""
+        """Text that changes with everything that affects token ids and labels, except the order of vision features."""
         form = f"{self.template} {self.start_end} {self.special_tokens.value}"
         return f"exact {self.tokenizer.fingerprint} {form} {self.max_length}"
 
     def __call__(self, record: Record) -> Sample | None:
-        """Encode a record; return None if it is too long and therefore skipped.
+        """Encode a record; return None if the record is too long and is therefore skipped.
 
         Raises:
-            DataError: the record is wrong, or too long with data.too_long=fail.
+            DataError: the record is invalid, or is too long with data.too_long=fail.
         """
         whole = self._whole(record)
         if len(whole.input_ids) <= self.max_length:
@@ -92,7 +95,8 @@ class ExactEncoder:
         return None if self.too_long is TooLong.skip else truncate(whole, self.max_length)
 
     def measure(self, record: Record, limits: Sequence[int]) -> Measured:
-        """Encode a record whole and truncated to each of several maximum lengths; raise DataError if it is wrong."""
+        """Encode a record without truncation and truncated to each of several maximum lengths; raise DataError if it is
+        invalid."""
         whole = self._whole(record)
         over = {n: truncate(whole, n) for n in {*limits, self.max_length} if n < len(whole.input_ids)}
         return Measured(over.get(self.max_length, whole), whole, over)
@@ -105,7 +109,7 @@ class ExactEncoder:
 
 
 def truncate(sample: Sample, max_length: int) -> Sample:
-    """Truncate a sample to `max_length` tokens, or before an image that would be split there."""
+    """Truncate a sample to `max_length` tokens, or before an image that this would split."""
     ids, labels, rows = sample.input_ids, sample.labels, sample.image_rows
     shown = int((ids[:max_length] == IMAGE_ID).sum())
     ends = np.cumsum([len(r) for r in rows])
@@ -120,7 +124,7 @@ def truncate(sample: Sample, max_length: int) -> Sample:
 
 @dataclass(frozen=True)
 class OriginalEncoder:
-    """Encodes records with the ids, labels and truncation of LLaVA (`labels=llava_v1_5`)."""
+    """Encodes records with the token ids, labels and truncation of LLaVA (`labels=llava_v1_5`)."""
 
     own: Original
     image_rows: ImageRows
@@ -140,9 +144,9 @@ class OriginalEncoder:
         return f"llava_v1_5 {own.tokenizer.fingerprint} {own.form} {own.pad_id} {own.start_end} {own.max_length}"
 
     def __call__(self, record: Record) -> Sample:
-        """Encode as LLaVA's dataset, collator and model do (train.py:743-773, llava_arch.py:226-279)."""
+        """Encode a record as LLaVA's dataset, collator and model do (LLaVA train.py:743-773, llava_arch.py:226-279)."""
         made = encode_like_original(record, self.own)
-        kept = made.ids[: self.own.max_length] != self.own.pad_id  # LLaVA also removes text tokens with the padding id
+        kept = made.ids[: self.own.max_length] != self.own.pad_id  # as in LLaVA, also drops text tokens with this id
         ids, labels = made.ids[: self.own.max_length][kept], made.labels[: self.own.max_length][kept]
         check_images(ids, record)
         rows = [self.image_rows(record, 0)] if (ids == IMAGE_ID).any() else []
@@ -162,7 +166,8 @@ class OriginalEncoder:
         return Measured(sample, whole, {**over, **({self.max_length: sample} if sample.positions_cut else {})})
 
     def _at(self, record: Record, max_length: int) -> Sample:
-        """Encode a record with another maximum length; LLaVA truncates before it makes labels, so labels may differ."""
+        """Encode a record with another maximum length. LLaVA truncates before it makes labels, so the labels may
+        differ."""
         return replace(self, own=replace(self.own, max_length=max_length))(record)
 
 
@@ -170,7 +175,12 @@ Encoder = ExactEncoder | OriginalEncoder
 
 
 def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Replace each IMAGE_ID by as many IMAGE_IDs as its image has tokens (`counts`), with labels IGNORE."""
+    """Return token ids and labels in which each IMAGE_ID is repeated for all tokens of its image, with the label
+    IGNORE.
+
+    Args:
+        counts: number of tokens of each image.
+    """
     repeats = np.ones(len(ids), dtype=np.int64)
     repeats[ids == IMAGE_ID] = counts
     labels = np.where(ids == IMAGE_ID, IGNORE, labels)
@@ -183,10 +193,13 @@ def encode_segments(
     image_lengths: list[int],
     special_tokens: SpecialTokens = SpecialTokens.text,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and labels of a rendered conversation, both int64 [length].
+    """Return the token ids and labels of a rendered conversation, both int64 [length].
 
-    The text between two images is tokenized by itself (LLaVA mm_utils.py:185-204); `<image>` is ordinary text if the
-    record has no image.
+    The text between two images is tokenized by itself (LLaVA mm_utils.py:185-204). Without images, `<image>` is
+    ordinary text.
+
+    Args:
+        image_lengths: number of tokens of each image.
     """
     text = "".join(s.text for s in segments)
     marked = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])
@@ -211,7 +224,8 @@ def encode_segments(
 
 
 def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stretch]:
-    """Return the ranges of characters in the whole text of special tokens that come from the template."""
+    """Return the special tokens that come from the conversation template, as ranges of characters in the text of all
+    segments."""
     found: list[Stretch] = []
     at = 0
     for from_record, stretch in itertools.groupby(segments, lambda s: s.from_record):
@@ -222,7 +236,8 @@ def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stre
 
 
 def are_supervised(tokens: list[Token], before: np.ndarray) -> list[bool]:
-    """Return for each token whether any of its characters is supervised; one without characters counts as the next.
+    """Return for each token whether any of its characters is supervised. A token without characters is treated like the
+    next character.
 
     Args:
         before: number of supervised characters before each character, int64 [characters + 1].
@@ -239,5 +254,5 @@ def encode_prompt(
     image_lengths: list[int],
     special_tokens: SpecialTokens = SpecialTokens.text,
 ) -> np.ndarray:
-    """Return the token ids of a prompt for generation, int64 [length]."""
+    """Return the token ids of a prompt from which a model generates an answer, int64 [length]."""
     return encode_segments(segments, tokenizer, image_lengths, special_tokens)[0]

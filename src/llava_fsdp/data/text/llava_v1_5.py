@@ -1,4 +1,4 @@
-"""Tokens and labels bit-compatible with LLaVA, bugs included (`labels=llava_v1_5`; LLaVA train.py:268-775).
+"""Tokens and labels that are equal to LLaVA's bit for bit, bugs included (`labels=llava_v1_5`; LLaVA train.py:268-775).
 
 LLaVA finds the tokens to supervise by tokenizing parts of the text again and adding up their lengths. If the sum is not
 the length of the whole text, it masks the sample.
@@ -19,15 +19,16 @@ from llava_fsdp.runtime.errors import DataError
 
 @dataclass(frozen=True)
 class Original:
-    """Settings that decide LLaVA's token ids and labels."""
+    """Settings that determine LLaVA's token ids and labels."""
 
     tokenizer: Tokenizer
     form: Template
     max_length: int
-    """The tokenizer's model_max_length: samples without image are truncated to it before labels are made."""
+    """The tokenizer's model_max_length: samples without image are truncated to this number of tokens before labels are
+    made."""
     pad_id: int = 0
-    """Id of the padding token, by default `<unk>` (0). LLaVA does not count tokens with this id and removes them as
-    padding."""
+    """Id of the padding token, by default that of `<unk>` (0). LLaVA does not count tokens with this id, and removes
+    them as padding."""
     start_end: bool = False
     """LLaVA's setting `mm_use_im_start_end`: put `<im_start>` and `<im_end>` around each image."""
 
@@ -35,17 +36,17 @@ class Original:
 @dataclass(frozen=True)
 class Tokens:
     ids: np.ndarray
-    """Token ids, int64 [length]; an image is a single IMAGE_ID."""
+    """Token ids, int64 [length]; each image is a single IMAGE_ID."""
     labels: np.ndarray
-    """Labels, int64 [length]; IGNORE if not supervised."""
+    """Labels, int64 [length]; IGNORE for tokens that are not supervised."""
     mismatch: tuple[int, int] | None = None
-    """The two token counts that LLaVA prints when they differ and it masks the whole sample; None if they are equal."""
+    """The two token counts that LLaVA prints if they differ and it masks the whole sample; None if they are equal."""
     cut: int = 0
     """Number of tokens by which a sample without image was truncated."""
 
 
 def encode_like_original(record: Record, own: Original) -> Tokens:
-    """Encode a record to the token ids and labels that LLaVA's dataset returns, before its collator.
+    """Return the token ids and labels that LLaVA's dataset returns for a record, before LLaVA's collator.
 
     Raises:
         DataError: LLaVA raises an exception for this record.
@@ -57,7 +58,8 @@ def encode_like_original(record: Record, own: Original) -> Tokens:
 
 
 def check_like_original(record: Record, own: Original) -> None:
-    """Raise DataError for a record at which LLaVA would fail; tokenizes only records with several image tags."""
+    """Raise DataError for a record at which LLaVA would fail. Only a record with more image tags than images is
+    tokenized for this check."""
     turns = list(record.turns)
     if len(record.images) > 1:
         raise DataError(
@@ -77,7 +79,7 @@ def check_like_original(record: Record, own: Original) -> None:
 
 
 def check_images(ids: np.ndarray, record: Record) -> None:
-    """Raise DataError if the text has more images than the one that LLaVA reads for a record."""
+    """Raise DataError if the token ids contain more images than LLaVA reads for the record, which is at most one."""
     num_tags = int((ids == IMAGE_ID).sum())
     if num_tags > len(record.images[:1]):
         raise DataError(
@@ -88,14 +90,15 @@ def check_images(ids: np.ndarray, record: Record) -> None:
 
 
 def image_first(text: str, own: Original) -> str:
-    """Replace all image tags of a message, also of an answer, by one at its front (LLaVA train.py:308-329)."""
+    """Return a message, which may be an answer, with all its image tags replaced by one at the front (LLaVA
+    train.py:308-329)."""
     if IMAGE_TAG in text:
         text = f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
     return text.replace(IMAGE_TAG, image_tag(own.form, own.start_end))
 
 
 def encode_turns(turns: list[Turn], has_image: bool, own: Original, where: str) -> Tokens:
-    """Encode a conversation by LLaVA's rule for the style of its template (train.py:610-655)."""
+    """Encode a conversation by LLaVA's rules for the style of its template (LLaVA train.py:610-655)."""
     match own.form.style:
         case Style.PLAIN:
             return encode_caption(turns, own, where)
@@ -106,8 +109,8 @@ def encode_turns(turns: list[Turn], has_image: bool, own: Original, where: str) 
 
 
 def encode_caption(turns: list[Turn], own: Original, where: str) -> Tokens:
-    """Tokenize an image-caption pair: the question is reduced to its `<image>` tag, and the caption follows (template
-    `plain`; the original's train.py:588-607)."""
+    """Encode an image and its caption for the template `plain` (LLaVA train.py:588-607): the question is replaced by an
+    `<image>` tag, and the caption is supervised."""
     check_caption(turns, where)
     ids = with_images(f"{IMAGE_TAG}{turns[1].text}{own.form.sep}", own.tokenizer)
     labels = ids.copy()
@@ -124,7 +127,7 @@ def check_caption(turns: list[Turn], where: str) -> None:
 
 
 def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
-    """Encode a v0 conversation, whose sentences LLaVA tokenizes one by one (train.py:268-305, 630-655)."""
+    """Encode a v0 conversation, whose sentences LLaVA tokenizes one by one (LLaVA train.py:268-305, 630-655)."""
     form = own.form
     names = {"human": form.user, "gpt": form.assistant}
     header = f"{form.system}\n\n"
@@ -143,7 +146,7 @@ def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
     at = lengths[0]
     labels[:at] = IGNORE
     for turn, length in zip(turns, lengths[1:], strict=True):
-        if turn.role == "human":  # a capitalised role is written out, but not masked
+        if turn.role == "human":  # as in LLaVA, a capitalised role (Human) is not masked
             labels[at + 2 : at + length] = IGNORE
         at += length
     return Tokens(ids, labels, cut=beyond)
@@ -151,15 +154,17 @@ def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
 
 @dataclass(frozen=True)
 class Rounds:
-    """LLaVA's corrections of counted token lengths of a round (question and answer) in a template style."""
+    """LLaVA's corrections, for one template style, of the token lengths that it counts for a round (a question and its
+    answer)."""
 
     begin: int
     """Number of tokens before the first round: the BOS token."""
     off_instruction: int
-    """Number of tokens to subtract from a separately tokenized instruction: its BOS token, and with v1 and llama_2 the
-    space after it."""
+    """Number of tokens to subtract from the length of an instruction that was tokenized by itself: its BOS token, and
+    with v1 and llama_2 the space after it."""
     correction: int
-    """Number of tokens to add to each round but the first if the tokenizer's `legacy` equals `corrects`."""
+    """Number of tokens to add to the length of each round but the first, if the tokenizer's `legacy` is equal to
+    `corrects`."""
     corrects: bool | None
 
 
@@ -171,7 +176,8 @@ ROUNDS: dict[Style, Rounds] = {
 
 
 def encode_rounds(text: str, has_image: bool, own: Original) -> Tokens:
-    """Encode a v1, llama_2 or mpt conversation: mask by counted lengths, or everything if the counts differ."""
+    """Encode a v1, llama_2 or mpt conversation. Labels are masked by counted token lengths; all labels are masked if
+    the total of these lengths is wrong."""
     rule = ROUNDS[own.form.style]
     tokenize = with_images if has_image else plain_text
     whole = tokenize(text, own.tokenizer)
@@ -200,7 +206,7 @@ def encode_rounds(text: str, has_image: bool, own: Original) -> Tokens:
 
 
 def answer_mark(form: Template) -> str:
-    """Return the text before an answer, at which LLaVA splits a round."""
+    """Return the text before an answer, at which LLaVA splits a round into question and answer."""
     if form.style is Style.LLAMA_2:
         return "[/INST] "
     return form.sep + form.assistant + (": " if form.style is Style.TWO else "")
@@ -210,13 +216,14 @@ def split_rounds(text: str, form: Template) -> list[str]:
     if form.style is not Style.MPT:
         return text.split(form.sep2)
     parts = text.split(form.sep)
-    first, later = parts[:3], parts[3:]  # system, question, answer; then question, answer
+    first, later = parts[:3], parts[3:]  # parts of the first round: system, question, answer
     pairs = [later[i : i + 2] for i in range(0, len(later), 2)]
     return [form.sep.join(p) for p in [first, *pairs]]
 
 
 def conversation(turns: list[Turn], form: Template, where: str) -> str:
-    """Return the text of a conversation; an empty message gives its role alone (conversation.py:32-106)."""
+    """Return the text of a conversation in a template's form; for an empty message, only the role is written (LLaVA
+    conversation.py:32-106)."""
     if not turns:
         raise DataError(f"{where}: the conversation is empty; the original stops here", Kind.odd_turns)
     if turns[0].role == "gpt":
@@ -250,12 +257,12 @@ def conversation_llama_2(turns: list[Turn], form: Template, where: str) -> str:
             text += f"{form.sep}[INST] {'' if number else form.system}{turn.text} [/INST]"
         else:
             text += f" {turn.text} {form.sep2}"
-    return text.lstrip(form.sep)  # strips characters, not a prefix (conversation.py:93)
+    return text.lstrip(form.sep)  # strips characters, not a prefix, as LLaVA does (conversation.py:93)
 
 
 def with_images(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the token ids of a text, int64 [length]; parts between image tags are tokenized one by one
-    (mm_utils.py:185-204)."""
+    """Return the token ids of a text with an IMAGE_ID for each image tag, int64 [length]; the parts between image tags
+    are tokenized one by one (LLaVA mm_utils.py:185-204)."""
     ids = [] if tokenizer.bos is None else [tokenizer.bos]
     for number, chunk in enumerate(text.split(IMAGE_TAG)):
         ids += [IMAGE_ID] if number else []
@@ -264,6 +271,6 @@ def with_images(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def plain_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the token ids of a text, int64 [length]; image tags are tokenized as ordinary text."""
+    """Return the token ids of a text in which image tags are ordinary text, int64 [length]."""
     ids = [] if tokenizer.bos is None else [tokenizer.bos]
     return np.array([*ids, *(t.id for t in tokenizer.encode(text))], dtype=np.int64)

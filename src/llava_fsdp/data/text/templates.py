@@ -1,4 +1,4 @@
-"""The conversation templates of LLaVA (conversation.py:211-392): the text around questions and answers."""
+"""The conversation templates of LLaVA (LLaVA conversation.py:211-392): the text around questions and answers."""
 
 from dataclasses import asdict, astuple, dataclass
 from enum import Enum
@@ -10,7 +10,7 @@ IMAGE_TAG = "<image>"
 
 
 class Style(Enum):
-    """How a conversation template separates and marks turns (LLaVA's SeparatorStyle, conversation.py:9-15)."""
+    """How a conversation template separates and marks turns (SeparatorStyle in LLaVA conversation.py:9-15)."""
 
     PLAIN = "plain"
     TWO = "two separators"
@@ -22,7 +22,7 @@ class Style(Enum):
 
 @dataclass(frozen=True)
 class Pattern:
-    """The texts around questions and answers in a style; `{system}`, `{sep}` etc. are filled from a template."""
+    """The texts around questions and answers in one style; a template's texts replace `{system}`, `{sep}` etc."""
 
     first_question: str
     """Text before the first question."""
@@ -30,11 +30,11 @@ class Pattern:
     """Text before each later question."""
     after_question: str
     answer_header: str
-    """Text that announces the answering role; a prompt for generation ends with it."""
+    """Text that names the answering role; a prompt for generation ends with it."""
     before_answer: str
-    """Text between header and answer; supervised like the answer."""
+    """Text between the answer's header and the answer; supervised like the answer."""
     after_answer: str
-    """Text by which the model ends an answer; supervised."""
+    """Text with which the model ends an answer; supervised."""
     end: str = ""
     """Text after the last answer."""
 
@@ -50,7 +50,7 @@ STYLES: dict[Style, Pattern] = {
 
 @dataclass(frozen=True)
 class Template:
-    """A conversation template: its style and texts, with LLaVA's names for them."""
+    """A conversation template: its style and its texts, with the names that LLaVA gives them."""
 
     style: Style
     system: str = ""
@@ -69,7 +69,7 @@ class Template:
 
     @property
     def image_only(self) -> bool:
-        """Whether each question is replaced by its image tag (stage 1: caption the image)."""
+        """Whether each question is replaced by its image tags (stage 1: the model captions the image)."""
         return self.style is Style.PLAIN
 
     @property

@@ -1,7 +1,7 @@
-"""Tokenize text, with the range of characters that each token came from, and detokenize.
+"""Tokenize text, with the range of characters that each token comes from, and turn token ids back into text.
 
-A `tokenizer.json` is read with the tokenizers library; a `tokenizer.model` with SentencePiece (transformers 5's
-conversion of such files gives wrong ids on repeated spaces).
+A `tokenizer.json` is read with the tokenizers library, a `tokenizer.model` with SentencePiece: transformers 5's
+conversion of a `tokenizer.model` gives wrong ids for repeated spaces.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json, refuse_model
 Stretch = tuple[int, int]
 """A range [begin, end) of characters of a text."""
 LLAMA_CLASSES = (None, "LlamaTokenizer", "LlamaTokenizerFast", "TokenizersBackend", "PreTrainedTokenizerFast")
-"""Values of `tokenizer_class` in `tokenizer_config.json` for Llama tokenizers, in transformers 4 and 5."""
+"""The values of `tokenizer_class` in a `tokenizer_config.json` that mean a Llama tokenizer, in transformers 4 and 5."""
 SPACE = "▁"
-"""Character that SentencePiece writes for a space."""
+"""Character with which SentencePiece represents a space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +34,18 @@ class Token:
     id: int
     begin: int
     end: int
-    """End of the token's characters [begin, end) in the text. A character without a token of its own becomes byte
-    tokens, of which all but the last have none."""
+    """End of the token's characters [begin, end) in the text. A character that is not in the vocabulary becomes several
+    byte tokens, of which only the last has a character range that is not empty."""
 
 
 class Tokenizer(ABC):
     """Tokenizes text for one model."""
 
     bos: int | None
-    """Id of the token that begins each sequence; None if the model expects no such token."""
+    """Id of the token with which each sequence begins; None if the model expects no such token."""
     legacy: bool
-    """Whether `legacy` of transformers' Llama tokenizer is true, which puts a space prefix after each special token."""
+    """The setting `legacy` of transformers' Llama tokenizer; if true, a space is put before the text after each special
+    token."""
     size: int
     """Highest token id plus one."""
     fingerprint: str
@@ -57,16 +58,16 @@ class Tokenizer(ABC):
         """Return the tokens of a text, without adding a BOS or EOS token.
 
         Args:
-            special: ranges of the text, in order, that are read as special tokens; other special tokens are read as
-                text. None: all are read as special tokens.
+            special: ranges of the text, in order, that are read as special tokens; other special tokens are ordinary
+                text. None: all special tokens in the text are read as such.
         """
 
     @abstractmethod
     def decode(self, ids: list[int]) -> str:
-        """Return the text of token ids, without special tokens."""
+        """Return the text for a list of token ids, leaving out special tokens."""
 
     def find_special(self, text: str) -> list[Stretch]:
-        """Return the ranges of characters at which a text has special tokens."""
+        """Return the ranges of characters in which a text contains special tokens."""
         return [found.span() for found in self._find.finditer(text)]
 
     def special(self, text: str) -> int | None:
@@ -78,12 +79,12 @@ def open_tokenizer(folder: Path, rows: int | None = None, extra: tuple[str, ...]
     """Read the tokenizer of a model folder (`tokenizer.model` or `tokenizer.json`).
 
     Args:
-        rows: added tokens with this id or higher are left out and read as text: an export may add an image tag and a
-            padding token that the model was not trained with.
+        rows: number of token ids that the model knows; added tokens with this id or a higher one are read as ordinary
+            text. An export may have added an image tag and a padding token that the model was not trained with.
         extra: special tokens to add after the last id, unless the tokenizer has them.
 
     Raises:
-        ModelError: the folder has neither file, or the file cannot be read.
+        ModelError: the folder has no tokenizer file, or the file cannot be read.
     """
     config = read_optional(folder / "tokenizer_config.json")
     refuse_model_code(config, folder / "tokenizer_config.json")
@@ -102,7 +103,8 @@ def read_tokenizer(folder: Path, config: dict, rows: int | None, extra: tuple[st
 
 
 def is_legacy(config: dict) -> bool:
-    """Return `legacy` of a Llama `tokenizer_config.json`: true unless it is false, as transformers 4 reads it."""
+    """Return the setting `legacy` of a Llama tokenizer's `tokenizer_config.json`; true by default, as in transformers
+    4."""
     return config.get("legacy") is not False
 
 
@@ -115,7 +117,8 @@ def within(token: int, rows: int | None) -> bool:
 
 
 def added_tokens(folder: Path, config: dict) -> dict[str, int]:
-    """Return the added tokens (text to id) beside a `tokenizer.model`, from the files that transformers 4 writes."""
+    """Return the ids of the tokens that were added to a `tokenizer.model`, by their text, from the files that
+    transformers 4 writes beside it."""
     listed = config.get("added_tokens_decoder", {})
     return read_optional(folder / "added_tokens.json") | {t["content"]: int(i) for i, t in listed.items()}
 
@@ -123,8 +126,8 @@ def added_tokens(folder: Path, config: dict) -> dict[str, int]:
 class JsonTokenizer(Tokenizer):
     """A tokenizer read from a `tokenizer.json`.
 
-    Converted Llama tokenizers with `legacy=false` put `▁` before a text only if it does not begin with one; the
-    original tokenizer always does, so this class adds the prefix itself (`Metaspace`, `prepend_scheme=first`).
+    A converted Llama tokenizer with `legacy=false` puts `▁` before a text only if the text does not begin with one,
+    whereas the original tokenizer always does. So this class adds the `▁` itself (`Metaspace`, `prepend_scheme=first`).
     """
 
     def __init__(self, path: Path, config: dict, rows: int | None, extra: tuple[str, ...]):
@@ -173,8 +176,8 @@ class JsonTokenizer(Tokenizer):
         return plain
 
     def _encode_between(self, text: str, special: list[Stretch]) -> list[Token]:
-        """Tokenize a text with special tokens only at the given ranges. As in the tokenizers library, a special token
-        may include the spaces beside it (lstrip, rstrip)."""
+        """Tokenize a text in which only the given ranges are special tokens. As in the tokenizers library, a special
+        token may include the spaces beside it (lstrip, rstrip)."""
         tokens: list[Token] = []
         at = 0
         for begin, end in [*special, (len(text), len(text))]:
@@ -198,13 +201,19 @@ class JsonTokenizer(Tokenizer):
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that matches the longest of these texts at a place; without texts it matches nothing."""
+    """Return a regular expression that matches any of the texts, the longest one that fits; without texts it matches
+    nothing."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(re.escape(text) for text in longest_first) or "(?!)")
 
 
 def encode_fast(tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]:
-    """Tokenize a part of a text that begins at its character `at`; -1: the part has one more character in front."""
+    """Tokenize a part of a text, and return tokens whose ranges are those in the whole text.
+
+    Args:
+        at: index in the whole text at which the part begins; -1 if one character (a space) was put before the whole
+            text.
+    """
     found = tokenizer.encode(text, add_special_tokens=False)
     return [
         Token(i, max(at + begin, 0), max(at + end, 0)) for i, (begin, end) in zip(found.ids, found.offsets, strict=True)
@@ -212,10 +221,10 @@ def encode_fast(tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]
 
 
 def without_prefix(path: Path) -> bytes:
-    """Return the bytes of a Llama `tokenizer.model`, changed not to put a space before a text.
+    """Return the content of a Llama `tokenizer.model`, changed so that no space is put before a text.
 
     Raises:
-        ModelError: the file is not a SentencePiece model, or is one that never puts a space.
+        ModelError: the file is not a SentencePiece model, or is one that never puts a space before a text.
     """
     proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -229,14 +238,20 @@ def without_prefix(path: Path) -> bytes:
 
 
 def metaspace(frozen: dict) -> dict | None:
-    """Return the Metaspace pre-tokenizer (spaces become `▁`) of a parsed `tokenizer.json`; None if it has none."""
+    """Return the Metaspace pre-tokenizer of a parsed `tokenizer.json`, which turns spaces into `▁`; None if it has
+    none."""
     found = frozen.get("pre_tokenizer") or {}
     parts = found.get("pretokenizers", [found])
     return next((p for p in parts if p.get("type") == "Metaspace"), None)
 
 
 def without_lone_prefix(tokens: list[Token], prefix: int | None, special: set[int]) -> list[Token]:
-    """Drop a first `▁` token if a special token follows it directly."""
+    """Return the tokens, without a first `▁` token if a special token follows it directly.
+
+    Args:
+        prefix: id of the `▁` token.
+        special: ids of the special tokens.
+    """
     if len(tokens) > 1 and tokens[0].id == prefix and tokens[1].id in special:
         return tokens[1:]
     return tokens
@@ -245,9 +260,9 @@ def without_lone_prefix(tokens: list[Token], prefix: int | None, special: set[in
 class LlamaTokenizer(Tokenizer):
     """A Llama tokenizer read from a `tokenizer.model`, with the same ids as transformers 4's slow tokenizer.
 
-    With `legacy=false` that tokenizer puts one `▁` before every text but none after a special token, and drops the
-    first `▁` if a special token follows it directly. With `legacy=true`, also the default of a `tokenizer_config.json`,
-    each part between special tokens begins with one `▁`.
+    With `legacy=false`, transformers 4's tokenizer puts one `▁` before every text but none after a special token, and
+    drops the first `▁` if a special token follows it directly. With `legacy=true`, which is the default, each part
+    between special tokens begins with one `▁`.
     """
 
     def __init__(self, path: Path, config: dict, added: dict[str, int], extra: tuple[str, ...]):
@@ -284,7 +299,7 @@ class LlamaTokenizer(Tokenizer):
         tokens = []
         end = at - prefix
         for piece in self._pieces.encode(plain, return_type="proto").pieces:
-            # Surfaces cover the text without gaps; a piece's own begin and end count bytes in some releases.
+            # The pieces' surfaces cover the text without gaps; begin and end of a piece count bytes in some releases.
             begin, end = end, end + len(piece.surface)
             tokens.append(Token(piece.id, max(begin, at), max(end, at)))
         return tokens
