@@ -120,7 +120,7 @@ def test_a_status_that_cannot_be_read(content: bytes, tmp_path: Path) -> None:
     """It stops no start, no page and no question after it; the page names the file."""
     run = imagine(tmp_path / "run", 12)
     (run / STATUS_FILE).write_bytes(content)
-    assert status.read_status(run / STATUS_FILE, 0.0) is None
+    assert read_status(run) is None
     assert settled(run) is None
     page = report.write([str(run)]).read_text()
     assert "unknown" in page and f"{STATUS_FILE} cannot be read" in page
@@ -132,7 +132,7 @@ def test_a_status_that_cannot_be_read(content: bytes, tmp_path: Path) -> None:
 def test_a_status_of_other_types(wrong: dict, tmp_path: Path) -> None:
     run = imagine(tmp_path / "run", 3)
     (run / STATUS_FILE).write_text(json.dumps({**STATUS, **wrong}))
-    assert status.read_status(run / STATUS_FILE, 0.0) is None
+    assert read_status(run) is None
     assert "unknown" in report.write([str(run)]).read_text()
     assert settled(run) is None
     with claimed(run, 0):

@@ -20,7 +20,7 @@ from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.weight_names import ours
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.run_dir import list_checkpoints
-from llava_fsdp.train import door
+from llava_fsdp.train import preflight
 from llava_fsdp.train import main as train
 from llava_fsdp.train.resume import resume
 
@@ -151,7 +151,7 @@ def test_another_model_is_refused(
     cfg = configure(*values, *other, stage="pretrain", to=first)
     with pytest.raises(ConfigError, match=r"model\.random_weights: True -> False"):
         train.train(cfg)
-    monkeypatch.setattr(door, "check_settings", lambda _: None)  # as of a folder that was filled with another
+    monkeypatch.setattr(preflight, "check_settings", lambda _: None)  # as of a folder that was filled with another
     with pytest.raises(CheckpointError, match="the model is another one"):
         train.train(cfg)
 
