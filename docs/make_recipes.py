@@ -33,6 +33,7 @@ EXPLAINED = {
     "data.images": "set it to your data",
     "output_dir": "`outputs/STAGE`; `stage=finetune` finds the projector of `stage=pretrain` beside it",
     "model.projector": "`auto` is the projector of the `stage=pretrain` run beside `output_dir`",
+    "activation_checkpointing.mode": "`auto` recomputes least of what fits into memory; weights stay the same",
     "checkpoint.every": "the script's number is beyond its last step, so it saves only at the end",
     "track.wandb": "off by default: it needs a package and an account (report.md); `migrate` keeps it",
     "model.name": SIZE,

@@ -167,7 +167,7 @@ WRONG = [
     ("max_steps=0", "max_steps=0 must be at least 1: null trains every epoch to its end"),
     ("optim.clip=0", "optim.clip=0.0 must be a finite number above 0; null turns clipping off"),
     # several jobs in one process group
-    ("-m optim.lr=1,2", "use: python -m llava_fsdp.sweep -m optim.lr=1,2"),
+    ("-m optim.lr=1,2", "use: llava-fsdp sweep -m optim.lr=1,2"),
     ("optim.lr=1,2", "Ambiguous value for argument 'optim.lr=1,2'"),
 ]
 

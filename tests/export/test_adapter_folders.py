@@ -523,5 +523,5 @@ def test_an_adapter_is_no_model(made: Callable[[str], Made], dataset: Path, tmp_
     (tmp_path / "moved" / "llava_fsdp.json").unlink()
     settings = json.loads((tmp_path / "moved" / "adapter_config.json").read_text())
     write_json(tmp_path / "moved" / "adapter_config.json", settings | {"base_model_name_or_path": "/gone"})
-    with pytest.raises(ConfigError, match=r"base=PATH; run python -m llava_fsdp\.export source=.*moved to=FOLDER"):
+    with pytest.raises(ConfigError, match=r"base=PATH; run llava-fsdp export source=.*moved to=FOLDER"):
         Assistant(str(tmp_path / "moved"), "v1", AspectRatio.pad)

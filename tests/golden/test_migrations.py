@@ -132,5 +132,5 @@ def test_v1_5_scripts_become_short_commands(tmp_path: Path) -> None:
     done = migrate(run_of(SCRIPTS["v1_5_finetune"], tmp_path, gpus=8))
     assert set(done.kept) == {
         "stage", "model", "data", "data.path", "data.images", "model.projector", "output_dir", "checkpoint.every",
-        "track.wandb",
+        "track.wandb", "activation_checkpointing",
     }  # fmt: skip

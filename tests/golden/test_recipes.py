@@ -69,7 +69,7 @@ def test_recipe_is_the_script(stage: str, model: str) -> None:
     assert cfg.sharding.strategy.value == STRATEGIES[resolved["zero_optimization"]["stage"]]
     assert (cfg.optim.clip is not None) == record["deepspeed_resolved"]["gradient_clipping_key_present"] is False
     assert cfg.precision.param_dtype.value == "bf16" and resolved["bf16"]["enabled"]
-    assert (cfg.activation_checkpointing.mode.value == "full") == args["gradient_checkpointing"]
+    assert cfg.activation_checkpointing.mode.value == "auto" and args["gradient_checkpointing"]
     if cfg.model.lora.enabled:
         assert {key: value(cfg, f"model.lora.{key}") for key in LORA} == {key: args[f"lora_{key}"] for key in LORA}
     trains = ["projector"] if args["tune_mm_mlp_adapter"] else ["projector", "language"]

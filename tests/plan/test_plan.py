@@ -27,12 +27,13 @@ from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.plan import auto
 from llava_fsdp.plan.auto import decide
-from llava_fsdp.plan.hardware import GPUS, PROCESS, Machine, this_machine
+from llava_fsdp.plan.hardware import GPUS, PROCESS, Machine, machine_named, this_machine
 from llava_fsdp.plan.main import plan
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Choice, Planner, Ranks
 from llava_fsdp.plan.workload import Samples, configured_split
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.train.launcher import split
 
 
 def plan_of(*overrides: str) -> PlanConfig:
@@ -62,7 +63,7 @@ def test_13b_on_8_a100(capsys: pytest.CaptureFixture[str]) -> None:
     assert by["zero3", "full", "params"]["bytes"]["parameters"] < 1e9
     best = found["recommended"]
     assert best["fits"] and best["step_seconds"] == min(row["step_seconds"] for row in rows if row["fits"])
-    assert best["command"].startswith("torchrun --standalone --nproc-per-node 8 -m llava_fsdp.train ")
+    assert best["command"].startswith("llava-fsdp train --nproc-per-node 8 ")
 
 
 def of_parts(wide_parts: Path) -> list[str]:
@@ -89,7 +90,7 @@ def test_recommended_command_is_a_training(
     gpu = "gpu=4090" if more[0] in ("pack=false", "stage=pretrain") else "gpu=v100"
     best = printed(capsys, "gpus=4", gpu, "global_batch_size=64", *of_parts(wide_parts), *more)["recommended"]
     words = shlex.split(best["command"])
-    cfg = config_of(words[words.index("llava_fsdp.train") + 1 :])
+    cfg = config_of(split(words[2:])[1])
     assert cfg.dry_run is None and len({w.partition("=")[0] for w in words if "=" in w}) == sum("=" in w for w in words)
     assert cfg.sharding.strategy.value == best["strategy"] and cfg.offload.mode.value == best["offload"]
     assert cfg.activation_checkpointing.mode.value == best["activation_checkpointing"] and cfg.global_batch_size == 64
@@ -121,7 +122,7 @@ def test_host_memory_is_said(wide_parts: Path, capsys: pytest.CaptureFixture[str
 def test_for_people(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan(plan_of("gpus=2", "gpu=a10g", "rows=3", *of_parts(wide_parts)))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[3].startswith("Use sharding=") and "torchrun --standalone --nproc-per-node 2" in lines[5]
+    assert lines[3].startswith("Use sharding=") and "llava-fsdp train --nproc-per-node 2" in lines[5]
     assert any("more, of which" in line for line in lines) and any("2P + 14P/N" in line for line in lines)
 
 
@@ -291,5 +292,25 @@ def test_auto_recomputes_no_more_than_it_must(
 def test_auto_is_settled_before_anything_else_sees_it() -> None:
     cfg = config_of(["sharding=auto", "tokens_per_micro_batch=auto"])
     assert cfg.has_auto and cfg.sharding.strategy not in SHARD_PLANS
-    with pytest.raises(ConfigError, match="is for pack=true"):
-        config_of(["pack=false", "tokens_per_micro_batch=auto"])
+
+
+@pytest.mark.parametrize("keys", [["pack=false"], ["sampler=llava_v1_5"]], ids=lambda keys: keys[0])
+def test_auto_tokens_mean_null_where_micro_batch_size_alone_decides(keys: list[str]) -> None:
+    cfg = config_of([*keys, "tokens_per_micro_batch=auto", "micro_batch_size=4"])
+    assert not cfg.has_auto
+    assert cfg.row_tokens == config_of([*keys, "micro_batch_size=4"]).row_tokens == 4 * cfg.data.max_length
+
+
+def test_real_models_are_planned_by_default_and_the_tiny_one_is_not() -> None:
+    for model in ("llava_v1_5_7b", "qwen2_5_siglip"):
+        cfg = config_of([f"model={model}"])
+        assert cfg.plans_tokens and auto.has_auto_checkpointing(cfg) and cfg.sharding.strategy is Strategy.FULL_SHARD
+    assert not config_of([]).has_auto
+
+
+def test_auto_leaves_a_margin_for_compiled_blocks() -> None:
+    gpu = machine_named("h100", 8)
+    assert auto.with_margin(gpu, config_of([])).memory == int(gpu.memory * (1 - auto.COMPILED_MARGIN))
+    assert auto.with_margin(gpu, config_of(["compile=false"])) == gpu
+    cpu = Machine(None, "test", 1 << 30, 1e9)
+    assert auto.with_margin(cpu, config_of([])) == cpu

@@ -92,7 +92,7 @@ def test_broken_image_ends_every_rank(parts: Path, dataset: Path, tmp_path: Path
 def test_multirun_under_torchrun_names_the_sweep(tmp_path: Path) -> None:
     ran = command("llava_fsdp.train", "-m", "optim.lr=1e-4,2e-4", cwd=tmp_path)
     assert ran.returncode != 0
-    assert "use: python -m llava_fsdp.sweep -m optim.lr=1e-4,2e-4" in ran.stderr
+    assert "use: llava-fsdp sweep -m optim.lr=1e-4,2e-4" in ran.stderr
 
 
 def test_status_takes_a_folder(tmp_path: Path) -> None:

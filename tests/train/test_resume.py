@@ -20,8 +20,8 @@ from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.weight_names import ours
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.run_dir import list_checkpoints
-from llava_fsdp.train import preflight
 from llava_fsdp.train import main as train
+from llava_fsdp.train import preflight
 from llava_fsdp.train.resume import resume
 
 OFTEN = ["max_steps=6", "checkpoint.every=2", "checkpoint.keep=9", *EXPORTED]

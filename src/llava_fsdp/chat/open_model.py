@@ -19,7 +19,7 @@ from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
 
 
 def open_model(checkpoint: str, default_template: str) -> Opened:
-    """Open a model for chat or evaluation: a run's export if it has one, else whatever `python -m llava_fsdp.export`
+    """Open a model for chat or evaluation: a run's export if it has one, else whatever `llava-fsdp export`
     can read.
 
     Raises:
@@ -40,7 +40,7 @@ def open_model(checkpoint: str, default_template: str) -> Opened:
     except (ConfigError, ModelError) as error:
         message = str(error).replace("source=", "model.checkpoint=")
         if any(f"{key}=" in message for key in ("base", "vision", "language", "image_aspect_ratio")):
-            message += f"; run python -m llava_fsdp.export source={checkpoint} to=FOLDER with it, and chat with FOLDER"
+            message += f"; run llava-fsdp export source={checkpoint} to=FOLDER with it, and chat with FOLDER"
         raise type(error)(message) from error
 
 

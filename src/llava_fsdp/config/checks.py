@@ -65,7 +65,7 @@ def check_packing(cfg: Config) -> None:
     if isinstance(tokens, str) and tokens != AUTO:
         raise ConfigError(f"tokens_per_micro_batch={tokens} must be {WORDS['tokens_per_micro_batch']}")
     if not cfg.pack:
-        if tokens is not None:
+        if isinstance(tokens, int):
             raise ConfigError(
                 f"tokens_per_micro_batch={tokens} is for pack=true; padded micro-batches hold micro_batch_size "
                 "rows: set it to null"
@@ -80,7 +80,7 @@ def check_packing(cfg: Config) -> None:
             f"tokens_per_micro_batch={tokens} has no room for a sample of data.max_length={cfg.data.max_length}; "
             "a sample is never split: raise it, or lower data.max_length"
         )
-    if is_original and tokens is not None:
+    if is_original and isinstance(tokens, int):
         raise ConfigError(
             "sampler=llava_v1_5 makes micro-batches of micro_batch_size samples; "
             f"tokens_per_micro_batch={tokens} has no effect on them: set it to null"
@@ -242,5 +242,5 @@ def check_export(cfg: Config) -> None:
         raise ConfigError(
             f"model.projector_type={cfg.model.projector_type} has no equal in transformers' LLaVA, so the run "
             f"could not be exported; choose mlp2x_gelu, or set {cure} and turn it into the "
-            "original's format later: python -m llava_fsdp.export source=OUTPUT_DIR to=FOLDER format=llava"
+            "original's format later: llava-fsdp export source=OUTPUT_DIR to=FOLDER format=llava"
         )

@@ -361,7 +361,7 @@ def refuse_multirun(config_name: str) -> None:
     if set(flags) & set(sys.argv[1:]):
         raise ConfigError(
             f"{config_name} cannot run several jobs in one process group; "
-            f"use: python -m llava_fsdp.sweep -m {' '.join(a for a in sys.argv[1:] if a not in flags)}"
+            f"use: llava-fsdp sweep -m {' '.join(a for a in sys.argv[1:] if a not in flags)}"
         )
 
 

@@ -23,6 +23,7 @@ from llava_fsdp.config.enums import (
     Normalize,
     OnSaveError,
     Parity,
+    SamplerName,
     Schedule,
     Source,
     SpecialTokens,
@@ -232,8 +233,16 @@ class Config:
     @property
     def row_tokens(self) -> int:
         """Maximum number of tokens of a packed row."""
-        assert not isinstance(self.tokens_per_micro_batch, str), "the planner has replaced auto before"
-        return self.tokens_per_micro_batch or self.micro_batch_size * self.data.max_length
+        assert not self.plans_tokens, "the planner has replaced auto before"
+        tokens = self.tokens_per_micro_batch
+        return tokens if isinstance(tokens, int) else self.micro_batch_size * self.data.max_length
+
+    @property
+    def plans_tokens(self) -> bool:
+        """Whether the planner chooses the number of tokens of a packed row. With padded rows, and with
+        sampler=llava_v1_5, micro_batch_size alone decides, and `auto` means null."""
+        is_free = self.pack and self.sampler.name is not SamplerName.llava_v1_5
+        return is_free and self.tokens_per_micro_batch == AUTO
 
     @property
     def held_out(self) -> Self:
@@ -274,7 +283,7 @@ class Config:
         return (
             self.sharding.strategy is Strategy.auto
             or self.activation_checkpointing.mode is ActivationCheckpointing.auto
-            or self.tokens_per_micro_batch == AUTO
+            or self.plans_tokens
         )
 
     def __post_init__(self) -> None:

@@ -81,7 +81,7 @@ def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
     total = row.bytes["total"]
     result = f"{readable(total)} of {readable(row.usable)} for tensors, a rank on {needs.machine}"
     if not row.fits:
-        cure = "python -m llava_fsdp.plan with the same keys shows what fits; "
+        cure = "llava-fsdp plan with the same keys shows what fits; "
         cure += "sharding=zero3, offload, more gpus" if on_gpus else CURE_ON_CPU
         yield fail("memory by the plan", f"{result}, {row.moment}", cure)
     else:

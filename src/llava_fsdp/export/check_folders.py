@@ -65,7 +65,7 @@ def warn_of_older(paths: Iterable[Path]) -> None:
         if notes and is_older(notes):
             log().warning(
                 "%s was written by an earlier version of llava_fsdp, without digests: whether its files have changed "
-                "cannot be told. To add digests of the files now: python -m llava_fsdp.export source=%s 'accept=[%s]'",
+                "cannot be told. To add digests of the files now: llava-fsdp export source=%s 'accept=[%s]'",
                 folder, folder, NOTES,
             )  # fmt: skip
 

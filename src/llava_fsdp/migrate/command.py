@@ -111,14 +111,13 @@ def assignments(overrides: Mapping[str, object]) -> list[str]:
 def launcher(run: Run) -> list[str]:
     ranks, flags = run.ranks, run.launch.flags
     words = [f"CUDA_VISIBLE_DEVICES={run.devices}"] if run.devices else []
-    if ranks.nodes == 1:
-        words += ["torchrun", "--standalone"]
-    else:
+    words += ["llava-fsdp", "train"]
+    if ranks.nodes > 1:
         address = flags.get("master_addr", run.launched("main_process_ip")) or HOST
         port = flags.get("master_port", run.launched("main_process_port")) or "29500"
         endpoint = str(flags.get("rdzv_endpoint") or f"{address}:{port}")
-        words += ["torchrun", "--nnodes", str(ranks.nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
-    return [*words, "--nproc-per-node", str(ranks.per_node), "-m", "llava_fsdp.train"]
+        words += ["--nnodes", str(ranks.nodes), "--rdzv-endpoint", endpoint]
+    return [*words, "--nproc-per-node", str(ranks.per_node)]
 
 
 def lines(words: list[str], width: int = 100) -> str:

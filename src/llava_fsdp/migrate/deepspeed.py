@@ -241,7 +241,7 @@ DEEPSPEED: Mapping[str, Rule] = {
     "dataloader_drop_last": off("no sample is dropped"),
     "vocabulary_size": implied("taken from the model's configuration"),
     "elasticity.*": Switched("global_batch_size stays the same; NNODES=MIN:MAX launch/multinode.sh"),
-    "autotuning.*": Switched("python -m llava_fsdp.sweep runs the configurations that you name"),
+    "autotuning.*": Switched("llava-fsdp sweep runs the configurations that you name"),
     "tensor_parallel.*": Switched(ZERO3, "autotp_size"),
     **each(off(ZERO3, 0, 1), "autotp_size sequence_parallel_size graph_harvesting"),
     **each(Switched(NONE), """

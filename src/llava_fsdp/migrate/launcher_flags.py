@@ -31,5 +31,5 @@ LAUNCHER: Mapping[str, Rule] = {
     **each(BY_TORCHRUN, """
         hostfile H launcher launcher_args mpirun_hostfile deepspeed_hostfile deepspeed_multinode_launcher"""),
     **each(OUTSIDE, "exclude e bind_cores_to_rank bind_core_list venv_script"),
-    "autotuning": unsupported("python -m llava_fsdp.sweep runs the configurations that you name"),
+    "autotuning": unsupported("llava-fsdp sweep runs the configurations that you name"),
 }  # fmt: skip

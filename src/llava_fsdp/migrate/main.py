@@ -1,4 +1,4 @@
-"""Translate a LLaVA, DeepSpeed or Accelerate training: `python -m llava_fsdp.migrate finetune.sh zero3.json gpus=8`.
+"""Translate a LLaVA, DeepSpeed or Accelerate training: `llava-fsdp migrate finetune.sh zero3.json gpus=8`.
 
 Prints the llava_fsdp command that does the same, and what every key became. Runs nothing, imports neither torch nor
 transformers.
@@ -25,7 +25,7 @@ from llava_fsdp.runtime.log import log, setup_logging
 from llava_fsdp.runtime.redact import HIDDEN, is_secret_name, redact
 
 USAGE = """\
-usage: python -m llava_fsdp.migrate PATH... [gpus=N] [format=json] [NAME=VALUE...]
+usage: llava-fsdp migrate PATH... [gpus=N] [format=json] [NAME=VALUE...]
 
 PATH         a training script (finetune.sh), a DeepSpeed JSON (zero3.json) or an Accelerate YAML, in any number
 gpus=N       GPUs of the whole training, where the launcher's flags do not give it

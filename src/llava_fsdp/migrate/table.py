@@ -48,7 +48,7 @@ def launcher_rows(context: Context) -> list[Row]:
         rule = accelerate.rule_of(name) if launch.launcher == "accelerate" else LAUNCHER.get(name)
         rows.append(answered(context, source, name, value, rule, ()))
     program = "the original LLaVA's program; attention is PyTorch's own" if launch.is_original else OTHER_PROGRAM
-    return [*rows, Row(source, PROGRAM, launch.script, mapped(f"python -m llava_fsdp.train: {program}"))]
+    return [*rows, Row(source, PROGRAM, launch.script, mapped(f"llava-fsdp train: {program}"))]
 
 
 def flag_rows(context: Context) -> list[Row]:

@@ -228,11 +228,11 @@ def resolve_model(name: str, key: str) -> Path:
         return resolve(str(folder / EXPORT), key)
     if is_adapter_folder(folder):
         raise ModelError(
-            f"{key}={name} is an adapter, not a whole model; merge it into its base: python -m llava_fsdp.export "
+            f"{key}={name} is an adapter, not a whole model; merge it into its base: llava-fsdp export "
             f"source={name} to=FOLDER; to go on training it: model.lora.checkpoint={name}"
         )
     if not (folder / "config.json").is_file():
-        cure = f"python -m llava_fsdp.export source={name} to=FOLDER"
+        cure = f"llava-fsdp export source={name} to=FOLDER"
         if (folder / "config.yaml").is_file():
             raise ModelError(f"{key}={name} is a run without an export; finish the run, or make one: {cure}")
         if (folder / CHECKPOINT_FILE).is_file():

@@ -8,13 +8,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llava_fsdp.config import AUTO, ActivationCheckpointing, ActivationCheckpointingConfig, Config, Strategy
+from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, Strategy
 from llava_fsdp.config.renamed import present_tree
 from llava_fsdp.distributed.compile import is_cut
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.pretrained import Parts
-from llava_fsdp.plan.hardware import this_machine
+from llava_fsdp.plan.hardware import Machine, this_machine
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.search import checkpointing_modes, distinct_strategies, is_allowed, plan_rows, splits_to_try
 from llava_fsdp.plan.workload import Samples
@@ -22,6 +22,9 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
 
 GB = 1e9
+COMPILED_MARGIN = 0.1
+"""Share of a GPU's memory that `auto` leaves free where blocks are compiled: the planner counts the activations of
+blocks that are not compiled, and compiled ones may keep others."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Decision:
             cfg,
             sharding=replace(cfg.sharding, strategy=self.strategy, shard_size=shard_size),
             activation_checkpointing=self.activation_checkpointing,
-            tokens_per_micro_batch=self.tokens if cfg.tokens_per_micro_batch == AUTO else cfg.tokens_per_micro_batch,
+            tokens_per_micro_batch=self.tokens if cfg.plans_tokens else cfg.tokens_per_micro_batch,
         )
 
     def summary(self, cfg: Config) -> str:
@@ -52,7 +55,7 @@ class Decision:
             values.append(f"sharding={SHARD_PLANS[self.strategy].zero}")
         if has_auto_checkpointing(cfg):
             values.append(f"activation_checkpointing={self.activation_checkpointing.mode.value}")
-        if cfg.tokens_per_micro_batch == AUTO:
+        if cfg.plans_tokens:
             values.append(f"tokens_per_micro_batch={'null' if self.tokens is None else self.tokens}")
         return f"auto: {', '.join(values)}: {self.reason}"
 
@@ -66,7 +69,8 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     Raises:
         ConfigError: by the plan, nothing fits.
     """
-    planner = Planner(cfg, this_machine(world.local_size, world.device.type), samples, parts)
+    machine = with_margin(this_machine(world.local_size, world.device.type), cfg)
+    planner = Planner(cfg, machine, samples, parts)
     before = recorded(cfg) if continues else None
     if before is not None:
         row = rows_for(planner, before, world)[0]
@@ -83,8 +87,14 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
             "tokens_per_micro_batch would try it all the same"
         )
     reason = f"{cost(best)} by the plan; llava_fsdp.plan compares them all"
-    tokens = best.tokens if cfg.tokens_per_micro_batch == AUTO else None
+    tokens = best.tokens if cfg.plans_tokens else None
     return Decision(best.choice.strategy, best.choice.activation_checkpointing, tokens, reason)
+
+
+def with_margin(machine: Machine, cfg: Config) -> Machine:
+    """The machine, with less memory if its device is a GPU on which blocks may be compiled."""
+    margin = COMPILED_MARGIN if machine.device == "cuda" and cfg.compile is not False else 0.0
+    return replace(machine, memory=int(machine.memory * (1 - margin)))
 
 
 def expected_peak(cfg: Config, world: World, parts: Parts, samples: Samples) -> int:
@@ -106,7 +116,10 @@ def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
         if cfg.compile is True:  # compile=true fails with modes whose blocks cannot compile
             modes = [one for one in modes if not is_cut(one.mode, planner.kernel and planner.kernel.attention)]
     choices = [Choice(strategy, mode, cfg.offload.mode) for strategy in strategies for mode in modes]
-    splits = splits_to_try(planner, cfg, world.size, is_free=cfg.tokens_per_micro_batch == AUTO)
+    splits = splits_to_try(planner, cfg, world.size, is_free=cfg.plans_tokens)
+    if cfg.plans_tokens:  # micro_batch_size is the upper limit, as with null
+        most = cfg.micro_batch_size * cfg.data.max_length
+        splits = [split for split in splits if split[0].tokens <= most] or splits[-1:]
     return plan_rows(planner, choices, ranks, splits)
 
 
@@ -128,7 +141,7 @@ def recorded(cfg: Config) -> Config | None:
             budget = OmegaConf.select(tree, "activation_checkpointing.budget")
             activation_checkpointing = ActivationCheckpointingConfig(mode=mode, budget=budget)
         tokens = OmegaConf.select(tree, "tokens_per_micro_batch")
-        lacks_tokens = cfg.tokens_per_micro_batch == AUTO and not isinstance(tokens, int)
+        lacks_tokens = cfg.plans_tokens and not isinstance(tokens, int)
         if strategy is Strategy.auto or activation_checkpointing.mode is ActivationCheckpointing.auto or lacks_tokens:
             return None
         if cfg.sharding.strategy is not Strategy.auto:

@@ -1,6 +1,6 @@
 """Predict which ways to train fit into memory and how fast each is, and recommend the fastest.
 
-    python -m llava_fsdp.plan model=llava_v1_5_13b stage=finetune gpus=8
+    llava-fsdp plan model=llava_v1_5_13b stage=finetune gpus=8
 
 Needs no GPU, no weights, no network and no process group. Takes the keys of `train` and plans that training with every
 strategy of sharding and every mode of activation checkpointing and offload.
@@ -76,11 +76,9 @@ def key_of(word: str) -> str:
 def command(cfg: PlanConfig, row: PlanRow, typed: Sequence[str]) -> str:
     """The shell command that trains as this row of the plan says; FILE, DIR and HOST stand for values that the user has
     to fill in."""
-    launch = (
-        f"torchrun --standalone --nproc-per-node {cfg.gpus}"
-        if cfg.nodes == 1
-        else f"torchrun --nnodes {cfg.nodes} --nproc-per-node {cfg.gpus} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    )
+    launch = f"llava-fsdp train --nproc-per-node {cfg.gpus}"
+    if cfg.nodes > 1:
+        launch += f" --nnodes {cfg.nodes} --rdzv-endpoint HOST:29500"
     chosen = CHOSEN | (set() if cfg.pack else {"micro_batch_size"})
     kept = [word for word in typed if key_of(word) not in OWN_KEYS and key_of(word).partition(".")[0] not in chosen]
     keys = {key_of(word) for word in kept}
@@ -96,4 +94,4 @@ def command(cfg: PlanConfig, row: PlanRow, typed: Sequence[str]) -> str:
         planned.append(f"tokens_per_micro_batch={row.tokens}")
     if cfg.data.source is Source.shapes and cfg.model.name != "tiny":
         planned.append("data=llava_json data.path=FILE.json data.images=DIR")
-    return " ".join([launch, "-m llava_fsdp.train", *kept, *planned])
+    return " ".join([launch, *kept, *planned])

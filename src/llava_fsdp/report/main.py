@@ -1,4 +1,4 @@
-"""Write an HTML report of one run or a comparison of several: `python -m llava_fsdp.report outputs/finetune`.
+"""Write an HTML report of one run or a comparison of several: `llava-fsdp report outputs/finetune`.
 
 Reads the files in a training's output folder, whether the training is going on, has ended or was killed. Imports
 neither torch nor transformers.
@@ -16,7 +16,7 @@ from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.log import log, setup_logging
 
 USAGE = """\
-usage: python -m llava_fsdp.report RUN [RUN...] [out=FILE]
+usage: llava-fsdp report RUN [RUN...] [out=FILE]
 
 RUN       the output_dir of a training, also as output_dir=RUN; or the folder of a sweep, which stands for all of
           its jobs

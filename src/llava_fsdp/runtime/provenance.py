@@ -189,7 +189,7 @@ def cure(folder: Path, name: str) -> str:
     again = "copy the whole folder again"
     if (folder.parent / "config.yaml").is_file():
         again = "start its run again, which writes it anew from its checkpoint"
-    command = f"python -m llava_fsdp.export source={shlex.quote(str(folder))} 'accept=[{name}]'"
+    command = f"llava-fsdp export source={shlex.quote(str(folder))} 'accept=[{name}]'"
     return f"{again}, or, if you changed it on purpose, accept it: {command}"
 
 
