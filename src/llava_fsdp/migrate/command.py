@@ -112,7 +112,7 @@ def launcher(run: Run) -> list[str]:
     ranks, flags = run.ranks, run.launch.flags
     words = [f"CUDA_VISIBLE_DEVICES={run.devices}"] if run.devices else []
     words += ["llava-fsdp", "train"]
-    if ranks.nodes > 1:
+    if ranks.nodes != 1:
         address = flags.get("master_addr", run.launched("main_process_ip")) or HOST
         port = flags.get("master_port", run.launched("main_process_port")) or "29500"
         endpoint = str(flags.get("rdzv_endpoint") or f"{address}:{port}")
