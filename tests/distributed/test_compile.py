@@ -110,7 +110,10 @@ def test_one_graph_serves_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
-@pytest.mark.parametrize(("mode", "products"), [("none", 14), ("selective", 14), ("full", 14)])
+@pytest.mark.parametrize(
+    ("mode", "products"),
+    [("selective", 14), *(pytest.param(mode, 14, marks=pytest.mark.slow) for mode in ("none", "full"))],
+)
 def test_products_that_selective_keeps_do_not_run_again(
     mode: str, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

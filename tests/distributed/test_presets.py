@@ -26,8 +26,8 @@ SMALL = ["global_batch_size=4", "micro_batch_size=1", "max_steps=5", "optim.sche
 INT8, BF16_MOMENTS = "bf16 precision.moment_dtype=int8", "bf16 precision.moment_dtype=bf16"
 PURE_INT8 = "bf16_pure precision.moment_dtype=int8"
 PURE_IN_ALL = "bf16_pure precision.norm_dtype=bf16 precision.moment_dtype=fp32"
-QUICK = ["bf16_pure", "fp16", INT8]
-SLOW = ["bf16", "fp32", BF16_MOMENTS, PURE_INT8, PURE_IN_ALL]
+QUICK = ["fp16", INT8]
+SLOW = ["bf16_pure", "bf16", "fp32", BF16_MOMENTS, PURE_INT8, PURE_IN_ALL]
 
 
 def of(preset: str) -> list[str]:

@@ -58,7 +58,6 @@ def settings(configure: Configure, variant: str, folder: str, *more: str) -> Con
     ("variant", "cases"),
     [
         pytest.param("nf4", [("zero3", 4)], id="nf4"),
-        pytest.param("frozen-projector", [("zero3", 2)], id="frozen-projector"),
         pytest.param("pretrain", [("zero3", 2)], id="pretrain"),
         *[pytest.param(v, ALL, id=f"{v}-all", marks=pytest.mark.slow) for v in VARIANTS],
     ],

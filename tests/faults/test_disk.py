@@ -50,6 +50,7 @@ def test_rows_wait_for_room(small_disk: Path, capsys: pytest.CaptureFixture[str]
     assert not rows.waiting
 
 
+@pytest.mark.faults
 def test_training_outlives_its_log(runs: Runs, tmp_path: Path) -> None:
     """Rows that cannot be written for a while are there in the end."""
     ended = runs.run("max_steps=8", folder=tmp_path, ranks=1, trap=full_log, first=3, last=5)

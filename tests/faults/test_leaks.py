@@ -38,6 +38,7 @@ def nothing_grows(runs: Runs, folder: Path, steps: int, saves: int, bytes_a_step
     assert len(list((folder / "out" / "checkpoints").glob("step-*"))) == 2, "old checkpoints are gone"
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(200)
 def test_sixty_steps_with_fifteen_saves(runs: Runs, tmp_path: Path) -> None:
     nothing_grows(runs, tmp_path, steps=60, saves=15, bytes_a_step=0.5 * MiB)

@@ -77,7 +77,7 @@ RECOMMENDED = [
     ["offload=nvme", "offload.folder=/somewhere"],
     ["offload.mode=params", "activation_checkpointing.mode=none", "dry_run=4"],
     ["sampler=llava_v1_5", "micro_batch_size=8"],
-    ["compat=llava_v1_5"],
+    pytest.param(["compat=llava_v1_5"], marks=pytest.mark.slow),
     pytest.param(["stage=pretrain", "precision=bf16_pure"], marks=pytest.mark.slow),
 ]
 
