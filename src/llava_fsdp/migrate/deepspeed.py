@@ -220,8 +220,10 @@ DEEPSPEED: Mapping[str, Rule] = {
     **each(GATHERED, "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save "
                      "stage3_gather_fp16_weights_on_model_save", "zero_optimization."),
     "zero_optimization.ignore_unused_parameters": implied("parameters that can never get a gradient are frozen"),
-    **each(off(NONE, -1, 0, 1), "zero_hpz_partition_size mics_shard_size zero_quantized_weights "
-                                "zero_quantized_nontrainable_weights zero_quantized_gradients", "zero_optimization."),
+    **each(off("not set: sharding=hybrid sharding.shard_size=N shards within groups of N ranks and copies between them",
+               -1, 0, 1), "zero_hpz_partition_size mics_shard_size", "zero_optimization."),
+    **each(off(NONE, -1, 0, 1), "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
+           "zero_optimization."),
     # memory
     "activation_checkpointing.*": no_effect(
         "only for models that call DeepSpeed's own checkpointing; LLaVA's is --gradient_checkpointing. "
