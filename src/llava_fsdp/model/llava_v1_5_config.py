@@ -34,7 +34,7 @@ CLIP_336 = {
 
 
 def is_original(raw: dict[str, Any]) -> bool:
-    """Whether a config.json is of the original LLaVA; transformers has a model with a similar name."""
+    """Return whether a config.json was written by the original LLaVA; transformers has a model with a similar name."""
     return "mm_vision_tower" in raw or str(raw.get("model_type")) in ("llava_llama", "llava_mpt", "llava_mistral")
 
 
@@ -53,7 +53,7 @@ def read_selection(raw: dict[str, Any], folder: Path) -> Selection:
     """Read projector and vision feature settings as the original does.
 
     Raises:
-        ModelError: it is a model that we do not have, or does not say its layer.
+        ModelError: the model is not supported, or the file does not name the selected vision layer.
     """
     check_supported(raw, folder)
     if "mm_vision_select_layer" not in raw:
@@ -89,7 +89,7 @@ def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
     """Check that an original's config.json has the projector and features of this configuration.
 
     Raises:
-        ConfigError: it is not; the message has the key and both values.
+        ConfigError: a value differs; the message has the key and both values.
         ModelError: it is a model that we do not have.
     """
     check_supported(raw, folder)
@@ -118,7 +118,7 @@ def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
 
 
 def language_config(raw: dict[str, Any]) -> PretrainedConfig:
-    """Configuration of the language model, whose fields are at the top level."""
+    """Return the language model's configuration, whose fields are at the top level of the original's config.json."""
     fields = {key: raw[key] for key in (*LANGUAGE_KEYS, "rope_theta", "pretraining_tp") if key in raw}
     if raw.get("rope_scaling") is not None:
         fields["rope_scaling"] = dict(raw["rope_scaling"])  # transformers writes into it
@@ -132,7 +132,7 @@ def original_config(
 
     Args:
         features: width of the tower.
-        tower: what the original is to load as its vision tower.
+        tower: name or folder of the vision tower, as the original will load it.
 
     Raises:
         ModelError: the original has no such language model.
@@ -163,7 +163,7 @@ def original_config(
 
 
 def rope(language: PretrainedConfig) -> dict[str, Any]:
-    """Rotary embedding fields in the form of transformers 4.
+    """Return the rotary embedding fields in the form of transformers 4, which the original uses.
 
     Raises:
         ModelError: the Llama of the original's transformers has no such model.
@@ -185,14 +185,14 @@ def rope(language: PretrainedConfig) -> dict[str, Any]:
 
 
 def known_tower(vision: PretrainedConfig) -> str | None:
-    """Hub name of LLaVA 1.5's vision tower if the configuration describes it, else None."""
+    """Return the hub name of LLaVA 1.5's vision tower if the configuration describes that tower, else None."""
     same = isinstance(vision, CLIPVisionConfig) and all(getattr(vision, k) == v for k, v in CLIP_336.items())
     return "openai/clip-vit-large-patch14-336" if same else None
 
 
 def generation_config(given: dict[str, Any]) -> dict[str, Any]:
-    """A generation config that transformers can save: Vicuna's has sampling values without `do_sample`, which its check
-    refuses (LLaVA#1144)."""
+    """Return a generation config that transformers can save. Vicuna's has sampling values without `do_sample`, which
+    transformers refuses to save (LLaVA#1144)."""
     if given.get("do_sample"):
         return given
     return {k: v for k, v in given.items() if k not in ("temperature", "top_p", "top_k", "typical_p")}

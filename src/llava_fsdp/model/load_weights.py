@@ -101,7 +101,7 @@ def find_weights(
 
 
 def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
-    """The error for a parameter that no file has."""
+    """Return the error for a parameter that no file has."""
     if parts.whole is not None:
         return ModelError(f"{parts.whole} has no weights for {name}; is it the model that its configuration says?")
     if name.startswith(PROJECTOR_PREFIX):

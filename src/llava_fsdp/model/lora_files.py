@@ -56,7 +56,7 @@ class AdapterFolder:
 
     @property
     def modules(self) -> list[str]:
-        """Names of the modules that have adapters."""
+        """Return the names of the modules that have adapters."""
         return sorted({module_of(name) for name in self.tensors if is_adapter(name)})
 
 
@@ -65,15 +65,15 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def adapter_folders(name: str) -> tuple[Path, Path]:
-    """Folders where an adapter of this name may be; they need not exist."""
+    """Return the folders where an adapter of this name may be; they need not exist."""
     return Path(name), Path(name) / FOLDER
 
 
 def find_adapter(name: str, key: str) -> Path:
-    """Find the folder of an adapter; a run's folder stands for its final adapter.
+    """Return the folder of an adapter; for the output folder of a run, its final adapter.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no adapter in the folder.
     """
     for folder in adapter_folders(name):
         if is_adapter_folder(folder):
@@ -115,7 +115,7 @@ def check_meaning(folder: Path, lora: LoraConfig) -> None:
     of the base model, but nothing that changes the meaning of the weights.
 
     Raises:
-        ModelError: it says something else.
+        ModelError: a setting of adapter_config.json differs from the notes.
     """
     trained = read_notes(folder).get("lora", {})
     with foreign(f"{folder / NOTES} is not what was written"):
@@ -147,7 +147,7 @@ def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
     """Read the LoRA settings.
 
     Raises:
-        ModelError: rank or scale are none; the message has the key and its value.
+        ModelError: rank or scale is not a valid number; the message has the key and its value.
     """
     r: Any = settings.get("r")
     alpha: Any = settings.get("lora_alpha")
@@ -168,7 +168,7 @@ def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
 
 
 def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dict[str, StoredTensor]:
-    """Initial values for a training that starts from an adapter: every adapter, and other weights trained with them.
+    """Return initial values for a training that starts from an adapter: of adapters, and of weights trained with them.
 
     Raises:
         ConfigError: the configuration has another rank or scale.
@@ -201,7 +201,7 @@ def check_strangers(found: AdapterFolder, names: set[str]) -> None:
     nothing. The original adds such adapters to vision towers that run without gradients.
 
     Raises:
-        ModelError: it would be lost.
+        ModelError: such an adapter has a B that is not 0, and would be lost.
     """
     for name in sorted(names):
         if not is_adapter(name):
@@ -217,7 +217,7 @@ def check_strangers(found: AdapterFolder, names: set[str]) -> None:
 
 
 def without_idle_tower(found: AdapterFolder) -> AdapterFolder:
-    """The adapter without the original's untrained adapters of the vision tower (LLaVA#1647)."""
+    """Return the adapter without the untrained adapters that the original adds to the vision tower (LLaVA#1647)."""
     idle = {module for module in unchanged_modules(found.tensors) if module.startswith(TOWER)}
     if not idle:
         return found
@@ -237,8 +237,8 @@ def check_fits(found: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base
     """Check that an adapter fits a model with these parameter shapes.
 
     Args:
-        shapes: of the base's parameters, by name.
-        base: what a message calls it.
+        shapes: shapes of the base model's parameters, by name.
+        base: name of the base model, for messages.
 
     Raises:
         ModelError: a module, or a weight of an adapter, is missing, or has another shape.
@@ -280,7 +280,7 @@ def check_changed(tensors: Mapping[str, Any], what: str, cure: str) -> None:
 
     Args:
         tensors: the stored parameters of an adapter, by name.
-        what: the message calls the adapter so.
+        what: name of the adapter, for messages.
 
     Raises:
         ModelError: B is 0 in every module, as adapters begin.

@@ -42,7 +42,7 @@ class Parts:
     language: PretrainedConfig
     vision: PretrainedConfig
     whole: Path | None
-    """Folder with all weights (`model.checkpoint`); None if the parts are given one by one."""
+    """Folder of a whole model (`model.checkpoint`); None if language model and vision tower are given separately."""
 
 
 def find_parts(cfg: ModelConfig) -> Parts:
@@ -50,7 +50,7 @@ def find_parts(cfg: ModelConfig) -> Parts:
 
     Raises:
         ConfigError: a name is neither a folder nor a hub name.
-        ModelError: a folder is not a model's, or a checkpoint is of another kind of model.
+        ModelError: a folder holds no model, or `model.checkpoint` is not a LLaVA model.
     """
     if cfg.checkpoint is None:
         language, vision = resolve(cfg.language, "model.language"), resolve(cfg.vision, "model.vision")
@@ -76,10 +76,10 @@ def find_parts(cfg: ModelConfig) -> Parts:
 
 
 def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:
-    """All folders and files that weights, tokenizer and preprocessing are read from.
+    """Return the folders and files that a training reads weights, tokenizer and image preprocessor from.
 
     Args:
-        projector: as `find_projector` has found it.
+        projector: the path that `find_projector` returned, or None.
     """
     found = [parts.whole, parts.language_folder, parts.vision_folder, projector]
     if cfg.lora.checkpoint is not None:
@@ -88,7 +88,7 @@ def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list
 
 
 def refuse_unread_weights(folders: dict[str, Path]) -> None:
-    """Raise ConfigError if a folder has weights and only its configuration would be read."""
+    """Raise ConfigError if a named folder has weights, and model.random_weights=true would not read them."""
     for key, folder in folders.items():
         if any((folder / name).is_file() for name in WHOLE_MODEL):
             raise ConfigError(
@@ -133,7 +133,7 @@ def read_llava_config(folder: Path, key: str) -> Any:
 
 
 def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
-    """Check that the checkpoint was trained on the vision features that this configuration selects."""
+    """Check that `model.checkpoint` was trained with this configuration's `select_layer` and `select_feature`."""
     strategy = "default" if cfg.select_feature is Feature.patch else "full"
     theirs = {
         "model.select_layer": config.vision_feature_layer,
@@ -152,8 +152,8 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
 
 
 def trained_vocabulary(folder: Path, config: Any) -> int:
-    """Number of trained rows of the vocabulary. Exports add rows for the image tag and a padding token, and pad to a
-    multiple of 64; an added row would take part in every softmax, so they are dropped when read back.
+    """Return the number of trained rows of the embeddings. Exports add rows for the image tag and a padding token, and
+    pad to a multiple of 64; an added row would take part in every softmax, so they are dropped when read back.
     """
     notes = read_notes(folder)
     if notes:
@@ -172,7 +172,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def vision_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Configuration of a vision tower, given alone or inside that of a CLIP or SigLIP model."""
+    """Return the configuration of a vision tower, which may stand inside that of a whole CLIP or SigLIP model."""
     return getattr(config, "vision_config", None) or config
 
 
@@ -222,7 +222,7 @@ def download(name: str, key: str) -> Path:
 
 
 def resolve_model(name: str, key: str) -> Path:
-    """Find a folder with a whole model; a run's folder stands for its export."""
+    """Return the folder of a whole model; for the output folder of a run, the export in it."""
     folder = Path(name)
     if (folder / EXPORT / "config.json").is_file() or read_notes(folder / EXPORT):
         return resolve(str(folder / EXPORT), key)
@@ -245,7 +245,7 @@ def resolve_model(name: str, key: str) -> Path:
 
 
 def read_config(folder: Path, key: str) -> PretrainedConfig:
-    """Read the configuration of a model folder.
+    """Read the `config.json` of a model folder with transformers.
 
     Raises:
         ModelError: the folder has none, or transformers does not know it.
@@ -285,10 +285,10 @@ def read_json(path: Path, what: str) -> dict:
 
 
 def find_projector(cfg: Config) -> Path | None:
-    """Path of the projector to start from; None if it is initialized at random or part of `model.checkpoint`.
+    """Return the path of the projector to start from; None if it is random or part of `model.checkpoint`.
 
     Raises:
-        ConfigError: there is none, or it belongs to another model; the message has the command that makes one.
+        ConfigError: there is no projector, or it belongs to another model; the message says how to train one.
     """
     given = cfg.model.projector
     if cfg.model.checkpoint is not None and given not in ("auto", "random"):

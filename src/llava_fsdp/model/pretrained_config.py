@@ -17,15 +17,15 @@ from llava_fsdp.runtime.safe_load import foreign
 
 
 def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:
-    """The `model` part of a configuration for a folder written by us, by transformers or by the original LLaVA.
+    """Return the `model` part of a configuration for a folder of this project, transformers or the original LLaVA.
 
     Args:
         language: the language model, for a folder that holds a projector alone.
-        vision: the tower, for an original's folder whose own name for it means nothing here.
+        vision: the vision tower, for a folder of the original LLaVA that names a tower which is not on this machine.
 
     Raises:
-        ConfigError: the folder needs a language model or a tower that was not given.
-        ModelError: it is no LLaVA model, or one that we do not have.
+        ConfigError: the folder has no language model or no vision tower, and the argument for it is None.
+        ModelError: the folder holds no LLaVA model, or one of an unsupported form.
     """
     raw = read_json(folder / "config.json", f"source={folder}")
     if is_original(raw):
@@ -57,15 +57,15 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
 
 
 def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> ModelConfig:
-    """The `model` part of a configuration for the base model of an adapter.
+    """Return the `model` part of a configuration for the base model of an adapter.
 
     Args:
         base: a language model or a whole LLaVA model; None: what the adapter's files say.
-        vision: the tower, where its name in these files means nothing here.
+        vision: the vision tower, if the one that the adapter's files name is not on this machine.
 
     Raises:
-        ConfigError: nothing says what the base is, or it is not here.
-        ModelError: it is none that an adapter could be for.
+        ConfigError: neither `base` nor the files name a base model, or it is not on this machine.
+        ModelError: the named base is no model to which an adapter can be applied.
     """
     notes = read_notes(found.folder)
     if "model" in notes:
@@ -98,17 +98,17 @@ def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> Mod
 
 
 def on_base(cfg: ModelConfig, folder: Path) -> ModelConfig:
-    """The same configuration on another base: a whole model, or a language model."""
+    """Return the configuration with another base: a whole LLaVA model, or a language model."""
     whole = is_whole(folder)
     checkpoint, language = (str(folder), cfg.language) if whole else (None, str(folder))
     return replace(cfg, checkpoint=checkpoint, language=language, random_weights=False)
 
 
 def said_base(found: AdapterFolder) -> Path:
-    """The base model that peft's file names.
+    """Return the base model that peft's `adapter_config.json` names.
 
     Raises:
-        ConfigError: it names none, or none that is here.
+        ConfigError: the file names no base model, or one that is not on this machine.
     """
     name: Any = found.settings.get("base_model_name_or_path")
     if not name:
@@ -122,7 +122,7 @@ def said_base(found: AdapterFolder) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder holds a whole LLaVA model rather than a language model."""
+    """Return whether a folder holds a whole LLaVA model, not only a language model."""
     raw = read_json(folder / "config.json", f"base={folder}")
     return is_original(raw) or raw.get("model_type") == "llava"
 

@@ -33,7 +33,7 @@ BLOCK = 64
 NESTED_BLOCK = 256
 """Number of scales that share a second scale with `model.quantize.double`."""
 CODES = 256
-"""Number of values of the 8-bit code of these scales."""
+"""Number of values that an 8-bit scale can take."""
 OLDEST = (6, 0)
 """Least CUDA compute capability of bitsandbytes' 4-bit kernels (its installation guide)."""
 
@@ -49,12 +49,12 @@ class Packing:
 
     @property
     def numel(self) -> int:
-        """Number of weights."""
+        """Number of weights of the layer, before quantization."""
         return self.out_features * self.in_features
 
     @property
     def statistics(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> shape and dtype of the buffers that are needed to unpack a weight."""
+        """Return shape and dtype, by name, of the buffers that are needed to dequantize a weight."""
         if self.quantizer is Quantizer.int8:
             return {"scales": ((self.out_features,), torch.float32)}
         blocks = math.ceil(self.numel / BLOCK)
@@ -74,11 +74,11 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, cfg: QuantizeConfig, dtype: torch.dtype):
         """
         Args:
-            linear: on the meta device; its bias stays what it is.
-            dtype: that it is computed in.
+            linear: the layer to replace, on the meta device; its bias is kept.
+            dtype: the dtype that the layer computes in.
 
         Raises:
-            ValueError: bits are left over.
+            ValueError: the bits of the weight do not fill whole elements of `dtype`.
         """
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -99,7 +99,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def statistics(self) -> list[torch.Tensor]:
-        """The buffers that unpack the weight; whole on every rank."""
+        """Buffers with which the weight is dequantized, by name; whole on every rank."""
         return [getattr(self, name) for name in self.packing.statistics]
 
     @property
@@ -116,7 +116,7 @@ class QuantizedLinear(nn.Module):
                 the field does.
 
         Returns:
-            The packed weight, of the parameter's shape and dtype.
+            The packed weight, with the shape and dtype of this layer's parameter.
         """
         assert tuple(weight.shape) == self.shape, f"{tuple(weight.shape)} is not {self.shape}"
         dtype = self.weight.dtype
@@ -163,16 +163,16 @@ class UnpackedProduct(torch.autograd.Function):
 
 
 def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Quantize a weight.
+    """Quantize a weight and return its bits and statistics.
 
     Args:
         weight: [out_features, in_features]
 
     Returns:
-        Its bits as [elements, 1] of a dtype, and the statistics in their order.
+        The bits as a tensor [elements, 1], and the statistics in the order of `Packing.statistics`.
 
     Raises:
-        ModelError: int8, and a value that is beyond fp16 or not finite.
+        ModelError: with int8, a value is beyond the range of fp16 or not finite.
     """
     from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
 
@@ -200,7 +200,7 @@ def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tup
 
 
 def unpacked(packing: Packing, packed: torch.Tensor, statistics: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The weight [out_features, in_features], unpacked, in the dtype of the packed one."""
+    """Return the dequantized weight [out_features, in_features], in the dtype of the packed weight."""
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     shape = torch.Size((packing.out_features, packing.in_features))
@@ -221,10 +221,10 @@ def quantize_layers(model: nn.Module, names: list[str], cfg: QuantizeConfig, dty
     """Replace linear layers of a meta-device model by quantized ones, in place; parameters keep their names.
 
     Args:
-        names: by full path; of one that has an adapter, the adapted layer.
+        names: full names of the layers; for a layer with an adapter, the name of the adapted layer inside.
 
     Raises:
-        ConfigError: bitsandbytes is not installed, or a layer's weights do not fill whole elements.
+        ConfigError: bitsandbytes is not installed, or the bits of a weight do not fill whole elements.
     """
     import_bitsandbytes(cfg.mode)
     if not names:
@@ -246,12 +246,12 @@ def quantize_layers(model: nn.Module, names: list[str], cfg: QuantizeConfig, dty
 
 
 def quantized_weights(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Name of the weight -> layer, for all quantized layers."""
+    """Return all quantized layers of a model by the names of their weights."""
     return {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
 
 
 def weight_shape(model: nn.Module, name: str) -> tuple[int, ...]:
-    """Shape of a parameter; of a quantized one, the shape before quantization."""
+    """Return the shape of a parameter; for a quantized one, the shape before quantization."""
     module, _, leaf = name.rpartition(".")
     parent = model.get_submodule(module)
     if isinstance(parent, QuantizedLinear) and leaf == "weight":
@@ -263,7 +263,7 @@ def check_quantizer(cfg: QuantizeConfig, device: torch.device) -> None:
     """Check that quantization works on this device.
 
     Raises:
-        ConfigError: bitsandbytes is not installed, or has nothing for this device.
+        ConfigError: bitsandbytes is not installed, or does not support this device.
     """
     if cfg.mode is Quantizer.none:
         return
