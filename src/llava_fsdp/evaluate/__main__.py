@@ -10,7 +10,7 @@ def main() -> None:
 
 
 def task(cfg: EvaluateConfig) -> None:
-    from llava_fsdp.evaluate.main import evaluate  # once the command line is checked: torch takes seconds
+    from llava_fsdp.evaluate.main import evaluate  # imported after the command line is checked, as torch takes seconds
 
     evaluate(cfg)
 

@@ -1,8 +1,10 @@
-"""Append a model's answers to JSON Lines that the original LLaVA's scorers read; a later run continues the file.
+"""Append a model's answers to a JSON Lines file, which the original LLaVA's scorers can read. An evaluation that was
+interrupted continues its file.
 
-One process appends to the file itself. With several, each appends to its own part beside it (`FILE.part-0-of-8`), and
-rank 0 merges the parts once they hold all answers; the processes do not communicate otherwise. Every line names its
-question and the settings, so that any number of processes can continue what any other number has begun.
+A single process appends to the answers file itself. If there are several processes, each appends to its own part file
+beside it (`FILE.part-0-of-8`), and rank 0 merges the part files when they contain all answers; the processes do not
+communicate in any other way. Every line contains the question's number and the settings, so that any number of
+processes can continue a file that another number of processes has begun.
 """
 
 import contextlib
@@ -22,14 +24,15 @@ from llava_fsdp.runtime.errors import CommunicationError, ConfigError, StorageEr
 from llava_fsdp.runtime.jsonl import replace_lines
 
 POLL = 0.5
-"""Seconds between two reads of the answers that other processes have written."""
+"""Seconds between two attempts of rank 0 to read new answers of the other processes."""
 STALL = 1800.0
-"""Seconds without a new answer of any process after which rank 0 stops waiting."""
+"""Seconds after which rank 0 stops waiting if no process has written a new answer."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The share of the questions that a process answers: every `size`-th question, beginning with number `rank`."""
+    """Share of the questions that one of `size` processes answers: every `size`-th question, beginning with question
+    number `rank`."""
 
     rank: int = 0
     size: int = 1
@@ -37,12 +40,12 @@ class Shard:
 
 @dataclass
 class AnswersFile:
-    """A file of a model's answers, and the parts that several processes write before rank 0 merges them into it.
+    """A file of a model's answers, and the part files that several processes write before rank 0 merges them into it.
 
     Attributes:
-        settings: everything but the question that an answer depends on: model, length, template, ...
-        texts: answers read or written so far, by the number of their question.
-        read: number of bytes read so far of each file, up to the end of a line.
+        settings: all settings on which an answer depends: model, maximum length, template, ...
+        texts: answers read or written so far, by the number of the question.
+        read: number of bytes read so far, by file; they always end with a complete line.
     """
 
     path: Path
@@ -58,14 +61,14 @@ class AnswersFile:
         self.read_new()
 
     def read_new(self) -> bool:
-        """Read the lines added to the answers file and its parts since the last call; return whether there were new
-        answers.
+        """Read the lines that were added to the answers file and its part files since the last call; return whether
+        they contain new answers.
 
         Raises:
-            ConfigError: a line does not answer one of these questions with these settings.
+            ConfigError: a line was not written for one of `questions`, or with other settings than `settings`.
         """
         known = len(self.texts)
-        for path in [*self.parts(), self.path]:  # parts are deleted only once the file is complete
+        for path in [*self.parts(), self.path]:  # the file last: parts are deleted once it is complete
             for line in self.new_lines(path):
                 number, text = self.parse(path, line)
                 self.texts.setdefault(number, text)
@@ -75,9 +78,10 @@ class AnswersFile:
         return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part-*-of-*"))
 
     def new_lines(self, path: Path) -> list[bytes]:
-        """Return a file's complete lines after the bytes read so far.
+        """Return the complete lines of a file that were not read before.
 
-        A last line without a newline is still being written, or was cut off; it does not count yet.
+        A last line without a newline is left for a later call: a process is still writing it, or was stopped while it
+        wrote.
         """
         begin = self.read.get(path, 0)
         try:
@@ -93,7 +97,8 @@ class AnswersFile:
         return whole.split(b"\n")[:-1]
 
     def parse(self, path: Path, line: bytes) -> tuple[int, str]:
-        """Return the question's number and the answer in a line."""
+        """Return the number of the question and the answer in a line of the file `path`; raise ConfigError if the line
+        has another form, other settings or another question."""
         cure = "name another file with answers=FILE, or move this one away"
         try:
             row = json.loads(line)
@@ -114,7 +119,7 @@ class AnswersFile:
         return number, text
 
     def pending(self) -> list[BenchmarkQuestion]:
-        """Return the questions of this process's share that have no answer yet, in order."""
+        """Return the questions in this process's share that have no answer yet, in the order of `questions`."""
         share = self.questions[self.shard.rank :: self.shard.size]
         return [question for question in share if question.number not in self.texts]
 
@@ -127,11 +132,11 @@ class AnswersFile:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Callable[[Sequence[BenchmarkQuestion], Sequence[str]], None]]:
-        """Context manager that gives a function to append answers to this process's file; an incomplete last line is
-        removed first.
+        """Open the file of this process as a context manager, whose value is a function that appends answers to the
+        file. An incomplete last line of the file is removed first.
 
         Raises:
-            ConfigError: another process is writing the file.
+            ConfigError: another process has opened the file for writing.
             StorageError: the file cannot be written.
         """
         path = self.own_path
@@ -146,7 +151,7 @@ class AnswersFile:
                         f"answers={path} is being written by another evaluation; wait for it, or name another"
                     ) from error
                 file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)  # appends go to the end whatever the position
+                file.truncate(file.read().rfind(b"\n") + 1)  # mode a appends to the end at any position
 
             def add(questions: Sequence[BenchmarkQuestion], texts: Sequence[str]) -> None:
                 pairs = list(zip(questions, texts, strict=True))
@@ -170,10 +175,11 @@ class AnswersFile:
         return json.dumps(row)
 
     def wait(self, stall: float = STALL) -> None:
-        """Wait until all processes have written their answers; torchrun ends this one if another fails.
+        """Wait until the answers of all processes are written and read. If another process fails, torchrun ends this
+        process.
 
         Raises:
-            CommunicationError: no answer came for `stall` seconds.
+            CommunicationError: no process has written a new answer for `stall` seconds.
         """
         since = time.monotonic()
         while len(self.texts) < len(self.questions):
@@ -189,7 +195,8 @@ class AnswersFile:
             time.sleep(POLL)
 
     def finish(self) -> list[str]:
-        """Write the complete answers file in the order of the questions, delete the parts, and return all answers."""
+        """Write all answers to the answers file in the order of `questions`, delete the part files, and return the
+        answers in the same order."""
         lines = [self.line(question, self.texts[question.number]) for question in self.questions]
         parts = self.parts()
         with storing(f"answers={self.path}"):
@@ -202,7 +209,8 @@ class AnswersFile:
 
 @contextlib.contextmanager
 def storing(what: str) -> Iterator[None]:
-    """Context manager that turns an OSError of writing into a StorageError that names the file."""
+    """Context manager that converts an OSError raised inside it into a StorageError. `what` says which file is written,
+    for the message."""
     try:
         yield
     except OSError as error:
@@ -212,5 +220,5 @@ def storing(what: str) -> Iterator[None]:
 
 
 def blank_file(path: Path) -> Path:
-    """Return the path of the file of the answers given to blank images."""
+    """Return the path of the file for the answers to blank images, which lies beside the answers file `path`."""
     return path.with_name(f"{path.stem}_blank{path.suffix}")

@@ -12,11 +12,11 @@ from llava_fsdp.runtime.errors import DataError
 
 
 def check_images(questions: Iterable[BenchmarkQuestion], cfg: DataConfig) -> None:
-    """Check that every question has a tag for each of its images, and that these exist in `data.images`; damaged ones
-    are found later, when they are read.
+    """Check that every question has an `<image>` tag for each of its images, and that the images exist in the folder
+    `data.images`. Damaged images are only detected later, when they are read.
 
     Raises:
-        DataError: they do not, or an image is outside `data.images`.
+        DataError: the number of tags differs, or an image does not exist or is outside `data.images`.
     """
     if cfg.images is not None and not Path(cfg.images).is_dir():
         raise DataError(f"data.images={cfg.images} is not a folder; give the one that the questions' images are in")

@@ -38,7 +38,7 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 
 def evaluate(cfg: EvaluateConfig) -> None:
-    """Let a model answer all questions of a benchmark greedily, and print the answers' scores."""
+    """Let a model answer all questions of a benchmark by greedy decoding, and print the scores of its answers."""
     shard = open_shard(cfg)
     if cfg.task is Task.conversations:
         draw_shapes(cfg.data)
@@ -70,7 +70,7 @@ def evaluate(cfg: EvaluateConfig) -> None:
 
 
 def open_shard(cfg: EvaluateConfig) -> Shard:
-    """Return this process's share of the questions, by torchrun's environment variables, and select its GPU.
+    """Select this process's GPU and return its share of the questions, both by torchrun's environment variables.
 
     Raises:
         ConfigError: there are several processes and `answers` is not set, or more processes than GPUs.
@@ -91,7 +91,8 @@ def asks_blank(cfg: EvaluateConfig) -> bool:
 
 
 class AnswerGenerator:
-    """Generates the answers that the answers file does not have yet; loads the model only if some are missing."""
+    """Generates a model's answers to a benchmark's questions. Answers that the answers file contains already are not
+    generated again, and the model is loaded only if answers are missing."""
 
     def __init__(self, cfg: EvaluateConfig, questions: list[BenchmarkQuestion], shard: Shard):
         self.cfg, self.questions, self.shard = cfg, questions, shard
@@ -106,11 +107,11 @@ class AnswerGenerator:
             }
 
     def answers(self, blank: bool) -> list[str]:
-        """Generate the answers that are still missing; returns the answers to all questions on rank 0, and an empty
-        list on other ranks.
+        """Generate the answers that the answers file does not contain yet. Return the answers to all questions on rank
+        0, and an empty list on other ranks.
 
         Args:
-            blank: replace each image by a blank one of the mean color.
+            blank: replace each image by an image of one color, the mean color.
         """
         if self.cfg.answers is None:
             return [text for _, texts in self.batches(self.questions, blank) for text in texts]
@@ -148,7 +149,7 @@ class AnswerGenerator:
                 try:
                     texts = self.assistant.answers(paths, cfg.max_new_tokens, blank)
                 except LlavaFsdpError as error:
-                    error.on_every_rank = False  # only this process meets it, so it must report it itself
+                    error.on_every_rank = False  # no other process has this error, so this one reports it
                     raise
                 yield batch, texts
                 advance(len(batch))
@@ -162,8 +163,12 @@ def with_paths(question: BenchmarkQuestion, folder: str | None) -> Question:
 def model_digest(checkpoint: str) -> str:
     """Return a digest of the names and contents of a model's files, which takes a few seconds for each 10 GB.
 
-    Of a run's folder only the export counts, as logs may still grow; if it has none, the newest checkpoint's manifest
-    (which has its files' digests); if it has no checkpoint either, the adapter.
+    In a run's folder only the model is digested, since the logs may still grow: the `export` folder; if there is none,
+    the manifest of the newest checkpoint, which contains digests of the checkpoint's files; if there is no checkpoint
+    either, the adapter folder.
+
+    Args:
+        checkpoint: folder or hub name of the model, or the folder of a run.
     """
     given = Path(checkpoint)
     checkpoints = list_checkpoints(given / FOLDER)
@@ -180,7 +185,7 @@ def model_digest(checkpoint: str) -> str:
 
 
 def print_result(show: int, questions: list[BenchmarkQuestion], answers: list[str], result: dict[str, Any]) -> None:
-    """Print the first `show` answers, and the scores."""
+    """Print the first `show` questions with the model's answers, and the scores of all answers."""
     for question, answer in list(zip(questions, answers, strict=True))[:show]:
         image = shown_name(question.images[0]) if question.images else "no image"
         text, reply = (t.strip().replace("\n", "\n    ") for t in (question.text.replace(IMAGE_TAG, ""), answer))

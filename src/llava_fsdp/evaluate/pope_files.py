@@ -1,4 +1,5 @@
-"""Read POPE's label files: JSON Lines of question_id, image, text and label, one file a category."""
+"""Read POPE's label files: JSON Lines with the keys question_id, image, text and label, in one file for each category
+of questions."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,18 @@ from llava_fsdp.runtime.errors import ConfigError, DataError
 
 
 def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Add POPE's right answers to questions, from one label file, or from a folder of label files whose names end in
-    `_CATEGORY.json`.
+    """Return the questions with right answers from POPE's labels added.
 
-    As in the original the n-th label of a category belongs to its n-th question, since ids begin anew in each label
-    file. A label's image and text must match the question's.
+    As in the original LLaVA, the n-th label of a category belongs to the n-th question of that category, since ids
+    begin anew in each label file. The image and text of a label must match those of its question.
+
+    Args:
+        path: a label file; or a folder of label files, whose names end in `_CATEGORY.json`.
 
     Raises:
-        ConfigError: a category has no file, or several.
-        DataError: a file has another number of labels, or a label's image or text differs.
+        ConfigError: a category of the questions has no label file, or several.
+        DataError: the numbers of labels and questions differ, or the image or text of a label differs from its
+            question.
     """
     if not path.is_dir():
         return with_labels(questions, path)
@@ -39,7 +43,8 @@ def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[Benc
 
 
 def with_labels(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Add the labels of one file, which is JSON Lines although it is named .json, to questions in the same order."""
+    """Return the questions with the labels of one file added as right answers, in the same order. Label files contain
+    JSON Lines, although they are named `.json`."""
     if not path.is_file():
         raise ConfigError(f"annotations={path} is neither a file nor a folder")
     lines = [(n, line) for n, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]

@@ -1,4 +1,4 @@
-"""A benchmark's questions as they are asked and scored, in one form for all file formats."""
+"""The class for a benchmark's questions, which is the same for all file formats, and helpers of the file readers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ from llava_fsdp.runtime.log import log
 SHORT = "Answer the question using a single word or phrase."
 LETTER = "Answer with the option's letter from the given choices directly."
 SUFFIXES = {Task.vqa: SHORT, Task.textvqa: SHORT, Task.yes_no: SHORT, Task.multiple_choice: LETTER}
-"""Last line that the original LLaVA adds to every question of a task (its docs/Evaluation.md)."""
+"""For each task, the last line that the original LLaVA adds to every question (see its docs/Evaluation.md)."""
 CATEGORY = "category"
-"""Kind of the groups that question files name with the key `category`."""
+"""Kind (see `BenchmarkQuestion.groups`) of the groups that come from the key `category` of question files."""
 
 
 @dataclass(frozen=True)
@@ -29,30 +29,34 @@ class BenchmarkQuestion:
     prompt: str
     """Question text as written to the answers file, where the original's scorers read it."""
     text: str
-    """Question text as given to the model, with a tag for every image."""
+    """Question text as given to the model, with an `<image>` tag for every image."""
     images: tuple[str, ...]
     """Image paths relative to `data.images`."""
     where: str
-    """Name of the question in error messages."""
+    """File and place in the file from which the question was read, for error messages."""
     references: tuple[str, ...] = ()
     """Right answers: texts, `yes` or `no`, or a letter; empty if they are not known."""
     choices: int = 0
     """Number of choices of a multiple-choice question; 0 for other tasks."""
     groups: tuple[tuple[str, str], ...] = ()
-    """Groups that are scored separately and that the question belongs to, as (kind, name), such as (category,
-    adversarial)."""
+    """Groups to which the question belongs, as (kind, name), such as (category, adversarial). Every group is also
+    scored separately."""
 
 
 def with_image_tag(text: str, images: Sequence[str]) -> str:
-    """Put an image tag in front of a question that has one image and no tag; return other texts unchanged."""
+    """Return a question's text with an `<image>` tag in front of it if the question has one image and the text has no
+    such tag; else the text unchanged."""
     return f"{IMAGE_TAG}\n{text}" if len(images) == 1 and IMAGE_TAG not in text else text
 
 
 def image_names(raw: object, where: str) -> tuple[str, ...]:
-    """Return the image paths in a record's `image`: a path, a list of paths, or nothing.
+    """Return the image paths in the value of a record's key `image`: a path, a list of paths, or None.
+
+    Args:
+        where: file and place of the record, for error messages.
 
     Raises:
-        DataError: the value is something else, or a path leads out of the images' folder.
+        DataError: the value has another form, or a path leads out of the image folder.
     """
     names = [] if raw is None else raw if isinstance(raw, list) else [raw]
     if not all(isinstance(name, str) and name for name in names):
@@ -64,17 +68,17 @@ def image_names(raw: object, where: str) -> tuple[str, ...]:
 
 
 def check_unread(where: str, unread: str | None) -> None:
-    """Raise DataError if a question has media other than images."""
+    """Raise DataError if a question has media other than images: `unread` says which, and is None if it has none."""
     if unread is not None:
         raise DataError(unread_reason(where, unread), Kind.media_not_read)
 
 
 def with_suffix(questions: list[BenchmarkQuestion], task: Task, add: bool) -> list[BenchmarkQuestion]:
-    """Add the task's last line (such as "Answer the question using a single word or phrase.") to every question;
-    without `add`, only log if the first question lacks it.
+    """Return the questions with the task's last line (such as "Answer the question using a single word or phrase.")
+    added to each. If `add` is false, return them unchanged, and log if the first question lacks that line.
 
     Raises:
-        ConfigError: a question has the line already.
+        ConfigError: `add` is true, and a question ends with that line already.
     """
     suffix, first = SUFFIXES[task], questions[0]
     if not add:

@@ -1,4 +1,4 @@
-"""Readers of question files: LLaVA's records and question files, and VQAv2's questions."""
+"""Read a benchmark's questions from files: LLaVA's records, LLaVA's question files, and VQAv2's questions."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +44,7 @@ ANNOTATE = {
 
 
 def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
-    """Read a benchmark's questions, with their right answers if these are known.
+    """Return a benchmark's questions, with their right answers if the files contain them.
 
     Raises:
         ConfigError: a file is missing, or keys contradict each other.
@@ -71,7 +71,7 @@ def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 
 
 def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
-    """Read the first question of every record of `data.path`, with the record's answer as the right one."""
+    """Return the first question of every record in `data.path`. The record's answer to it is the right answer."""
     if cfg.data.sources:
         raise ConfigError("evaluate asks the questions of one file: name it with data.path, without data.sources")
     [source] = sources_of(cfg.data)
@@ -80,19 +80,19 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 
 
 def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:
-    """Return the first question of a record, with its answer."""
+    """Return the first question of a LLaVA record. The record's answer to it is the right answer."""
     check_unread(record.where, record.unread)
     text, images, answer = opening_question(record)
     return BenchmarkQuestion(number, record.id, text, text, record.images[:images], record.where, references=(answer,))
 
 
 def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuestion]:
-    """Read all questions of a file in any of the supported formats.
+    """Yield all questions of a file in any of the supported formats.
 
     Args:
-        path: JSON Lines, or a JSON list, of `question_id`, `text`, `image` and `category`, or of LLaVA records
-            (multiple choice); or VQAv2's questions.
-        max_bytes: most bytes of a question in the file.
+        path: JSON Lines, or a JSON list, of objects with `question_id`, `text`, `image` and `category`, or of LLaVA
+            records (multiple choice); or VQAv2's questions.
+        max_bytes: maximum size of one question in the file, in bytes.
 
     Raises:
         DataError: the file or a record has another form.
@@ -119,7 +119,13 @@ def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuest
 
 
 def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], task: Task) -> BenchmarkQuestion:
-    """Read a line of the original LLaVA's question files, which may have right answers too."""
+    """Return the question in one entry of an original LLaVA question file. The entry may contain right answers too.
+
+    Args:
+        number: number of the entry in the file, from 0.
+        line: line number of the entry, for error messages; None in a JSON list.
+        raw: the parsed entry.
+    """
     identity = raw.get("question_id")
     where = name_record(path, number, line, None if identity is None else str(identity))
     if not isinstance(identity, str | int) or isinstance(identity, bool):
@@ -134,5 +140,5 @@ def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], tas
     groups = () if category in (None, "default") else ((CATEGORY, str(category)),)
     references, choices = own_answers(raw, task, where)
     tagged = with_image_tag(text, images)
-    prompt = tagged if task is Task.multiple_choice else text  # the original's scorer finds images by the tag
+    prompt = tagged if task is Task.multiple_choice else text  # the original's scorer looks for it
     return BenchmarkQuestion(number, identity, prompt, tagged, images, where, references, choices, groups)

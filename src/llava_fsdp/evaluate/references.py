@@ -1,4 +1,4 @@
-"""Read right answers in the forms that question files and annotation files have."""
+"""Check the right answers in question files and annotation files, and convert them to texts."""
 
 from typing import Any
 
@@ -9,9 +9,11 @@ from llava_fsdp.runtime.errors import DataError
 
 
 def own_answers(raw: dict[str, Any], task: Task, where: str) -> tuple[tuple[str, ...], int]:
-    """Return the right answers in a line of a question file, empty if it has none, and the number of choices.
+    """Return the right answers in an entry of a question file (empty if it has none), and the number of choices (0 if
+    the task is not multiple choice).
 
-    They are in `label` (yes_no), `answer` with or without `choices` (multiple_choice) or `answers` (other tasks).
+    The right answers are under the key `label` (yes_no), `answer`, with or without `choices` (multiple_choice), or
+    `answers` (other tasks).
 
     Raises:
         DataError: a key has the wrong form.
@@ -33,7 +35,7 @@ def count_choices(raw: object, where: str) -> int:
 
 
 def letter_of(raw: object, choices: int, where: str) -> str:
-    """Return the letter of a right answer that is given as a letter or as a number from 0."""
+    """Return the letter of the right choice, which `raw` gives as a letter or as the choice's number from 0."""
     letter = LETTERS[raw] if type(raw) is int and 0 <= raw < choices else raw
     if not isinstance(letter, str) or letter not in tuple(LETTERS[:choices]):
         raise DataError(
@@ -43,7 +45,8 @@ def letter_of(raw: object, choices: int, where: str) -> str:
 
 
 def texts_of(raw: object, where: str) -> tuple[str, ...]:
-    """Return right answers that are a list of texts, or of objects with a text `answer` as in VQAv2 and VizWiz."""
+    """Return the texts of right answers, which `raw` gives as a list of texts, or as a list of objects whose key
+    `answer` has the text, as in VQAv2 and VizWiz."""
     found = [a.get("answer") if isinstance(a, dict) else a for a in raw] if isinstance(raw, list) else []
     if not found or not all(isinstance(a, str) for a in found):
         raise DataError(f"{where}: answers is {shown(raw)}; it must be a list of texts, or of objects with answer")
@@ -57,7 +60,7 @@ def yes_or_no(raw: object, where: str) -> str:
 
 
 def rows_of(raw: object, where: str) -> list[dict[str, Any]]:
-    """Return a value that must be a list of objects; raise DataError if it is not."""
+    """Return `raw` if it is a list of JSON objects; raise DataError if it is not."""
     if not isinstance(raw, list) or not all(isinstance(row, dict) for row in raw):
         raise DataError(f"{where} is {shown(raw)}; it must be a list of objects")
     return raw

@@ -1,4 +1,4 @@
-"""Scores of all answers and of groups of them, as numbers and as a table."""
+"""Compute the scores of all answers and of groups of answers, and arrange them in a table."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ Numbers = dict[str, Any]
 Questions = Sequence[BenchmarkQuestion]
 Score = Callable[[Questions, Sequence[str]], Numbers]
 COLUMNS = ("accuracy", "invalid", "precision", "recall", "f1", "yes_ratio")
-"""Columns that the table of scores may have; a task has some of them."""
+"""Columns of the table of scores, in order. A table has those columns for which its task has scores."""
 
 
 def mean_of(rule: Callable[[str, Sequence[str]], float]) -> Score:
@@ -53,9 +53,10 @@ def groups_of(question: BenchmarkQuestion, task: Task) -> tuple[tuple[str, str],
 
 
 def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbers:
-    """Compute the scores of all questions and, under the key `groups`, those of every group by kind and name.
+    """Return the scores of all answers and, under the key `groups`, the scores of every group by its kind and name.
 
-    Yes-no questions with categories also have `mean_f1`, the mean of the categories' F1, as POPE's results report it.
+    For yes-no questions with categories, the scores include `mean_f1`: the mean of the categories' F1, which POPE
+    reports.
     """
     score = SCORES[task]
     members: dict[tuple[str, str], list[int]] = {}
@@ -73,7 +74,7 @@ def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbe
 
 
 def table_of(result: Numbers) -> Table:
-    """Return a table of scores with a row for all questions and one for each group; rates in percent."""
+    """Return a table of scores, with a row for all questions and a row for each group. Rates are in percent."""
     shown = [name for name in COLUMNS if name in result]
     table = Table(box=SIMPLE, pad_edge=False, title="scores in percent, of all and by group", title_justify="left")
     table.add_column("", no_wrap=True)
@@ -93,6 +94,7 @@ def number_text(value: float) -> str:
 
 
 def submission_of(questions: Questions, answers: Sequence[str]) -> list[dict[str, Any]]:
-    """Return answers in the form that VQAv2's evaluation server takes, prepared as the original LLaVA prepares them."""
+    """Return the answers in the form in which VQAv2's evaluation server accepts them, with their texts changed as the
+    original LLaVA changes them for that server."""
     pairs = zip(questions, answers, strict=True)
     return [{"question_id": question.id, "answer": scoring.prepare_submission(text)} for question, text in pairs]

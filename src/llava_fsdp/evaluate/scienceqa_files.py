@@ -1,4 +1,5 @@
-"""Read the LLaVA records that the original makes of ScienceQA, and the right answers in ScienceQA's problems.json."""
+"""Read ScienceQA's questions from the LLaVA records into which the original LLaVA converts them, and the right answers
+from ScienceQA's problems.json."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,8 @@ KINDS = ("subject", "grade")
 
 
 def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str, Any]) -> BenchmarkQuestion:
-    """Read a multiple-choice question from a LLaVA record, with the right answer if the record's answer names a letter;
-    the image tag comes first."""
+    """Return the multiple-choice question of a LLaVA record, with its `<image>` tag moved to the front. If the record's
+    answer names a choice, that choice's letter is the right answer."""
     record = parse_record(path, number, raw, line)
     check_unread(record.where, record.unread)
     if not record.turns or record.turns[0].role != "human":
@@ -30,13 +31,14 @@ def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str,
 
 
 def annotate_problems(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Add the right answers in ScienceQA's problems.json to questions, by their ids.
+    """Return the questions with right answers, numbers of choices and groups (subject, grade) from ScienceQA's
+    problems.json added. A question's id is its key in that file.
 
     Args:
-        path: problems.json, or its folder.
+        path: problems.json, or the folder that contains it.
 
     Raises:
-        DataError: a question is not in the file.
+        DataError: a question is not in the file, or its entry has the wrong form.
     """
     file = path / PROBLEMS if path.is_dir() else path
     problems = read_json(file, DataError, LARGE)

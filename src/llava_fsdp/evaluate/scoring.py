@@ -1,9 +1,9 @@
-"""Scores of answers: pure functions of texts, without torch or transformers.
+"""Score answers. All functions are pure functions of texts, and need neither torch nor transformers.
 
 Multiple choice is scored like LLaVA's eval_science_qa.py, yes-no answers like POPE (LLaVA's eval_pope.py), and short
-answers by VQAv2's evaluation and EvalAI's preparation of answers. Their rules, order and oddities are those of
-vqaEval.py (github.com/GT-Vision-Lab/VQA) and of the EvalAIAnswerProcessor that LLaVA, MMF and lmms-eval use
-(llava/eval/m4c_evaluator.py); `docs/evaluation.md` lists them.
+answers by VQAv2's evaluation and EvalAI's preparation of answers. For short answers the rules, their order and their
+oddities are those of vqaEval.py (github.com/GT-Vision-Lab/VQA) and of the class EvalAIAnswerProcessor in LLaVA, MMF and
+lmms-eval (llava/eval/m4c_evaluator.py); `docs/evaluation.md` lists them.
 """
 
 import re
@@ -12,12 +12,14 @@ from collections.abc import Sequence
 
 LETTERS = "ABCDE"
 SENTENCE = re.compile(r"The answer is ([A-Z]).")
-"""Pattern of an answer's sentence that names a letter; as in the original, any one character must follow the letter."""
+"""Pattern of the sentence with which an answer names the letter of a choice. As in the original LLaVA, the final `.`
+matches any character."""
 NEGATIONS = frozenset({"No", "no", "not"})
 PUNCTUATION = ';/[]"{}()=+\\_->@<`,?!'
 PERIOD = re.compile(r"\.(?!\d)")
 MOST_PERIODS = 32
-"""Most periods removed from an answer: the official code passes re.UNICODE, which is 32, as that number."""
+"""Maximum number of periods removed from an answer. The official code passes re.UNICODE, whose value is 32, as the
+argument `count`."""
 COMMA_IN_NUMBER = re.compile(r"\d,\d")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 WORDS = {word: str(number) for number, word in enumerate(NUMBERS)} | {"none": "0"}
@@ -34,19 +36,22 @@ WHOLE = """
     what're what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't
     would've wouldn't wouldn't've y'all y'all'd've y'all'll you'd you'd've you'll you're you've
 """
-"""Contractions with their apostrophes. A word that lacks exactly one apostrophe of a contraction is replaced by it."""
+"""Contractions with all their apostrophes, from which `CONTRACTIONS` is made: a word that differs from a contraction
+only by lacking one apostrophe is replaced by the contraction."""
 AGAINST_THE_RULE = {"somebody'd": "somebodyd"}
-"""Replacement that the official table has the wrong way round, for answers and references alike."""
+"""Replacement that the official table has in the wrong direction: it removes the apostrophe, in answers and
+references."""
 
 
 def chosen(answer: str, choices: int) -> str | None:
     """Return the letter of the choice that an answer names; None if it names no choice.
 
-    A choice is named by a letter alone (`B`), by a letter before a period and a space (`B. a cat`), or by `The answer
-    is B.` anywhere, but only once. Other forms, such as `(B)`, `B.`, `b` or the choice's own words, name none.
+    An answer names a choice if it is a letter alone (`B`), if it begins with a letter, a period and a space (`B. a
+    cat`), or if it contains `The answer is B.` exactly once. Answers of other forms, such as `(B)`, `B.`, `b` or the
+    text of the choice, name no choice.
 
     Args:
-        choices: number of choices; letters beyond them name no choice.
+        choices: number of choices of the question; letters after the last choice name no choice.
     """
     if answer[:1] in tuple(LETTERS) and answer[1:3] in ("", ". "):
         named = [answer[0]]
@@ -56,16 +61,20 @@ def chosen(answer: str, choices: int) -> str | None:
 
 
 def says_yes(answer: str) -> bool:
-    """Return whether an answer counts as yes: its first sentence has none of the words No, no and not. `NO`, an empty
-    answer and `Maybe` count as yes."""
+    """Return whether an answer counts as yes: it does if its first sentence contains neither `No` nor `no` nor `not`.
+    So `NO`, `Maybe` and an empty answer count as yes."""
     sentence = answer.partition(".")[0].replace(",", "")
     return NEGATIONS.isdisjoint(sentence.split(" "))
 
 
 def score_yes_no(answers: Sequence[bool], right: Sequence[bool]) -> dict[str, float]:
-    """Compute rates and counts of yes-no answers (True is yes) with yes as the positive class.
+    """Return accuracy, precision, recall, F1 and counts of yes-no answers, with yes as the positive class.
 
-    `yes_ratio` is the share of answers that say yes. A rate whose divisor is 0 is 0, where the original fails.
+    `yes_ratio` is the share of answers that are yes. A rate whose divisor is 0 is 0; the original LLaVA fails there.
+
+    Args:
+        answers: the answers, True for yes.
+        right: the right answers, True for yes.
     """
     counts = Counter(zip(answers, right, strict=True))
     true_yes, false_yes = counts[True, True], counts[True, False]
@@ -93,21 +102,24 @@ CONTRACTIONS = {
     for place, sign in enumerate(whole)
     if sign == "'"
 } | AGAINST_THE_RULE
-"""Replacements of words by contractions before comparison. The official table's forms of I'd've, I'm and I've are left
-out: they have a capital I, and words are lower-cased before."""
+"""Replacements of words in answers and references before they are compared. The official table's entries for I'd've,
+I'm and I've are left out: they have a capital I and can never match, since words are lower-cased first."""
 
 
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Compute VQAv2's accuracy of an answer, 0 to 1, after preparing it for submission as LLaVA does. Of fewer than
-    four references, none of which could give 1 then, it must equal one, both normalised."""
+    """Return VQAv2's accuracy of an answer, 0 to 1, after preparing the answer for submission as LLaVA does.
+
+    With fewer than four references VQAv2's formula cannot reach 1. The result is then 1 if the answer equals a
+    reference, both normalised, and else 0.
+    """
     if len(references) <= ENOUGH:
         return float(normalize_vqa(prepare_submission(answer)) in {normalize_vqa(r) for r in references})
     return official_accuracy(prepare_submission(answer), references)
 
 
 def official_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Compute VQAv2's accuracy of an answer, 0 to 1, without preparing it for submission. If all references are one
-    text, neither side is normalised: `Yes` is wrong to ten times `yes`."""
+    """Return VQAv2's accuracy of an answer, 0 to 1, without preparing the answer for submission. If all references are
+    equal, neither they nor the answer are normalised: `Yes` is wrong if all ten references are `yes`."""
     answer, references = one_line(answer), [one_line(r) for r in references]
     if len(set(references)) > 1:
         answer, references = normalize_vqa(answer), [normalize_vqa(r) for r in references]
@@ -115,12 +127,13 @@ def official_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def textvqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Compute LLaVA's accuracy of an answer on TextVQA, 0 to 1; references are prepared like the answer."""
+    """Return LLaVA's accuracy of an answer on TextVQA, 0 to 1, after preparing answer and references for submission."""
     return leave_one_out(prepare_submission(answer), [prepare_submission(r) for r in references])
 
 
 def leave_one_out(answer: str, references: Sequence[str]) -> float:
-    """Compute the mean, over leaving out each reference in turn, of min(1, matching references / 3)."""
+    """Return the mean of min(1, matches / 3) over leaving out each reference in turn, where `matches` is the number of
+    remaining references that equal the answer; raise ValueError if there are no references."""
     if not references:
         raise ValueError("an answer without references has no accuracy")
     matches = sum(r == answer for r in references)
@@ -134,13 +147,13 @@ def exact_match(answer: str, references: Sequence[str]) -> float:
 
 
 def normalize_vqa(text: str) -> str:
-    """Normalise an answer as VQAv2's evaluation does: no punctuation or articles, digits for number words."""
+    """Return an answer as VQAv2's evaluation normalises it: no punctuation, no articles, digits for number words."""
     return plain_words(without_punctuation(one_line(text)))
 
 
 def prepare_submission(text: str) -> str:
-    """Prepare an answer for EvalAI's server: lower case, no commas and question marks, `'s` as its own word, then
-    normalised as by VQAv2's evaluation."""
+    """Return an answer as LLaVA prepares it for EvalAI's server: lower case, without commas and question marks, `'s`
+    separated from its word by a space, and then normalised as VQAv2's evaluation does."""
     text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
     return plain_words(without_punctuation(one_line(text)))
 
@@ -150,9 +163,9 @@ def one_line(text: str) -> str:
 
 
 def without_punctuation(text: str) -> str:
-    """Remove punctuation by VQAv2's rules: a sign that stands beside a space anywhere in the text is removed
-    everywhere, and every sign if a number has a comma; other signs become spaces. Periods are removed, except before a
-    digit; apostrophes, colons and the like stay."""
+    """Return a text without punctuation, by VQAv2's rules: a sign of `PUNCTUATION` that stands beside a space anywhere
+    in the text is removed everywhere; if the text has a number with a comma, all these signs are removed; otherwise a
+    sign becomes a space. Periods are removed except before a digit. Apostrophes and colons stay."""
     numbered = COMMA_IN_NUMBER.search(text) is not None
     left = text
     for sign in PUNCTUATION:

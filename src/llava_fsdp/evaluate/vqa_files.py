@@ -13,11 +13,17 @@ from llava_fsdp.runtime.safe_load import LARGE, read_json
 
 TEXTVQA_ANSWERS = 10
 OCR = "Reference OCR token:"
-"""Beginning of the line of words read in the image (OCR) that questions in the original's file for TextVQA have."""
+"""Beginning of the line with words recognized in the image (OCR), which every question has in the original LLaVA's file
+for TextVQA."""
 
 
 def read_vqa_questions(path: Path, whole: dict[str, Any]) -> Iterator[BenchmarkQuestion]:
-    """Read the questions of VQAv2's `v2_OpenEnded_mscoco_*_questions.json`; images are named as in COCO's releases."""
+    """Yield the questions of VQAv2's `v2_OpenEnded_mscoco_*_questions.json`, with the image file names of COCO's
+    releases.
+
+    Args:
+        whole: the parsed file.
+    """
     subset = whole.get("data_subtype")
     if not isinstance(subset, str):
         raise DataError(f"questions={path}: data_subtype is {shown(subset)}; it must be COCO's part, such as val2014")
@@ -31,7 +37,8 @@ def read_vqa_questions(path: Path, whole: dict[str, Any]) -> Iterator[BenchmarkQ
 
 
 def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Add right answers, answer types and question types of VQAv2's annotations to questions, by `question_id`.
+    """Return the questions with right answers from VQAv2's annotations added; each question also becomes a member of
+    the groups of its answer type and its question type. Annotations are found by `question_id`.
 
     Raises:
         DataError: the file has another form, or a question is not in it.
@@ -48,7 +55,8 @@ def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[Benchma
 
 
 def annotate_textvqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Add TextVQA's right answers to questions, by image and text, as the original's question ids are image ids.
+    """Return the questions with right answers from TextVQA's annotations added. An annotation belongs to a question
+    with the same text whose id is the annotation's image id (as in the original LLaVA's file) or question id.
 
     Raises:
         DataError: the file has another form, or a question is not in it.
@@ -78,7 +86,7 @@ def annotation_of(question: BenchmarkQuestion, row: dict[str, Any] | None, path:
 
 
 def check_ten(questions: list[BenchmarkQuestion], path: str) -> None:
-    """Raise DataError unless every question has ten right answers or none; the original's evaluator asserts ten."""
+    """Raise DataError if a question has right answers, but not ten; the original LLaVA's evaluator asserts ten."""
     for question in questions:
         if len(question.references) not in (0, TEXTVQA_ANSWERS):
             raise DataError(
@@ -88,6 +96,7 @@ def check_ten(questions: list[BenchmarkQuestion], path: str) -> None:
 
 
 def bare_question(prompt: str) -> str:
-    """Return a question in lower case, without its line of OCR words and without the task's last line."""
+    """Return the text of a TextVQA question in lower case, without the line of OCR words and without the last line that
+    the task adds (`SHORT`)."""
     lines = [line for line in prompt.split("\n") if not line.startswith(OCR) and line.strip() != SHORT]
     return "\n".join(lines).strip().lower()

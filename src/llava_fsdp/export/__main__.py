@@ -10,7 +10,7 @@ def main() -> None:
 
 
 def task(cfg: ConversionConfig) -> None:
-    from llava_fsdp.export.main import export  # once the command line is checked: torch takes seconds
+    from llava_fsdp.export.main import export  # imported after the command line is checked, as torch takes seconds
 
     export(cfg)
 

@@ -1,8 +1,9 @@
-"""Write adapter folders that peft and the original LLaVA can load, in every checkpoint of a run with adapters and at
-the run's end.
+"""Write LoRA adapter folders, which peft and the original LLaVA can load. A run with adapters writes such a folder into
+each of its checkpoints, and one at its end.
 
-Adapted modules have their full names, as in the original. `adapter_model.safetensors` has adapters and biases, as in
-peft; `non_lora_trainables.bin` and `.safetensors` both have the projector, as in the original.
+`adapter_config.json` lists the adapted modules by their full names. `adapter_model.safetensors` has the adapters'
+matrices and the trained biases, as in peft. The projector is saved twice: in `non_lora_trainables.bin`, which the
+original LLaVA loads, and without a pickle in `non_lora_trainables.safetensors`.
 """
 
 import shutil
@@ -42,17 +43,17 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import NOTES, read_notes
 
 ROOM = 512
-"""Estimated bytes that a safetensors file's header takes for each tensor."""
+"""Estimated number of bytes that each tensor takes in the header of a safetensors file."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """The base model of an adapter.
+    """The base model of an adapter, as the notes (`llava_fsdp.json`) in the adapter's folder describe it.
 
     Attributes:
-        model: configuration by which the base is found and built.
-        seed: seed of the base's randomly initialized weights, which are in no file.
-        fingerprint: hash of all weights that are not in the adapter's folder; see `base_fingerprint`.
+        model: configuration with which the base model can be found and built again.
+        seed: seed of those weights of the base model that are initialized randomly instead of loaded from a file.
+        fingerprint: hash of all weights that are not saved in the adapter's folder; see `base_fingerprint`.
     """
 
     model: ModelConfig
@@ -66,11 +67,13 @@ class Base:
 
 @dataclass(frozen=True)
 class AdapterWriter:
-    """Writer of an adapter's folder: what does not change between the steps of a run.
+    """Writer of a run's adapter folders. Its attributes stay the same for all steps of the run; `write` gets the
+    tensors of one step.
 
     Attributes:
-        modules: our names of the modules that have adapters.
-        small: contents of the small files that the original LLaVA reads, by their paths in the adapter folder.
+        modules: names of the modules that have adapters, as llava_fsdp's model has them.
+        small: contents of the configuration and tokenizer files that the original LLaVA reads, by their paths relative
+            to the adapter folder.
     """
 
     source: SourceModel
@@ -85,11 +88,12 @@ class AdapterWriter:
         tensors: Mapping[str, Stored],
         history: dict[str, Any],
     ) -> None:
-        """Write an adapter folder, which must be empty or absent, with one adapter tensor in memory at a time.
+        """Write tensors, configuration and notes into a folder, which must be empty or absent. Only one tensor of the
+        adapters is in memory at a time.
 
         Args:
-            tensors: all tensors of the folder, by the names of our parameters.
-            history: the run, stage and step that made the adapter.
+            tensors: all tensors to write, by llava_fsdp's parameter names.
+            history: run, stage and step that produced the adapter, for the notes.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.small.items():
@@ -113,7 +117,7 @@ class AdapterWriter:
         with ThreadPoolExecutor(1, "digest") as hasher:
             headers = {name: (t.dtype, t.shape) for name, t in renamed.items()}
             write_tensors(file, headers, lambda name: whole(renamed[name]), hasher)
-        shutil.copymode(folder / ADAPTER_CONFIG, file)  # by the umask, instead of for its owner alone
+        shutil.copymode(folder / ADAPTER_CONFIG, file)  # by the umask; write_tensors lets only the owner read
 
     def write_others(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
         """Write the projector's `non_lora_trainables` files, which the original LLaVA always needs."""
@@ -127,7 +131,8 @@ class AdapterWriter:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Contents of adapter_config.json; keys that the original's peft (0.7) lacks only if they are needed."""
+        """Contents of adapter_config.json. Keys that peft 0.7 (the original LLaVA's) does not know are left out unless
+        the adapter needs them."""
         named = partial(original, projector_type=self.source.model.cfg.projector_type)
         alpha = self.lora.alpha
         newer = {"use_dora": self.lora.use_dora, "use_rslora": self.lora.use_rslora}
@@ -160,7 +165,8 @@ class AdapterWriter:
 
 
 def is_projector(name: str) -> bool:
-    """Return whether a parameter belongs in `non_lora_trainables`."""
+    """Return whether a parameter is saved in the `non_lora_trainables` files: the projector's weights and the
+    `image_newline` vector."""
     return name.startswith(PROJECTOR_PREFIX) or name == NEWLINE
 
 
@@ -169,7 +175,8 @@ def whole(tensor: Stored) -> torch.Tensor:
 
 
 def small_files(source: SourceModel, dtype: torch.dtype) -> dict[str, bytes]:
-    """Return the small files that the original LLaVA reads in an adapter folder; log those that cannot be made."""
+    """Return the contents of the configuration and tokenizer files that the original LLaVA reads in an adapter folder,
+    by relative path. Files that cannot be made for this model are left out, and the reason is logged."""
     steps = {"config.json": lambda made: write_configs(source, dtype, made)}
     steps["tokenizer"] = lambda made: write_originals_tokenizer(source, made)
     with tempfile.TemporaryDirectory() as made:
@@ -183,8 +190,13 @@ def small_files(source: SourceModel, dtype: torch.dtype) -> dict[str, bytes]:
 
 
 def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mapping[str, Stored]) -> list[str]:
-    """Return the names of the tensors to save in a run's adapter folder: those that train, and those that the base
-    model lacks (a projector from elsewhere, tensors of the adapter that the run continues from)."""
+    """Return the names of the tensors to save in a run's adapter folder: tensors that the run trains, tensors of the
+    adapter from which the run continues, and the projector if it is not part of the base model.
+
+    Args:
+        trained: names of the tensors that the run trains.
+        sources: where the value of each parameter comes from, by name.
+    """
     before = adapter_folders(model.lora.checkpoint) if model.lora.checkpoint else ()
 
     def lacks(name: str, source: Stored) -> bool:
@@ -196,15 +208,16 @@ def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mappi
 
 
 def check_base(model: nn.Module, cfg: ModelConfig, digests: Mapping[str, str]) -> None:
-    """Check that the adapter that a run continues from was trained on the run's base model. Not checked are adapters
-    that record no fingerprint of their base (peft's or the original's), and runs that train weights which were frozen
-    in the adapter's base.
+    """Check that the adapter from which a run continues (`model.lora.checkpoint`) was trained on the run's base model.
+
+    Nothing is checked if the adapter's folder has no fingerprint of a base model (as folders of peft and the original
+    LLaVA), or if the run trains weights that were frozen when the adapter was trained.
 
     Args:
-        digests: digests of the run's frozen weights; see `frozen_digests`.
+        digests: digests of the run's frozen weights, by name; see `frozen_digests`.
 
     Raises:
-        ModelError: the fingerprint in the adapter's notes is that of another base.
+        ModelError: the adapter's notes have the fingerprint of another base model.
     """
     if cfg.lora.checkpoint is None:
         return
@@ -219,7 +232,13 @@ def check_base(model: nn.Module, cfg: ModelConfig, digests: Mapping[str, str]) -
 
 
 def check_fingerprint(adapter: AdapterFolder, actual: str, where: str, key: str) -> None:
-    """Raise ModelError if an adapter's notes have another fingerprint of its base than that of the model `where`."""
+    """Raise ModelError if an adapter's notes have a fingerprint of the base model that differs from `actual`.
+
+    Args:
+        actual: fingerprint of the base model that is to be used.
+        where: folder or hub name of that base model, for the error message.
+        key: configuration key that names that base model, for the error message.
+    """
     recorded = read_notes(adapter.folder).get("base")
     if recorded not in (None, actual):
         raise ModelError(
@@ -230,7 +249,7 @@ def check_fingerprint(adapter: AdapterFolder, actual: str, where: str, key: str)
 
 
 def prove_adapter(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Read an adapter folder again, and raise ModelError if a tensor is not the one that was to be written."""
+    """Read an adapter folder that was just written; raise ModelError if a tensor in it differs from `tensors`."""
     written = open_adapter(folder).tensors
     pickled = open_file(folder / OTHERS_FILES[1])
     stored = {tensor.name: tensor for tensor in written.values()}

@@ -1,9 +1,10 @@
-"""Write an export's chat template (Jinja, for transformers), and check that it gives the token ids of training.
-
-Training tokenizes each stretch of text between two images on its own. transformers tokenizes the whole conversation at
-once, and some tokenizers encode text after an image's special token differently. The template therefore splits the
-conversation at its image tags, and puts a space in front of a stretch where the tokenizer needs one to give the ids of
+"""Write the chat template (Jinja, for transformers) of an exported model, and check that it gives the same token ids as
 training.
+
+Training tokenizes each stretch of text between two images separately. transformers tokenizes the whole conversation at
+once, and some tokenizers encode text differently if an image's special token precedes it. The template therefore splits
+the conversation at its `<image>` tags, and puts a space before a stretch where the tokenizer needs one to give the same
+ids as training.
 """
 
 import json
@@ -24,7 +25,8 @@ from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.data.text.tokenizer import Tokenizer
 
 STRETCHES = ("What is it?", "\nx", " and  ", "  two", ", a", "12 b", "größe 中文 🙂", "\t\n a", "###", "[INST] x", "▁x")
-"""Test texts that some tokenizers encode differently after an image or at the beginning than on their own."""
+"""Test texts for `find_gap`: some tokenizers give them other ids after an image's special token, or at the beginning of
+a conversation, than if they are encoded separately."""
 PROBES: tuple[tuple[str, ...], ...] = (
     ("what colour is it?", "red"),
     ("<image>\nwhat colour  is it?", "red", " and now ", " blue\n", "", ""),
@@ -34,13 +36,19 @@ PROBES: tuple[tuple[str, ...], ...] = (
     ("first <image> , then<image>\n<image>", "two", "text", "c", "x <image>y <image> z", "d"),
     ("what?", "nothing", "<image>\nand here?", "a  circle"),
 )
-"""Test conversations (question, answer, question, ...) for which wrong templates have given other ids than training."""
+"""Test conversations for `rehearse`, as (question, answer, question, ...). Wrong chat templates gave other token ids
+for them than training."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Whether a template must put a space before each stretch of text, but not before those that begin with certain
-    texts, so that it gets the same ids after a special token as on its own."""
+    """Rule for where a chat template puts a space before a stretch of text, so that the stretch gets the same token ids
+    after an image's special token as if it were tokenized separately.
+
+    Attributes:
+        everywhere: put a space before every stretch, with the exceptions in `but_before`; False: put no spaces.
+        but_before: a stretch that begins with one of these texts gets no space.
+    """
 
     everywhere: bool
     but_before: tuple[str, ...] = ()
@@ -57,11 +65,16 @@ class Gap:
 
 
 def find_gap(theirs: Any, ours: Tokenizer) -> Gap:
-    """Find the rule for spaces with which transformers' tokenizer gives text after a special token the ids of training.
+    """Return the rule for spaces with which transformers' tokenizer gives text after an image's special token the same
+    ids as training.
 
-    A Llama tokenizer with `legacy=false` puts one space before every text that it is given, and transformers gives it
-    the whole conversation as one text. If no rule fits, the rule without spaces is returned; `rehearse` then finds what
-    differs.
+    Such spaces are needed since a Llama tokenizer with `legacy=false` puts one space before each text that it encodes:
+    training encodes every stretch of text separately, and transformers the whole conversation as one text. If no rule
+    gives equal ids, the rule without spaces is returned; `rehearse` then reports the difference.
+
+    Args:
+        theirs: the export's tokenizer, opened with transformers.
+        ours: the tokenizer of training.
     """
     added = (str(token) for token in theirs.added_tokens_decoder.values())
     special = tuple(t for t in added if [i.id for i in ours.encode(f"{t}x")][:1] == [theirs.convert_tokens_to_ids(t)])
@@ -74,19 +87,23 @@ def find_gap(theirs: Any, ours: Tokenizer) -> Gap:
 
 
 def quoted(text: str) -> str:
-    """Return a Jinja string literal of a text; Jinja understands JSON's escapes."""
+    """Return a text as a Jinja string literal. It is quoted as in JSON, whose escapes Jinja understands."""
     return json.dumps(text)
 
 
 def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap) -> str:
-    """Translate one of our conversation templates to a chat template for transformers, in Jinja.
+    """Return the chat template for transformers (Jinja) that does the same as one of llava_fsdp's conversation
+    templates.
 
-    The content of a message is text with image tags in it, or a list of parts of type `image` and `text`. As in
-    training, the only image of a message moves to its front, and an answer before the first question is left out.
+    The content of a message may be text with `<image>` tags, or a list of parts of type `image` and `text`. As in
+    training, the image of a message with exactly one image is moved to the front of the message, and an answer before
+    the first question is left out.
 
     Args:
+        form: the conversation template.
         start_end: whether to put `<im_start>` and `<im_end>` around every image.
-        begins: whether to begin with the BOS token, as in training.
+        begins: whether the conversation begins with the BOS token, as it does in training if the tokenizer has one.
+        gap: where to put a space before the text between two images.
     """
     pattern = form.pattern
     return "\n".join(
@@ -132,18 +149,19 @@ CONTENT = (
     "{%- if message['content'] is string -%}",
     "{%- set said.text = message['content'] -%}",
     "{%- else -%}",
-    "{%- for part in message['content'] -%}",  # servers look for this loop to see whether they may pass a list
+    "{%- for part in message['content'] -%}",  # inference servers look for this loop: then content may be a list
     "{%- if part['type'] == 'image' -%}{%- set said.text = said.text ~ '<image>' -%}",
     "{%- elif part['type'] == 'text' -%}{%- set said.text = said.text ~ part['text'] -%}",
     "{%- else -%}{{- raise_exception('a part of a message has type image or text') -}}{%- endif -%}",
     "{%- endfor -%}",
     "{%- endif -%}",
 )
-"""Jinja code that sets `said.text` to the content of a message as one text."""
+"""Jinja code that sets the variable `said.text` to the content of `message` as one text with `<image>` tags."""
 
 
 def question(form: Template, start_end: bool) -> list[str]:
-    """Return Jinja code that rewrites the question in `said.text` as training does (see `conversation.image_first`)."""
+    """Return Jinja code that rewrites a question, which is in the variable `said.text`, in the same way as training
+    does (see `conversation.image_first`)."""
     pieces, tag = "{%- set pieces = said.text.split('<image>') -%}", quoted(image_tag(form, start_end))
     if form.image_only:
         return [pieces, "{%- set said.text = '<image>' * (pieces|length - 1) -%}"]
@@ -163,15 +181,17 @@ def refuse(why: str) -> str:
 
 
 def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> str | None:
-    """Compare the token ids that an exported chat template gives with those of training, for test conversations and
-    their prompts.
+    """Compare the token ids that an exported chat template gives with the token ids of training, for test conversations
+    and for their prompts (the conversation without its last answer).
 
     Args:
-        folder: the export, with its `config.json`, by which transformers chooses the tokenizer's class.
-        ours: the tokenizer of the training.
+        folder: the exported folder. It must have `config.json`, by which transformers chooses the tokenizer's class.
+        ours: the tokenizer of training.
+        form: the conversation template of training.
+        start_end: whether training puts `<im_start>` and `<im_end>` around every image.
 
     Returns:
-        A message with the first conversation whose ids differ; None if all ids are equal.
+        A message about the first conversation whose ids differ; None if all ids are equal.
     """
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     encoder = ExactEncoder(ours, form, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
@@ -187,7 +207,8 @@ def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> 
 
 
 def trained_ids(encoder: ExactEncoder, texts: Sequence[str], image_id: int) -> tuple[list[int], list[int]]:
-    """Return the token ids of a conversation as in training, and those of its prompt; `image_id` is for an image."""
+    """Return the token ids that training gives a conversation, and those of its prompt (the conversation without its
+    last answer), with one token `image_id` for every image."""
     turns = [Turn("gpt" if n % 2 else "human", text) for n, text in enumerate(texts)]
     images = ("image",) * sum(turn.text.count(IMAGE_TAG) for turn in turns)
     sample = encoder(Record("conversation", 0, "0", images, tuple(turns), bool(images)))
@@ -199,12 +220,12 @@ def trained_ids(encoder: ExactEncoder, texts: Sequence[str], image_id: int) -> t
 
 
 def as_text(texts: Iterable[str]) -> list[dict[str, Any]]:
-    """Return a conversation as transformers' chat messages, with image tags in their text."""
+    """Return a conversation as chat messages for transformers, whose content is text with `<image>` tags."""
     return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
 
 
 def as_parts(texts: Iterable[str]) -> list[dict[str, Any]]:
-    """Return a conversation as transformers' chat messages, each a list of image and text parts."""
+    """Return a conversation as chat messages for transformers, whose content is a list of image and text parts."""
     messages = as_text(texts)
     for message in messages:
         parts: list[dict[str, str]] = []

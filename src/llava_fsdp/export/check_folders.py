@@ -1,4 +1,5 @@
-"""Compare what a run loads with its digests; write new digests for files that a user changed on purpose."""
+"""Compare the model files that a run loads with the digests recorded in their folders, and record new digests of files
+that a user changed on purpose."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,12 +27,18 @@ from llava_fsdp.runtime.provenance import (
 )
 
 LOGGED = 1 << 30
-"""Total bytes from which on a comparison is logged before it begins, as it takes seconds."""
+"""Total size in bytes of the files to compare from which `check_artifacts` logs that it compares them, as it then takes
+seconds."""
 
 
 def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int = 1, is_first: bool = True) -> None:
-    """Check the files and folders of models that a run reads against the digests in their notes (`llava_fsdp.json`), if
-    they have any. A collective: the ranks of one machine divide the files between them.
+    """Compare the model files and folders that a run loads with the digests in their folders' notes
+    (`llava_fsdp.json`). Files without a digest are not checked. A collective: the ranks of one machine divide the files
+    among themselves.
+
+    Args:
+        local_rank, local_size: number of this rank among the ranks of its machine, and the number of these ranks.
+        is_first: whether this rank logs messages.
 
     Raises:
         DamagedModel: a file has changed, is missing or cannot be read; raised on every rank.
@@ -71,16 +78,17 @@ def warn_of_older(paths: Iterable[Path]) -> None:
 
 
 def accept(folder: Path, names: list[str]) -> None:
-    """Record new digests of files in a model folder that were changed, added or removed on purpose.
+    """Record new digests of files in a model folder that a user changed, added or removed on purpose.
 
     Args:
-        names: relative paths of these files. The name of the notes accepts the notes as they are now, and, if they have
-            no digests yet (written by an earlier version), stands for all files.
+        names: relative paths of these files. `llava_fsdp.json`, the file with the digests, may be among them: it is
+            then accepted as it is now; and if it has no digests, as an earlier version of llava_fsdp wrote it, digests
+            of all files of the folder are recorded.
 
     Raises:
-        ConfigError: the folder has no notes, or a name is not a file of it.
-        DamagedModel: the notes themselves were changed, and `names` does not have them.
-        CheckpointError: the notes cannot be written.
+        ConfigError: the folder has no `llava_fsdp.json`, or a name is not a file of the folder.
+        DamagedModel: `llava_fsdp.json` itself was changed, and is not in `names`.
+        CheckpointError: `llava_fsdp.json` cannot be written.
     """
     content = read_bytes(folder / NOTES)
     if content is None:

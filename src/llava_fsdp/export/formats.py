@@ -1,4 +1,5 @@
-"""Writes a model's folder for transformers, the original LLaVA, or the original's second stage."""
+"""Write a model folder in one of three formats: a model for transformers, a model for the original LLaVA, or a
+projector alone, with which the original LLaVA's second training stage begins."""
 
 import copy
 import shutil
@@ -44,7 +45,8 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import seal
 
 KEPT = "original"
-"""Subfolder of a folder for transformers with the small files of the original LLaVA's model, to convert it back."""
+"""Name of the subfolder, in a model folder for transformers, that keeps the configuration and tokenizer files of the
+original LLaVA model, so that the folder can be converted back."""
 KEPT_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
     "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -53,15 +55,19 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A model to export: its architecture, and settings such as template and preprocessing, without weights.
+    """Description of a model to export: its architecture, and settings such as conversation template and preprocessing.
+    Its weights are not part of the description.
 
     Attributes:
-        model: gives parts and shapes; its weights may be sharded or missing.
+        model: model with this architecture. Only its configuration and shapes are used: its weights may be sharded or
+            on the meta device.
         grid_pinpoints: for anyres, sizes in pixels that an image may be fitted into; empty: those of LLaVA-NeXT.
-        pixels: how images of questions are to be decoded and resized: as in training, but never the fast way.
-        language, vision: folders or hub names; empty if not known.
-        renamed_tower: new name for the vision tower in the original's format; None keeps its name.
-        history: run, stage and step that made the model.
+        pixels: how to decode and resize the images of questions: as in training, but `exact` after training with
+            `fast`.
+        language, vision: folders or hub names of the language model and of the vision tower; empty if not known.
+        renamed_tower: name of the vision tower to write into the original LLaVA's config.json; None: the name that the
+            source has.
+        history: run, stage and step that produced the model, and the parts that were trained.
     """
 
     model: Llava
@@ -82,8 +88,8 @@ class SourceModel:
 
 
 def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceModel:
-    """Describe the model that a run has after a step, for an export."""
-    assert isinstance(model, Llava)  # FSDP makes a subclass of it
+    """Return the description of the model that a run has after `step` steps, for exporting it."""
+    assert isinstance(model, Llava)  # also with FSDP, which gives the model a subclass of Llava
     return SourceModel(
         model=model,
         template=cfg.trained_template,
@@ -106,13 +112,14 @@ def history(run: str, stage: str, step: int, train: list[Part]) -> dict[str, Any
 def write_folder(
     form: FolderFormat, source: SourceModel, weights: Weights, staged: Path, notes: dict[str, Any]
 ) -> None:
-    """Write a model folder in one of the formats. A collective.
+    """Write a model into the folder `staged` in one of the export formats. A collective: all ranks call it, and the
+    first rank writes.
 
     Args:
         notes: additional contents of `llava_fsdp.json`.
 
     Raises:
-        ModelError, ConfigError: the format cannot have this model; the message says why.
+        ModelError, ConfigError: the format does not support this model; the message says why.
         CheckpointError: the folder could not be written.
     """
     failing = f"cannot write {staged}"
@@ -132,7 +139,8 @@ def write_folder(
 
 
 def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> None:
-    """Write `llava_fsdp.json`, the last file: settings that the other files lack, and digests of all files."""
+    """Write the folder's notes (`llava_fsdp.json`): settings that the other files do not contain, and digests of all
+    other files, which must therefore be complete."""
     notes = {
         **source.history,
         **notes,
@@ -151,7 +159,8 @@ def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> Non
 
 
 def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
-    """Write all files of a folder for transformers but the weights; return the number of rows of its vocabulary."""
+    """Write all files of a model folder for transformers except the weights; return the number of rows that its
+    embeddings must have."""
     model, parts = source.model, source.model.parts
     if model.cfg.projector_type != "mlp2x_gelu":
         raise ConfigError(f"transformers' LLaVA has no {model.cfg.projector_type} projector; choose format=llava")
@@ -165,7 +174,7 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     )
     text = type(parts.language).from_dict({**parts.language.to_dict(), "vocab_size": rows, "use_cache": True})
     config = LlavaConfig(
-        vision_config=copy.deepcopy(parts.vision),  # LlavaConfig would reset values that the model's vision tower reads
+        vision_config=copy.deepcopy(parts.vision),  # a copy, as LlavaConfig changes it
         text_config=text,
         image_token_index=image_id,
         image_seq_length=model.image_tokens,
@@ -190,11 +199,12 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
 
 
 def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None:
-    """Write the original LLaVA's `config.json`, generation_config.json, and vision tower configuration and
-    preprocessing.
+    """Write `config.json` and `generation_config.json` for the original LLaVA, and a subfolder with the vision tower's
+    configuration and image preprocessing.
 
     Raises:
-        ModelError, ConfigError: the original has no such model, or the name of the vision tower is not known.
+        ModelError, ConfigError: the original LLaVA does not support this model, or the vision tower's name is not
+            known.
     """
     parts, came_from = source.model.parts, originals_files(source.model.parts)
     write_json(staged / "config.json", config_of_original(source, dtype))
@@ -211,7 +221,8 @@ def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None
 
 
 def write_originals_tokenizer(source: SourceModel, staged: Path) -> None:
-    """Write the tokenizer for the original LLaVA: its own if the model came from it, else a converted one."""
+    """Write the tokenizer for the original LLaVA: a copy of the files that the source has from the original LLaVA, or
+    else a conversion of the language model's tokenizer."""
     parts, came_from = source.model.parts, originals_files(source.model.parts)
     if came_from is not None and has_tokenizer(came_from):
         copy_files(came_from, staged, TOKENIZER_FILES)
@@ -229,7 +240,8 @@ def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None
 
 
 def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any]:
-    """Make the original LLaVA's config.json; of a model that came from the original, that one with changed values."""
+    """Return the contents of config.json for the original LLaVA. If the source has a config.json of the original LLaVA,
+    its values are kept except for those that changed."""
     model, parts = source.model, source.model.parts
     came_from = originals_files(parts)
     if came_from is not None:
@@ -248,7 +260,7 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
         if config.get(key, default) != value:
             config[key] = value
     if Part.vision.value in source.history.get("train", []):
-        # else the original loads the vision tower's initial weights over ours
+        # without this the original LLaVA replaces the trained vision tower by the pretrained one
         config["unfreeze_mm_vision_tower"] = True
     if source.aspect is AspectRatio.anyres:
         sizes = grid_sizes(source.grid_pinpoints, parts.vision.image_size)
@@ -257,7 +269,8 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
 
 
 def tower_name(source: SourceModel) -> str:
-    """Return the vision tower's name that the original loads it by; raise ConfigError if it is not known."""
+    """Return the name (of a hub model or folder) from which the original LLaVA loads the vision tower; raise
+    ConfigError if it is not known."""
     name = source.vision or known_tower(source.model.parts.vision)
     if not name:
         raise ConfigError("the original's folders name their vision tower, and the source does not: give vision=NAME")
@@ -267,7 +280,8 @@ def tower_name(source: SourceModel) -> str:
 
 
 def originals_files(parts: Parts) -> Path | None:
-    """Return the folder with the small files of the original LLaVA's model that this model came from, if it did."""
+    """Return the folder in which the source model has configuration and tokenizer files of the original LLaVA; None if
+    the source model does not come from the original LLaVA."""
     if parts.whole is None:
         return None
     if (parts.whole / KEPT / "config.json").is_file():

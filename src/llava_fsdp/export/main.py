@@ -1,7 +1,8 @@
 """Convert a model into a folder for other programs: `python -m llava_fsdp.export source=DIR to=DIR format=llava`.
 
-Reads a run, one of its checkpoints, the folder of an adapter, or a model folder (ours, transformers' or the original
-LLaVA's); writes a folder of transformers' or the original's, or the original's projector file.
+The source is a run, one of its checkpoints, an adapter folder, or a model folder (of llava_fsdp, transformers or the
+original LLaVA). The result is a model folder for transformers or for the original LLaVA, or the projector file of the
+original LLaVA.
 """
 
 import shutil
@@ -29,10 +30,13 @@ from llava_fsdp.runtime.provenance import NOTES
 
 @torch.no_grad()
 def export(cfg: ConversionConfig) -> Path:
-    """Convert the model `source` to the folder `to`, after comparing the logits of both; or record digests (`accept`).
+    """Convert the model `cfg.source` into the folder `cfg.to`, and return that folder. It gets its final name after its
+    logits were compared with the source's (unless `cfg.verify` is false).
+
+    If `cfg.accept` is set, only record new digests of these files of `cfg.source`, and return `cfg.source`.
 
     Raises:
-        ConfigError: a key is wrong, or `to` is taken.
+        ConfigError: a key is wrong, or `to` exists and may not be replaced.
         ModelError: the source cannot be read, the format has no such model, or the logits differ.
         CheckpointError: a checkpoint cannot be read, or `to` cannot be written.
     """
@@ -75,7 +79,13 @@ def export(cfg: ConversionConfig) -> Path:
 
 
 def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
-    """Raise ConfigError unless `to` is free or a model folder that may be replaced, and no input is inside it."""
+    """Raise ConfigError unless the target folder is free, or is a model folder that may be replaced (`overwrite=true`)
+    and contains none of the inputs.
+
+    Args:
+        final: the target folder `cfg.to`.
+        staged: folder that is written first and then renamed to `final`.
+    """
     inputs = {"source": cfg.source, "base": cfg.base, "language": cfg.language, "vision": cfg.vision}
     for key, name in inputs.items():
         read = Path(name).resolve() if name and not name.startswith(PACKAGE) else None

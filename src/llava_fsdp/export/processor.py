@@ -1,4 +1,5 @@
-"""Writes an export's tokenizer and preprocessing, with which transformers makes the ids and pixels of training."""
+"""Write the tokenizer and image preprocessing of an exported model, with which transformers gives the same token ids
+and pixels as training."""
 
 import json
 import shutil
@@ -20,7 +21,7 @@ from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json
 PAD_TOKEN = "<pad>"
 ROW_MULTIPLE = 64
 PROBES = ("a  b   c", " leading", "\n\tx  ", "1 234", "größe 中文 🙂", "USER: a ASSISTANT: b")
-"""Test texts for which wrong tokenizers have given other ids than training."""
+"""Test texts for `check_same_ids`. Wrongly exported tokenizers gave other token ids for them than training."""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -30,19 +31,26 @@ def has_tokenizer(folder: Path) -> bool:
 def write_tokenizer(
     folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool
 ) -> tuple[int, int, int]:
-    """Write the tokenizer for transformers, with an image tag and a padding token; return their two ids and the number
-    of vocabulary rows needed.
+    """Write the tokenizer for transformers, with an `<image>` token and a padding token. Return the ids of these two
+    tokens, and the number of rows that the exported model's embeddings must have.
 
-    As in the hub's LLaVA conversion, new ids follow the old ones, and rows are padded to a multiple of 64. A language
-    model with enough rows keeps its size. From a folder without a tokenizer nothing is written.
+    As in the hub's conversions of LLaVA, new ids follow the existing ones, and the number of rows is rounded up to a
+    multiple of 64. A language model that has enough rows already keeps its size. If `folder` has no tokenizer, nothing
+    is written.
+
+    Args:
+        folder: the language model's folder.
+        staged: the folder to write into.
+        form: name of the conversation template.
+        start_end: whether the chat template puts `<im_start>` and `<im_end>` around every image.
     """
     vocab_size = language.vocab_size
     if lacks_tokenizer(folder, staged):
         return vocab_size, vocab_size + 1, -(-(vocab_size + 2) // ROW_MULTIPLE) * ROW_MULTIPLE
-    ours = open_tokenizer(folder, vocab_size)  # before transformers', as its errors are clearer
+    ours = open_tokenizer(folder, vocab_size)  # before transformers opens it, whose errors are less clear
     with foreign(f"{folder}: transformers cannot read its tokenizer"):
         if (folder / "tokenizer.model").is_file():
-            # with the language model's configuration, as transformers cannot read that of an original's folder
+            # with `config`, as transformers cannot read the config.json of an original LLaVA folder
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 folder, config=language, trust_remote_code=False, local_files_only=True
             )
@@ -81,7 +89,8 @@ def update_config(staged: Path, **values: Any) -> None:
 
 
 def leave_bos_out(staged: Path) -> None:
-    """Remove BOS from an export's `tokenizer.json`, as transformers ignores `add_bos_token=false`."""
+    """Change an export's tokenizer so that transformers adds no BOS token: remove the post-processor from
+    `tokenizer.json`, as transformers ignores `add_bos_token=false`."""
     path = staged / "tokenizer.json"
     frozen = read_json(path, largest=LARGE)
     if (frozen.get("post_processor") or {}).get("type") == "TemplateProcessing":
@@ -90,12 +99,14 @@ def leave_bos_out(staged: Path) -> None:
 
 
 def from_file(folder: Path) -> Any:
-    """Open a folder's `tokenizer.json` with transformers as it is; a model's own tokenizer class might change it."""
+    """Open a folder's `tokenizer.json` unchanged as transformers' tokenizer. The tokenizer class that the folder names
+    is not used, since some classes change the contents of `tokenizer.json`."""
     return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def keep_llama(folder: Path, staged: Path) -> None:
-    """Copy the SentencePiece model, and those values of its configuration that transformers 5 does not write."""
+    """Copy the SentencePiece model (`tokenizer.model`) from `folder` to `staged`, and add the values of its
+    configuration that transformers 5 does not write to `tokenizer_config.json`."""
     old, path = read_optional(folder / "tokenizer_config.json"), staged / "tokenizer_config.json"
     config = {**read_optional(path), "legacy": is_legacy(old), "add_bos_token": old.get("add_bos_token", True)}
     config["tokenizer_class"] = old.get("tokenizer_class", "LlamaTokenizer")
@@ -110,9 +121,14 @@ def copy_sentencepiece(folder: Path, staged: Path, added: dict[str, int]) -> Non
 
 
 def check_template(folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
-    """Compare the ids of an export's chat template with those of training; needs the export's `config.json`.
+    """Compare the token ids that an export's chat template gives with those of training, and log a warning if they
+    differ. They are no error, since llava_fsdp's own programs do not use the chat template.
 
-    Other ids only give a warning: our own programs do not read this template.
+    Args:
+        folder: the language model's folder.
+        staged: the exported folder; it must have its `config.json` already.
+        form: name of the conversation template.
+        start_end: whether training puts `<im_start>` and `<im_end>` around every image.
 
     Raises:
         ModelError: transformers cannot read the written tokenizer.
@@ -129,7 +145,8 @@ def check_template(folder: Path, staged: Path, language: PretrainedConfig, form:
 
 
 def rehearse_tokenizer(folder: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
-    """Check before the first step that a tokenizer can be exported, by writing it and trying its chat template.
+    """Check, before a run's first step, that the model's tokenizer can be exported: write it into a temporary folder
+    and compare the token ids of its chat template with those of training.
 
     Raises:
         ModelError: the tokenizer cannot be exported.
@@ -144,11 +161,12 @@ def rehearse_tokenizer(folder: Path, language: PretrainedConfig, form: str, star
 
 
 def write_llama(staged: Path, legacy: bool) -> None:
-    """Change `tokenizer.json` to do what the SentencePiece model does, and name a class that reads it unchanged.
+    """Change an export's `tokenizer.json` so that it gives the same token ids as the SentencePiece model, and name a
+    tokenizer class in `tokenizer_config.json` with which transformers loads `tokenizer.json` unchanged.
 
-    transformers 5 writes the same file for both values of `legacy`, and the class decides: for a LLaVA it is another
-    one than for a Llama. With `legacy`, every piece of text between special tokens begins with one `▁`; without it,
-    only the whole text does.
+    transformers 5 writes the same `tokenizer.json` for both values of `legacy` and leaves the difference to the
+    tokenizer class, which for a LLaVA model is another one than for a Llama model. With `legacy`, every piece of text
+    between special tokens begins with one `▁`; without `legacy`, only the whole text does.
     """
     path = staged / "tokenizer.json"
     frozen = read_json(path, largest=LARGE)
@@ -158,13 +176,14 @@ def write_llama(staged: Path, legacy: bool) -> None:
     frozen["normalizer"] = {"type": "Sequence", "normalizers": [begin, spaces]} if legacy else None
     frozen["pre_tokenizer"] = None if legacy else first
     for token in frozen["added_tokens"]:
-        token["normalized"] = False  # else it would match only with a `▁` before it
+        token["normalized"] = False  # a normalized token is only found with a `▁` before it
     path.write_text(json.dumps(frozen, ensure_ascii=False))
     update_config(staged, tokenizer_class="PreTrainedTokenizerFast")
 
 
 def check_same_ids(folder: Path, staged: Path, vocab_size: int) -> None:
-    """Raise ModelError if the exported tokenizer gives other ids for test texts than the tokenizer of training."""
+    """Raise ModelError if the exported tokenizer in `staged` gives other token ids for test texts than the tokenizer of
+    training in `folder`."""
     trained, written = open_tokenizer(folder, vocab_size), open_tokenizer(staged, vocab_size)
     specials = "".join(text for text in ("<s>", "</s>", "<im_start>", "<im_end>") if trained.special(text) is not None)
     for text in (*PROBES, f"a{specials}USER: b", f"{specials} c"):
@@ -174,11 +193,17 @@ def check_same_ids(folder: Path, staged: Path, vocab_size: int) -> None:
 
 
 def write_preprocessor(folder: Path, staged: Path, pads: bool) -> None:
-    """Write the image preprocessing for transformers (`preprocessor_config.json`)."""
+    """Write the image preprocessing for transformers (`preprocessor_config.json`).
+
+    Args:
+        folder: the vision tower's folder.
+        staged: the folder to write into.
+        pads: whether images are padded to squares.
+    """
     ours = read_preprocessor(folder)
     square = {"height": ours.size, "width": ours.size}
     kind = preprocessor_fields(folder).get("image_processor_type", "CLIPImageProcessor")
-    if kind == "LlavaImageProcessor":  # which pads by default
+    if kind == "LlavaImageProcessor":  # it pads by default, and the others do not
         kind = "CLIPImageProcessor" if ours.keep_ratio else "SiglipImageProcessor"
     images = {
         "processor_class": "LlavaProcessor",
@@ -200,7 +225,8 @@ def write_preprocessor(folder: Path, staged: Path, pads: bool) -> None:
 
 
 def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: AspectRatio) -> None:
-    """Write image preprocessing and LLaVA's processor for transformers, if the vision tower has preprocessing."""
+    """Write the files with which transformers prepares images and prompts: `preprocessor_config.json` and
+    `processor_config.json`. If the vision tower's folder has no image preprocessing, only log a warning."""
     if not preprocessor_fields(folder):
         log().warning("%s has no preprocessor_config.json, so %s gets none", folder, staged)
         return
@@ -219,7 +245,8 @@ def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: Asp
 
 
 def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
-    """Write the tokenizer for the original LLaVA and transformers 4.37, without tokens beyond the vocabulary."""
+    """Write the tokenizer for the original LLaVA, which uses transformers 4.37, without the tokens whose ids are not
+    less than `vocab_size`."""
     if lacks_tokenizer(folder, staged):
         return
     old = read_optional(folder / "tokenizer_config.json")
@@ -242,7 +269,8 @@ def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_le
 
 
 def as_older_release(frozen: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Convert a tokenizer.json for tokenizers 0.15: merges as text, and no tokens beyond the vocabulary."""
+    """Return the contents of a tokenizer.json converted for tokenizers 0.15: each merge is one string, and tokens whose
+    ids are not less than `vocab_size` are removed. `frozen` is changed in place."""
     frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if t["id"] < vocab_size]
     merges = frozen["model"].get("merges")
     if merges and isinstance(merges[0], list) and not any(" " in part for pair in merges for part in pair):
@@ -257,7 +285,7 @@ def as_older_release(frozen: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 
 
 def metaspaces(tree: Any) -> list[dict[str, Any]]:
-    """Return every Metaspace component in the contents of a tokenizer.json."""
+    """Return every component of type Metaspace (which writes spaces as `▁`) in the contents of a tokenizer.json."""
     if isinstance(tree, list):
         return [space for part in tree for space in metaspaces(part)]
     if not isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""Opens the source of an export: a run, one of its checkpoints, an adapter, or a model folder."""
+"""Open the model to export: a run, one of its checkpoints, an adapter folder, a model folder, or a model on the hub."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -54,8 +54,14 @@ from llava_fsdp.runtime.safe_load import SMALL
 
 @dataclass(frozen=True)
 class Opened:
-    """A model opened for export: its settings, the stored values of every parameter by name, the folder that was
-    opened, and what it is without merging its adapter, if it has one."""
+    """A model opened for export.
+
+    Attributes:
+        source: architecture and settings.
+        sources: stored values of every parameter, by name; of a model with adapters, after merging them.
+        folder: the folder that was opened.
+        adapted: the model before its adapters are merged; None if it has no adapters.
+    """
 
     source: SourceModel
     sources: dict[str, Stored]
@@ -64,11 +70,12 @@ class Opened:
 
 
 def open_source(cfg: ConversionConfig) -> Opened:
-    """Open the model that `source` names: a run, a checkpoint, an adapter folder, a model folder or a hub model.
+    """Open the model that `cfg.source` names: a run, a checkpoint, an adapter folder, a model folder or a hub model.
 
     Raises:
-        ConfigError: `source` is not a model, or needs a language model or a vision tower that is not set.
-        ModelError, CheckpointError: the source cannot be read.
+        ConfigError: `cfg.source` is not a model, or it needs a language model or a vision tower that `cfg` does not
+            name.
+        ModelError, CheckpointError: the model cannot be read.
     """
     path = Path(cfg.source)
     is_checkpoint = (path / STATE_FILE).is_file()
@@ -88,7 +95,8 @@ def open_source(cfg: ConversionConfig) -> Opened:
 
 
 def open_run(run: Path, cfg: ConversionConfig) -> Opened:
-    """Open a run's newest valid checkpoint, or its export if that is as new, undamaged, and of the chosen dtype."""
+    """Open the newest valid checkpoint of a run. The run's `export` folder is opened instead if it is of the same step,
+    is undamaged and has the dtype that `cfg` asks for."""
     newest = newest_alone(run / FOLDER)
     if newest is None:
         return open_end(run, cfg)
@@ -103,10 +111,11 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
 
 
 def open_end(run: Path, cfg: ConversionConfig) -> Opened:
-    """Open what a run without checkpoints wrote at its end: its export, or its adapter if that is of another step.
+    """Open the model that a run without checkpoints wrote at its end: the adapter folder, unless the `export` folder is
+    of the same step or there is no adapter folder; then the `export` folder.
 
     Raises:
-        CheckpointError: there is neither.
+        CheckpointError: the run has neither folder.
     """
     notes, adapter_notes = read_notes(run / EXPORT), read_notes(run / adapter.FOLDER)
     is_merged = bool(notes) and all(adapter_notes.get(key) == notes.get(key) for key in ("run", "step"))
@@ -118,10 +127,11 @@ def open_end(run: Path, cfg: ConversionConfig) -> Opened:
 
 
 def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
-    """Open a checkpoint for export: trained weights from it, frozen ones from where the run read them.
+    """Open a checkpoint for export. Trained weights are read from the checkpoint, and frozen weights from the models
+    that the run loaded.
 
     Raises:
-        CheckpointError: the frozen weights have changed since the run.
+        CheckpointError: the frozen weights differ from those with which the run trained.
     """
     facts, folder = found.facts, found.folder
     run = run_config(facts, folder)
@@ -160,14 +170,15 @@ def run_config(facts: dict[str, Any], folder: Path) -> Config:
 
 
 def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
-    """Open an adapter folder (ours, peft's or the original's) merged into its base model."""
+    """Open an adapter folder (of llava_fsdp, peft or the original LLaVA), with the adapter merged into its base
+    model."""
     found = adapter.without_idle_tower(open_adapter(folder))
     notes = read_notes(folder)
     model_config = read_base(found, cfg.base or cfg.language, cfg.vision)
     parts = find_parts(model_config)
     check_artifacts([folder, *artifacts_of(parts, None, model_config)])
     model = build_llava(parts, model_config, torch.float32)
-    model.requires_grad_(False)  # so that the fingerprint covers all of the base
+    model.requires_grad_(False)  # so that frozen_digests covers all weights of the base model
     where = model_config.checkpoint or model_config.language
     base_sources = find_weights(model, parts, model_config, None, notes.get("seed", 0))
     adapter.check_fits(found, {name: tuple(p.shape) for name, p in model.named_parameters()}, f"base={where}")
@@ -181,7 +192,14 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
 
 
 def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -> None:
-    """Raise ModelError if neither the adapter nor its base has a projector, which would then be random."""
+    """Raise ModelError if neither the adapter folder nor the base model has a projector, as random weights would be
+    exported then.
+
+    Args:
+        found: the adapter folder.
+        base: stored values of the base model's parameters, by name.
+        where: folder or hub name of the base model, for the error message.
+    """
     names = {without_base(name) for name in found.tensors}
     drawn = [
         name
@@ -196,7 +214,12 @@ def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -
 
 
 def with_adapters(base: dict[str, Stored], found: AdapterFolder) -> dict[str, Stored]:
-    """Return the stored values of every parameter of the model with adapters, by its names."""
+    """Return the stored values of all parameters of a model with adapters, by their names in that model.
+
+    Args:
+        base: stored values of the base model's parameters, by their names in the base model.
+        found: the adapter folder, whose tensors replace or complete those of the base model.
+    """
     adapted = set(found.modules)
     whole = {without_base(name): tensor for name, tensor in found.tensors.items() if not is_adapter(name)}
     sources: dict[str, Stored] = {}
@@ -207,8 +230,8 @@ def with_adapters(base: dict[str, Stored], found: AdapterFolder) -> dict[str, St
 
 
 def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
-    """Open a model folder of ours, transformers' or the original's, or a projector with its language model and vision
-    tower."""
+    """Open a model folder of llava_fsdp, transformers or the original LLaVA; or a folder with a projector alone,
+    together with the language model and the vision tower to which it belongs."""
     check_folder(folder, SMALL)
     model_config = read_model(folder, cfg.language, cfg.vision)
     parts = find_parts(model_config)
@@ -220,7 +243,8 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
 
 
 def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg: ConversionConfig) -> SourceModel:
-    """Read a model folder's settings (template, preprocessing, ...) for an export."""
+    """Return the description, for exporting it, of a model in a folder. Settings such as the conversation template come
+    from the folder's `llava_fsdp.json` or `config.json`, and from `cfg` if neither has them."""
     has_config = (folder / "config.json").is_file()
     raw = read_json(folder / "config.json", f"source={folder}") if has_config else {}
     notes = read_notes(folder)
@@ -243,7 +267,8 @@ C = TypeVar("C", bound=Enum)
 
 
 def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder: Path) -> C:
-    """Read a key of a folder's notes as a value of an enumeration; raise ModelError if it is none of `kind`."""
+    """Return the value of `key` in a folder's notes (`llava_fsdp.json`) as a member of the enumeration `kind`, or
+    `default` if the notes lack the key; raise ModelError if the value is not a member of `kind`."""
     value = notes.get(key, default.value)
     value = VALUES.get((f"data.{key}", str(value)), value)
     if value not in [choice.value for choice in kind]:
@@ -252,7 +277,8 @@ def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder
 
 
 def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> AspectRatio:
-    """Read how images become square, from our notes, the original's config.json, or transformers' preprocessor."""
+    """Return how a model makes images square, from the first of these that says it: the folder's `llava_fsdp.json`
+    (`notes`), the original LLaVA's config.json (`raw`), transformers' preprocessor_config.json."""
     value = notes.get("image_aspect_ratio")
     if value is None and is_original(raw):
         value = raw.get("image_aspect_ratio", "square")

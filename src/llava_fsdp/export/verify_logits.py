@@ -1,4 +1,4 @@
-"""Compares the logits of a model with those of its export."""
+"""Compare the logits of a model with the logits of its export, loaded again from the exported folder."""
 
 import gc
 from dataclasses import dataclass
@@ -28,17 +28,19 @@ from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 
 CLOSE = 1e-4
-"""Largest accepted difference of logits in fp32, as a share of the largest: transformers may sum in another order."""
+"""Largest accepted difference between logits computed in fp32, relative to the largest logit. Differences arise since
+transformers may sum in another order."""
 CLOSE_BF16 = 0.05
 CLOSE_FP8 = 0.3
-"""Largest accepted difference of a run that computes in fp8, whose export is compared in bf16."""
+"""Largest accepted difference, relative to the largest logit, between a run that computes in fp8 and its export, which
+computes in bf16."""
 TEXT = 24
-"""Number of text tokens in the micro-batch that is compared."""
+"""Number of text tokens beside the image in the micro-batch for which logits are compared."""
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A stored parameter whose values are rounded to the export's dtype when they are read."""
+    """A stored parameter whose values are converted to another dtype, the export's, when they are read."""
 
     stored: Stored
     dtype: torch.dtype
@@ -53,7 +55,13 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Adapted:
-    """Settings, names of adapted modules, and weights by name, of a model with adapters that are not merged."""
+    """A model with LoRA adapters that are not merged into its weights.
+
+    Attributes:
+        lora: settings of the adapters.
+        modules: names of the modules that have adapters.
+        sources: stored values of all parameters, those of the adapters included, by name.
+    """
 
     lora: LoraConfig
     modules: list[str]
@@ -61,19 +69,19 @@ class Adapted:
 
     @property
     def merged(self) -> dict[str, Stored]:
-        """Stored values of the model without adapters, with the adapters merged into its weights."""
+        """Stored values of the parameters of the model without adapters, after merging the adapters into them."""
         return merged(self.sources, self.lora.scaling)
 
 
 def prove_merge(model: Llava, adapted: Adapted) -> float:
-    """Check that merging an adapter keeps the logits: compare those of the merged weights, before rounding, with those
-    of base and adapter.
+    """Check that merging adapters into a model keeps its logits: compare the logits of the model with adapters with
+    those of the merged weights before these are rounded to the export's dtype.
 
     Returns:
-        The largest difference as a share of the largest logit.
+        The largest difference, relative to the largest logit.
 
     Raises:
-        ModelError: the logits differ by more than summing in another order explains.
+        ModelError: the logits differ by more than another order of summation explains.
     """
     compute, micro = compute_dtype(model), probe(model)
     expected = logits(filled(model, adapted.sources, compute, adapted), micro)
@@ -90,12 +98,18 @@ def prove_merge(model: Llava, adapted: Adapted) -> float:
 def prove(
     form: FolderFormat, model: Llava, sources: dict[str, Stored], dtypes: dict[str, torch.dtype], folder: Path
 ) -> float:
-    """Load an export and check that its logits are those of the source's weights, rounded to the export's dtypes.
+    """Load an exported folder and compare its logits with those of the source's weights rounded to the export's dtypes.
 
-    For formats that our own model reads the logits must be equal; for transformers' model, close.
+    If llava_fsdp's model can load the format, the logits must be equal; if transformers' model loads it, close.
+
+    Args:
+        model: a model of the source's architecture; its weights are not used.
+        sources: stored values of the source's parameters, by name.
+        dtypes: dtypes of the exported parameters, by name.
+        folder: the exported folder.
 
     Returns:
-        The largest difference as a share of the largest logit.
+        The largest difference, relative to the largest logit.
 
     Raises:
         ModelError: the logits differ.
@@ -126,7 +140,7 @@ def relative_difference(written: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def compute_dtype(model: Llava) -> torch.dtype:
-    """Choose the dtype to compute in on the CPU: fp32 if the host or container has the memory for it, else bf16."""
+    """Return the dtype for computing logits on the CPU: fp32 if host or container has the memory for it, else bf16."""
     size = 4 * sum(p.numel() for p in model.parameters())
     if read_host().free > 1.2 * size:
         return torch.float32
@@ -135,15 +149,15 @@ def compute_dtype(model: Llava) -> torch.dtype:
 
 
 def probe(model: Llava) -> MicroBatch:
-    """Make a random micro-batch of two rows, one with an image and one without; every token is a label."""
+    """Return a random micro-batch of two rows, one with an image and one without, in which every token is a label."""
     dice = torch.Generator().manual_seed(0)
     size = model.parts.vision.image_size
     length = model.image_tokens + TEXT
-    # ids of the lower half, as the image tag may be one of the last
+    # only ids of the lower half of the vocabulary, as the <image> token may be one of the last
     ids = torch.randint(model.parts.language.vocab_size // 2, (2, length), generator=dice)
     rows = torch.arange(model.image_tokens)
     if model.cfg.patch_merge is PatchMerge.spatial_unpad:
-        rows[-1] = model.image_tokens  # the end-of-line vector, after all features
+        rows[-1] = model.image_tokens  # the end-of-line vector, which follows all image features
     return MicroBatch(
         input_ids=ids,
         image_positions=torch.arange(TEXT // 2, TEXT // 2 + model.image_tokens),
@@ -162,11 +176,14 @@ def filled(
     adapted: Adapted | None = None,
     device: torch.device | str = "cpu",
 ) -> Llava:
-    """Build a model with loaded weights on a device; besides it only one parameter at a time is in host memory.
+    """Return a model on a device, with weights loaded from `sources`. While it is loaded, host memory holds only one
+    further parameter at a time.
 
     Args:
-        shapes: a model of the same shapes, which may be on the meta device.
-        adapted: adapters to add.
+        shapes: a model with the architecture to build, which may be on the meta device.
+        sources: stored values of the parameters, by name.
+        compute: dtype of the returned model's parameters.
+        adapted: describes the adapters that the model gets; None: it gets none.
     """
     model = build_llava(shapes.parts, shapes.cfg.plain, compute)
     if adapted is not None:
@@ -183,7 +200,7 @@ def filled(
 
 @torch.no_grad()
 def logits(model: Llava, micro: MicroBatch) -> torch.Tensor:
-    """Compute a model's logits of a micro-batch, float32 [labels, vocabulary]."""
+    """Return a model's logits for the labels of a micro-batch, float32 [labels, vocabulary]."""
     return model(*micro.inputs, return_logits=True)
 
 
@@ -208,8 +225,8 @@ def replace_projector(model: Llava, file: Path) -> None:
 
 @torch.no_grad()
 def reloaded_logits(folder: Path, micro: MicroBatch, images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Compute the logits of a micro-batch with transformers' model of an exported folder: float32 [labels, vocabulary
-    rows]."""
+    """Load an exported folder with transformers, and return its logits for the labels of a micro-batch: float32
+    [labels, vocabulary rows]."""
     transformers_logging.disable_progress_bar()
     model: Any = LlavaForConditionalGeneration.from_pretrained(
         folder,

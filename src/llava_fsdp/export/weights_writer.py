@@ -1,4 +1,4 @@
-"""Writes a model's weights into files, with one shard of them in memory at a time."""
+"""Write a model's weights into files, with the tensors of only one file in memory at a time."""
 
 import json
 import os
@@ -20,11 +20,12 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights to write, which are gathered one at a time; only the first rank gets and writes them."""
+    """Weights of a model to write into files. They are gathered from the ranks one parameter at a time, and only the
+    first rank receives and writes them."""
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
-    read: Callable[[str], torch.Tensor]  # the whole parameter of a name, on the CPU of the first rank; a collective
+    read: Callable[[str], torch.Tensor]  # name -> whole parameter, on the CPU of the first rank; a collective
     is_first_rank: bool = True
     watch: Callable[[Iterable[str]], Iterable[str]] = iter
 
@@ -35,12 +36,13 @@ class Weights:
 
 
 def write_shards(weights: Weights, staged: Path, rename: Callable[[str], str], trained: int, rows: int) -> None:
-    """Write all weights as safetensors files of at most 5 GB, with one file at a time in rank 0's memory.
+    """Write all weights as safetensors files of at most 5 GB, with an index file if there are several. Rank 0 has the
+    tensors of only one file in memory at a time.
 
     Args:
-        rename: function from our parameter name to the format's.
-        trained: number of trained rows of the embeddings.
-        rows: number of rows of the embeddings in the file.
+        rename: function from llava_fsdp's parameter name to the name in the files.
+        trained: number of rows of the embeddings that are trained; `lm_head` counts as an embedding.
+        rows: number of rows of the embeddings to write; rows after the trained ones are the trained rows' mean.
     """
     plan = plan_shards(weights)
     index: dict[str, str] = {}
@@ -78,7 +80,8 @@ def plan_shards(weights: Weights) -> list[list[str]]:
 
 
 def with_rows(name: str, tensor: torch.Tensor, trained: int, rows: int) -> torch.Tensor:
-    """Cut embeddings to their trained rows and pad them with the mean row; return other parameters unchanged."""
+    """Return a parameter as it is to be written: of an embedding or `lm_head`, the first `trained` rows, followed by
+    copies of their mean up to `rows` rows; other parameters unchanged."""
     if not name.startswith(("language_model.embed", "lm_head.")):
         return tensor
     mean = tensor[:trained].float().mean(dim=0, keepdim=True)
@@ -86,7 +89,8 @@ def with_rows(name: str, tensor: torch.Tensor, trained: int, rows: int) -> torch
 
 
 def write_projector(weights: Weights, staged: Path, rename: Callable[[str], str]) -> None:
-    """Write the projector's weights as `mm_projector.bin` and, without a pickle, `mm_projector.safetensors`."""
+    """Write the projector's weights twice: as `mm_projector.bin` (a pickle, for the original LLaVA) and as
+    `mm_projector.safetensors`."""
     tensors: dict[str, torch.Tensor] = {}
     for name in (n for n in weights.shapes if n.startswith(PROJECTOR_PREFIX)):
         tensor = weights.read(name)
@@ -101,7 +105,7 @@ def write_projector(weights: Weights, staged: Path, rename: Callable[[str], str]
 
 
 def publish_folder(staged: Path, final: Path) -> None:
-    """Rename a finished folder to its final name after all its files are safely on disk."""
+    """Flush all files of the finished folder `staged` to disk, then rename it to `final`, replacing a folder there."""
     sync_tree(staged)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(staged, final)

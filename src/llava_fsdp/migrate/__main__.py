@@ -1,5 +1,4 @@
-"""Entry point of `python -m llava_fsdp.migrate`, the command that translates other systems' training scripts (see
-main.py)."""
+"""Entry point of `python -m llava_fsdp.migrate`, which translates training scripts of other systems; see main.py."""
 
 from llava_fsdp.migrate.main import main
 

@@ -1,5 +1,6 @@
-"""What each key of Accelerate's YAML file becomes here, or the flag of `accelerate launch` with the same name. Keys of
-the file's blocks stand without the block's name."""
+"""Rules for the keys of Accelerate's YAML file: what each key becomes in llava_fsdp. The same rules hold for the flags
+of `accelerate launch` with the same names. Keys inside a block of the file, such as `fsdp_config`, are listed without
+the block's name."""
 
 from collections.abc import Mapping
 
@@ -35,7 +36,8 @@ def distributed_type(context: Context, value: object) -> Outcome:
 
 
 def unless_deepspeed(rule: Rule) -> Rule:
-    """A setting that Accelerate ignores if there is a DeepSpeed JSON."""
+    """Return a rule for a setting that Accelerate ignores if there is a DeepSpeed JSON; if there is none, `rule`
+    applies."""
 
     def wrapped(context: Context, value: object) -> Outcome:
         if plain(value) is False or value in (None, "none", ""):
@@ -47,7 +49,8 @@ def unless_deepspeed(rule: Rule) -> Rule:
 
 
 def as_flag(flag: str, key: str) -> Rule:
-    """A setting that is also a flag of the training script: the two values must be equal."""
+    """Return a rule for a setting of Accelerate that the training script also has as a flag. If both values are equal,
+    it becomes the override `key`; otherwise the original refuses to start."""
 
     def rule(context: Context, value: object) -> Outcome:
         theirs = context.run.hf(flag)

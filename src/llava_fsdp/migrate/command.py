@@ -1,4 +1,5 @@
-"""Translate another system's training into one llava_fsdp command, without what the stage and the recipe set."""
+"""Translate another system's training into one llava_fsdp command. The command leaves out the overrides that its stage
+and its recipe set to the same value."""
 
 import shlex
 from collections.abc import Mapping
@@ -26,10 +27,10 @@ class Migration:
     run: Run
     decided: Overrides
     kept: Overrides
-    """The overrides that are in the command, because the stage and the recipe have other values."""
+    """Overrides that the command contains, because the stage and the recipe set other values."""
     rows: list[Row]
     refused: str
-    """The error with which llava_fsdp refuses the command; empty if the command is valid."""
+    """Error message with which llava_fsdp refuses the command; empty if the command is valid."""
 
     @property
     def words(self) -> list[str]:
@@ -37,7 +38,7 @@ class Migration:
 
     @property
     def lacks(self) -> list[str]:
-        """Reasons why the command cannot be started as printed."""
+        """Reasons why the printed command cannot be started without completing it."""
         run = self.run
         found = [f"{name} was not found: give it as another PATH" for name in run.missing]
         found += lacking(run, self.decided)
@@ -50,7 +51,8 @@ class Migration:
 
     @property
     def cautions(self) -> list[str]:
-        """Where the command trains differently from the original, or the original's files contradict each other."""
+        """Warnings about differences between the command and the training that it translates, and about contradictions
+        between the input files."""
         run = self.run
         found = [f"{row.key}: {row.text}" for row in self.rows if row.text.startswith(REFUSED)]
         if not run.launch.is_original:
@@ -74,7 +76,7 @@ def migrate(run: Run) -> Migration:
 
 
 def reduce(decided: Overrides) -> Overrides:
-    """The overrides without those that the stage and the model's recipe set to the same value."""
+    """Return the overrides without those that the stage and the model's recipe set to the same value anyway."""
     chosen = {key: value for key, value in decided.items() if key in CHOICES}
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         base = compose("train", assignments(chosen))
@@ -94,7 +96,8 @@ def has_value(base: DictConfig, key: str, value: object) -> bool:
 
 
 def refusal(kept: Overrides) -> str:
-    """The error of llava_fsdp's own configuration checks, with a placeholder for a missing data path; empty if none."""
+    """Return the error message with which llava_fsdp refuses a configuration with these overrides; empty if it is
+    valid. A missing data path is not an error."""
     words = assignments({"data.path": "records.json"} | kept)
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
@@ -121,7 +124,7 @@ def launcher(run: Run) -> list[str]:
 
 
 def lines(words: list[str], width: int = 100) -> str:
-    """The command as text, quoted for a shell, in lines of about `width` characters."""
+    """Return a command as text, quoted for a shell, in continued lines of about `width` characters."""
     made = [""]
     for word in map(shlex.quote, words):
         if "=" in word and len(made[-1]) + len(word) >= width:

@@ -1,5 +1,6 @@
-"""What each key of a DeepSpeed configuration becomes in llava_fsdp (keys from DeepSpeed's docs/_pages/config-json.md
-and runtime/config.py); nested keys are joined with dots, and `block.*` is every other key of a block."""
+"""Rules for the keys of a DeepSpeed configuration: what each key becomes in llava_fsdp. The keys are those in
+DeepSpeed's docs/_pages/config-json.md and runtime/config.py. Nested keys are joined with dots, and `block.*` stands for
+all keys of a block that have no rule of their own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ NO_SETTING = unsupported("AdamW and the schedules have no such setting")
 FP32_SUMS = "gradients are added and reduced in fp32 (precision.reduce_dtype)"
 ZERO3 = "no tensor, sequence or pipeline parallelism: sharding=zero3 for models that do not fit one GPU"
 NONE = "it has no equivalent here"
-# The block `fp16` apart from its switch: DeepSpeed's defaults, which are also those of precision.scaler.
+# Keys of the block `fp16` except `enabled`, with DeepSpeed's default values, which are also those of precision.scaler.
 LOSS_SCALE = {
     "loss_scale": 0,
     "initial_scale_power": 16,
@@ -46,8 +47,15 @@ LOSS_SCALE = {
 
 
 def compared(context: Context, value: object, theirs: object, text: str, name: str) -> Outcome:
-    """The outcome for a DeepSpeed value that the script also has as a flag. `auto` takes the flag's value, and another
-    value is refused, as in transformers (integrations/deepspeed.py)."""
+    """Return the outcome for a value in DeepSpeed's configuration that the training script also sets. `auto` takes the
+    script's value, and any other different value is refused, as in transformers (integrations/deepspeed.py).
+
+    Args:
+        value: value in DeepSpeed's configuration.
+        theirs: value that the script sets.
+        text: what the key becomes in llava_fsdp.
+        name: the script's setting, such as a flag, for messages.
+    """
     if value == AUTO:
         return mapped(text, theirs)
     given = [plain(v) for v in value] if isinstance(value, list) else plain(value)
@@ -56,7 +64,8 @@ def compared(context: Context, value: object, theirs: object, text: str, name: s
 
 @dataclass(frozen=True)
 class FromFlag:
-    """Rule for a key that is an override, and also a flag of the training script."""
+    """Rule for a key of DeepSpeed's configuration that becomes the override `key`, and that the training script also
+    sets by the flag `flag`. `note` is added to the rule's text."""
 
     flag: str
     key: str
@@ -68,7 +77,8 @@ class FromFlag:
 
 @dataclass(frozen=True)
 class Switched:
-    """Rule for a DeepSpeed block with a switch, or with a size where 1 is off; when on, it has no equivalent here."""
+    """Rule for the keys of a DeepSpeed block that has no equivalent in llava_fsdp. The block's key `flag` switches it
+    on: a boolean, or a size for which 1 is off. If the block is on, its keys are not supported, and `why` says why."""
 
     why: str
     flag: str = "enabled"
@@ -121,7 +131,7 @@ def scheduler_type(context: Context, value: object) -> Outcome:
 
 
 def half_enabled(context: Context, value: object) -> Outcome:
-    """Rule for the switches `bf16.enabled` and `fp16.enabled`."""
+    """Rule for the keys `bf16.enabled` and `fp16.enabled`."""
     name = "fp16" if context.key.startswith("fp16") else "bf16"
     theirs = bool(context.run.hf(name))
     is_on = theirs if value == AUTO else plain(value) is True
@@ -257,7 +267,8 @@ DEEPSPEED: Mapping[str, Rule] = {
 
 
 def rule_of(key: str) -> Rule | None:
-    """The rule for a dotted key: its own, else that of the nearest enclosing block; None if the key is unknown."""
+    """Return the rule for a dotted key: its own rule, or else the rule `block.*` of the nearest enclosing block; None
+    if the key is unknown."""
     parts = key.split(".")
     names = [key, *(".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))]
     return next((DEEPSPEED[name] for name in names if name in DEEPSPEED), None)

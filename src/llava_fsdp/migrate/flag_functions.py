@@ -1,4 +1,5 @@
-"""Rules for those flags of LLaVA that need more than one override (`llava_flags.FLAGS` has all flags)."""
+"""Rules for flags of LLaVA's training program that need a function of their own. `llava_flags.FLAGS` has the rules of
+all flags."""
 
 from collections.abc import Callable
 from pathlib import PurePosixPath
@@ -73,7 +74,8 @@ def lora_enable(context: Context, value: object) -> Outcome:
 
 
 def of_optimizer(key: str, note: str = "") -> Function:
-    """A rule for a flag whose value counts if DeepSpeed's configuration has no other."""
+    """Return a rule for an optimizer flag, which becomes the override `key` unless DeepSpeed's configuration has
+    another value. `note` is added to the rule's text if DeepSpeed's configuration has an `optimizer` entry."""
 
     def rule(context: Context, value: object) -> Outcome:
         text = context.tell(key)
@@ -156,7 +158,8 @@ def report_to(context: Context, value: object) -> Outcome:
 
 
 def torch_compile(context: Context, value: object) -> Outcome:
-    """Rule for four flags, each of which turns on torch.compile in transformers."""
+    """Rule for --torch_compile, --torch_compile_backend, --torch_compile_mode and --torchdynamo, each of which turns on
+    torch.compile in transformers."""
     text = context.tell("compile")
     if value in (None, False, ""):
         if context.key != "torch_compile" or "torch_compile" not in context.run.flags:

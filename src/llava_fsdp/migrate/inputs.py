@@ -1,4 +1,5 @@
-"""Read the files given to `migrate` as trainings: which script names which JSON or YAML, and where that file is."""
+"""Read the files given to `migrate`: find the training commands in the scripts, and the JSON and YAML files that belong
+to each command."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -15,18 +16,25 @@ from llava_fsdp.migrate.trainer_flags import OTHER_FLAGS
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
 
-LARGEST = 1 << 20  # bytes; a file of settings is smaller
-LISTS = frozenset({"report_to", "label_names", "lora_target_modules"})  # flags that take several words
+LARGEST = 1 << 20  # bytes; larger files are refused
+LISTS = frozenset({"report_to", "label_names", "lora_target_modules"})  # flags that take several values
 
 
 Paths = dict[Path, Block]
 
 
 def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | None = None) -> list[Run]:
-    """Read scripts with their JSON and YAML files: one training for every training command in the scripts.
+    """Read training scripts and the JSON and YAML files that belong to them. Return one training for every training
+    command in the scripts.
+
+    Args:
+        names: paths of scripts, JSON files and YAML files.
+        variables: values of variables that the scripts read and do not set.
+        gpus: number of GPUs of a training; None: the number that its launcher's flags or its YAML file give.
 
     Raises:
-        ConfigError: a path is not a file of settings, cannot be read, or belongs to no training command.
+        ConfigError: a file is not a script, JSON or YAML of settings, cannot be read, or belongs to no training
+            command.
     """
     scripts: list[Path] = []
     jsons: Paths = {}
@@ -69,7 +77,8 @@ def checked(name: str) -> Path:
 
 
 def launches(script: Path, variables: Mapping[str, str]) -> list[Launch]:
-    """The training commands in a script. Raises ConfigError if there is none, or one that only bash can interpret."""
+    """Return the training commands in a script. Raise ConfigError if there is none, or if only bash could interpret one
+    of them."""
     seen = commands(read_text(script), variables, str(script))
     found = [(command, launch) for command in seen if (launch := find_launch(command))]
     if not found:
@@ -88,7 +97,8 @@ def launches(script: Path, variables: Mapping[str, str]) -> list[Launch]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file, without the byte order mark that Windows programs write."""
+    """Return the text of a UTF-8 file, without the byte order mark that Windows programs write. Raise ConfigError if it
+    cannot be read."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -100,8 +110,15 @@ def read_text(path: Path) -> str:
 def read_run(
     name: str, script: Path, launch: Launch, jsons: Paths, yamls: Paths, gpus: int | None
 ) -> tuple[Run, set[Path]]:
-    """A training, from its command and the files that belong to it, and these files' paths. Raises ConfigError if the
-    number of GPUs is not given anywhere."""
+    """Return the training that a command starts, and the paths of the JSON and YAML files that belong to it. Raise
+    ConfigError if the number of GPUs is not known.
+
+    Args:
+        name: name of the training in the output.
+        script: path of the script that contains the command.
+        jsons, yamls: DeepSpeed and Accelerate files given on the command line.
+        gpus: number of GPUs given on the command line.
+    """
     table = FLAGS if launch.is_original else OTHER_FLAGS
     flags, notes = read_flags(launch, table)
     run = Run(name, launch, table, flags, gpus, notes=(*launch.notes, *notes))
@@ -121,8 +138,16 @@ def read_run(
 
 
 def choose(named: object, script: Path, given: Paths, missing: list[str]) -> Path | None:
-    """The file that a script names: one given on the command line, else one at that path from here, from the script's
-    folder or from one of its two parents. Its name is added to `missing` where there is none."""
+    """Return the path of the JSON or YAML file that belongs to a script; None if there is none.
+
+    It is a file given on the command line that has the same file name as `named`, or the only one given there.
+    Otherwise it is the file at the path `named`, relative to the current folder, the script's folder or one of that
+    folder's next two parents. If no file is found, `named` is added to `missing`.
+
+    Args:
+        named: path that the script contains; None if it contains none.
+        given: the JSON (or YAML) files given on the command line.
+    """
     if not isinstance(named, str) or not named:
         return next(iter(given)) if len(given) == 1 else None
     wanted = Path(named)
@@ -138,14 +163,15 @@ def choose(named: object, script: Path, given: Paths, missing: list[str]) -> Pat
 
 
 def read_flags(launch: Launch, table: Mapping[str, Flag]) -> tuple[dict[str, object], list[str]]:
-    """The flags of a training command, read as argparse does, and remarks on flags that are given twice."""
+    """Return the flags of a training command with their values, read as argparse reads them, and remarks about flags
+    that are given twice."""
     flags: dict[str, object] = {}
     notes = []
     current: str | None = None
     for word in launch.arguments:
         if not word.startswith("--") or len(word) == 2:
             if current is None or (current in table and current not in LISTS and flags[current] is not True):
-                flags[f"({word})"] = word  # belongs to no flag, and has no row in a table
+                flags[f"({word})"] = word  # belongs to no flag; reported as an unknown key
             elif flags[current] is True:
                 flags[current] = word
             else:
@@ -163,7 +189,7 @@ def read_flags(launch: Launch, table: Mapping[str, Flag]) -> tuple[dict[str, obj
 
 
 def read_json(path: Path) -> Block:
-    """Read a DeepSpeed configuration. Raises ConfigError if it is not a JSON object, or has a key twice."""
+    """Read a DeepSpeed configuration file. Raise ConfigError if it is not a JSON object, or has a key twice."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -185,7 +211,8 @@ def read_json(path: Path) -> Block:
 
 
 def read_yaml(path: Path) -> Block:
-    """Read a file of `accelerate config`. Raises ConfigError if it is not a YAML mapping of names to values."""
+    """Read a configuration file as `accelerate config` writes it. Raise ConfigError if it is not a YAML mapping of
+    names to values."""
     refuse_yaml_bombs(path)
     try:
         content = yaml.safe_load(read_text(path))
@@ -193,7 +220,7 @@ def read_yaml(path: Path) -> Block:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds no settings; Accelerate's file is a mapping of names to values")
-    # YAML reads a bare no as False
+    # the YAML parser reads an unquoted no as False
     words = {"mixed_precision": "no", "distributed_type": "NO"}
     return block(path, {k: words[k] if k in words and v is False else v for k, v in content.items()})
 
@@ -210,7 +237,8 @@ def block(path: Path, content: Mapping) -> Block:
 
 
 def flat(node: Mapping, prefix: str = "") -> dict[str, object]:
-    """Flatten nested mappings: names joined with dots, of which no two may be equal. An empty block is a value."""
+    """Return nested mappings as one dict whose keys are the nested names joined with dots. An empty mapping is kept as
+    a value. Raise ConfigError if two joined names are equal."""
     found: dict[str, object] = {}
     for key, value in node.items():
         inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}

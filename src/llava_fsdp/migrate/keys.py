@@ -1,4 +1,5 @@
-"""What one key of another system's configuration becomes in llava_fsdp, and the rules that most keys share."""
+"""Classes for what one key of another system's configuration becomes in llava_fsdp, and the rules that many keys
+share."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,17 +20,17 @@ class Verdict(Enum):
 class Outcome:
     verdict: Verdict
     text: str
-    """What the key becomes, or why it has no equivalent."""
+    """What the key becomes in llava_fsdp, or why it has no equivalent there."""
     resolved: object = None
-    """What `auto` stands for, if the key's value is `auto`."""
+    """Value that `auto` stands for, if the key's value is `auto`; else None."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the printed table: one key of an input file or command."""
+    """A row of the table that `migrate` prints, about one key of an input file or one flag of a command."""
 
     source: str
-    """The file that has the key, or where its default comes from."""
+    """File that contains the key; for a default value, a remark on where it comes from."""
     key: str
     value: object
     outcome: Outcome
@@ -65,26 +66,27 @@ REFUSED = "the original refuses to start"
 
 
 def refused(why: str) -> Outcome:
-    """For a value that contradicts another input, so that the original would not start."""
+    """Return the outcome for a value that contradicts another input, so that the original program would refuse to
+    start. `why` says which input."""
     return unsupported(f"{REFUSED}: {why}; give the same value in both")
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a rule may use."""
+    """What a rule may use, besides a key's value, to decide what the key becomes."""
 
     run: Run
     decided: Mapping[str, object]
-    """All Hydra overrides of the training."""
+    """All Hydra overrides with which llava_fsdp does the same training."""
     omitted: frozenset[str] = frozenset()
-    """Overrides that are left out of the command, because the stage or its recipe has the same value."""
+    """Keys of overrides that the command leaves out, because the stage or its recipe sets the same value."""
     key: str = ""
-    """The key to which the rule is applied."""
+    """Key of the other system to which the rule is applied."""
     mentioned: set[str] = field(default_factory=set)
-    """The overrides that the rule's text mentions."""
+    """Keys of the overrides that the rule's text mentions; `tell` adds them."""
 
     def tell(self, key: str) -> str:
-        """`key=value` of an override, for a rule's text."""
+        """Return an override as `key=value`, for a rule's text, and add its key to `mentioned`."""
         self.mentioned.add(key)
         if key not in self.decided:
             return f"{key} stays as the stage has it"
@@ -102,7 +104,7 @@ def outcome(rule: object, context: Context, value: object) -> Outcome:
 
 
 def written(value: object) -> str:
-    """A value as text in the syntax of Hydra overrides."""
+    """Return a value as text in the syntax of Hydra overrides."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -116,12 +118,13 @@ def written(value: object) -> str:
 
 
 def each(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
-    """The same rule for several keys, separated by spaces in `names`."""
+    """Return a dict that has the same rule for several keys: the names in `names`, which spaces separate, with
+    `prefix`."""
     return {prefix + name: rule for name in names.split()}
 
 
 def to(*keys: str, note: str = "") -> Rule:
-    """Rule for a key that becomes these overrides."""
+    """Return a rule for a key that becomes the overrides `keys`. `note` is added to the rule's text."""
 
     def rule(context: Context, value: object) -> Outcome:
         text = ", ".join(context.tell(key) for key in keys)
@@ -132,7 +135,7 @@ def to(*keys: str, note: str = "") -> Rule:
 
 @dataclass(frozen=True)
 class Where:
-    """Rule: the key becomes an override if the training has it; otherwise another rule applies."""
+    """Rule for a key that becomes the override `key` if the training has that override; if not, `otherwise` applies."""
 
     key: str
     otherwise: Rule
@@ -144,7 +147,8 @@ class Where:
 
 @dataclass(frozen=True)
 class Usual:
-    """Rule: for these values nothing needs to be set; any other has no equivalent here."""
+    """Rule for a key that needs no override if its value is one of `values` (`text` says why). Any other value has no
+    equivalent in llava_fsdp (`why` says why)."""
 
     values: tuple[object, ...]
     text: str
@@ -157,10 +161,15 @@ class Usual:
 
 
 def off(why: str, *usual: object) -> Usual:
-    """Rule for a feature that is off by default and has no equivalent here."""
+    """Return a rule for a feature that is off by default and has no equivalent in llava_fsdp.
+
+    Args:
+        why: why the feature is not supported, or what to use in its place.
+        usual: values with which the feature is off, besides false, empty and `none`.
+    """
     return Usual((None, False, "", "no", "none", {}, [], *usual), OFF.text, why)
 
 
 def on(why: str) -> Usual:
-    """Rule for a feature that is on by default, and always on here."""
+    """Return a rule for a feature that is on by default, and always on in llava_fsdp; `why` explains the latter."""
     return Usual((None, True), "as here", why)

@@ -1,4 +1,5 @@
-"""How a training is started (`deepspeed`, `torchrun`, `accelerate launch` or plain `python`), and which program."""
+"""Find out how a shell command starts a training (with `deepspeed`, `torchrun`, `accelerate launch` or plain `python`),
+and which program it starts."""
 
 import re
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ MODULES = {
     "torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun",
     "accelerate.commands.launch": "accelerate", "deepspeed.launcher.runner": "deepspeed",
 }  # fmt: skip
-# Commands that name a program without starting it.
+# Shell commands whose arguments may name a training program without starting it.
 MENTIONS = frozenset("echo printf which type command pkill killall grep cp mv ls rm alias".split())
 TRAINING = re.compile(r"train|sft|fine_?tune", re.IGNORECASE)
 PROGRAMS = frozenset({"train", "train_mem", "train_xformers"})
-# Flags that only LLaVA's train program and its forks have.
+# Flags that only LLaVA's training program and its forks have.
 OWN_FLAGS = re.compile(r"--(mm_\w+|vision_tower|(tune|pretrain|freeze)_mm_mlp_adapter|lazy_preprocess|version)(=.*)?")
 SWITCHES = frozenset("""
     module m no_python no_local_rank no_ssh no_ssh_check force_multi save_pid enable_each_rank_log bind_cores_to_rank
@@ -29,10 +30,10 @@ SWITCHES = frozenset("""
 
 @dataclass(frozen=True)
 class Launch:
-    """A command that starts a training."""
+    """A shell command that starts a training."""
 
     launcher: str
-    """deepspeed, torchrun, accelerate or python."""
+    """Program that starts the processes: deepspeed, torchrun, accelerate or python."""
     flags: dict[str, str | bool]
     """The launcher's flags, with `_` instead of `-` in their names."""
     script: str
@@ -44,7 +45,8 @@ class Launch:
 
     @property
     def is_original(self) -> bool:
-        """Whether the program is LLaVA's, by its path, or by its name and a flag that only LLaVA has."""
+        """Whether the training program is the original LLaVA's: judged by its path, or by its name together with a flag
+        that only LLaVA has."""
         path = PurePosixPath(self.script.removesuffix(".py").replace(".", "/"))
         if path.name not in PROGRAMS:
             return False
@@ -52,7 +54,7 @@ class Launch:
 
 
 def find_launch(command: Command) -> Launch | None:
-    """The training that a shell command starts; None if it starts none."""
+    """Return the training that a shell command starts; None if it starts no training."""
     words = command.words
     if words[0] in MENTIONS or "install" in words:
         return None
@@ -64,7 +66,7 @@ def find_launch(command: Command) -> Launch | None:
         if name == "accelerate" and rest[:1] == ["launch"]:
             return split(command, name, rest[1:])
         if PYTHON.fullmatch(name):
-            while rest and re.fullmatch(r"-[a-lnoq-zB-VX-Z]+", rest[0]):  # -u, -O; not -m, -W, which take a word
+            while rest and re.fullmatch(r"-[a-lnoq-zB-VX-Z]+", rest[0]):  # -u, -O; not -m, -W, which take a value
                 rest = rest[1:]
             if rest[:1] == ["-m"] and rest[1:2] and rest[1] in MODULES:
                 return split(command, MODULES[rest[1]], rest[2:])
@@ -74,8 +76,8 @@ def find_launch(command: Command) -> Launch | None:
 
 
 def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
-    """The launcher's flags, the program, which is the first word that is neither a flag nor a value, and its arguments;
-    None if there is no program."""
+    """Split the words after a launcher's name into the launcher's flags, the training program (the first word that is
+    neither a flag nor a flag's value), and the program's arguments. Return None if there is no program."""
     flags: dict[str, str | bool] = {}
     notes = []
     place = 0
@@ -104,16 +106,16 @@ def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Number of processes that train; None where the launcher does not say."""
+    """Number of processes on each machine, and number of machines; None if the launcher's flags do not give it."""
 
     per_node: int | None
     nodes: int | None = 1
     devices: str | None = None
-    """CUDA_VISIBLE_DEVICES for the GPUs that the launcher selects."""
+    """Value of CUDA_VISIBLE_DEVICES for the GPUs that the launcher's flags select; None if they select none."""
 
 
 def ranks_of(launch: Launch) -> Ranks:
-    """Ranks by the launcher's flags alone, without Accelerate's file."""
+    """Return the number of processes that the launcher's flags give; Accelerate's file is not considered."""
     flags = launch.flags
     if launch.launcher == "deepspeed":
         include = flags.get("include", flags.get("i"))
@@ -134,7 +136,8 @@ def ranks_of(launch: Launch) -> Ranks:
 
 
 def included(text: str) -> Ranks:
-    """Ranks by DeepSpeed's `--include host:0,1@host:2,3`; a host without numbers has an unknown number of GPUs."""
+    """Return the number of processes for a value of DeepSpeed's flag --include, such as `host:0,1@host:2,3`. A host
+    without GPU numbers has an unknown number of GPUs."""
     hosts = [host.partition(":")[2] for host in text.split("@")]
     counts = {len(slots.split(",")) if slots else None for slots in hosts}
     per_node = counts.pop() if len(counts) == 1 else None

@@ -1,4 +1,5 @@
-"""What each launcher flag of `deepspeed`, `torchrun` and `accelerate launch` becomes here."""
+"""Rules for the flags of the launchers `deepspeed`, `torchrun` and `accelerate launch`: what each flag becomes in
+llava_fsdp."""
 
 from collections.abc import Mapping
 

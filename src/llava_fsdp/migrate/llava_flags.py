@@ -1,5 +1,5 @@
-"""What each flag of LLaVA's train program becomes here: LLaVA's own (train.py:53-112) and transformers 4.37's
-TrainingArguments, with the defaults of its parser."""
+"""Rules for the flags of LLaVA's training program: what each flag becomes in llava_fsdp. The flags and their default
+values are LLaVA's own (train.py:53-112) and those of the TrainingArguments of transformers 4.37."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,8 @@ ADAMW = "AdamW is the optimizer; its settings are optim.beta1, optim.beta2, opti
 
 
 def same(rule: Rule, **defaults: object) -> dict[str, Flag]:
-    """Flags that share a rule: name=default, or name=type if the default is None."""
+    """Return flags that share a rule. They are given as name=default value, or name=type if the default value is
+    None."""
     return {
         name: Flag(None, rule, default) if isinstance(default, type) else Flag(default, rule)
         for name, default in defaults.items()
@@ -170,7 +171,8 @@ FLAGS: Mapping[str, Flag] = {
 
 
 def canonical(name: str, table: Mapping[str, Flag]) -> str | None:
-    """The flag that a word of the command line means: exact, with `-` for `_`, or abbreviated; None if unknown."""
+    """Return the name of the flag that a word of the command line means; None if it means no flag in `table`. As in
+    argparse, the word may have `-` for `_`, may be abbreviated, and may be `no_NAME` if NAME is true by default."""
     name = name.replace("-", "_")
     if name in table:
         return name

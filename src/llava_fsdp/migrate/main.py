@@ -1,7 +1,7 @@
 """Translate a LLaVA, DeepSpeed or Accelerate training: `llava-fsdp migrate finetune.sh zero3.json gpus=8`.
 
-Prints the llava_fsdp command that does the same, and what every key became. Runs nothing, imports neither torch nor
-transformers.
+Prints the llava_fsdp command that does the same training, and a table of what every key became. No training is run, and
+neither torch nor transformers is imported.
 """
 
 import json
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def parse(arguments: list[str]) -> Request:
-    """Parse the command line: paths, and options written `key=value`.
+    """Parse the command line: paths, and options and variables written `key=value`.
 
     Raises:
         ConfigError: an option has a wrong value, or no path was given.
@@ -99,7 +99,8 @@ def parse(arguments: list[str]) -> Request:
 
 
 def check_variables(request: Request) -> None:
-    """Raise ConfigError if the user gave NAME=VALUE and none of the scripts uses $NAME: it is probably misspelled."""
+    """Raise ConfigError if the command line gives a variable NAME=VALUE and no script uses $NAME, since NAME is then
+    probably misspelled."""
     paths = [Path(path) for path in request.paths]
     text = "".join(path.read_text(errors="replace") for path in paths if path.is_file())
     for name, value in request.variables.items():
@@ -127,7 +128,8 @@ def as_json(migration: Migration) -> dict[str, object]:
 
 
 def plain(value: object) -> object:
-    """A value that JSON can represent: other types, and numbers that are not finite, become text."""
+    """Return a value that JSON can represent: a value of another type, or a number that is not finite, is converted to
+    text."""
     if isinstance(value, list):
         return [plain(v) for v in value]
     known = value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
@@ -135,7 +137,8 @@ def plain(value: object) -> object:
 
 
 def shown(row: Row, value: object) -> object:
-    """A value for the JSON output, with secrets hidden."""
+    """Return a value of a row as it is printed: hidden if the row's key names a secret, else as JSON can represent
+    it."""
     if value is not None and is_secret_name(row.key.rpartition(".")[2]):
         return HIDDEN
     found = plain(value)
@@ -143,12 +146,13 @@ def shown(row: Row, value: object) -> object:
 
 
 def comment(text: str) -> str:
-    """Text on one line, with control characters escaped and secrets hidden: these lines are pasted into shells."""
+    """Return a text on one line, with control characters escaped and secrets hidden, since users paste the printed
+    comment lines into shells."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in redact(text))
 
 
 def show(migration: Migration) -> None:
-    """Print the command, remarks about it, and the table of keys."""
+    """Print a training's llava_fsdp command, remarks about the command, and the table of keys."""
     rows = migration.rows
     print(f"# {comment(migration.run.name)}")
     remarks = {"note": migration.run.notes, "caution": migration.cautions, "incomplete": migration.lacks}
@@ -173,7 +177,7 @@ def show(migration: Migration) -> None:
 
 
 def table(rows: list[Row]) -> Table:
-    """The table of keys, grouped by source; long words are wrapped, nothing is cut."""
+    """Return the table of keys, grouped by source. Long words are wrapped, and no text is cut off."""
     made = Table()
     for name, most in {"key": 60, "value": 22, "verdict": 13, "what it becomes, or why nothing does": None}.items():
         made.add_column(name, max_width=most, overflow="fold")

@@ -1,6 +1,7 @@
 """Decide the Hydra overrides with which llava_fsdp trains as another system's training does.
 
-They are decided for the training as a whole, as one key's meaning depends on others; the tables only explain them.
+They are decided for the training as a whole, since the meaning of one key depends on other keys. The rules for single
+keys (`deepspeed.py`, `accelerate.py`, `llava_flags.py`, ...) only explain the overrides in the printed table.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from llava_fsdp.migrate.source_run import AUTO, Run, plain
 Overrides = dict[str, object]
 
 STAGES = {0: "zero0", 1: "zero1", 2: "zero2", 3: "zero3"}
-# PyTorch's ShardingStrategy, by name and by the number that older Accelerate files have.
+# PyTorch's ShardingStrategy, by name and by its number in older Accelerate files -> sharding=.
 FSDP_STRATEGIES = {
     "FULL_SHARD": "zero3", "1": "zero3",
     "SHARD_GRAD_OP": "zero2", "2": "zero2",
@@ -22,7 +23,7 @@ FSDP_STRATEGIES = {
     "HYBRID_SHARD": "hybrid", "4": "hybrid",
     "HYBRID_SHARD_ZERO2": "hybrid2", "_HYBRID_SHARD_ZERO2": "hybrid2", "5": "hybrid2",
 }  # fmt: skip
-# LLaVA conversation.py:374-395 and train.py:894-908, where `v0` and `v0.5` leave the template at its default.
+# --version of LLaVA -> data.template (LLaVA conversation.py:374-395; train.py:894-908: `v0`, `v0.5` keep the default).
 TEMPLATES = {
     "plain": "plain", "v0_plain": "plain",
     "v1": "v1", "vicuna_v1": "v1", "v0": "v1", "v0.5": "v1",
@@ -31,16 +32,16 @@ TEMPLATES = {
     "llama_2": "llama_2", "llava_llama_2": "llava_llama_2", "mistral_instruct": "mistral_instruct",
     "mpt": "mpt", "chatml_direct": "chatml", "mistral_direct": "chatml",
 }  # fmt: skip
-# transformers' names of schedules -> llava_fsdp's; transformers' `constant` has no warm-up.
+# --lr_scheduler_type of transformers -> optim.schedule; transformers' `constant` has no warm-up.
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant_with_warmup": "constant", "constant": "constant"}
-# DeepSpeed's schedules: (type, kind of warm-up) -> llava_fsdp's (lr_schedules.py).
+# DeepSpeed's (schedule type, kind of warm-up) -> optim.schedule (lr_schedules.py).
 DS_SCHEDULES = {
     ("WarmupLR", "log"): "warmup_log", ("WarmupLR", "linear"): "constant",
     ("WarmupDecayLR", "log"): "warmup_decay", ("WarmupDecayLR", "linear"): "linear",
 }  # fmt: skip
-HALF = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # DeepSpeed's blocks, and what each switches on
+HALF = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # DeepSpeed's block -> dtype
 DS_ADAM = frozenset({"adam", "adamw"})
-LEAST_WARMUP = 2  # DeepSpeed's minimum of warm-up steps
+LEAST_WARMUP = 2  # DeepSpeed's minimum number of warm-up steps
 LEAST_KEPT = 2
 TRACKERS: Mapping[str, tuple[str, object]] = {
     "wandb": ("track.wandb", "online"), "tensorboard": ("track.tensorboard", True),
@@ -48,7 +49,8 @@ TRACKERS: Mapping[str, tuple[str, object]] = {
 
 
 def decide(run: Run) -> Overrides:
-    """All overrides of the training, also those that the stage or the recipe has anyway (`command.reduce`)."""
+    """Return all overrides of a training, including those that the stage or the recipe sets to the same value anyway;
+    `command.reduce` removes the latter."""
     found = model(run) | data(run) if run.launch.is_original else other_program(run)
     found |= writing(run) | tracking(run) | sharding(run) | offload(run) | precision(run) | compiling(run)
     checkpointing = run.hf("gradient_checkpointing") or plain(run.launched("fsdp_activation_checkpointing")) is True
@@ -77,14 +79,15 @@ def model(run: Run) -> Overrides:
         found["model.image_start_end"] = run.hf("mm_use_im_start_end")
     if projector != "mlp2x_gelu":
         found["export.enabled"] = False
-    if run.is_lora:  # the stages have the values of the original's scripts, its program has other defaults
+    if run.is_lora:  # its defaults differ from the values in the stages, which are those of its scripts
         found |= {f"model.lora.{key}": run.hf(f"lora_{key}") for key in ("r", "alpha", "dropout", "bias")}
     return found | quantized(run)
 
 
 def other_program(run: Run) -> Overrides:
-    """Overrides for model and data of a program other than LLaVA's: what its flags give, else the stage's values. Names
-    with llava in them are whole checkpoints, like those of llava-hf; with peft only the adapters train."""
+    """Return the overrides for model and data of a training program other than LLaVA's: one for each flag that was
+    given. A model whose name contains llava is taken for a whole LLaVA checkpoint, such as those of llava-hf. With peft
+    only the adapters are trained."""
     name = run.hf("model_name_or_path")
     found: Overrides = {
         "stage": "finetune_task_lora" if run.is_lora else "finetune_task",
@@ -105,7 +108,8 @@ def other_program(run: Run) -> Overrides:
 
 
 def quantized(run: Run) -> Overrides:
-    """Overrides for a quantized base model, on which only adapters or a projector train (LLaVA train.py:796-817)."""
+    """Return the overrides for a quantized base model, as in LLaVA train.py:796-817; none if the base model is not
+    quantized, or if more than adapters or a projector is trained."""
     if run.bits is None or not (run.is_lora or run.stage == "pretrain"):
         return {}
     if run.bits == 8:
@@ -114,7 +118,8 @@ def quantized(run: Run) -> Overrides:
 
 
 def model_choice(name: str) -> str:
-    """The value for `model=` with this language model; else the LLaVA model of the same size (13B or 7B)."""
+    """Return the choice of `model=` that has this language model; if there is none, the LLaVA-1.5 model of the same
+    size (13B or 7B)."""
     for path in sorted((config_dir() / "model").glob("*.yaml")):
         if OmegaConf.select(OmegaConf.load(path), "language") == name:
             return path.stem
@@ -122,7 +127,8 @@ def model_choice(name: str) -> str:
 
 
 def trained(run: Run) -> list[str]:
-    """The parts that train, as in LLaVA train.py:843-845, 926-935, without lm_head, which model.train cannot select."""
+    """Return the parts of the model that LLaVA trains (train.py:843-845, 926-935), except lm_head, which model.train
+    cannot select."""
     if run.stage == "pretrain" or (run.hf("freeze_backbone") and not run.is_lora):
         return ["projector"]
     return ["language"] if run.hf("freeze_mm_mlp_adapter") else ["projector", "language"]
@@ -143,7 +149,8 @@ def data(run: Run) -> Overrides:
 
 
 def writing(run: Run) -> Overrides:
-    """Overrides for where and when the run writes, how long it is, and its seed."""
+    """Return the overrides for the output folder, checkpoints, logging, length of the training, seed, determinism and
+    timeouts."""
     found: Overrides = {"seed": run.hf("seed"), "comm.timeout": run.hf("ddp_timeout")}
     if run.hf("output_dir"):
         found["output_dir"] = run.hf("output_dir")
@@ -167,7 +174,7 @@ def writing(run: Run) -> Overrides:
 
 
 def tracking(run: Run) -> Overrides:
-    """Overrides for experiment trackers; `all` means those that transformers knows."""
+    """Return the overrides for experiment trackers. `--report_to all` stands for all trackers in `TRACKERS`."""
     names = str(run.hf("report_to") or "").split()
     found = dict(TRACKERS[name] for name in TRACKERS if name in names or "all" in names)
     if "track.wandb" in found and run.hf("run_name"):
@@ -176,7 +183,8 @@ def tracking(run: Run) -> Overrides:
 
 
 def compiling(run: Run) -> Overrides:
-    """Override for torch.compile. Without flags of script or launcher compile=auto stays, and a note says so."""
+    """Return the override for torch.compile; none if neither the script nor the launcher says whether to compile. In
+    that case compile=auto stays, and `migrate` prints a remark."""
     launched = run.launched("dynamo_backend")
     names = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
     if str(launched or "no").lower() not in ("no", "none", "false") or any(map(run.hf, names)):
@@ -194,8 +202,12 @@ def sharding(run: Run) -> Overrides:
 
 
 def offload(run: Run) -> Overrides:
-    """Overrides for offloading. DeepSpeed's optimizer offload keeps master weights, gradients and moments in host
-    memory, which is `offload=params`; at stage 1 gradients stay on the GPU in both systems, so that only moments go."""
+    """Return the overrides for offloading.
+
+    DeepSpeed's optimizer offload keeps master weights, gradients and moments in host memory, as `offload=params` does.
+    At ZeRO stage 1 gradients stay on the GPU in both systems: only the moments are offloaded, as `offload=optimizer`
+    does.
+    """
     if run.lacks_deepspeed:
         return {}
     if run.uses_deepspeed:
@@ -215,12 +227,13 @@ def offload(run: Run) -> Overrides:
 
 
 def fsdp_words(run: Run) -> list[str]:
-    """The words of `--fsdp "full_shard auto_wrap"`, in upper case."""
+    """Return the words in the value of --fsdp, such as "full_shard auto_wrap", in upper case."""
     return str(run.hf("fsdp") or "").upper().split()
 
 
 def fsdp_strategy(run: Run) -> str | None:
-    """The `sharding=` choice of Accelerate's `fsdp_config` or of --fsdp; None if there is none."""
+    """Return the choice of `sharding=` for the FSDP strategy in Accelerate's `fsdp_config` or in --fsdp; None if
+    neither names a known strategy."""
     if run.distributed_type == "FSDP":
         reshard = plain(run.launched("fsdp_reshard_after_forward"))
         if isinstance(reshard, bool):
@@ -231,7 +244,8 @@ def fsdp_strategy(run: Run) -> str | None:
 
 
 def precision(run: Run) -> Overrides:
-    """Overrides for the precision; bf16 where both bf16 and fp16 are given, which the original refuses."""
+    """Return the overrides for the precision. If both bf16 and fp16 are given, with which the original refuses to
+    start, bf16 is chosen."""
     on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
     on |= {flag for flag in ("bf16", "fp16") if run.hf(flag)}
     on.add(str(run.launched("mixed_precision")))
@@ -246,7 +260,8 @@ def precision(run: Run) -> Overrides:
 
 
 def optimizer(run: Run) -> Overrides:
-    """Overrides for the optimizer: from DeepSpeed's `optimizer` entry, or the script's flags."""
+    """Return the overrides for the optimizer, from DeepSpeed's `optimizer` entry if there is one, else from the
+    script's flags."""
     values = {
         "optim.lr": ("optimizer.params.lr", "learning_rate"),
         "optim.weight_decay": ("optimizer.params.weight_decay", "weight_decay"),
@@ -266,13 +281,15 @@ def optimizer(run: Run) -> Overrides:
 
 
 def filled(run: Run, key: str, flag: str) -> object:
-    """A value of DeepSpeed's optimizer or scheduler; the script's flag where that is `auto` or absent."""
+    """Return the value of a key of DeepSpeed's optimizer or scheduler. If DeepSpeed's configuration has no optimizer
+    (or scheduler), or the value is `auto`, return the value of the script's flag."""
     value = AUTO if run.ds(key.partition(".")[0] + ".type") is None else run.ds_or_default(key)
     return run.hf(flag) if value == AUTO else value
 
 
 def clip(run: Run) -> object:
-    """The clipping norm. With DeepSpeed its own key counts, whose default is not to clip."""
+    """Return the maximum norm to which gradients are clipped; None: no clipping. With DeepSpeed the value is that of
+    its key `gradient_clipping`, which by default does not clip."""
     value = run.ds("gradient_clipping", 0) if run.uses_deepspeed else run.hf("max_grad_norm")
     return (run.hf("max_grad_norm") if value == AUTO else value) or None
 

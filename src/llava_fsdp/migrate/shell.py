@@ -1,9 +1,9 @@
-"""Read the commands of a training script, split with `shlex` and never run.
+"""Read the commands of a training script without running them; words are split with `shlex`.
 
-Understood: quotes, comments, continued lines, `X=v1`, `export X=v1`, `$X` and `${X}`. Control flow, arrays, functions
-and here-documents are refused by file and line. Redirections, `| tee FILE` and `&` at the end of a line are dropped.
-Other parts of bash, such as `$(nproc)` or a pipe, are recorded as problems of their line: they matter only where that
-line starts the training.
+Supported are quotes, comments, continued lines, `X=v1`, `export X=v1`, `$X` and `${X}`. Control flow, arrays, functions
+and here-documents are refused, with file and line in the message. Redirections, `| tee FILE` and `&` at the end of a
+line are dropped. Other parts of bash, such as `$(nproc)` or a pipe, are recorded as problems of their line: they matter
+only if that line starts the training.
 """
 
 import re
@@ -22,17 +22,18 @@ KEYWORDS = frozenset("if then else elif fi for while until do done case esac sel
 PUNCTUATION = frozenset("();<>|&")
 COMMENT = r"(?<![^\s;])#[^\n]*"
 STRINGS = r"'[^']*'|\"(?:\\.|[^\"\\])*\""
-# Text up to the end of a line, `;` or `&&`.
+# A command: text up to a newline, `;` or `&&` that is not inside quotes or a comment.
 LINE = re.compile(rf"(?:{COMMENT}|{STRINGS}|\\.|[^\n;&\\'\"]|&(?!&))*+", re.DOTALL)
-# An escaped sign, a variable (its name is group 1 or 2), or an expansion that only bash can do.
+# An escaped character, a variable (its name is group 1 or 2), or an expansion that only bash can evaluate.
 DOLLAR = rf"\\.|\$({NAME})|\$\{{({NAME})\}}|\$\{{[^}}]*\}}?|\$\([^)]*\)?|\$[@*#?!0-9]|`[^`]*`?"
 IN_STRING = re.compile(DOLLAR, re.DOTALL)
 PIECE = re.compile(rf"{DOLLAR}|{STRINGS}|{COMMENT}|(?<![^\s=])~(?=[/\s]|$)", re.DOTALL)
-# Where a command's output goes, at the end of its line.
+# Redirections, `| tee FILE` and `&` at the end of a command.
 OUTPUT = re.compile(
     r"(?:\s+(?:\d?>>?(?:&\d|\s*[\w./${}-]+)|&>>?\s*[\w./${}-]+|\|\s*tee(?:\s+-a)?\s+[\w./${}-]+|&))+\s*$"
 )
-# Text before a place that is inside the value of an assignment, where bash splits no words.
+# Matches the text before a variable if the variable is inside the value of an assignment, where bash does not split the
+# variable's value into words.
 ASSIGNING = re.compile(rf"\s*(?:(?:{'|'.join(DECLARE)})\s+)?(?:{NAME}\+?=\S*\s+)*{NAME}\+?=\S*", re.DOTALL)
 
 
@@ -43,17 +44,17 @@ class Command:
     words: list[str]
     line: int
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the command: exported ones, and those set before its name."""
+    """Environment variables of the command: exported variables, and variables set on its line before its name."""
     problems: tuple[str, ...] = ()
-    """Parts of the line that only bash could evaluate; the words are unreliable then."""
+    """Messages about parts of the line that only bash could evaluate; if there are any, `words` may be wrong."""
 
 
 def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
-    """All simple commands of a shell script, in order.
+    """Return all simple commands of a shell script, in order.
 
     Args:
         given: values of variables that the script does not set; a value that the script sets takes precedence.
-        where: the file's name, for messages.
+        where: the script's file name, for error messages.
 
     Raises:
         ConfigError: a quote is not closed, or the script uses bash syntax that is not supported here.
@@ -97,8 +98,8 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
 
 
 def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> str:
-    """A line with variables replaced by their values, quotes kept and comments removed; variables without a value are
-    added to `problems`."""
+    """Return a line with variables replaced by their values and comments removed; quotes are kept. A message about each
+    variable without a value, and each expansion that only bash can evaluate, is added to `problems`."""
 
     def value(found: re.Match[str], quote: Callable[[str], str]) -> str:
         name = found[1] or found[2]
@@ -126,7 +127,8 @@ def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> st
 
 
 def split(line: str) -> list[str]:
-    """The words of a line, without quotes; runs of the operators `();<>|&` are separate words."""
+    """Return the words of a line, without their quotes. Successive operator signs `();<>|&` form one word, which is
+    separate from the words beside it."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.commenters = ""
     lexer.whitespace_split = True
@@ -142,8 +144,15 @@ def simple_commands(words: list[str]) -> list[list[str]]:
 
 
 def refuse_bash(command: list[str], operators: list[str], problems: list[str], where: str) -> None:
-    """Raise ConfigError for bash syntax that changes the meaning of other lines of the script (loops, functions, arrays
-    ...)."""
+    """Raise ConfigError if a command uses bash syntax that changes the meaning of other lines of the script, such as
+    loops, functions and arrays; or if it begins with a flag, which belongs to the line before.
+
+    Args:
+        command: words of the command.
+        operators: all operators of the command's line.
+        problems: problems of the command's line that are known so far.
+        where: file and line, for the message.
+    """
     needs = ""
     if command[0] in KEYWORDS:
         needs = f"`{command[0]}`"

@@ -1,4 +1,5 @@
-"""One training of another system, described by its script, its DeepSpeed JSON and its Accelerate file together."""
+"""The description of one training of another system, which its script, its DeepSpeed JSON and its Accelerate file give
+together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ DS_DEFAULTS: Mapping[str, object] = {
     "scheduler.params.warmup_type": "log",
     "bf16.enabled": False,
 }
-TORCH_ADAMW_DECAY = 0.01  # DeepSpeed's default with torch_adam
-# DeepSpeed's keys -> Accelerate's names for them.
+TORCH_ADAMW_DECAY = 0.01  # DeepSpeed's default weight decay with torch_adam=true
+# DeepSpeed's key -> Accelerate's name for the same setting.
 ACCELERATE_NAMES = {
     "zero_optimization.stage": "zero_stage",
     "gradient_clipping": "gradient_clipping",
@@ -32,7 +33,7 @@ ACCELERATE_NAMES = {
     "zero_optimization.offload_param.nvme_path": "offload_param_nvme_path",
     "zero_optimization.offload_optimizer.nvme_path": "offload_optimizer_nvme_path",
 }
-# Names that other training programs use for LLaVA's flags.
+# LLaVA's flag -> names that other training programs use for the same flag.
 ALIASES = {
     "model_name_or_path": ("model_id", "model_name", "pretrained_model_name_or_path"),
     "model_max_length": ("max_seq_length", "max_seq_len", "max_length", "cutoff_len"),
@@ -47,7 +48,7 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Block:
-    """The keys of a configuration file; nested names are joined with dots."""
+    """The settings in a configuration file: values by key. Names of nested keys are joined with dots."""
 
     name: str
     values: Mapping[str, object]
@@ -59,9 +60,9 @@ class Flag:
 
     default: object
     rule: object
-    """What the flag becomes: a `keys.Rule`."""
+    """The rule (a `keys.Rule`) for what the flag becomes in llava_fsdp."""
     kind: type | None = None
-    """Type of the value if the default value does not show it."""
+    """Type of the flag's value; None: the type of the default value."""
 
     @property
     def type(self) -> type:
@@ -73,31 +74,33 @@ class Run:
     name: str
     launch: Launch
     table: Mapping[str, Flag]
-    """The flags that the training program accepts."""
+    """Flags that the training program accepts, by name."""
     flags: Mapping[str, object]
-    """The flags' values as given, not yet converted to their types."""
+    """Values of the flags in the training command, by name, not yet converted to their types."""
     given_gpus: int | None = None
-    """`gpus=N`, which wins over the launcher's number."""
+    """Number of GPUs that the user gave as `gpus=N`; it takes precedence over the launcher's number."""
     deepspeed: Block | None = None
     accelerate: Block | None = None
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    """Files that the script names and that were not found."""
+    """Paths of files that the script names and that were not found."""
 
     def given(self, name: str) -> str | None:
-        """The spelling (name or alias) with which a flag was given; None if it was not given."""
+        """Return the spelling (name or alias) with which a flag was given; None if the flag was not given."""
         names = (name,) if self.launch.is_original else (name, *ALIASES.get(name, ()))
         return next((spelling for spelling in names if spelling in self.flags), None)
 
     def hf(self, name: str) -> object:
-        """A flag's value as the training program would see it."""
+        """Return a flag's value as the training program parses it, converted to the flag's type; the default value if
+        the flag was not given."""
         flag, spelling = self.table[name], self.given(name)
         if spelling is None:
             return flag.default
         return parse(self.flags[spelling], flag.type, f"{self.name}: --{spelling}")
 
     def launched(self, name: str) -> object:
-        """An Accelerate setting: the launcher's flag, or the key in any block of Accelerate's file; None if not set."""
+        """Return an Accelerate setting: the value of the launcher's flag, or else of the key in any block of
+        Accelerate's file; None if it is not set."""
         if self.launch.launcher == "accelerate" and name in self.launch.flags:
             return self.launch.flags[name]
         for prefix in ("", "deepspeed_config.", "fsdp_config.", "dynamo_config."):
@@ -107,7 +110,7 @@ class Run:
 
     @property
     def distributed_type(self) -> str:
-        """Accelerate's DEEPSPEED, FSDP, MULTI_GPU ...; empty if it is not set."""
+        """Value of Accelerate's key `distributed_type` (DEEPSPEED, FSDP, MULTI_GPU, ...); empty if it is not set."""
         for flag, name in (("use_deepspeed", "DEEPSPEED"), ("use_fsdp", "FSDP")):
             if self.launched(flag):
                 return name
@@ -119,16 +122,18 @@ class Run:
 
     @property
     def lacks_deepspeed(self) -> bool:
-        """Whether a DeepSpeed configuration is named and was not found, so that its settings are unknown."""
+        """Whether the training names a DeepSpeed configuration that was not found, so that DeepSpeed's settings are
+        unknown."""
         return self.uses_deepspeed and self.deepspeed is None and self.distributed_type != "DEEPSPEED"
 
     def ds(self, key: str, default: object = None) -> object:
-        """A value of the JSON file, else of the settings from which Accelerate creates one."""
+        """Return the value of a dotted key of the DeepSpeed configuration: from the JSON file, or without one from the
+        settings with which Accelerate makes the configuration; `default` if the key is not set."""
         if self.deepspeed is not None:
             return plain(self.deepspeed.values.get(key, default))
         found = self.launched(ACCELERATE_NAMES[key]) if key in ACCELERATE_NAMES else None
         if found is None and key == "zero_optimization.stage" and self.distributed_type == "DEEPSPEED":
-            return 2  # accelerate/utils/dataclasses.py, DeepSpeedPlugin
+            return 2  # default of DeepSpeedPlugin (accelerate/utils/dataclasses.py)
         return plain(default if found is None else found)
 
     def ds_or_default(self, key: str) -> object:
@@ -141,19 +146,21 @@ class Run:
 
     @property
     def has_ds_warmup(self) -> bool:
-        """Whether DeepSpeed's scheduler gives all parameter groups the same learning rate."""
+        """Whether the schedule is one of DeepSpeed's with warm-up, which give all parameter groups the same learning
+        rate."""
         return self.ds("scheduler.type") in ("WarmupLR", "WarmupDecayLR")
 
     @property
     def devices(self) -> str | None:
-        """CUDA_VISIBLE_DEVICES, as the launcher chooses it or the script sets it; None if neither does."""
+        """Value of CUDA_VISIBLE_DEVICES that the launcher chooses or the script sets; None if neither does."""
         chosen = self.launched("gpu_ids")
         ids = str(chosen) if chosen not in (None, "all") else None
         return self.ranks.devices or ids or self.launch.devices
 
     @property
     def ranks(self) -> Ranks:
-        """The number that the user gave, else that of the launcher's flags or of Accelerate's file."""
+        """Number of processes: the number that the user gave as `gpus=N`, or else the number in the launcher's flags or
+        in Accelerate's file."""
         found = ranks_of(self.launch)
         if self.launch.launcher == "accelerate" and not found.per_node:
             total, nodes = number(str(self.launched("num_processes"))), number(str(self.launched("num_machines") or 1))
@@ -170,14 +177,14 @@ class Run:
 
     @property
     def batch(self) -> int:
-        """Samples per step: micro-batch x accumulation x ranks."""
+        """Number of samples in an optimizer step: micro-batch size x gradient accumulation steps x number of GPUs."""
         micro, accumulation = self.hf("per_device_train_batch_size"), self.hf("gradient_accumulation_steps")
-        assert isinstance(micro, int) and isinstance(accumulation, int) and self.gpus  # read_run asks for the number
+        assert isinstance(micro, int) and isinstance(accumulation, int) and self.gpus  # read_run checks gpus
         return micro * accumulation * self.gpus
 
     @property
     def bits(self) -> int | None:
-        """Bits of the quantized base model: 4 or 8; None if it is not quantized."""
+        """Number of bits of a quantized base model's weights, 4 or 8; None if the base model is not quantized."""
         if not self.launch.is_original:
             return 4 if self.hf("load_in_4bit") else 8 if self.hf("load_in_8bit") else None
         bits = self.hf("bits")
@@ -185,7 +192,8 @@ class Run:
 
     @property
     def is_lora(self) -> bool:
-        """Whether adapters train; in LLaVA's pretraining stage they are frozen again (LLaVA train.py:926-930)."""
+        """Whether adapters are trained. In LLaVA's pretraining stage they are not, as LLaVA freezes them again there
+        (train.py:926-930)."""
         return bool(self.hf("lora_enable")) and self.stage != "pretrain"
 
     @property
@@ -199,7 +207,7 @@ class Run:
 
 
 def plain(value: object) -> object:
-    """A value of a JSON or YAML file; text that spells a boolean or a number becomes it."""
+    """Return a value of a JSON or YAML file; a text that spells a boolean or a number is converted to it."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):
@@ -213,7 +221,14 @@ def plain(value: object) -> object:
 
 
 def parse(given: object, kind: type, where: str) -> object:
-    """A flag's value in the flag's type. Raises ConfigError where the program's own parser would refuse it too."""
+    """Return a flag's value converted to the flag's type. Raise ConfigError if the training program's parser would also
+    refuse the value.
+
+    Args:
+        given: the value in the training command: a text, a list of texts, or True if the flag has no value.
+        kind: the flag's type.
+        where: training and flag, for the error message.
+    """
     if given is True:
         if kind is bool:
             return True

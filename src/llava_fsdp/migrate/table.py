@@ -1,4 +1,5 @@
-"""Build the printed table of a training: every key of every input file, with what the key becomes."""
+"""Build the table that `migrate` prints for a training: a row for every key of its input files, with what the key
+becomes in llava_fsdp."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterator
@@ -12,8 +13,8 @@ from llava_fsdp.migrate.trainer_flags import OTHER_PROGRAM
 
 DEFAULT = "not in the script"
 PROGRAM = "the program"
-MOST = 1000  # keys: in a longer file, searching for similar names would take minutes
-# DeepSpeed's keys whose defaults must be in the command -> llava_fsdp's keys.
+MOST = 1000  # keys; with more of them, searching for similar names would take minutes
+# DeepSpeed's keys whose default values llava_fsdp's command must set -> key of the override.
 DEFAULTS = {
     "gradient_clipping": "optim.clip",
     "zero_optimization.stage": "sharding",
@@ -70,7 +71,7 @@ def block_rows(
         if key not in table and value in ({}, None) and any(known.startswith(key + ".") for known in table):
             rule = implied("an empty block: all of it has its defaults")
         if rule is None and block is context.run.accelerate and plain(value) in (None, False, "", "no", {}, []):
-            rule = OFF  # `accelerate config` writes keys for all kinds of machines
+            rule = OFF  # `accelerate config` also writes keys for features that are off
         near = table if len(block.values) < MOST else ()
         rows.append(answered(context, block.name, key, value, rule, near))
     return rows
@@ -85,8 +86,8 @@ def answered(context: Context, source: str, key: str, value: object, rule: objec
 
 
 def default_rows(context: Context) -> Iterator[Row]:
-    """Rows for keys that are not set, whose defaults (DeepSpeed's or the script's program's) must be in the command or
-    have no equivalent."""
+    """Yield a row for every key that is not set and whose default value (DeepSpeed's or the training program's) must be
+    set in llava_fsdp's command, or has no equivalent in llava_fsdp."""
     run = context.run
     for key, override in DEFAULTS.items() if run.deepspeed else ():
         assert run.deepspeed is not None

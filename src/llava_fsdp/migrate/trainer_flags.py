@@ -1,5 +1,5 @@
-"""What flags of programs other than LLaVA's become here: names of transformers' Trainer, peft and TRL. Other flags are
-unknown, because only the program defines what they mean."""
+"""Rules for the flags of training programs other than LLaVA's: what the flags of transformers' Trainer, peft and TRL
+become in llava_fsdp. All other flags are unknown, because only the program's code defines what they mean."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ from llava_fsdp.migrate.keys import (
 from llava_fsdp.migrate.llava_flags import ADAPTERS, FLAGS, same
 from llava_fsdp.migrate.source_run import ALIASES, Flag, Run
 
-# TrainingArguments that mean the same in every program that uses transformers' Trainer.
+# Flags of transformers' TrainingArguments, which mean the same in every program that uses transformers' Trainer.
 TRAINER = """
     per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate weight_decay
     adam_beta1 adam_beta2 adam_epsilon max_grad_norm lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps
@@ -32,7 +32,7 @@ TRAINER = """
     save_safetensors save_only_model logging_steps logging_strategy logging_dir logging_first_step log_level
     disable_tqdm report_to run_name push_to_hub evaluation_strategy load_best_model_at_end do_train
 """.split()
-# Flags that must be given, because the stage's values are not the program's.
+# Flags that the script must give, because the stage's value is not the program's default -> key of the override.
 NEEDED = {"data_path": "data.path", "model_name_or_path": "model.checkpoint", "model_max_length": "data.max_length"}
 NEEDED_BY_LORA = {"lora_r": "model.lora.r", "lora_alpha": "model.lora.alpha", "lora_dropout": "model.lora.dropout"}
 OTHER_PROGRAM = (
@@ -89,7 +89,7 @@ OTHER_FLAGS: Mapping[str, Flag] = {
 
 
 def lacking(run: Run, decided: Mapping[str, object]) -> list[str]:
-    """Settings that the command needs and that the script does not give."""
+    """Return a message for every setting that llava_fsdp's command needs and the script does not give."""
     if run.launch.is_original:
         return [] if "data.path" in decided else ["data.path: the script has no --data_path"]
     needed = NEEDED | (NEEDED_BY_LORA if run.is_lora else {})
