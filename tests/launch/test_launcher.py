@@ -78,7 +78,7 @@ def answered(*words: str) -> subprocess.CompletedProcess[str]:
         (("train", "stage=finetun"), 2, "did you mean finetune?"),
         (("train", "optim.lrr=1"), 2, "did you mean optim.lr?"),
         (("train", "epochs=0"), 2, "epochs=0 must be at least 1"),
-        (("train", "-m", "seed=1,2"), 2, "llava_fsdp.sweep"),
+        (("train", "-m", "seed=1,2"), 2, "llava-fsdp sweep"),
         (("train", "++model.language=mine", "model.vision=package:tiny-clip", "optim.lr=x"), 2, "optim.lr"),
         (("status", "--help"), 0, "exit code"),
         (("plan", "gpu=h10"), 2, ""),
