@@ -13,7 +13,7 @@ from pages import DOCS, cell, code, replaced, table
 from llava_fsdp.migrate.accelerate import ACCELERATE
 from llava_fsdp.migrate.deepspeed import DEEPSPEED, Switched
 from llava_fsdp.migrate.inputs import read_json
-from llava_fsdp.migrate.keys import Context, Outcome, Usual, Verdict, outcome, written
+from llava_fsdp.migrate.keys import Context, OnlyIf, Outcome, Verdict, outcome, written
 from llava_fsdp.migrate.launch_command import Launch
 from llava_fsdp.migrate.llava_flags import FLAGS
 from llava_fsdp.migrate.overrides import decide
@@ -81,10 +81,10 @@ def fixed(rule: object) -> Outcome | None:
     """The answer of a rule that does not depend on the run; None where it needs an example."""
     if isinstance(rule, Outcome):
         return rule
-    if isinstance(rule, Usual):
+    if isinstance(rule, OnlyIf):
         if rule.text == "as here":
             return Outcome(Verdict.implied, f"always so here: {rule.why}")
-    if isinstance(rule, Usual | Switched):
+    if isinstance(rule, OnlyIf | Switched):
         return Outcome(Verdict.unsupported, f"{rule.why} (nothing to do if absent or off)")
     return None
 
@@ -102,7 +102,7 @@ def flag_row(name: str, flag: Flag) -> list[str]:
     kind = SCRIPTS.get(name, "v1_5_finetune")
     example = {name: EXAMPLES[name]} if name in EXAMPLES else {}
     run = script(kind, BESIDE.get(name, {}) | example, NOT_WITH.get(name, ""))
-    found = answer(run, name, flag.rule, run.hf(name))
+    found = answer(run, name, flag.rule, run.trainer_value(name))
     shown = str(run.flags[name]) if name in run.flags else ""
     return [code(f"--{name}"), code(default), code(shown), found.verdict.value, cell(found.text)]
 

@@ -97,7 +97,7 @@ def sources(stage: str, golden: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, flag in FLAGS.items():
         mentioned: set[str] = set()
-        outcome(flag.rule, replace(context, key=name, mentioned=mentioned), run.hf(name))
+        outcome(flag.rule, replace(context, key=name, mentioned=mentioned), run.trainer_value(name))
         given = run.flags.get(name)
         text = f"`--{name} {given}`" if name in run.flags else f"no `--{name}`: {written(flag.default)}"
         for key in mentioned & context.decided.keys():
@@ -107,8 +107,8 @@ def sources(stage: str, golden: Path) -> dict[str, list[str]]:
     found["precision"] = [f"`--bf16 {run.flags['bf16']}`"]
     found["optim.clip"] = [f"no `gradient_clipping` in `{name}`; `max_grad_norm` is not used"]
     found["global_batch_size"] = [
-        f"`--per_device_train_batch_size {run.hf('per_device_train_batch_size')}` x "
-        f"`--gradient_accumulation_steps {run.hf('gradient_accumulation_steps')}` x {GPUS} GPUs"
+        f"`--per_device_train_batch_size {run.trainer_value('per_device_train_batch_size')}` x "
+        f"`--gradient_accumulation_steps {run.trainer_value('gradient_accumulation_steps')}` x {GPUS} GPUs"
     ]
     return found
 

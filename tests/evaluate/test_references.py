@@ -13,7 +13,7 @@ from llava_fsdp.evaluate import main as evaluate
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file
 from llava_fsdp.evaluate.question import LETTER, SHORT, SUFFIXES, BenchmarkQuestion, image_names, with_image_tag
 from llava_fsdp.evaluate.read_questions import read_row
-from llava_fsdp.evaluate.references import own_answers
+from llava_fsdp.evaluate.references import answers_in_entry
 from llava_fsdp.evaluate.results import groups_of
 from llava_fsdp.evaluate.vqa_files import bare_question
 from llava_fsdp.runtime.errors import ConfigError, DataError
@@ -39,10 +39,10 @@ from llava_fsdp.runtime.errors import ConfigError, DataError
 )  # fmt: skip
 def test_right_answers_of_a_row(task: Task, row: dict[str, Any], expected: tuple | None) -> None:
     if expected is not None:
-        assert own_answers(row, task, "here") == expected
+        assert answers_in_entry(row, task, "here") == expected
         return
     with pytest.raises(DataError):
-        own_answers(row, task, "here")
+        answers_in_entry(row, task, "here")
 
 
 def test_what_a_question_is_asked_and_counted_as() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from llava_fsdp.evaluate.scoring import (
-    chosen,
     exact_match,
+    named_choice,
     normalize_vqa,
     official_accuracy,
     prepare_submission,
@@ -79,7 +79,7 @@ def test_exact_match_minds_neither_case_nor_surrounding_space() -> None:
 
 @pytest.mark.parametrize(("answer", "choices", "expected"), CHOICES["chosen"])
 def test_which_choice_is_named(answer: str, choices: int, expected: str | None) -> None:
-    assert chosen(answer, choices) == expected
+    assert named_choice(answer, choices) == expected
 
 
 @pytest.mark.parametrize(("answer", "expected"), CHOICES["says_yes"])

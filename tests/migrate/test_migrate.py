@@ -318,7 +318,7 @@ def test_flags_as_argparse_takes_them(tmp_path: Path) -> None:
     )  # fmt: skip
     keys = ("optim.lr", "optim.weight_decay", "optim.beta2", "data.max_length", "sampler.group_by_modality_length")
     assert [done.decided[key] for key in keys] == [1e-3, 0.5, 0.95, 100, True]
-    assert [done.run.hf(name) for name in ("report_to", "dataloader_pin_memory", "tf32")] == [
+    assert [done.run.trainer_value(name) for name in ("report_to", "dataloader_pin_memory", "tf32")] == [
         "wandb tensorboard", False, True,
     ]  # fmt: skip
     assert sum(r.key == "learning_rate" for r in done.rows) == 1

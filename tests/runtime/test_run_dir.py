@@ -273,7 +273,7 @@ def test_a_start_without_a_step_keeps_what_the_run_was(tmp_path: Path, monkeypat
     said = read_status(tmp_path) or {}
     assert (said["status"], said["exit_code"], said["before"]) == ("done", 0, None), "a finished run stays finished"
     assert (said["refused"]["status"], said["refused"]["exit_code"]) == ("failed", 3)
-    own = status_file.own_word(said)
+    own = status_file.status_of_latest_start(said)
     assert (own["status"], own["reason"], own["before"]["status"]) == ("failed", "written with other settings", "done")
     start("config", 0, "no such key")
     said = read_status(tmp_path) or {}

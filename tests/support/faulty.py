@@ -5,7 +5,7 @@ import os
 from llava_fsdp.config import Config, cli
 
 if __name__ == "__main__":
-    cli.begin("train", Config)
+    cli.start_process("train", Config)
 
 import signal
 import time

@@ -21,7 +21,7 @@ from llava_fsdp.data.text.detokenize import AnswerText, stops_of
 from llava_fsdp.data.text.encode import encode_prompt
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template, template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
-from llava_fsdp.export.verify_logits import filled
+from llava_fsdp.export.verify_logits import load_copy
 from llava_fsdp.model.generation import DynamicCache, ImageInputs, PrefixCache, Sampling, write_tokens
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
@@ -85,7 +85,7 @@ class Assistant:
         )
         self.special_tokens = source.special_tokens
         self.tokenizer: Tokenizer = open_tokenizer(shapes.parts.language_folder, shapes.parts.language.vocab_size)
-        self.model: Llava = filled(shapes, opened.sources, choose_dtype(shapes, self.device), device=self.device)
+        self.model: Llava = load_copy(shapes, opened.sources, choose_dtype(shapes, self.device), device=self.device)
         # long prompts in one pass: training's implementation would build a mask of length x length for a cache
         self.model.attention = "sdpa"
         self.model.language_model.set_attn_implementation("sdpa")

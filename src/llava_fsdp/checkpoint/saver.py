@@ -153,7 +153,7 @@ class Saver:
         forgiven = self.cfg.on_save_error is OnSaveError.warn and type(error) is CheckpointError
         return error is not None and not forgiven
 
-    def forget(self) -> None:
+    def reset_saved_step(self) -> None:
         """Forget the last saved step and any recorded error, because the run's folder was lost."""
         self.wait()
         self.error = self.saved_step = None

@@ -36,7 +36,7 @@ from llava_fsdp.runtime.log import leave_noise_out, log, setup_logging
 from llava_fsdp.runtime.process_end import end_agent, end_torchrun, end_with
 from llava_fsdp.runtime.redact import redact, secrets_of
 from llava_fsdp.runtime.run_dir import is_others
-from llava_fsdp.runtime.status_file import PATIENCE, Outcome, is_absent, last_word, settled
+from llava_fsdp.runtime.status_file import PATIENCE, Outcome, is_absent, log_write_errors, settled
 from llava_fsdp.runtime.terminal_text import shown_text
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ def reader_has_left() -> bool:
         return False
 
 
-def begin(config_name: str, schema: type) -> None:
+def start_process(config_name: str, schema: type) -> None:
     """Prepare the process of a training: let it end together with torchrun, and end it at once after an error that a
     restart cannot fix.
 
@@ -201,7 +201,7 @@ def stop_restarts(ends_torchrun: bool, is_permanent: bool) -> None:
 def write_outcome(folder: Path | None, outcome: Outcome, on_exit: Status) -> dict[str, Any] | None:
     """Call `on_exit`, unless there is no run folder or it belongs to another launch. Never raises an error."""
     if folder is not None and not is_others(folder):
-        with last_word(folder):
+        with log_write_errors(folder):
             return on_exit(folder, outcome)
     return None
 

@@ -47,7 +47,7 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
         return Compiling(True, "activation_checkpointing=budget is the compiler's choice")
     if cfg.compile is False:
         return Compiling(False, "as asked for")
-    cut = is_cut(mode, attention)
+    cut = splits_blocks(mode, attention)
     why_cut = (
         "activation_checkpointing=selective needs a block in one piece, and SDPA a sample at a time cuts it in two"
     )
@@ -69,7 +69,7 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
     return Compiling(False, why_cut) if cut else Compiling(True, "Triton is here")
 
 
-def is_cut(mode: ActivationCheckpointing, attention: Attention | None) -> bool:
+def splits_blocks(mode: ActivationCheckpointing, attention: Attention | None) -> bool:
     """Return whether the settings split a block into two graphs although its checkpointing mode needs one graph: mode
     `selective` with SDPA, which runs one sample at a time outside the graph."""
     return mode is ActivationCheckpointing.selective and attention is Attention.sdpa

@@ -131,7 +131,7 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
-def meet() -> list[tuple[int, str, int]]:
+def rank_identities() -> list[tuple[int, str, int]]:
     """Return (rank, host name, process id) of every rank, on every rank. A collective."""
     return gather_lists([(own_rank(), socket.gethostname(), os.getpid())])
 

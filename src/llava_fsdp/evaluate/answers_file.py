@@ -141,7 +141,7 @@ class AnswersFile:
         """
         path = self.own_path
         with contextlib.ExitStack() as stack:
-            with storing(f"answers={path}"):
+            with storage_errors(f"answers={path}"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(path.open("a+b"))
                 try:
@@ -155,7 +155,7 @@ class AnswersFile:
 
             def add(questions: Sequence[BenchmarkQuestion], texts: Sequence[str]) -> None:
                 pairs = list(zip(questions, texts, strict=True))
-                with storing(f"answers={path}"):
+                with storage_errors(f"answers={path}"):
                     file.write("".join(f"{self.line(question, text)}\n" for question, text in pairs).encode())
                     file.flush()
                 self.texts |= {question.number: text for question, text in pairs}
@@ -199,7 +199,7 @@ class AnswersFile:
         answers in the same order."""
         lines = [self.line(question, self.texts[question.number]) for question in self.questions]
         parts = self.parts()
-        with storing(f"answers={self.path}"):
+        with storage_errors(f"answers={self.path}"):
             if parts or not self.path.is_file() or self.path.read_text() != "".join(f"{line}\n" for line in lines):
                 replace_lines(self.path, lines)
             for part in parts:
@@ -208,7 +208,7 @@ class AnswersFile:
 
 
 @contextlib.contextmanager
-def storing(what: str) -> Iterator[None]:
+def storage_errors(what: str) -> Iterator[None]:
     """Context manager that converts an OSError raised inside it into a StorageError. `what` says which file is written,
     for the message."""
     try:

@@ -19,7 +19,7 @@ from llava_fsdp.config import EvaluateConfig, Format, Task
 from llava_fsdp.data.records.record import Turn, reading
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.data.toy_shapes import draw_shapes
-from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, storing
+from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, storage_errors
 from llava_fsdp.evaluate.check_images import check_images
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.evaluate.read_questions import read_questions
@@ -60,7 +60,7 @@ def evaluate(cfg: EvaluateConfig) -> None:
         if blank_answers is not None:
             result["accuracy_blank_pictures"] = score_all(cfg.task, questions, blank_answers)["accuracy"]
     if cfg.submission is not None:
-        with storing(f"submission={cfg.submission}"):
+        with storage_errors(f"submission={cfg.submission}"):
             Path(cfg.submission).parent.mkdir(parents=True, exist_ok=True)
             replace_lines(Path(cfg.submission), [json.dumps(submission_of(questions, answers))])
     if cfg.format is Format.json:

@@ -29,7 +29,7 @@ from llava_fsdp.evaluate.question import (
     with_image_tag,
     with_suffix,
 )
-from llava_fsdp.evaluate.references import own_answers
+from llava_fsdp.evaluate.references import answers_in_entry
 from llava_fsdp.evaluate.scienceqa_files import annotate_problems, read_choice_record
 from llava_fsdp.evaluate.vqa_files import annotate_textvqa, annotate_vqa, check_ten, read_vqa_questions
 from llava_fsdp.runtime.errors import ConfigError, DataError
@@ -138,7 +138,7 @@ def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], tas
     images = image_names(raw.get("image"), where)
     category = raw.get("category")
     groups = () if category in (None, "default") else ((CATEGORY, str(category)),)
-    references, choices = own_answers(raw, task, where)
+    references, choices = answers_in_entry(raw, task, where)
     tagged = with_image_tag(text, images)
     prompt = tagged if task is Task.multiple_choice else text  # the original's scorer looks for it
     return BenchmarkQuestion(number, identity, prompt, tagged, images, where, references, choices, groups)

@@ -8,7 +8,7 @@ from llava_fsdp.evaluate.scoring import LETTERS
 from llava_fsdp.runtime.errors import DataError
 
 
-def own_answers(raw: dict[str, Any], task: Task, where: str) -> tuple[tuple[str, ...], int]:
+def answers_in_entry(raw: dict[str, Any], task: Task, where: str) -> tuple[tuple[str, ...], int]:
     """Return the right answers in an entry of a question file (empty if it has none), and the number of choices (0 if
     the task is not multiple choice).
 

@@ -27,7 +27,7 @@ def mean_of(rule: Callable[[str, Sequence[str]], float]) -> Score:
 
 
 def score_letters(questions: Questions, answers: Sequence[str]) -> Numbers:
-    picked = [scoring.chosen(text, q.choices or len(LETTERS)) for q, text in zip(questions, answers, strict=True)]
+    picked = [scoring.named_choice(text, q.choices or len(LETTERS)) for q, text in zip(questions, answers, strict=True)]
     right = sum(choice == q.references[0] for q, choice in zip(questions, picked, strict=True))
     return {"accuracy": right / len(questions), "right": right, "invalid": picked.count(None)}
 

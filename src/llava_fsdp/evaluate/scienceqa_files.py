@@ -9,7 +9,7 @@ from llava_fsdp.data.records.record import parse_record, shown
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.evaluate.question import BenchmarkQuestion, check_unread, with_image_tag
 from llava_fsdp.evaluate.references import count_choices, letter_of
-from llava_fsdp.evaluate.scoring import LETTERS, chosen
+from llava_fsdp.evaluate.scoring import LETTERS, named_choice
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.safe_load import LARGE, read_json
 
@@ -25,7 +25,7 @@ def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str,
     if not record.turns or record.turns[0].role != "human":
         raise DataError(f"{record.where}: it must begin with a question (from human)")
     text = with_image_tag(record.turns[0].text.replace(IMAGE_TAG, "").strip(), record.images)
-    picked = chosen(record.turns[1].text, len(LETTERS)) if len(record.turns) > 1 else None
+    picked = named_choice(record.turns[1].text, len(LETTERS)) if len(record.turns) > 1 else None
     references = () if picked is None else (picked,)
     return BenchmarkQuestion(number, record.id, text, text, record.images, record.where, references, len(LETTERS))
 

@@ -27,7 +27,7 @@ ARTICLES = frozenset({"a", "an", "the"})
 ENOUGH = 3
 """Number of people who must agree with an answer for an accuracy of 1."""
 
-WHOLE = """
+SPELLED_OUT = """
     ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've
     he's how'd how'll how's isn't it'd it'd've it'll ma'am might've mightn't mightn't've must've mustn't needn't
     not've o'clock oughtn't 'ow's'at shan't she'd've should've shouldn't shouldn't've somebody'd've somebody'll
@@ -43,7 +43,7 @@ AGAINST_THE_RULE = {"somebody'd": "somebodyd"}
 references."""
 
 
-def chosen(answer: str, choices: int) -> str | None:
+def named_choice(answer: str, choices: int) -> str | None:
     """Return the letter of the choice that an answer names; None if it names no choice.
 
     An answer names a choice if it is a letter alone (`B`), if it begins with a letter, a period and a space (`B. a
@@ -98,7 +98,7 @@ def rate(part: int, whole: int) -> float:
 
 CONTRACTIONS = {
     whole[:place] + whole[place + 1 :]: whole
-    for whole in WHOLE.split()
+    for whole in SPELLED_OUT.split()
     for place, sign in enumerate(whole)
     if sign == "'"
 } | AGAINST_THE_RULE

@@ -19,7 +19,7 @@ from llava_fsdp.runtime.provenance import (
     digests,
     files_of,
     is_older,
-    listed,
+    listed_digests,
     parse,
     read_bytes,
     read_notes,
@@ -51,7 +51,7 @@ def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int 
             folder = path.parent if path.is_file() else path
             if path == folder:
                 check_folder(folder, largest=0)
-            files = {folder / name: digest for name, digest in listed(folder).items()}
+            files = {folder / name: digest for name, digest in listed_digests(folder).items()}
             wanted |= {file: (folder, digest) for file, digest in files.items() if path in (folder, file)}
         mine = share({file: digest for file, (_, digest) in wanted.items()}, local_rank, local_size)
         nbytes = sum(digest.bytes for _, digest in wanted.values())

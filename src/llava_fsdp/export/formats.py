@@ -18,9 +18,9 @@ from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.export.processor import (
     check_template,
+    convert_tokenizer_to_original,
     has_tokenizer,
     preprocessor_fields,
-    write_original_tokenizer,
     write_preprocessor,
     write_processor,
     write_tokenizer,
@@ -130,7 +130,7 @@ def write_folder(
         write_shards(weights, staged, theirs, source.vocabulary, rows)
     elif form is FolderFormat.llava:
         on_first_rank(lambda: write_configs(source, weights.widest, staged), failing)
-        on_first_rank(lambda: write_originals_tokenizer(source, staged), failing)
+        on_first_rank(lambda: copy_or_convert_tokenizer(source, staged), failing)
         write_shards(weights, staged, rename, source.vocabulary, source.vocabulary)
     else:
         on_first_rank(lambda: begin_projector(source, weights, staged), failing)
@@ -220,14 +220,14 @@ def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None
         write_preprocessor(parts.vision_folder, staged / TOWER, pads=False)
 
 
-def write_originals_tokenizer(source: SourceModel, staged: Path) -> None:
+def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
     """Write the tokenizer for the original LLaVA: a copy of the files that the source has from the original LLaVA, or
     else a conversion of the language model's tokenizer."""
     parts, came_from = source.model.parts, originals_files(source.model.parts)
     if came_from is not None and has_tokenizer(came_from):
         copy_files(came_from, staged, TOKENIZER_FILES)
     else:
-        write_original_tokenizer(parts.language_folder, staged, source.vocabulary, source.max_length)
+        convert_tokenizer_to_original(parts.language_folder, staged, source.vocabulary, source.max_length)
 
 
 def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None:

@@ -244,7 +244,7 @@ def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: Asp
     (staged / "processor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
 
 
-def write_original_tokenizer(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
+def convert_tokenizer_to_original(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
     """Write the tokenizer for the original LLaVA, which uses transformers 4.37, without the tokens whose ids are not
     less than `vocab_size`."""
     if lacks_tokenizer(folder, staged):

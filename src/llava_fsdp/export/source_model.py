@@ -99,7 +99,7 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
     is undamaged and has the dtype that `cfg` asks for."""
     newest = newest_alone(run / FOLDER)
     if newest is None:
-        return open_end(run, cfg)
+        return open_final_folder(run, cfg)
     try:
         notes = read_notes(run / EXPORT)
         is_current = all(newest.facts[key] == notes.get(key) for key in ("run", "step"))
@@ -110,7 +110,7 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
     return open_checkpoint(newest, cfg)
 
 
-def open_end(run: Path, cfg: ConversionConfig) -> Opened:
+def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
     """Open the model that a run without checkpoints wrote at its end: the adapter folder, unless the `export` folder is
     of the same step or there is no adapter folder; then the `export` folder.
 

@@ -83,10 +83,10 @@ def prove_merge(model: Llava, adapted: Adapted) -> float:
     Raises:
         ModelError: the logits differ by more than another order of summation explains.
     """
-    compute, micro = compute_dtype(model), probe(model)
-    expected = logits(filled(model, adapted.sources, compute, adapted), micro)
+    compute, micro = compute_dtype(model), random_rows(model)
+    expected = logits(load_copy(model, adapted.sources, compute, adapted), micro)
     gc.collect()
-    difference = relative_difference(logits(filled(model, adapted.merged, compute), micro), expected)
+    difference = relative_difference(logits(load_copy(model, adapted.merged, compute), micro), expected)
     gc.collect()
     bound = CLOSE if compute == torch.float32 else CLOSE_BF16
     log().info("logits of the merged weights differ by %.2g of the largest (bound %.2g)", difference, bound)
@@ -115,8 +115,8 @@ def prove(
         ModelError: the logits differ.
     """
     compute = compute_dtype(model)
-    micro = probe(model)
-    source = filled(model, {n: Rounded(s, dtypes[n]) for n, s in sources.items()}, compute)
+    micro = random_rows(model)
+    source = load_copy(model, {n: Rounded(s, dtypes[n]) for n, s in sources.items()}, compute)
     expected = logits(source, micro)
     if form is FolderFormat.projector:
         written = []
@@ -148,7 +148,7 @@ def compute_dtype(model: Llava) -> torch.dtype:
     return torch.bfloat16
 
 
-def probe(model: Llava) -> MicroBatch:
+def random_rows(model: Llava) -> MicroBatch:
     """Return a random micro-batch of two rows, one with an image and one without, in which every token is a label."""
     dice = torch.Generator().manual_seed(0)
     size = model.parts.vision.image_size
@@ -169,7 +169,7 @@ def probe(model: Llava) -> MicroBatch:
     )
 
 
-def filled(
+def load_copy(
     shapes: Llava,
     sources: Any,
     compute: torch.dtype,
@@ -210,7 +210,7 @@ def logits_of_folder(form: FolderFormat, folder: Path, micro: MicroBatch, comput
     cfg = read_model(folder, None, None)
     parts = find_parts(cfg)
     model = build_llava(parts, cfg, compute)
-    return logits(filled(model, find_weights(model, parts, cfg, None, 0), compute), micro)
+    return logits(load_copy(model, find_weights(model, parts, cfg, None, 0), compute), micro)
 
 
 @torch.no_grad()

@@ -9,14 +9,14 @@ from llava_fsdp.migrate.keys import (
     Context,
     Outcome,
     Rule,
-    each,
+    becomes,
     implied,
     mapped,
     no_effect,
-    off,
+    only_off,
     outcome,
     refused,
-    to,
+    rules,
     unsupported,
 )
 from llava_fsdp.migrate.launcher_flags import LAUNCHER
@@ -53,7 +53,7 @@ def as_flag(flag: str, key: str) -> Rule:
     it becomes the override `key`; otherwise the original refuses to start."""
 
     def rule(context: Context, value: object) -> Outcome:
-        theirs = context.run.hf(flag)
+        theirs = context.run.trainer_value(flag)
         return mapped(context.tell(key)) if plain(value) == theirs else refused(f"--{flag} is {theirs}")
 
     return rule
@@ -79,36 +79,38 @@ def dynamo_backend(context: Context, value: object) -> Outcome:
 
 ACCELERATE: Mapping[str, Rule] = {
     "config_file": read_file,
-    "compute_environment": off("torchrun starts the machines", "LOCAL_MACHINE"),
+    "compute_environment": only_off("torchrun starts the machines", "LOCAL_MACHINE"),
     "distributed_type": distributed_type,
-    **each(to("sharding"), "use_deepspeed use_fsdp multi_gpu"),
-    "mixed_precision": to("precision"),
+    **rules(becomes("sharding"), "use_deepspeed use_fsdp multi_gpu"),
+    "mixed_precision": becomes("precision"),
     "gpu_ids": mapped("CUDA_VISIBLE_DEVICES before the command, unless it is all"),
     "num_cpu_threads_per_process": implied("OMP_NUM_THREADS before the command"),
     # DeepSpeed
     "deepspeed_config_file": read_file,
-    "zero_stage": unless_deepspeed(to("sharding")),
+    "zero_stage": unless_deepspeed(becomes("sharding")),
     "gradient_accumulation_steps": unless_deepspeed(as_flag("gradient_accumulation_steps", "global_batch_size")),
     "gradient_clipping": unless_deepspeed(as_flag("max_grad_norm", "optim.clip")),
-    **each(unless_deepspeed(to("offload")), "offload_optimizer_device offload_param_device"),
-    **each(unless_deepspeed(to("offload.folder")), "offload_optimizer_nvme_path offload_param_nvme_path"),
+    **rules(unless_deepspeed(becomes("offload")), "offload_optimizer_device offload_param_device"),
+    **rules(unless_deepspeed(becomes("offload.folder")), "offload_optimizer_nvme_path offload_param_nvme_path"),
     "zero3_init_flag": READ_BY_ROWS,
     "zero3_save_16bit_model": implied("export/ always holds the whole model"),
-    **each(CHOOSE, "deepspeed_inclusion_filter deepspeed_exclusion_filter"),
+    **rules(CHOOSE, "deepspeed_inclusion_filter deepspeed_exclusion_filter"),
     # FSDP
-    **each(strategy, "fsdp_sharding_strategy fsdp_reshard_after_forward"),
+    **rules(strategy, "fsdp_sharding_strategy fsdp_reshard_after_forward"),
     "fsdp_version": implied("FSDP2"),
-    **each(UNITS, "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params"),
-    "fsdp_offload_params": unless_deepspeed(to("offload")),
-    **each(AHEAD, "fsdp_backward_prefetch fsdp_backward_prefetch_policy fsdp_forward_prefetch"),
+    **rules(UNITS, "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params"),
+    "fsdp_offload_params": unless_deepspeed(becomes("offload")),
+    **rules(AHEAD, "fsdp_backward_prefetch fsdp_backward_prefetch_policy fsdp_forward_prefetch"),
     "fsdp_state_dict_type": implied("checkpoints are sharded, and export/ holds the whole model"),
     "fsdp_use_orig_params": implied("FSDP2 keeps every parameter"),
-    **each(READ_BY_ROWS, "fsdp_cpu_ram_efficient_loading fsdp_sync_module_states"),
-    "fsdp_activation_checkpointing": to("activation_checkpointing"),
+    **rules(READ_BY_ROWS, "fsdp_cpu_ram_efficient_loading fsdp_sync_module_states"),
+    "fsdp_activation_checkpointing": becomes("activation_checkpointing"),
     # others
     "dynamo_backend": dynamo_backend,
-    **each(off("torch.compile's default settings", "default"), "dynamo_mode dynamo_use_fullgraph dynamo_config.*"),
-    **each(
+    **rules(
+        only_off("torch.compile's default settings", "default"), "dynamo_mode dynamo_use_fullgraph dynamo_config.*"
+    ),
+    **rules(
         implied("blocks are compiled one at a time, and lengths are variables"),
         "dynamo_use_dynamic dynamo_use_regional_compilation",
     ),

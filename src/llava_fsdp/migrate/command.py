@@ -70,12 +70,12 @@ class Migration:
 
 def migrate(run: Run) -> Migration:
     decided = decide(run)
-    kept = reduce(decided)
+    kept = drop_defaults(decided)
     context = Context(run, decided, frozenset(decided) - frozenset(kept))
     return Migration(run, decided, kept, rows_of(context), refusal(kept))
 
 
-def reduce(decided: Overrides) -> Overrides:
+def drop_defaults(decided: Overrides) -> Overrides:
     """Return the overrides without those that the stage and the model's recipe set to the same value anyway."""
     chosen = {key: value for key, value in decided.items() if key in CHOICES}
     with initialize_config_dir(str(config_dir()), version_base="1.3"):

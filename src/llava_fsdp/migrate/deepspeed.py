@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from llava_fsdp.migrate.keys import (
     OFF,
     Context,
+    IfDecided,
+    OnlyIf,
     Outcome,
     Rule,
-    Usual,
     Verdict,
-    Where,
-    each,
+    becomes,
     implied,
     mapped,
     no_effect,
-    off,
-    on,
+    only_off,
+    only_on,
     refused,
-    to,
+    rules,
     unsupported,
 )
 from llava_fsdp.migrate.overrides import DS_ADAM, DS_SCHEDULES, STAGES
@@ -72,7 +72,9 @@ class FromFlag:
     note: str = ""
 
     def __call__(self, context: Context, value: object) -> Outcome:
-        return compared(context, value, context.run.hf(self.flag), context.tell(self.key) + self.note, f"--{self.flag}")
+        return compared(
+            context, value, context.run.trainer_value(self.flag), context.tell(self.key) + self.note, f"--{self.flag}"
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Switched:
         inner = [plain(v) for k, v in values.items() if k.startswith(block + ".") and k.endswith("." + self.flag)]
         is_on = any(v is True or v not in (None, 0, 1) for v in inner)
         if plain(values.get(f"{block}.{self.flag}")) is False or not is_on:
-            return implied(f"{block} is off, as here")
+            return implied(f"{block} is only_off, as here")
         return unsupported(self.why)
 
 
@@ -108,7 +110,7 @@ def optimizer_type(context: Context, value: object) -> Outcome:
 
 
 def betas(context: Context, value: object) -> Outcome:
-    theirs = [context.run.hf("adam_beta1"), context.run.hf("adam_beta2")]
+    theirs = [context.run.trainer_value("adam_beta1"), context.run.trainer_value("adam_beta2")]
     text = f"{context.tell('optim.beta1')}, {context.tell('optim.beta2')}"
     return compared(context, value, theirs, text, "--adam_beta1, --adam_beta2")
 
@@ -133,7 +135,7 @@ def scheduler_type(context: Context, value: object) -> Outcome:
 def half_enabled(context: Context, value: object) -> Outcome:
     """Rule for the keys `bf16.enabled` and `fp16.enabled`."""
     name = "fp16" if context.key.startswith("fp16") else "bf16"
-    theirs = bool(context.run.hf(name))
+    theirs = bool(context.run.trainer_value(name))
     is_on = theirs if value == AUTO else plain(value) is True
     found = compared(context, value, theirs, context.tell("precision") if is_on else OFF.text, f"--{name}")
     return found if is_on or found.verdict is Verdict.unsupported else implied(found.text, found.resolved)
@@ -168,7 +170,7 @@ DEEPSPEED: Mapping[str, Rule] = {
     "train_batch_size": train_batch_size,
     "train_micro_batch_size_per_gpu": FromFlag("per_device_train_batch_size", "micro_batch_size"),
     "gradient_accumulation_steps": FromFlag("gradient_accumulation_steps", "global_batch_size"),
-    "managed_gradient_accumulation": on("a step is global_batch_size samples"),
+    "managed_gradient_accumulation": only_on("a step is global_batch_size samples"),
     # optimizer
     "optimizer.type": optimizer_type,
     "optimizer.params.lr": FromFlag("learning_rate", "optim.lr"),
@@ -176,41 +178,41 @@ DEEPSPEED: Mapping[str, Rule] = {
     "optimizer.params.eps": FromFlag("adam_epsilon", "optim.eps"),
     "optimizer.params.weight_decay": FromFlag(
         "weight_decay", "optim.weight_decay", ", without norms and biases, which DeepSpeed decays too"),
-    **each(ADAMW, "torch_adam fused set_grad_none", "optimizer.params."),
-    **each(adam_w_mode, "adam_w_mode adamw_mode", "optimizer.params."),
-    **each(on("AdamW corrects its moments, which are in precision.moment_dtype, by default fp32"),
+    **rules(ADAMW, "torch_adam fused set_grad_none", "optimizer.params."),
+    **rules(adam_w_mode, "adam_w_mode adamw_mode", "optimizer.params."),
+    **rules(only_on("AdamW corrects its moments, which are in precision.moment_dtype, by default fp32"),
            "bias_correction fp32_optimizer_states", "optimizer.params."),
-    "optimizer.params.max_grad_norm": off("optim.clip clips", 0, 0.0),
-    **each(ADAMW, "optimizer.legacy_fusion zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
+    "optimizer.params.max_grad_norm": only_off("optim.clip clips", 0, 0.0),
+    **rules(ADAMW, "optimizer.legacy_fusion zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
     # schedule
     "scheduler.type": scheduler_type,
-    "scheduler.params.warmup_min_lr": off("warm-up begins at 0", 0, AUTO),
+    "scheduler.params.warmup_min_lr": only_off("warm-up begins at 0", 0, AUTO),
     "scheduler.params.warmup_max_lr": FromFlag("learning_rate", "optim.lr"),
-    "scheduler.params.warmup_num_steps": Where("optim.warmup_steps", to("optim.warmup_ratio")),
-    "scheduler.params.warmup_type": to("optim.schedule"),
+    "scheduler.params.warmup_num_steps": IfDecided("optim.warmup_steps", becomes("optim.warmup_ratio")),
+    "scheduler.params.warmup_type": becomes("optim.schedule"),
     "scheduler.params.total_num_steps": implied("schedules end with the run: set max_steps where it is another number"),
-    "scheduler.params.last_batch_iteration": off("a run that continues knows where it is", -1),
-    **each(NO_SETTING, "optimizer.params.* scheduler.params.* zero_optimization.save_muon_momentum_buffer_in_memory"),
+    "scheduler.params.last_batch_iteration": only_off("a run that continues knows where it is", -1),
+    **rules(NO_SETTING, "optimizer.params.* scheduler.params.* zero_optimization.save_muon_momentum_buffer_in_memory"),
     # precision
     "gradient_clipping": FromFlag("max_grad_norm", "optim.clip"),
-    **each(off(f"{FP32_SUMS}; compat=llava_v1_5 reduces them in bf16", "fp32"),
+    **rules(only_off(f"{FP32_SUMS}; compat=llava_v1_5 reduces them in bf16", "fp32"),
            "communication_data_type data_types.grad_accum_dtype"),
-    **each(implied(FP32_SUMS), "fp32_allreduce bf16.immediate_grad_update"),
-    **each(off("the loss is divided by the label tokens of the step before backward, and gradients are summed",
+    **rules(implied(FP32_SUMS), "fp32_allreduce bf16.immediate_grad_update"),
+    **rules(only_off("the loss is divided by the label tokens of the step before backward, and gradients are summed",
                1, 1.0, "mean"),
            "prescale_gradients gradient_predivide_factor gradient_allreduce_op"),
-    "sparse_gradients": off("gradients of embeddings are dense"),
-    **each(half_enabled, "bf16.enabled bfloat16.enabled fp16.enabled"),
+    "sparse_gradients": only_off("gradients of embeddings are dense"),
+    **rules(half_enabled, "bf16.enabled bfloat16.enabled fp16.enabled"),
     "bf16.check_grad_overflow": implied("a step whose gradients are not finite is skipped"),
-    **each(bf16_kept, "bf16_master_weights_and_grads bf16_optimizer_states", "bf16."),
+    **rules(bf16_kept, "bf16_master_weights_and_grads bf16_optimizer_states", "bf16."),
     "fp16.auto_cast": implied("images are cast to the dtype that the model computes in"),
     "fp16.*": fp16_detail,
     "data_types.*": unsupported("precision= chooses the dtypes"),
-    **each(Switched("precision= chooses the dtypes"), "amp.* torch_autocast.*"),
+    **rules(Switched("precision= chooses the dtypes"), "amp.* torch_autocast.*"),
     # ZeRO
     "zero_optimization.stage": stage,
     "allgather_size": COMMUNICATION,
-    **each(COMMUNICATION, """
+    **rules(COMMUNICATION, """
         contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
         allgather_bucket_size allgather_sequential stage3_allgather_sequential overlap_comm round_robin_gradients
         grad_hooks sub_group_size stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold
@@ -219,47 +221,47 @@ DEEPSPEED: Mapping[str, Rule] = {
         stage3_module_granularity_threshold module_granularity_threshold leaf_module.* log_trace_cache_warnings
         stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params mics_hierarchical_params_gather
         legacy_stage1 memory_efficient_linear enable_sanity_checks""", "zero_optimization."),
-    "disable_allgather": off("weights are gathered"),
-    **each(READ_BY_ROWS, "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint override_module_apply",
+    "disable_allgather": only_off("weights are gathered"),
+    **rules(READ_BY_ROWS, "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint override_module_apply",
            "zero_optimization."),
-    "zero_optimization.offload_optimizer.ratio": Usual((1, 1.0), "all of the state", "all of the state is offloaded"),
-    **each(Where("offload", OFF), "offload_param offload_optimizer offload_param.* offload_optimizer.* cpu_offload "
-                                  "cpu_offload_param cpu_offload_params cpu_offload_use_pin_memory",
+    "zero_optimization.offload_optimizer.ratio": OnlyIf((1, 1.0), "all of the state", "all of the state is offloaded"),
+    **rules(IfDecided("offload", OFF), "offload_param offload_optimizer offload_param.* offload_optimizer.* "
+                                  "cpu_offload cpu_offload_param cpu_offload_params cpu_offload_use_pin_memory",
            "zero_optimization."),
-    "aio.*": Where("offload.folder", no_effect("only with offload to nvme"), "files are read ahead"),
-    **each(GATHERED, "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save "
+    "aio.*": IfDecided("offload.folder", no_effect("only with offload to nvme"), "files are read ahead"),
+    **rules(GATHERED, "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save "
                      "stage3_gather_fp16_weights_on_model_save", "zero_optimization."),
     "zero_optimization.ignore_unused_parameters": implied("parameters that can never get a gradient are frozen"),
-    **each(off("not set: sharding=hybrid sharding.shard_size=N shards within groups of N ranks and copies between them",
+    **rules(only_off("not set: sharding=hybrid sharding.shard_size=N shards in groups of N ranks, which are copies",
                -1, 0, 1), "zero_hpz_partition_size mics_shard_size", "zero_optimization."),
-    **each(off(NONE, -1, 0, 1), "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
-           "zero_optimization."),
+    **rules(only_off(NONE, -1, 0, 1), "zero_quantized_weights zero_quantized_nontrainable_weights "
+           "zero_quantized_gradients", "zero_optimization."),
     # memory
     "activation_checkpointing.*": no_effect(
         "only for models that call DeepSpeed's own checkpointing; LLaVA's is --gradient_checkpointing. "
         "activation_checkpointing=offload keeps blocks' inputs in host memory"),
     "compile.*": Switched("FSDP2 gathers around compiled blocks, not in them; compile=true compiles", "deepcompile"),
     # logging
-    **each(METRICS, "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level"),
-    **each(Switched("metrics.jsonl has tokens and seconds of every step"), "flops_profiler.* comms_logger.*"),
-    **each(Switched("track.tensorboard=true and track.wandb=online are the trackers (docs/report.md)"),
+    **rules(METRICS, "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level"),
+    **rules(Switched("metrics.jsonl has tokens and seconds of every step"), "flops_profiler.* comms_logger.*"),
+    **rules(Switched("track.tensorboard=true and track.wandb=online are the trackers (docs/report.md)"),
            "tensorboard.* wandb.* comet.* csv_monitor.* monitor_config.*"),
     # checkpoints
-    **each(implied("every rank writes its own shard, and any number of ranks reads them"),
+    **rules(implied("every rank writes its own shard, and any number of ranks reads them"),
            "checkpoint.tag_validation checkpoint.load_universal checkpoint.parallel_write.*"),
-    "checkpoint.use_node_local_storage": off("output_dir is one folder that all machines see"),
+    "checkpoint.use_node_local_storage": only_off("output_dir is one folder that all machines see"),
     "checkpoint.*": unsupported("checkpoints have a format of their own: docs/checkpoints.md"),
     # other ways to train
-    "dataloader_drop_last": off("no sample is dropped"),
+    "dataloader_drop_last": only_off("no sample is dropped"),
     "vocabulary_size": implied("taken from the model's configuration"),
     "elasticity.*": Switched("global_batch_size stays the same; NNODES=MIN:MAX launch/multinode.sh"),
     "autotuning.*": Switched("llava-fsdp sweep runs the configurations that you name"),
     "tensor_parallel.*": Switched(ZERO3, "autotp_size"),
-    **each(off(ZERO3, 0, 1), "autotp_size sequence_parallel_size graph_harvesting"),
-    **each(Switched(NONE), """
+    **rules(only_off(ZERO3, 0, 1), "autotp_size sequence_parallel_size graph_harvesting"),
+    **rules(Switched(NONE), """
         data_efficiency.* curriculum_learning.* curriculum_params_legacy.* expert_parallel.* hybrid_engine.*
         compression_training.* quantize_training.* progressive_layer_drop.* eigenvalue.* nebula.*"""),
-    **each(unsupported(NONE), """
+    **rules(unsupported(NONE), """
         pipeline.* sparse_attention.* inference.* data_parallel_group weight_quantization.* zero_optimization.zenflow.*
         zero_optimization.zeropp_loco_param.* seq_parallel_communication_data_type
         use_data_before_expert_parallelism"""),

@@ -100,7 +100,7 @@ def scheduler_type(context: Context, value: object) -> Outcome:
 def warmup_ratio(context: Context, value: object) -> Outcome:
     if "optim.warmup_steps" in context.decided:
         return no_effect(f"a number of steps wins: {context.tell('optim.warmup_steps')}")
-    if context.run.hf("lr_scheduler_type") == "constant" and context.run.ds("scheduler.type") is None:
+    if context.run.trainer_value("lr_scheduler_type") == "constant" and context.run.ds("scheduler.type") is None:
         return no_effect("transformers' constant schedule has no warm-up")
     return mapped(context.tell("optim.warmup_ratio"))
 

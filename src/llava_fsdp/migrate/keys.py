@@ -117,13 +117,13 @@ def written(value: object) -> str:
     return str(value)
 
 
-def each(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
+def rules(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
     """Return a dict that has the same rule for several keys: the names in `names`, which spaces separate, with
     `prefix`."""
     return {prefix + name: rule for name in names.split()}
 
 
-def to(*keys: str, note: str = "") -> Rule:
+def becomes(*keys: str, note: str = "") -> Rule:
     """Return a rule for a key that becomes the overrides `keys`. `note` is added to the rule's text."""
 
     def rule(context: Context, value: object) -> Outcome:
@@ -134,7 +134,7 @@ def to(*keys: str, note: str = "") -> Rule:
 
 
 @dataclass(frozen=True)
-class Where:
+class IfDecided:
     """Rule for a key that becomes the override `key` if the training has that override; if not, `otherwise` applies."""
 
     key: str
@@ -142,11 +142,13 @@ class Where:
     note: str = ""
 
     def __call__(self, context: Context, value: object) -> Outcome:
-        return outcome(to(self.key, note=self.note) if self.key in context.decided else self.otherwise, context, value)
+        return outcome(
+            becomes(self.key, note=self.note) if self.key in context.decided else self.otherwise, context, value
+        )
 
 
 @dataclass(frozen=True)
-class Usual:
+class OnlyIf:
     """Rule for a key that needs no override if its value is one of `values` (`text` says why). Any other value has no
     equivalent in llava_fsdp (`why` says why)."""
 
@@ -160,16 +162,16 @@ class Usual:
         return unsupported(self.why)
 
 
-def off(why: str, *usual: object) -> Usual:
+def only_off(why: str, *usual: object) -> OnlyIf:
     """Return a rule for a feature that is off by default and has no equivalent in llava_fsdp.
 
     Args:
         why: why the feature is not supported, or what to use in its place.
-        usual: values with which the feature is off, besides false, empty and `none`.
+        usual: values with which the feature is only_off, besides false, empty and `none`.
     """
-    return Usual((None, False, "", "no", "none", {}, [], *usual), OFF.text, why)
+    return OnlyIf((None, False, "", "no", "none", {}, [], *usual), OFF.text, why)
 
 
-def on(why: str) -> Usual:
+def only_on(why: str) -> OnlyIf:
     """Return a rule for a feature that is on by default, and always on in llava_fsdp; `why` explains the latter."""
-    return Usual((None, True), "as here", why)
+    return OnlyIf((None, True), "as here", why)

@@ -3,7 +3,7 @@ llava_fsdp."""
 
 from collections.abc import Mapping
 
-from llava_fsdp.migrate.keys import Rule, each, implied, mapped, unsupported
+from llava_fsdp.migrate.keys import Rule, implied, mapped, rules, unsupported
 
 NUMBER = mapped("the number of ranks: --nproc-per-node, and a factor of global_batch_size")
 CHOSEN = mapped("the number of ranks, and CUDA_VISIBLE_DEVICES before the command")
@@ -16,21 +16,21 @@ BY_TORCHRUN = unsupported("torchrun is the launcher, and is started on every mac
 OUTSIDE = unsupported("do it before the command: CUDA_VISIBLE_DEVICES=0,1 and gpus=N here, numactl, the environment")
 
 LAUNCHER: Mapping[str, Rule] = {
-    **each(NUMBER, "num_gpus num_accelerators num_nodes nproc_per_node nnodes num_processes num_machines"),
-    **each(CHOSEN, "include i"),
-    **each(ELASTIC, "min_elastic_nodes max_elastic_nodes elastic_training"),
-    **each(PLACE, """
+    **rules(NUMBER, "num_gpus num_accelerators num_nodes nproc_per_node nnodes num_processes num_machines"),
+    **rules(CHOSEN, "include i"),
+    **rules(ELASTIC, "min_elastic_nodes max_elastic_nodes elastic_training"),
+    **rules(PLACE, """
         master_port master_addr node_rank standalone rdzv_backend rdzv_endpoint rdzv_id rdzv_conf local_addr
         numa_binding machine_rank main_process_ip main_process_port"""),
     "max_restarts": RESTARTS,
-    **each(LOGS, """
+    **rules(LOGS, """
         enable_each_rank_log log_level q quiet monitor_interval event_log_handler log_dir r redirects t tee
         local_ranks_filter logs_specs debug"""),
-    **each(NOT_NEEDED, """
+    **rules(NOT_NEEDED, """
         module m no_python no_local_rank no_ssh no_ssh_check force_multi save_pid ssh_port start_method role use_env
         run_path same_network main_training_function"""),
-    **each(BY_TORCHRUN, """
+    **rules(BY_TORCHRUN, """
         hostfile H launcher launcher_args mpirun_hostfile deepspeed_hostfile deepspeed_multinode_launcher"""),
-    **each(OUTSIDE, "exclude e bind_cores_to_rank bind_core_list venv_script"),
+    **rules(OUTSIDE, "exclude e bind_cores_to_rank bind_core_list venv_script"),
     "autotuning": unsupported("llava-fsdp sweep runs the configurations that you name"),
 }  # fmt: skip

@@ -50,37 +50,39 @@ TRACKERS: Mapping[str, tuple[str, object]] = {
 
 def decide(run: Run) -> Overrides:
     """Return all overrides of a training, including those that the stage or the recipe sets to the same value anyway;
-    `command.reduce` removes the latter."""
+    `command.drop_defaults` removes the latter."""
     found = model(run) | data(run) if run.launch.is_original else other_program(run)
     found |= writing(run) | tracking(run) | sharding(run) | offload(run) | precision(run) | compiling(run)
-    checkpointing = run.hf("gradient_checkpointing") or plain(run.launched("fsdp_activation_checkpointing")) is True
+    checkpointing = (
+        run.trainer_value("gradient_checkpointing") or plain(run.launched("fsdp_activation_checkpointing")) is True
+    )
     found["activation_checkpointing"] = "full" if checkpointing else "none"
-    found |= {"global_batch_size": run.batch, "micro_batch_size": run.hf("per_device_train_batch_size")}
+    found |= {"global_batch_size": run.batch, "micro_batch_size": run.trainer_value("per_device_train_batch_size")}
     return found | optimizer(run) | schedule(run)
 
 
 def model(run: Run) -> Overrides:
-    name, stage, projector = run.hf("model_name_or_path"), run.stage, run.hf("mm_projector_type")
+    name, stage, projector = run.trainer_value("model_name_or_path"), run.stage, run.trainer_value("mm_projector_type")
     adapted = "qlora" if run.bits is not None and stage == "finetune" else "lora"
     found: Overrides = {
         "stage": f"{stage}_{adapted}" if run.is_lora else stage,
         "model": model_choice(str(name)),
         "model.checkpoint" if stage == "finetune_task" else "model.language": name,
         "model.projector_type": projector,
-        "model.select_layer": run.hf("mm_vision_select_layer"),
-        "model.select_feature": "full" if run.hf("mm_vision_select_feature") == "cls_patch" else "patch",
+        "model.select_layer": run.trainer_value("mm_vision_select_layer"),
+        "model.select_feature": "full" if run.trainer_value("mm_vision_select_feature") == "cls_patch" else "patch",
         "model.train": trained(run),
     }
-    if run.hf("vision_tower"):
-        found["model.vision"] = run.hf("vision_tower")
+    if run.trainer_value("vision_tower"):
+        found["model.vision"] = run.trainer_value("vision_tower")
     if stage == "finetune":
-        found["model.projector"] = run.hf("pretrain_mm_mlp_adapter") or "random"
+        found["model.projector"] = run.trainer_value("pretrain_mm_mlp_adapter") or "random"
     if stage == "finetune_task":
-        found["model.image_start_end"] = run.hf("mm_use_im_start_end")
+        found["model.image_start_end"] = run.trainer_value("mm_use_im_start_end")
     if projector != "mlp2x_gelu":
         found["export.enabled"] = False
     if run.is_lora:  # its defaults differ from the values in the stages, which are those of its scripts
-        found |= {f"model.lora.{key}": run.hf(f"lora_{key}") for key in ("r", "alpha", "dropout", "bias")}
+        found |= {f"model.lora.{key}": run.trainer_value(f"lora_{key}") for key in ("r", "alpha", "dropout", "bias")}
     return found | quantized(run)
 
 
@@ -88,7 +90,7 @@ def other_program(run: Run) -> Overrides:
     """Return the overrides for model and data of a training program other than LLaVA's: one for each flag that was
     given. A model whose name contains llava is taken for a whole LLaVA checkpoint, such as those of llava-hf. With peft
     only the adapters are trained."""
-    name = run.hf("model_name_or_path")
+    name = run.trainer_value("model_name_or_path")
     found: Overrides = {
         "stage": "finetune_task_lora" if run.is_lora else "finetune_task",
         "data": "llava_json",
@@ -104,7 +106,7 @@ def other_program(run: Run) -> Overrides:
         found["model.train"] = ["language"]
         flags |= {f"model.lora.{key}": f"lora_{key}" for key in ("r", "alpha", "dropout")}
         flags |= {"model.lora.use_dora": "use_dora", "model.lora.use_rslora": "use_rslora"}
-    return found | {key: run.hf(flag) for key, flag in flags.items() if run.given(flag)} | quantized(run)
+    return found | {key: run.trainer_value(flag) for key, flag in flags.items() if run.given(flag)} | quantized(run)
 
 
 def quantized(run: Run) -> Overrides:
@@ -114,7 +116,10 @@ def quantized(run: Run) -> Overrides:
         return {}
     if run.bits == 8:
         return {"model.quantize.mode": "int8"}
-    return {"model.quantize.mode": run.hf("quant_type"), "model.quantize.double": run.hf("double_quant")}
+    return {
+        "model.quantize.mode": run.trainer_value("quant_type"),
+        "model.quantize.double": run.trainer_value("double_quant"),
+    }
 
 
 def model_choice(name: str) -> str:
@@ -129,21 +134,21 @@ def model_choice(name: str) -> str:
 def trained(run: Run) -> list[str]:
     """Return the parts of the model that LLaVA trains (train.py:843-845, 926-935), except lm_head, which model.train
     cannot select."""
-    if run.stage == "pretrain" or (run.hf("freeze_backbone") and not run.is_lora):
+    if run.stage == "pretrain" or (run.trainer_value("freeze_backbone") and not run.is_lora):
         return ["projector"]
-    return ["language"] if run.hf("freeze_mm_mlp_adapter") else ["projector", "language"]
+    return ["language"] if run.trainer_value("freeze_mm_mlp_adapter") else ["projector", "language"]
 
 
 def data(run: Run) -> Overrides:
     found: Overrides = {
         "data": "llava_json",
-        "data.path": run.hf("data_path"),
-        "data.images": run.hf("image_folder"),
-        "data.template": TEMPLATES.get(str(run.hf("version"))),
-        "data.image_aspect_ratio": "pad" if run.hf("image_aspect_ratio") == "pad" else "square",
-        "data.max_length": run.hf("model_max_length"),
-        "data.workers": run.hf("dataloader_num_workers"),
-        "sampler.group_by_modality_length": run.hf("group_by_modality_length"),
+        "data.path": run.trainer_value("data_path"),
+        "data.images": run.trainer_value("image_folder"),
+        "data.template": TEMPLATES.get(str(run.trainer_value("version"))),
+        "data.image_aspect_ratio": "pad" if run.trainer_value("image_aspect_ratio") == "pad" else "square",
+        "data.max_length": run.trainer_value("model_max_length"),
+        "data.workers": run.trainer_value("dataloader_num_workers"),
+        "sampler.group_by_modality_length": run.trainer_value("group_by_modality_length"),
     }
     return {key: value for key, value in found.items() if value is not None}
 
@@ -151,34 +156,36 @@ def data(run: Run) -> Overrides:
 def writing(run: Run) -> Overrides:
     """Return the overrides for the output folder, checkpoints, logging, length of the training, seed, determinism and
     timeouts."""
-    found: Overrides = {"seed": run.hf("seed"), "comm.timeout": run.hf("ddp_timeout")}
-    if run.hf("output_dir"):
-        found["output_dir"] = run.hf("output_dir")
-    epochs, steps, every, keep = map(run.hf, ("num_train_epochs", "max_steps", "save_steps", "save_total_limit"))
+    found: Overrides = {"seed": run.trainer_value("seed"), "comm.timeout": run.trainer_value("ddp_timeout")}
+    if run.trainer_value("output_dir"):
+        found["output_dir"] = run.trainer_value("output_dir")
+    epochs, steps, every, keep = map(
+        run.trainer_value, ("num_train_epochs", "max_steps", "save_steps", "save_total_limit")
+    )
     if isinstance(epochs, float) and epochs == int(epochs) >= 1:
         found["epochs"] = int(epochs)
     if isinstance(steps, int) and steps > 0:
         found["max_steps"] = steps
-    if run.hf("save_strategy") != "steps":
+    if run.trainer_value("save_strategy") != "steps":
         found["checkpoint.every"] = None
     elif isinstance(every, float) and every >= 1:
         found["checkpoint.every"] = int(every)
     if isinstance(keep, int) and keep:
         found["checkpoint.keep"] = max(LEAST_KEPT, keep)
-    lines = run.hf("logging_steps")
-    if run.hf("logging_strategy") == "steps" and isinstance(lines, float) and lines >= 1:
+    lines = run.trainer_value("logging_steps")
+    if run.trainer_value("logging_strategy") == "steps" and isinstance(lines, float) and lines >= 1:
         found["log_every"] = int(lines)
-    if run.hf("full_determinism"):
+    if run.trainer_value("full_determinism"):
         found["deterministic"] = True
     return found
 
 
 def tracking(run: Run) -> Overrides:
     """Return the overrides for experiment trackers. `--report_to all` stands for all trackers in `TRACKERS`."""
-    names = str(run.hf("report_to") or "").split()
+    names = str(run.trainer_value("report_to") or "").split()
     found = dict(TRACKERS[name] for name in TRACKERS if name in names or "all" in names)
-    if "track.wandb" in found and run.hf("run_name"):
-        found["track.name"] = run.hf("run_name")
+    if "track.wandb" in found and run.trainer_value("run_name"):
+        found["track.name"] = run.trainer_value("run_name")
     return found
 
 
@@ -187,7 +194,7 @@ def compiling(run: Run) -> Overrides:
     that case compile=auto stays, and `migrate` prints a remark."""
     launched = run.launched("dynamo_backend")
     names = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
-    if str(launched or "no").lower() not in ("no", "none", "false") or any(map(run.hf, names)):
+    if str(launched or "no").lower() not in ("no", "none", "false") or any(map(run.trainer_value, names)):
         return {"compile": True}
     return {"compile": False} if "torch_compile" in run.flags or launched is not None else {}
 
@@ -228,7 +235,7 @@ def offload(run: Run) -> Overrides:
 
 def fsdp_words(run: Run) -> list[str]:
     """Return the words in the value of --fsdp, such as "full_shard auto_wrap", in upper case."""
-    return str(run.hf("fsdp") or "").upper().split()
+    return str(run.trainer_value("fsdp") or "").upper().split()
 
 
 def fsdp_strategy(run: Run) -> str | None:
@@ -247,7 +254,7 @@ def precision(run: Run) -> Overrides:
     """Return the overrides for the precision. If both bf16 and fp16 are given, with which the original refuses to
     start, bf16 is chosen."""
     on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
-    on |= {flag for flag in ("bf16", "fp16") if run.hf(flag)}
+    on |= {flag for flag in ("bf16", "fp16") if run.trainer_value(flag)}
     on.add(str(run.launched("mixed_precision")))
     half = next((half for half in ("bf16", "fp16", "fp8") if half in on), "fp32")
     if half == "bf16" and run.ds("bf16.bf16_master_weights_and_grads") is True:
@@ -272,11 +279,11 @@ def optimizer(run: Run) -> Overrides:
     betas = run.ds_or_default("optimizer.params.betas") if run.has_ds_optimizer else AUTO
     pair = [plain(b) for b in betas] if isinstance(betas, list) and len(betas) == 2 else [AUTO, AUTO]
     for beta, flag in zip(pair, ("adam_beta1", "adam_beta2"), strict=True):
-        found[f"optim.{flag[5:]}"] = run.hf(flag) if beta == AUTO else beta
+        found[f"optim.{flag[5:]}"] = run.trainer_value(flag) if beta == AUTO else beta
     if run.has_ds_warmup:
         found["optim.lr"] = filled(run, "scheduler.params.warmup_max_lr", "learning_rate")
     one_group = run.has_ds_optimizer or run.has_ds_warmup or not run.launch.is_original
-    found["optim.projector_lr"] = None if one_group else run.hf("mm_projector_lr")
+    found["optim.projector_lr"] = None if one_group else run.trainer_value("mm_projector_lr")
     return found
 
 
@@ -284,14 +291,14 @@ def filled(run: Run, key: str, flag: str) -> object:
     """Return the value of a key of DeepSpeed's optimizer or scheduler. If DeepSpeed's configuration has no optimizer
     (or scheduler), or the value is `auto`, return the value of the script's flag."""
     value = AUTO if run.ds(key.partition(".")[0] + ".type") is None else run.ds_or_default(key)
-    return run.hf(flag) if value == AUTO else value
+    return run.trainer_value(flag) if value == AUTO else value
 
 
 def clip(run: Run) -> object:
     """Return the maximum norm to which gradients are clipped; None: no clipping. With DeepSpeed the value is that of
     its key `gradient_clipping`, which by default does not clip."""
-    value = run.ds("gradient_clipping", 0) if run.uses_deepspeed else run.hf("max_grad_norm")
-    return (run.hf("max_grad_norm") if value == AUTO else value) or None
+    value = run.ds("gradient_clipping", 0) if run.uses_deepspeed else run.trainer_value("max_grad_norm")
+    return (run.trainer_value("max_grad_norm") if value == AUTO else value) or None
 
 
 def schedule(run: Run) -> Overrides:
@@ -305,12 +312,12 @@ def schedule(run: Run) -> Overrides:
             steps = max(LEAST_WARMUP, steps) if isinstance(steps, int) else steps
             return found | ({"optim.warmup_steps": steps} if named else {})
         return found | warmup(run)
-    name = str(run.hf("lr_scheduler_type"))
+    name = str(run.trainer_value("lr_scheduler_type"))
     if name == "constant":
         return {"optim.schedule": "constant", "optim.warmup_ratio": 0.0}
     return ({"optim.schedule": SCHEDULES[name]} if name in SCHEDULES else {}) | warmup(run)
 
 
 def warmup(run: Run) -> Overrides:
-    steps = run.hf("warmup_steps")
-    return {"optim.warmup_steps": steps} if steps else {"optim.warmup_ratio": run.hf("warmup_ratio")}
+    steps = run.trainer_value("warmup_steps")
+    return {"optim.warmup_steps": steps} if steps else {"optim.warmup_ratio": run.trainer_value("warmup_ratio")}

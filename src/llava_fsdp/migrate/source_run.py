@@ -90,7 +90,7 @@ class Run:
         names = (name,) if self.launch.is_original else (name, *ALIASES.get(name, ()))
         return next((spelling for spelling in names if spelling in self.flags), None)
 
-    def hf(self, name: str) -> object:
+    def trainer_value(self, name: str) -> object:
         """Return a flag's value as the training program parses it, converted to the flag's type; the default value if
         the flag was not given."""
         flag, spelling = self.table[name], self.given(name)
@@ -178,7 +178,10 @@ class Run:
     @property
     def batch(self) -> int:
         """Number of samples in an optimizer step: micro-batch size x gradient accumulation steps x number of GPUs."""
-        micro, accumulation = self.hf("per_device_train_batch_size"), self.hf("gradient_accumulation_steps")
+        micro, accumulation = (
+            self.trainer_value("per_device_train_batch_size"),
+            self.trainer_value("gradient_accumulation_steps"),
+        )
         assert isinstance(micro, int) and isinstance(accumulation, int) and self.gpus  # read_run checks gpus
         return micro * accumulation * self.gpus
 
@@ -186,24 +189,24 @@ class Run:
     def bits(self) -> int | None:
         """Number of bits of a quantized base model's weights, 4 or 8; None if the base model is not quantized."""
         if not self.launch.is_original:
-            return 4 if self.hf("load_in_4bit") else 8 if self.hf("load_in_8bit") else None
-        bits = self.hf("bits")
+            return 4 if self.trainer_value("load_in_4bit") else 8 if self.trainer_value("load_in_8bit") else None
+        bits = self.trainer_value("bits")
         return bits if isinstance(bits, int) and bits in (4, 8) else None
 
     @property
     def is_lora(self) -> bool:
         """Whether adapters are trained. In LLaVA's pretraining stage they are not, as LLaVA freezes them again there
         (train.py:926-930)."""
-        return bool(self.hf("lora_enable")) and self.stage != "pretrain"
+        return bool(self.trainer_value("lora_enable")) and self.stage != "pretrain"
 
     @property
     def stage(self) -> str:
         if not self.launch.is_original:
             return "finetune_task"
-        if self.hf("tune_mm_mlp_adapter"):
+        if self.trainer_value("tune_mm_mlp_adapter"):
             return "pretrain"
-        from_llava = "llava" in str(self.hf("model_name_or_path")).lower()
-        return "finetune_task" if from_llava and not self.hf("pretrain_mm_mlp_adapter") else "finetune"
+        from_llava = "llava" in str(self.trainer_value("model_name_or_path")).lower()
+        return "finetune_task" if from_llava and not self.trainer_value("pretrain_mm_mlp_adapter") else "finetune"
 
 
 def plain(value: object) -> object:

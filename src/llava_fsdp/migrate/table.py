@@ -58,7 +58,9 @@ def flag_rows(context: Context) -> list[Row]:
     rows = []
     for name, given in run.flags.items():
         flag = run.table.get(name)
-        rows.append(answered(context, run.name, name, run.hf(name) if flag else given, flag and flag.rule, near))
+        rows.append(
+            answered(context, run.name, name, run.trainer_value(name) if flag else given, flag and flag.rule, near)
+        )
     return rows
 
 
@@ -98,7 +100,7 @@ def default_rows(context: Context) -> Iterator[Row]:
         also = f", {context.tell('optim.beta2')}" if key.endswith("betas") else ""
         text = f"{context.tell(override)}{also}: DeepSpeed's default"
         if key == "gradient_clipping":
-            norm = run.hf("max_grad_norm")
+            norm = run.trainer_value("max_grad_norm")
             text = f"{context.tell(override)}: without it DeepSpeed does not clip, though --max_grad_norm is {norm}"
         yield Row(f"{run.deepspeed.name} (not in it)", key, run.ds_or_default(key), mapped(text))
     for name, flag in run.table.items():

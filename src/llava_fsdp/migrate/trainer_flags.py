@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from llava_fsdp.migrate.keys import (
     OFF,
     Context,
+    IfDecided,
+    OnlyIf,
     Outcome,
-    Usual,
-    Where,
+    becomes,
     implied,
     mapped,
     no_effect,
-    off,
-    to,
+    only_off,
     unsupported,
 )
-from llava_fsdp.migrate.llava_flags import ADAPTERS, FLAGS, same
+from llava_fsdp.migrate.llava_flags import ADAPTERS, FLAGS, flags_with
 from llava_fsdp.migrate.source_run import ALIASES, Flag, Run
 
 # Flags of transformers' TrainingArguments, which mean the same in every program that uses transformers' Trainer.
@@ -58,28 +58,28 @@ def bits(context: Context, value: object) -> Outcome:
     return unsupported("without adapters weights in few bits cannot be trained")
 
 
-def lora(key: str) -> Where:
-    return Where(f"model.lora.{key}", ADAPTERS)
+def lora(key: str) -> IfDecided:
+    return IfDecided(f"model.lora.{key}", ADAPTERS)
 
 
 OWN: Mapping[str, Flag] = {
-    "model_name_or_path": Flag(None, Where("model.checkpoint", NOT_LLAVA, "a whole model"), str),
-    "model_max_length": Flag(None, to("data.max_length", note="image tokens included"), int),
-    "data_path": Flag(None, to("data.path", note="a file of records as LLaVA's"), str),
-    "image_folder": Flag(None, to("data.images"), str),
-    "lora_enable": Flag(False, to("stage", "model.train")),
+    "model_name_or_path": Flag(None, IfDecided("model.checkpoint", NOT_LLAVA, "a whole model"), str),
+    "model_max_length": Flag(None, becomes("data.max_length", note="image tokens included"), int),
+    "data_path": Flag(None, becomes("data.path", note="a file of records as LLaVA's"), str),
+    "image_folder": Flag(None, becomes("data.images"), str),
+    "lora_enable": Flag(False, becomes("stage", "model.train")),
     "lora_r": Flag(None, lora("r"), int),
     **{f"lora_{key}": Flag(None, lora(key), float) for key in ("alpha", "dropout")},
     **{key: Flag(False, lora(key)) for key in ("use_dora", "use_rslora")},
     "lora_target_modules": Flag(None, targets, str),
-    "lora_task_type": Flag("CAUSAL_LM", off("adapters are of a causal language model", "CAUSAL_LM")),
-    **same(bits, load_in_4bit=False, load_in_8bit=False),
-    "quant_type": Flag("nf4", Where("model.quantize.mode", no_effect("only with load_in_4bit"))),
-    "double_quant": Flag(False, Where("model.quantize.double", no_effect("only with load_in_4bit"))),
-    **same(implied("precision= chooses the dtypes, and masters are fp32"), torch_dtype=str, dtype=str),
+    "lora_task_type": Flag("CAUSAL_LM", only_off("adapters are of a causal language model", "CAUSAL_LM")),
+    **flags_with(bits, load_in_4bit=False, load_in_8bit=False),
+    "quant_type": Flag("nf4", IfDecided("model.quantize.mode", no_effect("only with load_in_4bit"))),
+    "double_quant": Flag(False, IfDecided("model.quantize.double", no_effect("only with load_in_4bit"))),
+    **flags_with(implied("precision= chooses the dtypes, and masters are fp32"), torch_dtype=str, dtype=str),
     "attn_implementation": Flag(None, implied("attention is PyTorch's own"), str),
-    "trust_remote_code": Flag(False, off(NO_CODE.text)),
-    "model_revision": Flag("main", Usual(("main",), "the newest", NO_CODE.text)),
+    "trust_remote_code": Flag(False, only_off(NO_CODE.text)),
+    "model_revision": Flag("main", OnlyIf(("main",), "the newest", NO_CODE.text)),
 }
 OTHER_FLAGS: Mapping[str, Flag] = {
     **{name: FLAGS[name] for name in TRAINER},

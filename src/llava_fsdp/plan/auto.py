@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, Strategy
 from llava_fsdp.config.renamed import present_tree
-from llava_fsdp.distributed.compile import is_cut
+from llava_fsdp.distributed.compile import splits_blocks
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.pretrained import Parts
@@ -114,7 +114,7 @@ def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
         modes = checkpointing_modes(cfg, planner.machine.device)
         modes = [one for one in modes if one.mode is not ActivationCheckpointing.budget]
         if cfg.compile is True:  # compile=true fails with modes whose blocks cannot compile
-            modes = [one for one in modes if not is_cut(one.mode, planner.kernel and planner.kernel.attention)]
+            modes = [one for one in modes if not splits_blocks(one.mode, planner.kernel and planner.kernel.attention)]
     choices = [Choice(strategy, mode, cfg.offload.mode) for strategy in strategies for mode in modes]
     splits = splits_to_try(planner, cfg, world.size, is_free=cfg.plans_tokens)
     if cfg.plans_tokens:  # micro_batch_size is the upper limit, as with null

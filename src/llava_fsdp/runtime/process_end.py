@@ -91,7 +91,7 @@ def end_agent() -> None:
     """End the agent of `llava-fsdp train` (train/agent.py) on this machine, which would otherwise restart the ranks
     although a restart cannot help. Does nothing on a rank other than the first of the machine, or without that agent.
 
-    torchrun itself cannot be ended in this way; the ranks that it restarts end at once (`cli.begin`).
+    torchrun itself cannot be ended in this way; the ranks that it restarts end at once (`cli.start_process`).
     """
     if os.environ.get(AGENT) == str(os.getppid()) and os.environ.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)

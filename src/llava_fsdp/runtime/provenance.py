@@ -96,7 +96,7 @@ def read_bytes(path: Path) -> bytes | None:
         raise DamagedModel(f"{path} cannot be read: {error.strerror}; {cure(path.parent, path.name)}") from error
 
 
-def listed(folder: Path) -> dict[str, Digest]:
+def listed_digests(folder: Path) -> dict[str, Digest]:
     """Return the size and digest of each file that a folder's notes list, by relative path; empty if the folder has no
     notes. Raises DamagedModel."""
     return files_of(read_notes(folder), folder)

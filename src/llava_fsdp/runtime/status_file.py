@@ -137,7 +137,7 @@ def put_status(
             file.write(text.ljust(size))
 
 
-def own_word(said: dict[str, Any]) -> dict[str, Any]:
+def status_of_latest_start(said: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a status that the latest start of the run wrote: `refused` if that start failed in the folder
     of a finished run, otherwise the whole status."""
     refused = said.get("refused")
@@ -226,7 +226,7 @@ def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def last_word(path: Path) -> Iterator[None]:
+def log_write_errors(path: Path) -> Iterator[None]:
     """Context manager for writing a file about the end of the run; an error in its body is only logged."""
     try:
         yield
@@ -253,11 +253,11 @@ def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
         culprit["key"] = key[1]
     outcome = replace(outcome, culprit={**culprit, **outcome.culprit})
     status = ending.name if ending.name in ("done", "stopped", "interrupted") else "failed"
-    with last_word(folder / FIRST_FAILURE):
+    with log_write_errors(folder / FIRST_FAILURE):
         if not is_done and not fail_first(folder, outcome):
             first = first_failure(folder)
             return first if first and first["rank"] != rank else None
-    with last_word(folder / STATUS_FILE):
+    with log_write_errors(folder / STATUS_FILE):
         put_status(folder, status, outcome, before=came_before(folder))
     return None
 
@@ -313,7 +313,7 @@ def settled(folder: Path) -> dict[str, Any] | None:
     """Return the status of an earlier attempt of the same launch if another attempt cannot help or is not wanted; else
     None."""
     said = read_status(folder)
-    said = own_word(said) if said is not None else None
+    said = status_of_latest_start(said) if said is not None else None
     if said is None or not is_of_this_launch(said):
         return None
     ending = ENDINGS.get(said.get("class") or "")

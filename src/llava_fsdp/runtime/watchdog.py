@@ -34,7 +34,7 @@ from llava_fsdp.runtime.status_file import (
     PATIENCE,
     Outcome,
     first_failure,
-    last_word,
+    log_write_errors,
     note_steps,
     put_status,
     write_ending,
@@ -211,7 +211,7 @@ class Watchdog:
         for handle in (*self.pipe, *self.peers):
             os.close(handle)
         self.peers = {}
-        with last_word(Path(self.stacks.name)):
+        with log_write_errors(Path(self.stacks.name)):
             is_empty = not os.fstat(self.stacks.fileno()).st_size
             self.stacks.close()
             if is_empty:

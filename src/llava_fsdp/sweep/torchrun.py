@@ -16,7 +16,7 @@ from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.process_end import STOP_SECONDS, how_ended, without_launcher
-from llava_fsdp.runtime.status_file import own_word, read_status
+from llava_fsdp.runtime.status_file import read_status, status_of_latest_start
 
 LOG_FILE = "train.log"
 PROGRESS_SECONDS = 10
@@ -107,7 +107,7 @@ def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, level: Cal
 def status_after(folder: Path, earlier: dict[str, Any] | None) -> dict[str, Any]:
     """The run status that this start wrote; empty if it wrote none."""
     status = read_status(folder)
-    return {} if status is None or status == earlier else own_word(status)
+    return {} if status is None or status == earlier else status_of_latest_start(status)
 
 
 def failure_code(status: dict[str, Any]) -> ExitCode:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from llava_fsdp.config import Config, cli
 from llava_fsdp.report.run_reader import REPORT_FILE
 from llava_fsdp.runtime.launch import env_rank
-from llava_fsdp.runtime.status_file import Outcome, last_word, write_ending
+from llava_fsdp.runtime.status_file import Outcome, log_write_errors, write_ending
 
 if TYPE_CHECKING:
     from llava_fsdp.train.main import RunParts
@@ -25,7 +25,7 @@ def main() -> None:
 
     def on_exit(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
         first = write_ending(folder, outcome)
-        with last_word(folder / REPORT_FILE):
+        with log_write_errors(folder / REPORT_FILE):
             if parts is not None and parts.reporter is not None:
                 parts.reporter.end()
             elif env_rank() == 0:
@@ -38,5 +38,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.begin("train", Config)
+    cli.start_process("train", Config)
     main()

@@ -27,7 +27,7 @@ from llava_fsdp.export.verify_logits import (
     CLOSE_FP8,
     Adapted,
     compute_dtype,
-    filled,
+    load_copy,
     logits,
     relative_difference,
     reloaded_logits,
@@ -203,7 +203,7 @@ def in_full_precision(model: torch.nn.Module, sources: dict[str, Stored], adapte
     """Return the model of a quantized training with its base model in full precision, as it is exported."""
     assert isinstance(model, Llava)
     plain = build_llava(model.parts, model.cfg.plain, torch.float32)
-    return filled(plain, sources if adapted is None else adapted.sources, compute_dtype(plain), adapted)
+    return load_copy(plain, sources if adapted is None else adapted.sources, compute_dtype(plain), adapted)
 
 
 def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:

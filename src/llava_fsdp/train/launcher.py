@@ -25,7 +25,7 @@ from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.log import log, setup_logging
 from llava_fsdp.runtime.process_end import STOP_SECONDS, how_ended, without_launcher
 from llava_fsdp.runtime.run_dir import refuse_in_use
-from llava_fsdp.runtime.status_file import STATUS_FILE, own_word, read_status
+from llava_fsdp.runtime.status_file import STATUS_FILE, read_status, status_of_latest_start
 from llava_fsdp.train.agent import is_given
 
 TORCHRUN_WITH_VALUE = frozenset({
@@ -244,7 +244,7 @@ class Launch:
         if self.agent.returncode == ExitCode.DONE:
             return ExitCode.DONE
         path, status = self.folder / STATUS_FILE, read_status(self.folder)
-        told = own_word(status) if status is not None and status != self.before else {}
+        told = status_of_latest_start(status) if status is not None and status != self.before else {}
         ending = ENDINGS.get(told.get("class") or "")
         if self.stopped_by is not None and status == self.stopped_in and not (ending and ending.is_permanent):
             told = {}  # a failure before the stop, after which the agent started the ranks again

@@ -36,7 +36,7 @@ from llava_fsdp.train.build_state import build_state, open_data
 from llava_fsdp.train.dry_run import dry_run
 from llava_fsdp.train.live_page import rewrite_page
 from llava_fsdp.train.loop import fit
-from llava_fsdp.train.metrics import Reporter, storing
+from llava_fsdp.train.metrics import Reporter, storage_errors
 from llava_fsdp.train.preflight import check_run
 from llava_fsdp.train.profiler import open_profiler
 from llava_fsdp.train.replica_check import check_replicas
@@ -91,7 +91,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
         restored_umask(),
         Watchdog(folder, rank, cfg.comm.init_timeout, cfg.comm.warn_after, parts) as watchdog,
         distributed(cfg) as world,
-        watchdog.among(ranks.meet()),
+        watchdog.among(ranks.rank_identities()),
         clear_memory_errors(cfg, world.device),
     ):
         parts.hold = Hold(folder, lock, cfg.private) if lock is not None else None
@@ -167,5 +167,5 @@ def settle_auto(cfg: Config, world: World) -> Config:
 def write_config(cfg: Config, world: World) -> None:
     if world.is_first:
         path = Path(cfg.output_dir) / CONFIG_FILE
-        with storing(path):
+        with storage_errors(path):
             replace_file(path, OmegaConf.to_yaml(OmegaConf.structured(cfg)).encode())

@@ -69,7 +69,7 @@ class Reporter:
         if not self.enabled:
             return
         self.metrics, self.skipped_records = Rows(folder / METRICS_FILE), Rows(folder / SKIPPED_FILE)
-        with storing(folder):
+        with storage_errors(folder):
             rename_old_files(folder)
             for message in lost_rows(folder, first_step) if first_step else ():
                 log().warning(
@@ -205,7 +205,7 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
 
 
 @contextlib.contextmanager
-def storing(path: Path) -> Iterator[None]:
+def storage_errors(path: Path) -> Iterator[None]:
     """Context manager that converts an OSError to a StorageError, which names the file or folder of the run that could
     not be written."""
     try:

@@ -171,7 +171,7 @@ class RunController:
             on_first_rank(lambda: self.hold and self.hold.remake(), failing)
             if self.saver is not None:
                 self.watchdog.at(Phase.CHECKPOINT)
-                self.saver.forget()
+                self.saver.reset_saved_step()
                 self.saver.save()
                 self.saver.raise_if_failed()
         except (CheckpointError, NumericError) as error:

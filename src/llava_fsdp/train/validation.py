@@ -29,7 +29,7 @@ from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.jsonl import Rows
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.watchdog import Watchdog
-from llava_fsdp.train.metrics import cut_back, finite, rows_of, storing
+from llava_fsdp.train.metrics import cut_back, finite, rows_of, storage_errors
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
 
@@ -86,7 +86,7 @@ class Validation:
 
     def begin_file(self) -> bool:
         """Remove the rows of steps that the run repeats; return whether the current step already has a row."""
-        with storing(self.rows.path):
+        with storage_errors(self.rows.path):
             cut_back(self.rows.path, self.state.step)
         return self.rows.path.is_file() and bool(rows_of(self.rows.path, range(self.state.step, self.state.step + 1)))
 

@@ -12,7 +12,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.index import bad_records as door_module
 from llava_fsdp.data.index import build as index_module
 from llava_fsdp.data.index import record_store as texts_module
-from llava_fsdp.data.index.bad_records import check_door, open_records, remarks
+from llava_fsdp.data.index.bad_records import open_records, refuse_bad_records, remarks
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.records.problems import BITS, PROBLEMS, Kind, is_kept
 from llava_fsdp.runtime.errors import ConfigError, DataError
@@ -79,14 +79,14 @@ def test_what_is_kept_and_what_is_not(case: tuple[Path, list[str | None]], parts
         columns = records.lengths, records.labels, records.images, records.positions_cut, records.labels_cut
         assert facts == tuple(int(column[number]) for column in columns)
         assert record.signed_words == records.words[number]
-    check_door(records, cfg.data)
+    refuse_bad_records(records, cfg.data)
 
 
 def test_training_stops_at_the_door(case: tuple[Path, list[str | None]], parts: Path) -> None:
     path, planted = case
     records = open_again(config(parts, path), parts)
     with pytest.raises(DataError) as caught:
-        check_door(records, config(parts, path).data)
+        refuse_bad_records(records, config(parts, path).data)
     said = str(caught.value)
     assert said.startswith(f"{path}: {records.out} of {len(planted)} records are wrong\n  ")
     assert f"\n  path_outside: 3 ({PROBLEMS[Kind.path_outside].meaning})\n" in said and "too_long" not in said
@@ -94,12 +94,14 @@ def test_training_stops_at_the_door(case: tuple[Path, list[str | None]], parts: 
     with pytest.raises(
         DataError, match=rf"raise data\.max_bad_records={records.out - 1}, which allows {records.out - 1}$"
     ):
-        check_door(
+        refuse_bad_records(
             records, config(parts, path, "data.bad_records=skip", f"data.max_bad_records={records.out - 1}").data
         )
-    check_door(records, config(parts, path, "data.bad_records=skip", f"data.max_bad_records={records.out}").data)
+    refuse_bad_records(
+        records, config(parts, path, "data.bad_records=skip", f"data.max_bad_records={records.out}").data
+    )
     with pytest.raises(DataError, match=r"2 of \d+ records are too long"):
-        check_door(records, config(parts, path, "data.bad_records=skip", "data.too_long=fail").data)
+        refuse_bad_records(records, config(parts, path, "data.bad_records=skip", "data.too_long=fail").data)
 
 
 def test_training_goes_on_without_them(case: tuple[Path, list[str | None]], parts: Path, tmp_path: Path) -> None:
@@ -192,7 +194,7 @@ def test_a_whole_dataset_without_its_pictures_is_no_secret(
     write_json(path, [*rows, {"id": 9, "conversations": turns("what is it")}])
     cfg = config(parts, path, f"data.images={dataset / 'images'}")
     with pytest.raises(DataError, match=rf"4 of 5 records are wrong\n  {kind}: 4 (.|\n)*{refused}"):
-        check_door(open_again(cfg, parts), cfg.data)
+        refuse_bad_records(open_again(cfg, parts), cfg.data)
     original = config(parts, path, f"data.images={dataset / 'images'}", "labels=llava_v1_5")
     said = remarks(open_again(original, parts))
     assert f"of 5 records, 4 {kept}" in said
@@ -273,7 +275,7 @@ def test_special_tokens_are_counted_and_no_fault(parts: Path, dataset: Path, tmp
     for how in ("text", "parse"):
         cfg = config(parts, tmp_path / "a.json", f"data.special_tokens={how}", f"data.images={dataset / 'images'}")
         records = open_again(cfg, parts)
-        check_door(records, cfg.data)
+        refuse_bad_records(records, cfg.data)
         assert kinds_found(records) == [{"special_token"}, set()] and len(records) == 2
         assert "1 have a special token in their text" in remarks(records)
         made[how] = records

@@ -45,11 +45,11 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch
     since = last_look(plan)
     records = Records(open_index(plan, show), cfg.labels, cfg.data.too_long)
     try:
-        check_door(records, cfg.data)
+        refuse_bad_records(records, cfg.data)
     except DataError:
         records = look_again(plan, cfg, records, show, since)
         report(records, cfg)
-        check_door(records, cfg.data)
+        refuse_bad_records(records, cfg.data)
     return records
 
 
@@ -102,7 +102,7 @@ def remarks(records: Records) -> str:
     return "; ".join([*found, *filter(None, [same_files(records)])])
 
 
-def check_door(records: Records, cfg: DataConfig) -> None:
+def refuse_bad_records(records: Records, cfg: DataConfig) -> None:
     """Raise DataError if training may not begin because of bad or too long records."""
     report = cfg.index_folder / PAGE
     if cfg.too_long is TooLong.fail and records.counts[Kind.too_long]:
