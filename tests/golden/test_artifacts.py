@@ -17,7 +17,7 @@ from transformers import LlavaForConditionalGeneration
 
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.export.main import export
-from llava_fsdp.export.verify_logits import filled
+from llava_fsdp.export.verify_logits import load_copy
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.pretrained import find_parts
@@ -122,7 +122,7 @@ class Sides:
             cfg = read_model(self.folder_of(variant, side), None, None)
             parts = find_parts(cfg)
             model = build_llava(parts, cfg, torch.float32)
-            self.made[variant, side] = filled(model, find_weights(model, parts, cfg, None, 0), torch.float32)
+            self.made[variant, side] = load_copy(model, find_weights(model, parts, cfg, None, 0), torch.float32)
         return self.made[variant, side]
 
     def theirs(self, variant: str) -> LlavaForConditionalGeneration:

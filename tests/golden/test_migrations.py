@@ -37,7 +37,7 @@ def test_values_are_what_the_original_parser_made_of_them(name: str, tmp_path: P
     record = RECORDS[name]
     run = run_of(record, tmp_path)
     expected = {n: value for n, value in theirs(record).items() if n not in COMPUTED}
-    assert {n: run.hf(n) for n in expected} == expected
+    assert {n: run.trainer_value(n) for n in expected} == expected
 
 
 @pytest.mark.parametrize("name", RECORDS)
