@@ -31,6 +31,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     if session.items and not session.config.option.collectonly:
         gc.collect()
         gc.freeze()  # what was imported stays: a training collects garbage several times
+        gc.set_threshold(20_000, 20, 20)  # with Python's own limits a run spends a fifteenth of its time on it
         if not torch.cuda.is_available():
             warm.install()
 

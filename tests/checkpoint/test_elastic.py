@@ -30,7 +30,7 @@ KINDS = {
     "in files": ("pretrain", "precision=bf16 offload=nvme"),
 }
 
-QUICK = ("fp32", "offloaded weights")
+QUICK = ("fp32",)
 RANKS = ((2, "zero2"), (4, "zero3"), (1, "zero3"), (2, "zero0"), (4, "hybrid"))
 
 

@@ -9,6 +9,7 @@ import torch
 from harness import RankPool, single_world
 from small import changed_parts, make_config
 from steps import Trace, traces
+from tiers import slow_after
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -49,7 +50,7 @@ CASES = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("size", "overrides", "drops"), CASES)
+@pytest.mark.parametrize(("size", "overrides", "drops"), slow_after(1, CASES))
 def test_bits_are_those_of_none(
     size: int, overrides: list[str], drops: bool,
     parts: Path, dropping: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path,

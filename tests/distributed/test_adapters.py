@@ -97,7 +97,8 @@ def assert_plain_loop(
 @pytest.mark.parametrize(
     ("variant", "cases"),
     [
-        pytest.param("lora", SOME, id="lora"),
+        pytest.param("lora", [("hybrid", 4)], id="lora"),
+        pytest.param("lora", SOME, id="lora-some", marks=pytest.mark.slow),
         pytest.param("tower", [("zero3", 2)], id="tower", marks=pytest.mark.slow),
         pytest.param("frozen-projector", [("zero3", 2)], id="frozen-projector"),
         *[pytest.param(v, ALL, id=f"{v}-all", marks=pytest.mark.slow) for v in VARIANTS],
@@ -123,6 +124,7 @@ def assert_continues(settings: Callable[..., Config], steps: int, folder: Path, 
     return cfg
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_run_of_adapters_continues_on_another_number_of_ranks(
     configure: Configure, pools: dict[int, RankPool], tmp_path: Path

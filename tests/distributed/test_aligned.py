@@ -13,6 +13,7 @@ import torch
 from harness import RankPool, World, single_world
 from small import Configure
 from steps import begin, run_steps
+from tiers import slow_after
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -62,7 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_after(3, CASES))
 def test_a_step_computes_on_aligned_memory(case: str, configure: Configure) -> None:
     operations, kept, count = unaligned(single_world(), configure("max_steps=2", *CASES[case]))
     assert (operations, kept) == ([], [])

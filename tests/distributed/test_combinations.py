@@ -9,6 +9,7 @@ import pytest
 from harness import RankPool
 from small import Configure
 from steps import begin, digest_of_state, run_steps
+from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.mesh import World
@@ -73,9 +74,7 @@ def check(ways: list[Way], configure: Configure, pools: dict[int, RankPool]) -> 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "precision", [*PRECISIONS[:2], *(pytest.param(one, marks=pytest.mark.slow) for one in PRECISIONS[2:])]
-)
+@pytest.mark.parametrize("precision", slow_after(1, PRECISIONS))
 def test_every_pair_of_choices_trains_to_the_same_bits(
     precision: str, configure: Configure, pools: dict[int, RankPool]
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 from harness import RankPool
 from small import make_config
 from steps import begin
+from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.comm_volume import KINDS, CollectiveBytes
@@ -54,7 +55,7 @@ def trained_bytes(cfg: Config, ranks: int, shards: int) -> tuple[int, int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("ranks", "row", "shard_size", "count"), CASES)
+@pytest.mark.parametrize(("ranks", "row", "shard_size", "count"), slow_after(6, CASES))
 def test_a_step_moves_what_the_table_says(
     ranks: int,
     row: str,

@@ -110,6 +110,7 @@ def test_one_graph_serves_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "products"),
     [("selective", 14), *(pytest.param(mode, 14, marks=pytest.mark.slow) for mode in ("none", "full"))],

@@ -58,7 +58,7 @@ COVERING = [*FEW_CASES, ("zero3", 4), ("hybrid2", 4)]
 ALL = (1, 2, 4)
 TABLES = [
     pytest.param("finetune", (2,), COVERING, id="finetune"),
-    pytest.param("pretrain", (2,), FEW_CASES, id="pretrain"),
+    pytest.param("pretrain", (2,), FEW_CASES, id="pretrain", marks=pytest.mark.slow),
     pytest.param("finetune-tower", (2,), CASES, id="finetune-tower", marks=pytest.mark.slow),
     pytest.param("finetune", ALL, CASES, id="finetune-all", marks=pytest.mark.slow),
     pytest.param("pretrain", ALL, CASES, id="pretrain-all", marks=pytest.mark.slow),

@@ -133,6 +133,7 @@ def test_weights_travel_in_fp8(wide: Path, dataset: Path, pools: dict[int, RankP
     assert found["fp8"]["losses"] != found["bf16"]["losses"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_trains_repeats_and_continues(wide: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path) -> None:
     """As tests/distributed/test_presets.py; and a checkpoint is of plain fp32 weights, whoever reads it."""

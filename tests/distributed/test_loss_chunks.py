@@ -10,6 +10,7 @@ from harness import RankPool
 from loaders import agreed_steps
 from small import changed_parts, make_config
 from steps import begin
+from tiers import slow_after
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llava_fsdp.config import Config
@@ -59,7 +60,7 @@ def ran(world: World, configs: list[Config]) -> list[tuple[Counter[str], list[fl
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("sharding", "tied"), [("zero2", True), ("zero3", False)])
+@pytest.mark.parametrize(("sharding", "tied"), slow_after(1, [("zero3", False), ("zero2", True)]))
 def test_chunks_are_in_no_collective(
     sharding: str, tied: bool, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:

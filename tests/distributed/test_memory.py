@@ -8,6 +8,7 @@ import torch
 from harness import RankPool, single_world
 from small import Configure
 from steps import begin
+from tiers import slow_after
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -89,11 +90,11 @@ INT8 = "bf16 precision.moment_dtype=int8"
 PURE = "bf16_pure precision.reduce_dtype=fp32"
 NF4, INT8_BASE = "bf16 model.quantize.mode=nf4", "bf16 model.quantize.mode=int8"
 QUICK = [
-    ("pretrain", "bf16", tuple(ROWS)), ("finetune", "fp32", tuple(ROWS)),
     ("finetune", INT8, ("zero3", "hybrid2")), ("finetune", PURE, ("zero1", "zero2")),
+    ("pretrain", "bf16", tuple(ROWS)), ("finetune", "fp32", tuple(ROWS)),
     ("finetune_qlora", NF4, ("zero2", "zero3", "hybrid")),
 ]  # fmt: skip
-CASES = [pytest.param(*case, id="-".join(case[:2])) for case in QUICK]
+CASES = slow_after(2, [pytest.param(*case, id="-".join(case[:2])) for case in QUICK])
 CASES += [
     pytest.param(s, p, tuple(ROWS), id=f"{s}-{p}-all", marks=pytest.mark.slow)
     for s, p in (("pretrain", "fp32"), ("finetune", "bf16"))

@@ -60,6 +60,7 @@ def assert_trained_beyond(nbytes: float, folder: Path) -> None:
     assert_same_bits(nvme, free, "nvme")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_states_beyond_a_limit_on_private_memory(dataset: Path, tmp_path: Path) -> None:
     parts = write_language(tmp_path / "parts", 512, 1408, 7)

@@ -42,7 +42,8 @@ ALL = {size: [(row, mode) for row in ("zero2", "zero3") for mode in MODES] for s
     ("world_size", "pairs"),
     [
         # ranks are forked first: they would wait for threads that one rank leaves in this process
-        *(pytest.param(size, pairs, id=f"{size}") for size, pairs in sorted(PAIRS.items(), reverse=True)),
+        pytest.param(2, PAIRS[2], id="2"),
+        pytest.param(1, PAIRS[1], id="1", marks=pytest.mark.slow),
         *(pytest.param(size, pairs, id=f"{size}-all", marks=pytest.mark.slow) for size, pairs in ALL.items()),
     ],
 )
@@ -73,6 +74,7 @@ def test_hybrid_rows_and_frozen_shards(configure: Configure, pools: dict[int, Ra
             assert_same_bits(found[-1], found[0], folder.name)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_run_continues_with_and_without_offload(configure: Configure, tmp_path: Path) -> None:
     """Checkpoints hold the states, not where they lay."""
@@ -116,7 +118,9 @@ def state_arenas(state: TrainState) -> list[Arena]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("stage", "blocks_per_unit"), [("pretrain", 1), ("finetune", 2)])
+@pytest.mark.parametrize(
+    ("stage", "blocks_per_unit"), [("pretrain", 1), pytest.param("finetune", 2, marks=pytest.mark.slow)]
+)
 def test_states_lie_in_the_files(
     stage: str, blocks_per_unit: int, configure: Configure, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def test_an_update_below_a_step_of_bf16_is_seen(configure: Configure) -> None:
     assert moved == {"fp32": 1, "bf16": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("tower", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_are_equal_to_the_bit_in_bf16(

@@ -57,7 +57,7 @@ def settings(configure: Configure, variant: str, folder: str, *more: str) -> Con
 @pytest.mark.parametrize(
     ("variant", "cases"),
     [
-        pytest.param("nf4", [("zero3", 4)], id="nf4"),
+        pytest.param("nf4", [("zero3", 4)], id="nf4", marks=pytest.mark.slow),
         pytest.param("pretrain", [("zero3", 2)], id="pretrain"),
         *[pytest.param(v, ALL, id=f"{v}-all", marks=pytest.mark.slow) for v in VARIANTS],
     ],
@@ -74,6 +74,7 @@ def test_a_packed_base_trains_as_a_plain_loop_does(
     assert_plain_loop(partial(settings, configure, variant), start, cases, pools)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_run_over_a_packed_base_continues_on_another_number_of_ranks(
     configure: Configure, pools: dict[int, RankPool], tmp_path: Path
@@ -110,6 +111,7 @@ def bits(world: World, cfg: Config) -> Bits:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("mode", "precision", "rows"),

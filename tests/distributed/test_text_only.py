@@ -43,6 +43,7 @@ STAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "strategies"),

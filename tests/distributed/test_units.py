@@ -64,6 +64,7 @@ def told(world: World, configs: list[Config]) -> list[list[str]]:
 MANY = ["sharding.blocks_per_unit=9", "sharding.prefetch=9"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_settings_that_do_nothing_are_said(configure: Configure, pools: dict[int, RankPool]) -> None:
     """Three blocks in the language model and three in a tower that trains."""
@@ -91,6 +92,7 @@ def test_what_is_set_is_on_the_screen(configure: Configure) -> None:
     assert describe_units(cfg.sharding) == "9 blocks gathered together, 9 gathers begun ahead"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("row", "activation_checkpointing"), [("zero3", "full"), pytest.param("zero2", "none", marks=pytest.mark.slow)]

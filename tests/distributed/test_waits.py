@@ -6,6 +6,7 @@ from harness import RankPool, World, single_world
 from loaders import agreed_steps
 from small import Configure
 from steps import begin
+from tiers import slow_after
 from waiting import HostWaits
 
 from llava_fsdp.config import Config
@@ -35,7 +36,7 @@ def waits(world: World, cfg: Config) -> list[tuple[int, dict[str, int]]]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_after(3, CASES))
 @pytest.mark.parametrize("stage", ["pretrain", "finetune"])
 def test_one_wait_a_step_however_many_micro_batches(stage: str, case: str, configure: Configure) -> None:
     overrides, accumulation = CASES[case]
@@ -47,7 +48,7 @@ def test_one_wait_a_step_however_many_micro_batches(stage: str, case: str, confi
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", slow_after(1, ["zero2", "zero3"]))
 def test_one_wait_a_step_on_two_ranks(strategy: str, configure: Configure, pools: dict[int, RankPool]) -> None:
     overrides = f"sharding={strategy}", "micro_batch_size=3", "pack=false", "model.train=[projector,language,vision]"
     for found in pools[2].run(waits, configure(*COMMON, *overrides)):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from harness import CPU
 from loaders import agreed_steps
 from small import Configure
+from tiers import slow_after
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlavaForConditionalGeneration
 
@@ -150,9 +151,9 @@ def export_and_reload(cfg: Config, device: torch.device) -> float:
 
 
 SAME_BITS_CASES = [
-    ("pretrain", "zero2", "none"),
-    ("pretrain", "zero3", "full"),
     ("finetune", "zero1", "none"),
+    ("pretrain", "zero3", "full"),
+    ("pretrain", "zero2", "none"),
     ("finetune", "zero2", "full"),
     ("finetune", "zero3", "full"),
     ("tower", "zero3", "full"),
@@ -160,7 +161,7 @@ SAME_BITS_CASES = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("stage", "sharding", "activation_checkpointing"), SAME_BITS_CASES)
+@pytest.mark.parametrize(("stage", "sharding", "activation_checkpointing"), slow_after(2, SAME_BITS_CASES))
 def test_one_rank_equals_fully_shard_bit_for_bit(
     stage: str, sharding: str, activation_checkpointing: str, configure: Configure, tmp_path: Path
 ) -> None:
@@ -182,12 +183,13 @@ OTHER_PRECISIONS = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", OTHER_PRECISIONS)
+@pytest.mark.parametrize("name", slow_after(1, OTHER_PRECISIONS))
 def test_one_rank_equals_fully_shard_in_other_precisions(name: str, configure: Configure, tmp_path: Path) -> None:
     cfg = configure(*BF16, *OTHER_PRECISIONS[name], to="run")
     assert_same_bits(train_alone(cfg, CPU), train_sharded(cfg, CPU, tmp_path))
 
 
+@pytest.mark.slow
 def test_bf16_is_near_fp32(configure: Configure) -> None:
     exact = configure(*BF16, "precision=fp32", to="run")
     cfg = configure(*BF16, to="run")

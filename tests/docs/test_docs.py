@@ -361,6 +361,7 @@ def test_commands_of_a_page_run_in_order(page: Path, tmp_path: Path, request: py
             )
 
 
+@pytest.mark.slow
 def test_the_loop_of_ones_own_is_short_and_learns(tmp_path: Path) -> None:
     """At one rank, where nothing is sharded; the slow tier runs it on two."""
     (block,) = [b for b in BLOCKS if b.kind == "run" and b.note == "torchrun"]

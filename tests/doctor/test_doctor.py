@@ -345,6 +345,7 @@ def test_parts_of_the_model_on_the_hub(tmp_path: Path) -> None:
     assert config_checks.hub_cache({"HF_HOME": "/big", "HF_HUB_CACHE": "/c"}) == Path("/c")
 
 
+@pytest.mark.slow
 def test_a_model_that_is_too_large_fails_by_the_plan() -> None:
     """The real planner on this machine's CPUs: 13B in full does not fit into them."""
     context = context_of(

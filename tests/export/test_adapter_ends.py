@@ -51,6 +51,7 @@ def change(file: Path, **values: object) -> None:
     write_json(file, json.loads(file.read_text()) | values)
 
 
+@pytest.mark.slow
 def test_the_path_of_the_base_may_be_corrected(copied: Path, parts: Path) -> None:
     """What adapter_config.json says beside it may not: the weights would mean something else."""
     settings = copied / "adapter" / "adapter_config.json"
@@ -88,6 +89,7 @@ def test_an_older_export_beside_a_new_adapter_is_said(
     assert json.loads((copied / "adapter" / "llava_fsdp.json").read_text())["step"] == 3
 
 
+@pytest.mark.slow
 def test_tiles_end_with_an_adapter_where_nothing_is_merged(
     made: Path, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from reference import EXPORTED, run_ranks
 from safetensors.torch import load_file, save_file
 from saves import interrupted
 from small import conversion, make_config, write_json, write_parts, write_wide_parts
+from tiers import slow_after
 from transformers import AutoModelForCausalLM
 from weights import same, weights
 
@@ -126,7 +127,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     return model(torch.arange(5, 45).view(2, 20)).logits
 
 
-@pytest.mark.parametrize("kind", COVERING)
+@pytest.mark.parametrize("kind", slow_after(2, COVERING))
 def test_peft_loads_and_merges_it_as_we_do(kind: str, made: Callable[[str], Made]) -> None:
     """On transformers' language model alone: the merged weights are ours to the bit, or to fp32's last digits where
     rows are divided by their lengths."""
@@ -163,7 +164,7 @@ def test_what_peft_writes_has_our_names_and_keys(kind: str, made: Callable[[str]
     assert not changed - {"auto_mapping", "inference_mode"}, changed
 
 
-@pytest.mark.parametrize("kind", ["dora", "all biases"])
+@pytest.mark.parametrize("kind", slow_after(1, ["dora", "all biases"]))
 def test_run_checkpoint_and_folder_give_one_model(kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     """The run's own export, and what is made of its last checkpoint and of both folders, to the bit."""
     run = made(kind).run
@@ -218,6 +219,7 @@ def test_only_the_adapter_where_nothing_is_merged(made: Callable[[str], Made], d
     assert same(weights(merged), weights(run.run / "export"))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_checkpoints_of_several_ranks_hold_what_they_trained(
     parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
@@ -286,6 +288,7 @@ def test_a_run_that_has_not_finished_names_its_checkpoints(tmp_path: Path) -> No
         find_adapter(str(tmp_path), "model.lora.checkpoint")
 
 
+@pytest.mark.slow
 def test_adapter_of_a_whole_model(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
     """The base by its bits: a copy of it elsewhere is as good, another model is none."""
     start = Path(shutil.copytree(made("plain").run / "export", tmp_path / "start"))
@@ -326,6 +329,7 @@ def test_adapter_that_peft_has_saved(made: Callable[[str], Made], tmp_path: Path
         export(conversion(tmp_path / "a", tmp_path / "no", f"base={language}"))
 
 
+@pytest.mark.slow
 def test_tower_with_all_its_biases(made: Callable[[str], Made], parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Adapters in the tower's blocks too; norms' biases are no adapted layer's, and come along."""
     values = ["model.train=[projector,language,vision]", "model.lora.bias=all", "export.verify=true", "max_steps=1"]
@@ -363,6 +367,7 @@ def test_logits_in_full_are_the_runs_own(made: Callable[[str], Made], dataset: P
     assert relative_difference(in_full(state, run.opened.adapted, micro), live) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_quantised_run_merges_into_the_base_in_full(mode: str, dataset: Path, tmp_path: Path) -> None:
     """What it is proven against is that base with the adapters: the run's own logits are further off."""

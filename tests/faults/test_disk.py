@@ -60,6 +60,7 @@ def test_training_outlives_its_log(runs: Runs, tmp_path: Path) -> None:
     assert "can be written again, and has all rows that waited" in ended.stderr
 
 
+@pytest.mark.faults
 def test_a_log_that_is_never_written_again(runs: Runs, tmp_path: Path) -> None:
     ended = runs.run("max_steps=4", folder=tmp_path, ranks=1, trap=full_log, first=2, last=99)
     assert ended.code == 0 and "lacks 3 rows, which could not be written" in ended.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from readers import READERS, Reader
+from tiers import slow_after
 
 from llava_fsdp.runtime.errors import LlavaFsdpError
 
@@ -98,7 +99,7 @@ def fuzz(name: str, folder: Path, count: int) -> None:
     assert not READERS[name].raises or any(said != "read" for _, said, _ in rows), "some of it must be noticed"
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", slow_after(8, READERS))
 def test_damaged_files(name: str, tmp_path: Path) -> None:
     fuzz(name, tmp_path, FAST)
 

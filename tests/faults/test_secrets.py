@@ -63,6 +63,7 @@ def test_no_file_has_a_secret(module: str, tmp_path: Path) -> None:
     assert CANARY not in ran.stdout + ran.stderr and CANARY.encode() not in everything_in(tmp_path)
 
 
+@pytest.mark.faults
 def test_a_run_is_its_users_and_tells_nothing(runs: Runs, tmp_path: Path) -> None:
     ended = runs.run(
         "max_steps=2", "export.enabled=true", "export.verify=false", folder=tmp_path, env=SECRETS, timeout=100,
@@ -78,6 +79,7 @@ def test_a_run_is_its_users_and_tells_nothing(runs: Runs, tmp_path: Path) -> Non
     assert CANARY.encode() not in everything_in(tmp_path) and "network" not in ended.stderr
 
 
+@pytest.mark.faults
 def test_private_can_be_turned_off(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir(mode=0o777)
     (tmp_path / "out").chmod(0o777)

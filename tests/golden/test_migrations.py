@@ -8,6 +8,7 @@ import pytest
 from golden_folder import read_json
 from golden_scripts import COMPUTED, ZERO, records, rows, run_of, scripts
 from small import config_of
+from tiers import slow_after
 
 from llava_fsdp.migrate.command import assignments, migrate
 from llava_fsdp.migrate.deepspeed import rule_of
@@ -80,7 +81,7 @@ def test_auto_is_resolved_as_transformers_does(name: str, tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", slow_after(5, SCRIPTS))
 def test_command_is_the_script(name: str, tmp_path: Path) -> None:
     """Composed, the command has the values of the script, whichever of them it had to say."""
     record = SCRIPTS[name]

@@ -13,6 +13,7 @@ from harness import RankPool, single_world
 from reference import run_ranks
 from safetensors.torch import load_file, save_file
 from small import config_of
+from tiers import slow_after
 
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import newest_alone
@@ -51,6 +52,10 @@ def not_run(record: dict) -> str | None:
     if any("float16" in dtype and "bfloat16" not in dtype for dtype in record["dtypes_before_trainer"]):
         return "the tower is computed in the run's own dtype, never in fp16"
     return None
+
+
+FAST = ("s1_b4_ga2", "lora", "s2_projlr", "s2_noclip_wd", "ws2_s1_b4_2ep")
+"""Cases of the fast tier."""
 
 
 def cases() -> list[str]:
@@ -135,7 +140,7 @@ def training_loader(cfg: Config, rank: int, world_size: int):
     return train.build_state(cfg, world, SHARD_PLANS[cfg.sharding.strategy], None).loader
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", slow_after(5, sorted(cases(), key=lambda case: case not in FAST)))
 def test_samples_of_every_micro_batch(case: str, language: Path, tmp_path: Path, count: Callable) -> None:
     """Each rank gets the original's rows in the original's micro-batches, as long and with as many labels."""
     for rank, record in enumerate(records(case)):
@@ -163,7 +168,7 @@ def test_samples_of_every_micro_batch(case: str, language: Path, tmp_path: Path,
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", slow_after(5, sorted(cases(), key=lambda case: case not in FAST)))
 def test_trajectory(case: str, language: Path, pools: dict[int, RankPool], tmp_path: Path, count: Callable) -> None:
     """Loss, learning rate and gradient norm of every step, and the final weights, within 1e-5."""
     by_rank = records(case)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiers import slow_after
 from torch.distributed.run import get_args_parser
 
 from llava_fsdp import __main__ as command
@@ -198,7 +199,7 @@ def test_a_folder_in_use_is_refused_before_ranks_start(launch: list[Launched], t
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("flag", [["--nproc-per-node=gpu"], ["--nnodes=2:1"], ["--rdzv-conf=timeout"]])
+@pytest.mark.parametrize("flag", slow_after(1, [["--nproc-per-node=gpu"], ["--nnodes=2:1"], ["--rdzv-conf=timeout"]]))
 def test_what_torchrun_refuses_is_a_mistake(flag: list[str], launch: list[Launched], tmp_path: Path) -> None:
     run = Launched(tmp_path, *flag)
     launch.append(run)

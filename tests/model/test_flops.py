@@ -7,6 +7,7 @@ import torch
 from harness import CPU
 from packed import build
 from small import make_config
+from tiers import slow_after
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -49,7 +50,7 @@ def causal_half(flops: Flops, samples: int, length: int) -> float:
 
 
 @pytest.mark.parametrize("pack", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("train_parts", "activation_checkpointing", "select_layer"), CASES)
+@pytest.mark.parametrize(("train_parts", "activation_checkpointing", "select_layer"), slow_after(4, CASES))
 def test_every_product_is_counted_and_no_other(
     train_parts: str,
     activation_checkpointing: str,
@@ -71,7 +72,8 @@ def test_every_product_is_counted_and_no_other(
 
 
 @pytest.mark.parametrize(
-    ("activation_checkpointing", "base"), [("none", "none"), ("full", "none"), ("none", "nf4"), ("full", "int8")]
+    ("activation_checkpointing", "base"),
+    slow_after(2, [("full", "none"), ("none", "nf4"), ("none", "none"), ("full", "int8")]),
 )
 def test_adapters_are_counted_and_no_gradient_of_what_is_frozen(
     activation_checkpointing: str, base: str, parts: Path, dataset: Path, tmp_path: Path

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from small import make_config
+from tiers import slow_after
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig
 from llava_fsdp.plan import activations
@@ -35,7 +36,7 @@ def make_meter(wide_parts: Path, dataset: Path, tmp_path: Path) -> MakeMeter:
 SLOW = [pytest.param(train, marks=pytest.mark.slow) for train in ("projector", "projector,language,vision")]
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("mode", slow_after(1, ["selective", "none", "full"]))
 @pytest.mark.parametrize("train", ["projector,language", *SLOW])
 def test_deepened_is_what_the_whole_depth_gives(
     train: str, mode: str, make_meter: MakeMeter, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from small import config_of, make_config
+from tiers import slow_after
 
 from llava_fsdp.config import (
     ActivationCheckpointing,
@@ -46,6 +47,7 @@ def printed(capsys: pytest.CaptureFixture[str], *overrides: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_13b_on_8_a100(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "model=llava_v1_5_13b", "stage=finetune", "gpus=8", "gpu=a100-80gb")
     rows = found["rows"]
@@ -82,7 +84,7 @@ RECOMMENDED = [
 ]
 
 
-@pytest.mark.parametrize("more", RECOMMENDED, ids=lambda more: more[0])
+@pytest.mark.parametrize("more", slow_after(2, RECOMMENDED), ids=lambda more: more[0])
 def test_recommended_command_is_a_training(
     more: list[str], wide_parts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +111,7 @@ def test_rows_of_the_originals_order_are_those_of_its_micro_batches(
         plan(plan_of(*keys, "gpus=6", "pack=false", "micro_batch_size=4"))
 
 
+@pytest.mark.slow
 def test_host_memory_is_said(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = printed(capsys, "gpus=2", "gpu=4090", *of_parts(wide_parts))["rows"]
     by = {(r["sharding"], r["activation_checkpointing"], r["offload"]): r for r in rows}
@@ -171,6 +174,7 @@ def test_mistakes(override: str, said: str) -> None:
         plan(plan_of(*override.split()), override.split())
 
 
+@pytest.mark.slow
 def test_flash_attn_is_planned_where_it_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [printed(capsys, "gpu=h100", "data.max_length=256", f"attention={a}")["rows"] for a in ("flash", "auto")]
     assert rows[0] == rows[1]
@@ -252,6 +256,7 @@ def test_auto_takes_what_fits_and_keeps_it(
     assert decide_on(1 << 30, continues=True) == ample, "without a recorded number the plan decides"
 
 
+@pytest.mark.slow
 def test_auto_recomputes_no_more_than_it_must(
     wide_parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ def check(cfg: Config, ranks: int, pools: dict[int, RankPool]) -> None:
         assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.moment)
 
 
-FAST = [(CASES[n], "finetune") for n in (2, 5)]
+FAST = [(CASES[n], "finetune") for n in (5,)]
 SLOW = [(case, stage) for case in CASES for stage in ("pretrain", "finetune")]
 
 
@@ -72,6 +72,7 @@ QUANTIZED: list[tuple[Case, Quantizer]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "mode"), [QUANTIZED[0], *(pytest.param(*c, marks=pytest.mark.slow) for c in QUANTIZED[1:])]
@@ -114,6 +115,7 @@ UNITS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("sharding", "mode", "more"), UNITS)
 def test_larger_units_and_units_ahead_take_what_they_take(

@@ -37,6 +37,7 @@ def family(pid: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_save_now_then_stop_and_no_restart(start: Start) -> None:
     """SIGUSR1 and SIGTERM at one rank alone: all ranks save at one step, and torchrun's restarts end at once."""
     run = start("max_steps=500", "checkpoint.every=null", pace=0.1, restarts=2)

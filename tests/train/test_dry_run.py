@@ -69,8 +69,8 @@ def test_states_are_those_of_the_plan(
 @pytest.mark.parametrize(
     ("ranks", "precision", "offload"),
     [
-        (1, "fp16", "none"),
         (RANKS, "bf16", "params"),
+        pytest.param(1, "fp16", "none", marks=pytest.mark.slow),
         *(
             pytest.param(*own, marks=pytest.mark.slow)
             for own in ((1, "bf16", "params"), (1, "fp16", "params"), (RANKS, "fp16", "none"))
@@ -88,6 +88,7 @@ def test_every_state_is_planned_wherever_it_lies(
     assert any(own["calls"] for own in report["collectives"].values()) == (ranks > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ranks"), [pytest.param("nf4", RANKS, marks=pytest.mark.slow), ("int8", 1)])
 def test_a_packed_base_is_planned(
     mode: str, ranks: int, parts: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -269,6 +269,7 @@ def test_a_stop_does_not_promise_what_could_not_be_written(
         train.train(cfg)
 
 
+@pytest.mark.slow
 def test_a_compiler_that_dies_of_the_stop_is_no_bug(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal to the process group ends the compiler of a later step too."""
 

@@ -39,8 +39,8 @@ def whole_run(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize(
     ("step", "size", "overrides"),
     [
-        (2, 1, []),
         (4, 2, ["sharding=zero3"]),
+        pytest.param(2, 1, [], marks=pytest.mark.slow),
         pytest.param(
             2, 4, ["sharding=zero2", "micro_batch_size=2", "activation_checkpointing=full"], marks=pytest.mark.slow
         ),
@@ -67,6 +67,7 @@ def test_resumes_at_the_next_sample(
         assert difference(got.weights, expected.weights, vocabulary(cfg)) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_bf16_masters_resume_to_the_bit(configure: Configure, tmp_path: Path) -> None:
     """The working copies are made anew from the masters, which hold more than bf16."""
     values = [*OFTEN, "max_steps=3", "precision=bf16"]

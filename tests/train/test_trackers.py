@@ -75,6 +75,7 @@ def test_tensorboard_files_are_read_back(cfg: Any, caplog: pytest.LogCaptureFixt
     assert not [record for record in caplog.records if record.name == "llava_fsdp"]
 
 
+@pytest.mark.slow
 def test_weights_and_biases_offline(cfg: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both starts of a run are one run there, and no secret is written."""
     wandb = pytest.importorskip("wandb")

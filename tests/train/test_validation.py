@@ -110,7 +110,7 @@ def inputs(ids: np.ndarray, images: list[np.ndarray], table: torch.Tensor, confi
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [
-        (1, []),
+        pytest.param(1, [], marks=pytest.mark.slow),
         pytest.param(
             1, ["pack=false", "micro_batch_size=5", "val.batch_size=3", "data.workers=2"], marks=pytest.mark.slow
         ),
@@ -412,6 +412,7 @@ def test_image_that_breaks_later(parts: Path, dataset: Path, held: Path, tmp_pat
         validation.generator.answers()
 
 
+@pytest.mark.slow
 def test_embedded_run_is_measured_on_held_out_pictures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     values = ["data.root=" + str(tmp_path / "shapes"), "max_steps=2", "global_batch_size=4", "export.enabled=false"]
     few = ["val.every=2", "val.limit=9", "val.answers=4", "val.max_new_tokens=4", "val.metric=vqa", "val.shown=1"]

@@ -177,6 +177,7 @@ def write_large_pictures(parts: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @needs_mount
 def test_steps_larger_than_shared_memory(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Pictures of 4 MB, and a /dev/shm of 1 MiB that others fill while steps arrive."""

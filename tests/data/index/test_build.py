@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 from planted import with_picture, write_planted
 from small import make_config, write_json
+from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.index import build as index_module
@@ -98,7 +99,7 @@ def wait_for(process: subprocess.Popen, folder: Path, pattern: str) -> None:
                 return
 
 
-@pytest.mark.parametrize("killed_in", ["records", "pictures", "encoded"])
+@pytest.mark.parametrize("killed_in", slow_after(1, ["encoded", "records", "pictures"]))
 @pytest.mark.usefixtures("chunks")
 def test_killed_and_run_again_it_is_the_same(killed_in: str, parts: Path, tmp_path: Path) -> None:
     path, planted = write_planted(tmp_path, lines=True)
@@ -349,7 +350,7 @@ def test_a_full_disk_is_said_by_workers_too(tmp_path: Path) -> None:
             run_chunks(Fails(errno.ENOSPC), tmp_path, 2, workers, lambda _: None)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_after(1, [signal.SIGKILL, signal.SIGTERM]))
 def test_a_worker_that_is_killed_is_reported(number: signal.Signals, tmp_path: Path) -> None:
     others = set(multiprocessing.active_children())
     with pytest.raises(WorkerError, match=rf"ended with {-number} while .*prepare\.workers=") as raised:
