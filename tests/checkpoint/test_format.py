@@ -8,6 +8,7 @@ import torch
 from harness import RankPool, single_world
 from safetensors import safe_open
 from saves import LAYOUTS, loaded, loaded_alone, save_steps, whole_tensors
+from tiers import slow_after
 from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint import safetensors_stream
@@ -75,7 +76,7 @@ def test_nothing_that_is_not_finite_is_written(value: float, dtype: torch.dtype,
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", slow_after(2, [2, 4, 1]))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_ranks_read_what_any_ranks_wrote(
     size: int, layout: str, pools: dict[int, RankPool], tmp_path: Path

@@ -74,7 +74,8 @@ def check(ways: list[Way], configure: Configure, pools: dict[int, RankPool]) -> 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("precision", slow_after(1, PRECISIONS))
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_pair_of_choices_trains_to_the_same_bits(
     precision: str, configure: Configure, pools: dict[int, RankPool]
 ) -> None:
@@ -104,7 +105,9 @@ def test_offload_changes_no_bit_of_compiled_blocks(
     check(ways, configure, pools)
 
 
-@pytest.mark.parametrize("way", [w for w in product(PRECISIONS, CHECKPOINTING, OFFLOAD) if not is_offered(w)], ids=str)
+@pytest.mark.parametrize(
+    "way", slow_after(4, [(w,) for w in product(PRECISIONS, CHECKPOINTING, OFFLOAD) if not is_offered(w)]), ids=str
+)
 def test_what_is_not_offered_is_refused_at_the_door(way: Way, configure: Configure) -> None:
     with pytest.raises(ConfigError, match="choose offload=params"):
         config(way, configure)

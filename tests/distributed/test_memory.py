@@ -128,7 +128,7 @@ def test_bytes_equal_the_formulas(
             assert got == expected, (row, rank)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16_pure", "fp16", INT8])
+@pytest.mark.parametrize("precision", slow_after(2, [INT8, "bf16", "fp32", "bf16_pure", "fp16"]))
 def test_bytes_of_one_rank(precision: str, configure: Configure) -> None:
     values = f"precision={precision} pack=false micro_batch_size=4 global_batch_size=8".split()
     cfg = configure(*values)

@@ -84,7 +84,7 @@ RECOMMENDED = [
 ]
 
 
-@pytest.mark.parametrize("more", slow_after(2, RECOMMENDED), ids=lambda more: more[0])
+@pytest.mark.parametrize("more", slow_after(1, RECOMMENDED), ids=lambda more: more[0])
 def test_recommended_command_is_a_training(
     more: list[str], wide_parts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +129,7 @@ def test_for_people(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert any("more, of which" in line for line in lines) and any("2P + 14P/N" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_without_bf16_the_plan_is_of_fp16(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "gpus=8", "gpu=v100", "stage=pretrain", *of_parts(wide_parts))
     assert "precision=fp16" in found["recommended"]["command"]
@@ -142,6 +143,7 @@ def test_what_fits_nowhere_is_not_recommended(wide_parts: Path, capsys: pytest.C
     assert "Nothing fits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_several_nodes(wide_parts: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "scaling.html"
     more = ["global_batch_size=64", *of_parts(wide_parts), f"page={page}"]
@@ -180,6 +182,7 @@ def test_flash_attn_is_planned_where_it_is_not_installed(capsys: pytest.CaptureF
     assert rows[0] == rows[1]
 
 
+@pytest.mark.slow
 def test_more_ranks_than_samples(wide_parts: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     keys = ["gpus=64", "nodes=2", "gpu=h100", *of_parts(wide_parts), "global_batch_size=8"]
     found = printed(capsys, *keys, f"page={tmp_path / 'scaling.html'}")

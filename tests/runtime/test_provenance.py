@@ -13,6 +13,7 @@ import pytest
 from harness import RankPool
 from reference import EXPORTED
 from small import conversion, make_config, write_json
+from tiers import slow_after
 
 from llava_fsdp.chat.assistant import Assistant
 from llava_fsdp.chat.open_model import open_model
@@ -139,7 +140,7 @@ def assert_named(start: str, name: str, copied: Path, parts: Path, dataset: Path
     assert raised.value.exit_code == ExitCode.USER and raised.value.ending == "model"
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", slow_after(4, STARTS))
 def test_a_flipped_weight_is_named_by_whoever_starts_from_it(
     start: str, copied: Path, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

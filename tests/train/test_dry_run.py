@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from small import make_config
+from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.memory import bytes_per_rank
@@ -23,8 +24,10 @@ from llava_fsdp.train import dry_run
 from llava_fsdp.train import main as train
 
 RANKS = 8
-SLOWER = [("zero0", None, True), ("zero2", None, True), ("zero3", None, False), ("hybrid", 4, True)]
-ROWS = [("zero1", None, True), ("zero3", None, True), ("hybrid2", 2, True)]
+ROWS = [
+    ("hybrid2", 2, True), ("zero1", None, True), ("zero3", None, True), ("zero0", None, True), ("zero2", None, True),
+    ("zero3", None, False), ("hybrid", 4, True),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +46,7 @@ def reported(cfg: Config, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("row", "shard_size", "pack"), [*ROWS, *(pytest.param(*own, marks=pytest.mark.slow) for own in SLOWER)]
-)
+@pytest.mark.parametrize(("row", "shard_size", "pack"), slow_after(1, ROWS))
 def test_states_are_those_of_the_plan(
     row: str, shard_size: int | None, pack: bool, parts: Path, dataset: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
