@@ -437,6 +437,7 @@ def test_images_of_the_command_line(tmp_path: Path, pictures: list[Path]) -> Non
         chat.image_files(f"[{first},gone]")
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_ctrl_c_stops_an_answer_and_then_the_program(noise: Path, tmp_path: Path) -> None:
     """The first one ends the answer and keeps it: the next question goes on from there. The second ends the program."""

@@ -185,6 +185,7 @@ def opened(shown: Any, served: Served, most_tokens: int = 8) -> None:
     shown.keyboard.press("Tab")
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_an_answer_is_stopped(served: Served, assistant: Assistant) -> None:
     """It ends as a beginning of what would have been said, also while others wait for their turn."""

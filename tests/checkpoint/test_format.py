@@ -76,7 +76,7 @@ def test_nothing_that_is_not_finite_is_written(value: float, dtype: torch.dtype,
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", slow_after(2, [2, 4, 1]))
+@pytest.mark.parametrize("size", slow_after(1, [2, 4, 1]))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_ranks_read_what_any_ranks_wrote(
     size: int, layout: str, pools: dict[int, RankPool], tmp_path: Path

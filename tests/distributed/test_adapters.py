@@ -100,7 +100,7 @@ def assert_plain_loop(
         pytest.param("lora", [("zero3", 2)], id="lora"),
         pytest.param("lora", SOME, id="lora-some", marks=pytest.mark.slow),
         pytest.param("tower", [("zero3", 2)], id="tower", marks=pytest.mark.slow),
-        pytest.param("frozen-projector", [("zero3", 2)], id="frozen-projector"),
+        pytest.param("frozen-projector", [("zero3", 2)], id="frozen-projector", marks=pytest.mark.slow),
         *[pytest.param(v, ALL, id=f"{v}-all", marks=pytest.mark.slow) for v in VARIANTS],
     ],
 )

@@ -94,7 +94,7 @@ QUICK = [
     ("pretrain", "bf16", tuple(ROWS)), ("finetune", "fp32", tuple(ROWS)),
     ("finetune_qlora", NF4, ("zero2", "zero3", "hybrid")),
 ]  # fmt: skip
-CASES = slow_after(2, [pytest.param(*case, id="-".join(case[:2])) for case in QUICK])
+CASES = slow_after(1, [pytest.param(*case, id="-".join(case[:2])) for case in QUICK])
 CASES += [
     pytest.param(s, p, tuple(ROWS), id=f"{s}-{p}-all", marks=pytest.mark.slow)
     for s, p in (("pretrain", "fp32"), ("finetune", "bf16"))

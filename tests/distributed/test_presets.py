@@ -147,6 +147,7 @@ def in_bf16(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory
     return folder / "export"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_dtypes_are_the_published_tables(in_bf16: Path, configure: Configure, pools: dict[int, RankPool]) -> None:
     expected = {preset: PUBLISHED[row] for preset, row in AS_HERE.items()} | OTHERS

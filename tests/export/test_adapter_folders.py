@@ -127,7 +127,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     return model(torch.arange(5, 45).view(2, 20)).logits
 
 
-@pytest.mark.parametrize("kind", slow_after(2, COVERING))
+@pytest.mark.parametrize("kind", slow_after(1, COVERING))
 def test_peft_loads_and_merges_it_as_we_do(kind: str, made: Callable[[str], Made]) -> None:
     """On transformers' language model alone: the merged weights are ours to the bit, or to fp32's last digits where
     rows are divided by their lengths."""

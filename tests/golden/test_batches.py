@@ -11,6 +11,7 @@ import torch
 from golden_folder import golden_folder, read_json
 from safetensors.torch import load_file, save_file
 from small import config_of
+from tiers import slow_after
 
 from llava_fsdp.config import Config, PatchMerge
 from llava_fsdp.data.images.anyres import NEWLINE_ROW, feature_rows, grid_sizes
@@ -131,7 +132,7 @@ def norms(model: Llava) -> dict[str, float]:
     return {n: float(p.grad.double().norm()) for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("name", "variant"), variants())
+@pytest.mark.parametrize(("name", "variant"), slow_after(6, variants()))
 def test_loss_and_gradients(name: str, variant: str, tmp_path: Path, count: Callable) -> None:
     batch = next(b for b in read_json("model/batches/index.json") if b["name"] == name)
     if name in NOT_RUN:

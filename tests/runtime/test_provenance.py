@@ -140,7 +140,7 @@ def assert_named(start: str, name: str, copied: Path, parts: Path, dataset: Path
     assert raised.value.exit_code == ExitCode.USER and raised.value.ending == "model"
 
 
-@pytest.mark.parametrize("start", slow_after(4, STARTS))
+@pytest.mark.parametrize("start", slow_after(2, STARTS))
 def test_a_flipped_weight_is_named_by_whoever_starts_from_it(
     start: str, copied: Path, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_out_of_memory_is_said_with_its_cures(
         train.train(config(parts, dataset, tmp_path, ranks=1))
 
 
+@pytest.mark.slow
 def test_the_table_is_printed_and_a_run_that_is_there_stays_as_it_is(
     parts: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,7 @@ def test_too_many_in_a_row_stop_with_their_samples(
     assert saved(tmp_path / "stops") == ["step-000002", "step-000003"]
 
 
+@pytest.mark.slow
 def test_a_resume_continues_behind_skipped_steps(configure: Configure, tmp_path: Path) -> None:
     """To the bit as if there had been no end: the schedule waited for skipped steps, and the loss scale was lowered."""
     values = ["max_steps=6", "precision=fp16", "precision.scaler.initial_power=4", "precision.scaler.hysteresis=1"]

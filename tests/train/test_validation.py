@@ -253,6 +253,7 @@ def test_leaves_nothing_behind(configure: Configure, held: Path, pools: dict[int
     pools[2].run(leave_nothing, cfg)
 
 
+@pytest.mark.slow
 def test_continued_run_does_what_is_owed_once(configure: Configure, held: Path, tmp_path: Path) -> None:
     """The run died in the validation of step 4, whose checkpoint was there, or behind it; or before step 4's was."""
     common = [
