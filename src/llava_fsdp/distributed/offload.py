@@ -57,6 +57,7 @@ from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.streamed_buffers import Copied, Mapped
 from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer
 from llava_fsdp.runtime.errors import ConfigError, OutOfMemory
+from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.log import log
 
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -201,8 +202,8 @@ def clear_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not NO_ROOM.search(message):
             raise
         where = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "host memory"
-        request = re.search(r"tried to allocate ([\d.]+ \w+)|allocate (\d+ bytes)", message)
-        size = f" ({next(filter(None, request.groups()))} more were asked for)" if request else ""
+        request = re.search(r"tried to allocate ([\d.]+ \w+)|allocate (\d+) bytes", message)
+        size = f" ({request[1] or readable(int(request[2]))} more were asked for)" if request else ""
         raise OutOfMemory(f"out of {where}{size}; less is needed with {', or '.join(cures(cfg, device))}") from error
 
 
