@@ -247,7 +247,7 @@ def qwen_and_siglip(parts: Path, folder: Path) -> Path:
     return folder
 
 
-OTHER = ["model.select_feature=full"]
+OTHER = ["model.select_feature=auto"]
 
 
 @pytest.mark.ranks
@@ -354,7 +354,7 @@ def test_exported_processor_makes_our_pixels_and_tokens(
     tower: str, tokens: int, aspect: str, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
     folder = qwen_and_siglip(parts, tmp_path / "parts") if tower == "siglip" else parts
-    overrides = [] if tower == "clip" else OTHER
+    overrides = {"clip": [], "siglip": OTHER, "clip with CLS": ["model.select_feature=full"]}[tower]
     cfg = make_config(folder, dataset, tmp_path / "run", *overrides, f"data.image_aspect_ratio={aspect}")
     model = build_llava(find_parts(cfg.model), cfg.model, torch.float32)
     (tmp_path / "export").mkdir()

@@ -1,5 +1,6 @@
 """The original's `config.json`: every key is read and written, and what another model means is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from llava_fsdp.model.llava_v1_5_config import (
     known_tower,
     language_config,
     original_config,
+    read_feature,
     read_selection,
 )
 from llava_fsdp.runtime.errors import ConfigError, ModelError
@@ -60,7 +62,7 @@ def test_every_key_of_a_language_model_is_read_and_written() -> None:
         default = language_config({})
         same = [key for key in UNUSUAL if key != "rope_theta" and getattr(language, key) == getattr(default, key)]
         assert not same
-        made = original_config(language, 20, CFG, "a/tower", 55)
+        made = original_config(language, 20, CFG, "a/tower", 55, drops_cls=False)
         assert {key: made[key] for key in raw} == raw
         assert {key: made[key] for key in RAW} == RAW
         assert (made["mm_hidden_size"], made["mm_vision_tower"], made["tokenizer_model_max_length"]) == (
@@ -85,7 +87,7 @@ def test_a_language_model_that_the_original_lacks_is_refused(values: dict[str, A
     for key, value in values.items():
         setattr(language, key, value)
     with pytest.raises(ModelError):
-        original_config(language, 20, CFG, "a/tower", 55)
+        original_config(language, 20, CFG, "a/tower", 55, drops_cls=False)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,14 @@ def test_each_key_that_differs_from_the_configuration_is_refused(key: str, value
     check_agrees({**RAW, "mm_patch_merge_type": "flat"}, CFG, tmp_path)  # its end of a line is drawn
     with pytest.raises(ConfigError, match=key.removeprefix("mm_")):
         check_agrees({**RAW, key: value}, CFG, tmp_path)
+
+
+def test_with_auto_either_choice_of_tokens_agrees(tmp_path: Path) -> None:
+    cfg = replace(CFG, select_feature=Feature.auto)
+    for value, feature in (("patch", Feature.patch), ("cls_patch", Feature.full)):
+        raw = {**RAW, "mm_vision_select_feature": value}
+        check_agrees(raw, cfg, tmp_path)
+        assert read_feature(raw, tmp_path) is feature
 
 
 def test_what_is_not_said_is_what_the_original_takes(tmp_path: Path) -> None:

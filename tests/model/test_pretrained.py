@@ -66,9 +66,13 @@ def test_a_checkpoint_takes_the_features_that_it_was_trained_on(tmp_path: Path) 
 
     check(-2, "default", 9, Feature.patch)
     check(-2, "full", 10, Feature.full)
+    check(-2, "default", 9, Feature.auto)
+    check(-2, "full", 10, Feature.auto)
     for layer, strategy in ((-1, "default"), (-2, "full")):
         with pytest.raises(ConfigError):
             check(layer, strategy, 9, Feature.patch)
+    with pytest.raises(ConfigError):
+        check(-1, "default", 9, Feature.auto)
     for positions in (8, 10):
         with pytest.raises(ModelError, match="image_seq_length"):
             check(-2, "default", positions, Feature.patch)

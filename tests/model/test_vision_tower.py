@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,8 +23,7 @@ def built(config: PretrainedConfig, select_layer: int) -> tuple[nn.Module, str |
     """A tower with random weights, and the layer at which it may stop."""
     with torch.device("meta"):
         found = AutoModel.from_config(config, attn_implementation="sdpa")
-    cfg = SimpleNamespace(select_layer=select_layer, select_feature=Feature.full)
-    last_layer = probe_vision_tower(found, config, cfg).last_layer  # type: ignore[arg-type]
+    last_layer = probe_vision_tower(found, config, select_layer, Feature.full).last_layer
     torch.manual_seed(0)
     return AutoModel.from_config(config, attn_implementation="sdpa"), last_layer
 
@@ -50,6 +48,17 @@ def test_hidden_states_of_transformers_from_the_layers_that_they_take(name: str,
     layers = {int(own.rpartition(".")[2]) for own in ran if own.rpartition(".")[0].endswith("layers")}
     assert layers == set(range(select_layer % 5))
     assert not any("post_layernorm" in own or "head" in own for own in ran)
+
+
+@pytest.mark.parametrize(("name", "feature", "drops", "tokens"), [
+    ("clip", Feature.auto, True, 4), ("clip", Feature.patch, True, 4), ("clip", Feature.full, False, 5),
+    ("siglip", Feature.auto, False, 4), ("siglip", Feature.full, False, 4),
+])  # fmt: skip
+def test_a_cls_token_is_dropped_where_there_is_one(name: str, feature: Feature, drops: bool, tokens: int) -> None:
+    with torch.device("meta"):
+        tower = AutoModel.from_config(TOWERS[name], attn_implementation="sdpa")
+    probe = probe_vision_tower(tower, TOWERS[name], -2, feature)
+    assert (probe.drops_cls, probe.image_tokens) == (drops, tokens)
 
 
 def test_last_hidden_state_may_be_another_than_the_last_layers() -> None:

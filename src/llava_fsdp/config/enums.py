@@ -97,6 +97,7 @@ class PatchMerge(Enum):
 
 
 class Feature(Enum):
+    auto = "auto"
     patch = "patch"
     full = "full"
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LlavaConfig
 
-from llava_fsdp.config import AspectRatio, Config, Feature, FolderFormat, Part, PatchMerge, Pixels, SpecialTokens
+from llava_fsdp.config import AspectRatio, Config, FolderFormat, Part, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.export.processor import (
@@ -179,7 +179,7 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
         image_token_index=image_id,
         image_seq_length=model.image_tokens,
         vision_feature_layer=model.cfg.select_layer,
-        vision_feature_select_strategy="default" if model.cfg.select_feature is Feature.patch else "full",
+        vision_feature_select_strategy="default" if model.probe.drops_cls else "full",
         tie_word_embeddings=bool(parts.language.tie_word_embeddings),
         architectures=["LlavaForConditionalGeneration"],
         dtype=dtype_name(dtype),
@@ -248,7 +248,9 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
         config = read_json(came_from / "config.json", str(came_from))
     else:
         tower = tower_name(source)
-        config = original_config(parts.language, parts.vision.hidden_size, model.cfg, tower, source.max_length)
+        config = original_config(
+            parts.language, parts.vision.hidden_size, model.cfg, tower, source.max_length, model.probe.drops_cls
+        )
         config["tune_mm_mlp_adapter"] = False
     ours = {
         "mm_patch_merge_type": (model.cfg.patch_merge.value, "flat"),

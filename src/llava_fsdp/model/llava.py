@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import AutoModel
 
-from llava_fsdp.config import Feature, LossConfig, ModelConfig, Part, PatchMerge, Quantizer
+from llava_fsdp.config import LossConfig, ModelConfig, Part, PatchMerge, Quantizer
 from llava_fsdp.model.attention import (
     Continued,
     Kernel,
@@ -62,7 +62,8 @@ class Llava(nn.Module):
         self.lm_head = nn.Linear(hidden, parts.language.vocab_size, bias=False)
         if parts.language.tie_word_embeddings:
             self.lm_head.weight = self.language_model.get_input_embeddings().weight
-        self.probe = probe_vision_tower(self.vision_tower, parts.vision, cfg)
+        feature = parts.trained_feature or cfg.select_feature
+        self.probe = probe_vision_tower(self.vision_tower, parts.vision, cfg.select_layer, feature)
         self.token_keys = TokenKeys()
         self.adapted: list[str] = []
         """Names of the modules that have adapters."""
@@ -151,7 +152,7 @@ class Llava(nn.Module):
         with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
             pixels = (images if len(images) else images.new_zeros((1, *images.shape[1:]))).to(self.compute_dtype)
             features = hidden_state(self.vision_tower, pixels, self.cfg.select_layer, self.probe.last_layer)
-            if self.cfg.select_feature is Feature.patch:
+            if self.probe.drops_cls:
                 features = features[:, 1:]
             return features[: len(images)]
 

@@ -58,17 +58,22 @@ def read_selection(raw: dict[str, Any], folder: Path) -> Selection:
     check_supported(raw, folder)
     if "mm_vision_select_layer" not in raw:
         raise ModelError(f"{folder / 'config.json'} has no mm_vision_select_layer; add the layer it was trained with")
+    return Selection(
+        projector_type=raw.get("mm_projector_type", "linear"),
+        select_layer=raw["mm_vision_select_layer"],
+        select_feature=read_feature(raw, folder),
+        patch_merge=PatchMerge(raw.get("mm_patch_merge_type") or "flat"),
+        image_start_end=bool(raw.get("mm_use_im_start_end")),
+    )
+
+
+def read_feature(raw: dict[str, Any], folder: Path) -> Feature:
+    """Read which tokens of the vision tower an original was trained with; patch if its config.json does not say."""
     names = {name: feature for feature, name in FEATURES.items()}
     feature = raw.get("mm_vision_select_feature", "patch")
     if feature not in names:
         raise ModelError(f"{folder / 'config.json'} has mm_vision_select_feature={feature}; known: {', '.join(names)}")
-    return Selection(
-        projector_type=raw.get("mm_projector_type", "linear"),
-        select_layer=raw["mm_vision_select_layer"],
-        select_feature=names[feature],
-        patch_merge=PatchMerge(raw.get("mm_patch_merge_type") or "flat"),
-        image_start_end=bool(raw.get("mm_use_im_start_end")),
-    )
+    return names[feature]
 
 
 def check_supported(raw: dict[str, Any], folder: Path) -> None:
@@ -111,7 +116,9 @@ def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
             f"model.checkpoint={folder} has mm_patch_merge_type={merge}; set model.patch_merge={merge} and "
             "data.image_aspect_ratio=anyres"
         )
-    ours = {"mm_vision_select_layer": cfg.select_layer, "mm_vision_select_feature": FEATURES[cfg.select_feature]}
+    ours: dict[str, Any] = {"mm_vision_select_layer": cfg.select_layer}
+    if cfg.select_feature is not Feature.auto:
+        ours["mm_vision_select_feature"] = FEATURES[cfg.select_feature]
     for key, value in ours.items():
         if raw.get(key, value) != value:
             raise ConfigError(f"model.checkpoint={folder} has {key}={raw[key]}, and this configuration means {value}")
@@ -126,12 +133,13 @@ def language_config(raw: dict[str, Any]) -> PretrainedConfig:
 
 
 def original_config(
-    language: PretrainedConfig, features: int, cfg: ModelConfig, tower: str, max_length: int
+    language: PretrainedConfig, features: int, cfg: ModelConfig, tower: str, max_length: int, drops_cls: bool
 ) -> dict[str, Any]:
     """Build the original's config.json for a model that was not read from one.
 
     Args:
         features: width of the tower.
+        drops_cls: whether the vision tower's CLS token is left out.
         tower: name or folder of the vision tower, as the original will load it.
 
     Raises:
@@ -151,7 +159,7 @@ def original_config(
         "mm_projector_type": cfg.projector_type,
         "mm_use_im_patch_token": False,
         "mm_use_im_start_end": cfg.image_start_end,
-        "mm_vision_select_feature": FEATURES[cfg.select_feature],
+        "mm_vision_select_feature": FEATURES[Feature.patch if drops_cls else Feature.full],
         "mm_vision_select_layer": cfg.select_layer,
         "mm_vision_tower": tower,
         "use_mm_proj": True,

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig, LlavaConfig, PretrainedConfig
 
 from llava_fsdp.config import Config, Feature, ModelConfig
-from llava_fsdp.model.llava_v1_5_config import TOWER, check_agrees, is_original, language_config
+from llava_fsdp.model.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
 from llava_fsdp.model.lora_files import find_adapter, is_adapter_folder
 from llava_fsdp.model.tensor_files import WHOLE_MODEL
 from llava_fsdp.runtime.errors import ConfigError, ModelError
@@ -43,6 +43,8 @@ class Parts:
     vision: PretrainedConfig
     whole: Path | None
     """Folder of a whole model (`model.checkpoint`); None if language model and vision tower are given separately."""
+    trained_feature: Feature | None = None
+    """Tokens of the vision tower that `model.checkpoint` was trained with, patch or full; None without a checkpoint."""
 
 
 def find_parts(cfg: ModelConfig) -> Parts:
@@ -72,7 +74,8 @@ def find_parts(cfg: ModelConfig) -> Parts:
         check_selection(config, cfg, folder)
     language: Any = config.text_config
     language.vocab_size = trained_vocabulary(folder, config)
-    return Parts(folder, folder, language, vision_config(config), folder)
+    feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
+    return Parts(folder, folder, language, vision_config(config), folder, feature)
 
 
 def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:
@@ -108,7 +111,7 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
     own = folder / TOWER
     vision = own if (own / "config.json").is_file() else resolve(cfg.vision, "model.vision")
     tower = vision_config(read_config(vision, "model.vision"))
-    return Parts(folder, vision, language, tower, folder)
+    return Parts(folder, vision, language, tower, folder, read_feature(raw, folder))
 
 
 def read_llava_config(folder: Path, key: str) -> Any:
@@ -134,7 +137,8 @@ def read_llava_config(folder: Path, key: str) -> Any:
 
 def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
     """Check that `model.checkpoint` was trained with this configuration's `select_layer` and `select_feature`."""
-    strategy = "default" if cfg.select_feature is Feature.patch else "full"
+    strategies = {Feature.patch: "default", Feature.full: "full"}
+    strategy = strategies.get(cfg.select_feature, config.vision_feature_select_strategy)
     theirs = {
         "model.select_layer": config.vision_feature_layer,
         "select strategy": config.vision_feature_select_strategy,

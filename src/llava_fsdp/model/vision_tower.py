@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from llava_fsdp.config import Feature, ModelConfig
+from llava_fsdp.config import Feature
 from llava_fsdp.runtime.errors import ConfigError
 
 
@@ -17,6 +17,8 @@ class Probe(NamedTuple):
     """Number of tokens of an image tile in the language model."""
     tokens: int
     """Number of tokens of an image tile in the vision tower."""
+    drops_cls: bool
+    """Whether the vision tower's first token, the CLS token, is left out."""
     leftovers: list[str]
     """Names of the parameters after the selected hidden state. They never get a gradient and are frozen, or optimizers
     and checkpoints would disagree about them."""
@@ -64,7 +66,7 @@ def first_of(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
-def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, cfg: ModelConfig) -> Probe:
+def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select_layer: int, feature: Feature) -> Probe:
     """Run a meta-device vision tower once, to find which of its layers, tokens and parameters are used.
 
     Raises:
@@ -72,9 +74,9 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, cfg: M
             drop.
     """
     depth = vision.num_hidden_layers
-    if not 1 <= abs(cfg.select_layer) <= depth:
+    if not 1 <= abs(select_layer) <= depth:
         raise ConfigError(
-            f"model.select_layer={cfg.select_layer}: {vision.model_type} has {depth} layers; give 1 to {depth}, or "
+            f"model.select_layer={select_layer}: {vision.model_type} has {depth} layers; give 1 to {depth}, or "
             f"-{depth} to -1 counted from the last"
         )
     pixels = torch.zeros((1, 3, vision.image_size, vision.image_size), device="meta")
@@ -92,20 +94,23 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, cfg: M
 
     handles = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
     with torch.enable_grad():
-        features = vision_tower(pixel_values=pixels, output_hidden_states=True).hidden_states[cfg.select_layer]
+        features = vision_tower(pixel_values=pixels, output_hidden_states=True).hidden_states[select_layer]
         gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
     for handle in handles:
         handle.remove()
     tokens, grid = features.shape[1], (vision.image_size // vision.patch_size) ** 2
-    if cfg.select_feature is Feature.patch and tokens != grid + 1:
+    has_cls = tokens == grid + 1
+    if feature is Feature.patch and not has_cls:
         raise ConfigError(
             f"model.select_feature=patch drops a CLS token, but {vision.model_type} gives {tokens} tokens for a "
             f"grid of {grid} patches; set model.select_feature=full"
         )
+    drops_cls = has_cls if feature is Feature.auto else feature is Feature.patch
     return Probe(
-        image_tokens=tokens - (cfg.select_feature is Feature.patch),
+        image_tokens=tokens - drops_cls,
         tokens=tokens,
+        drops_cls=drops_cls,
         leftovers=[name for name, gradient in zip(names, gradients, strict=True) if gradient is None],
-        layers=cfg.select_layer % (depth + 1),
+        layers=select_layer % (depth + 1),
         last_layer=next((name for name, output in outputs.items() if output is features), None),
     )

@@ -179,10 +179,12 @@ def settings_then(config: dict[str, Any]) -> dict[str, Any]:
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return a text `key: old -> new` for each key whose value must stay the same when a run continues, but has
     changed."""
+    feature = "model.select_feature"  # auto may mean the same; the fingerprint "encoding" has the number of tokens
+    same = {feature} if "auto" in (then.get(feature), now.get(feature)) else set()
     return [
         f"{key}: {then.get(key)} -> {now.get(key)}"
         for key in sorted(then.keys() | now.keys())
-        if is_fixed(key) and then.get(key) != now.get(key)
+        if is_fixed(key) and key not in same and then.get(key) != now.get(key)
     ]
 
 
