@@ -1,6 +1,6 @@
-"""What makes a shell complete `llava-fsdp`: `llava-fsdp completion bash` prints it; zsh takes the same.
+"""Print the code that makes a shell complete `llava-fsdp` commands: `llava-fsdp completion bash`, or zsh.
 
-The shell calls `llava-fsdp completion words COMMAND WORD`, which prints the keys, choices or commands that begin so.
+For each word to complete, this code calls `llava-fsdp completion words COMMAND WORD`, which prints the completions.
 """
 
 import sys
@@ -62,7 +62,9 @@ def main() -> None:
 
 
 def completions(command: str, word: str) -> list[str]:
-    """The words that begin with `word`: choices of a group behind its `=`, else keys with `=`, or commands."""
+    """Return what `word`, typed after `llava-fsdp COMMAND`, can be completed to: choices of a config group for
+    `GROUP=...`, else configuration keys followed by `=`. While the command itself is being typed, `command` equals
+    `word`, and names of commands are returned."""
     if command not in SCHEMAS:
         return [name for name in COMMANDS if name.startswith(word)] if command == word else []
     group, equals, begun = word.partition("=")

@@ -1,12 +1,12 @@
 """Print how a training ended: `llava-fsdp status FOLDER`, or with the training's own arguments.
 
-Prints the status in `run_status.json` and ends with its exit code, which torchrun does not return: 0 done, 75 stopped
-(the same command continues), 2 a mistake to fix, 3 a checkpoint, 4 numbers, 5 lost or late ranks, 1 a bug or no status
-at all. A run that continues and one that was killed have no end in their status: the lock of the folder tells them
-apart.
+Prints the status in `run_status.json` and exits with the training's exit code, which torchrun hides: 0 done, 75 stopped
+(the same command continues it), 2 a mistake for the user to fix, 3 a checkpoint that cannot be written or read, 4 wrong
+numbers such as a NaN loss, 5 lost or late ranks, 1 a bug or no status at all. Without an end in the status, the run is
+still going on or was killed: whether its folder is locked tells which.
 
-`--saved`, before the other arguments, prints the step of the newest checkpoint instead, 0 without one: a scheduler's
-script compares it before and after a run.
+`--saved` before the other arguments prints the step of the run's newest checkpoint instead (0 if there is none): a
+scheduler's script can compare this step before and after a run.
 """
 
 import sys
@@ -75,7 +75,8 @@ def main() -> None:
 
 
 def log_other_start(path: Path, record: dict[str, Any]) -> None:
-    """Log the run's status before a start that took no step, or why a later start of a finished run was refused."""
+    """Log what the status in `record` says about another start of the run: why a later start was refused (the run was
+    finished), or how the previous start ended (the latest one took no step)."""
     if isinstance(refused := record.get("refused"), dict):
         log().info("%s: a later start was refused: %s", path, refused.get("reason") or "")
     elif isinstance(before := record.get("before"), dict) and record["status"] != "done":

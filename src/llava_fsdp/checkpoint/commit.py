@@ -64,7 +64,8 @@ Entries = Mapping[str, TensorEntry]
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """Function with which rank 0 writes the adapters into each checkpoint, in a format that other programs can read."""
+    """Function with which rank 0 writes the adapters into each checkpoint in a format that other programs can read, and
+    the size of what it writes."""
 
     nbytes: int
     write: Callable[[Path, Checkpoint], None]
@@ -83,7 +84,8 @@ class Committer:
     needed: int
     """Bytes of the tensors and adapters of one checkpoint, summed over all ranks."""
     at: Callable[[str], None] = lambda point: None
-    """Called with the name of each point of a save (see the table of this module). Tests end the process there."""
+    """Called with the name of each point of a save (see the table of this module), for tests that end the process
+    there."""
     adapter_folder: AdapterFolder | None = None
     good: set[str] = field(default_factory=set)
     """Names of the checkpoints that this process has written or verified."""
@@ -182,8 +184,8 @@ class Committer:
         return {path.relative_to(checkpoint.folder).as_posix(): digest_of_file(path) for path in files}
 
     def is_good(self, folder: Path) -> bool:
-        """Return whether a checkpoint is undamaged. At the first call all its bytes are read, later only the names and
-        sizes of its files."""
+        """Return whether a checkpoint is undamaged. The first call for a checkpoint reads all its bytes; later calls
+        check only the names and sizes of its files."""
         try:
             if folder.name in self.good:
                 with naming(folder):

@@ -1,4 +1,4 @@
-"""Determine which rows of each tensor a rank holds, and which of these it writes into its checkpoint file."""
+"""Determine which rows of each tensor a rank holds, and which of them it writes into its checkpoint file."""
 
 from collections.abc import Mapping
 
@@ -11,8 +11,8 @@ from llava_fsdp.distributed.local_shards import local, local_rows
 
 
 def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return the index of the first row of a tensor that this rank holds, and the rows that it holds [rows, ...]; a
-    scalar is returned unchanged, with index 0."""
+    """Return this rank's rows of a tensor: the index of the first one, and their values [rows, ...]. A scalar is
+    returned unchanged, with index 0."""
     begin, end = local_rows(tensor)
     values = local(tensor)
     assert values.ndim == 0 or len(values) == end - begin, f"{tuple(values.shape)} holds rows {begin} to {end}"
@@ -40,8 +40,8 @@ def written_rows(
 
 
 def replica_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return (i, n): n ranks hold the same rows of a tensor as this rank, which is number i among them. A tensor that
-    is not a DTensor is held by all ranks."""
+    """Return (i, n): this rank is number i of the n ranks that hold the same rows of a tensor. A tensor that is not a
+    DTensor is held by all ranks."""
     if not isinstance(tensor, DTensor):
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     coordinate = tensor.device_mesh.get_coordinate()

@@ -24,7 +24,8 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 RANK_FILE = re.compile(r"rank-\d{5}\.safetensors")
 ADAPTER_FILE = re.compile(rf"{ADAPTER_FOLDER}(/[A-Za-z0-9]\w*)?/[A-Za-z0-9][\w.-]*")
-"""Pattern for paths of the files in a checkpoint's adapter folder, a second copy of the adapters for other programs."""
+"""Pattern for paths of the files in a checkpoint's adapter folder, which contains a second copy of the adapters for
+other programs."""
 LARGEST = 1 << 30
 """Largest accepted size of a manifest in bytes: enough for 2000 tensors on 10,000 ranks."""
 HEX = re.compile(r"[0-9a-f]{32}")
@@ -99,8 +100,8 @@ def one_item_per_line(value: Any) -> str:
 
 
 def parse(content: bytes) -> Manifest:
-    """Parse the content of a manifest file and check that it is consistent. Raises CheckpointError for any invalid
-    content; no bytes cause another error."""
+    """Parse the content of a manifest file and check that it is consistent. Raises CheckpointError, and no other error,
+    for any invalid content."""
     body = unsealed(content)
     if body is None:
         raise CheckpointError(f"{MANIFEST_FILE} is not what was written: its digest of itself differs")
@@ -143,8 +144,8 @@ def size(value: Any) -> int:
 
 
 def file_name(value: Any) -> str:
-    """Return `value` if it is the path of a file that checkpoints have, which cannot lead out of the folder. Raises
-    ValueError otherwise."""
+    """Return `value` if it is a valid path of a file in a checkpoint's folder; raise ValueError otherwise. A valid path
+    cannot lead out of the folder."""
     if not isinstance(value, str) or not (
         value == STATE_FILE or RANK_FILE.fullmatch(value) or ADAPTER_FILE.fullmatch(value)
     ):

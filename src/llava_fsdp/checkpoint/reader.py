@@ -18,8 +18,8 @@ WEIGHT = "model."
 
 @torch.no_grad()
 def load(checkpoint: Checkpoint, into: dict[str, torch.Tensor]) -> None:
-    """Fill this rank's rows of the tensors in `into` from a checkpoint. Raises CheckpointError if the checkpoint has
-    other tensors than `into`, or if a file of it cannot be read."""
+    """Fill this rank's rows of the tensors in `into` from a checkpoint. Raises CheckpointError if the checkpoint and
+    `into` do not have the same tensors, or if a file of the checkpoint cannot be read."""
     with naming(checkpoint.folder):
         targets = {name: held_rows(tensor) for name, tensor in into.items()}
         require_same(
@@ -45,8 +45,7 @@ def require_same(manifest: Manifest, expected: dict[str, tuple[torch.dtype, tupl
 
 
 def fill(folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tuple[int, torch.Tensor]]) -> None:
-    """Read ranges of rows into tensors, from all checkpoint files that contain some of these rows. Each file is opened
-    once.
+    """Read ranges of rows into tensors. Each checkpoint file that contains some of these rows is opened once.
 
     Args:
         targets: by tensor name, the index of the first row to read and the tensor to fill [rows, ...].

@@ -13,7 +13,7 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
 
 POINTER = "latest"
-"""Name of a file that contains the name of the newest checkpoint, for people and scripts. This package does not read
+"""Name of a file that contains the name of the newest checkpoint, for people and scripts. llava_fsdp does not read
 it."""
 STAGED = ".tmp"
 REPLACED = ".replaced.tmp"
@@ -38,8 +38,8 @@ def delete(folder: Path) -> None:
 
 
 def recover(parent: Path) -> None:
-    """Rename checkpoints back which a save had renamed in order to replace them, if that save crashed before the new
-    checkpoint had its final name."""
+    """Undo the renaming of checkpoints by saves that crashed. A save that replaces a checkpoint first renames the old
+    one; if it crashed before the new one had its final name, the old one gets that name back."""
     for path in parent.glob("step-*" + REPLACED) if parent.is_dir() else ():
         if not os.path.lexists(named := path.with_name(path.name.removesuffix(REPLACED))):
             os.rename(path, named)
@@ -56,7 +56,11 @@ def prune(
     parent: Path, keep: int, keep_every: int | None, is_good: Callable[[Path], bool], at: Callable[[str], None]
 ) -> None:
     """Delete all checkpoints older than the newest `keep` undamaged ones (those for which `is_good` returns True),
-    except those whose step is a multiple of `keep_every`."""
+    except those whose step is a multiple of `keep_every`.
+
+    Args:
+        at: called with "one deleted" after each deletion.
+    """
     good = 0
     for folder in reversed(list_checkpoints(parent)):
         step = step_of(folder)

@@ -29,8 +29,8 @@ CODES = {
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 WRITEBACK = 64 << 20
-"""Number of written bytes after which the kernel is asked to start writing to the disk. By default it starts when a
-tenth of the memory is waiting."""
+"""Number of written bytes after which the kernel is asked to start writing to the disk. Otherwise it would start only
+when the bytes waiting to be written fill a tenth of the memory."""
 LARGEST_HEADER = 100 << 20
 """Largest accepted size of a header in bytes, which is the limit of the safetensors library."""
 LARGEST_DIMENSION = 1 << 62

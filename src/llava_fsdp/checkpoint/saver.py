@@ -30,7 +30,7 @@ from llava_fsdp.runtime.run_dir import step_of
 TIMEOUT = timedelta(seconds=1800)
 """Timeout of the process group for saves: the longest time that the disk of the slowest rank may take."""
 MARGIN = 1.2
-"""Factor on the bytes of a checkpoint's tensors that gives the free disk space required for a checkpoint."""
+"""The free disk space required for a checkpoint, as a multiple of the bytes of its tensors."""
 
 
 class Saver:
@@ -148,8 +148,8 @@ class Saver:
             self.error.__cause__ = error
 
     def is_serious(self, error: BaseException | None) -> bool:
-        """Return whether the error of a save must end the run. With `on_save_error=warn` a full disk does not;
-        non-finite weights and lost ranks always do."""
+        """Return whether the error of a save must end the run. With `on_save_error=warn`, a full disk does not end the
+        run, but non-finite weights and lost ranks do."""
         forgiven = self.cfg.on_save_error is OnSaveError.warn and type(error) is CheckpointError
         return error is not None and not forgiven
 
@@ -180,8 +180,12 @@ class Saver:
 
 
 def prepare_folder(parent: Path, needed: int) -> None:
-    """Create the folder that contains the checkpoints, and check that it is writable and has room for one more. Called
-    on rank 0."""
+    """Create the folder that contains the checkpoints, and check that it is writable and has room for another
+    checkpoint. Called on rank 0.
+
+    Args:
+        needed: bytes of the tensors and adapters of one checkpoint.
+    """
     make_folder(parent)
     recover(parent)  # a run that continues from another folder has not done this for its own folder yet
     sweep(parent)

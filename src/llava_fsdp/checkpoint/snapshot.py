@@ -23,12 +23,13 @@ NO_ROOM = (
     "goes without it, offload=nvme keeps states in files"
 )
 SHARE = 0.8
-"""Fraction of the host's free memory that copies of the state may take. The rest is left for the processes to grow
-during the run."""
+"""Fraction of the host's free memory that copies of the state may take. The rest is for the growth of processes during
+the run."""
 
 
 class Snapshot:
-    """Host buffers for all tensors that this rank writes to checkpoints; pinned if the tensors are on a GPU."""
+    """Host buffers for all tensors that this rank writes to checkpoints. If the tensors are on a GPU, the buffers are
+    pinned."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self.on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
@@ -96,8 +97,12 @@ class Snapshot:
 
 
 def fits(nbytes: int, group: dist.ProcessGroup | None) -> bool:
-    """Return whether the copies of all ranks fit into the memory of their hosts; the result is the same on all ranks. A
-    collective."""
+    """Return whether the state's copies of all ranks fit into the memory of their hosts; all ranks get the same result.
+    A collective.
+
+    Args:
+        nbytes: size of this rank's copy.
+    """
     host = socket.gethostname()
     needed = sum(count for name, count in gathered((host, nbytes), group) if name == host)
     available = read_host().free

@@ -27,7 +27,7 @@ def render_facts(facts: dict[str, Any]) -> bytes:
 
 def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
     """Parse the content of `state.json`, and check its types and that it agrees with the manifest. Raises
-    CheckpointError for any invalid content; no bytes cause another error."""
+    CheckpointError, and no other error, for any invalid content."""
     try:
         facts: dict[str, Any] = {"consecutive": 0} | parse_object(content)  # absent in older checkpoints
         require_types(facts, TYPES)

@@ -1,4 +1,4 @@
-"""Verify a checkpoint: its manifest, every bit of its files, and that no row of its tensors is missing."""
+"""Verify a checkpoint: its manifest, the digests of all its files, and that no row of its tensors is missing."""
 
 import contextlib
 import os
@@ -42,8 +42,8 @@ class Checkpoint:
 
 
 def verify(folder: Path) -> Checkpoint:
-    """Verify all files of a checkpoint in one process. Raises CheckpointError, naming the folder, the file and what is
-    wrong; no content of the files causes another error."""
+    """Verify all files of a checkpoint in one process. Raises CheckpointError, and no other error, for any invalid
+    content; the message names the folder, the file and what is wrong."""
     with naming(folder):
         checkpoint = inspect(folder)
         digest_files(checkpoint, sorted(checkpoint.manifest.files))
@@ -62,8 +62,8 @@ def verify_together(folder: Path) -> Checkpoint:
 
 @contextlib.contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """Context manager and decorator that puts the path of the checkpoint's folder in front of an error's message.
-    OSErrors become CheckpointErrors."""
+    """Context manager and decorator that puts the path of a checkpoint's folder in front of the messages of
+    CheckpointErrors, and turns OSErrors into CheckpointErrors."""
     try:
         yield
     except CheckpointError as error:

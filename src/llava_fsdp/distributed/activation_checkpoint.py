@@ -1,9 +1,9 @@
 """Wrap a model's blocks for activation checkpointing, which computes a block's activations again in the backward pass
 instead of keeping them.
 
-Without compilation, every mode except `budget` trains to the same bits as the mode `none`: the same operations run
-again on the same inputs and with the same random numbers. All modes use torch's non-reentrant checkpoint, so that the
-inputs of a block need not require a gradient.
+Without compilation, training with any mode except `budget` gives bit for bit the weights that the mode `none` gives:
+the same operations run again on the same inputs and with the same random numbers. All modes use torch's non-reentrant
+checkpoint, so that the inputs of a block need not require a gradient.
 """
 
 from collections.abc import Callable
@@ -46,11 +46,11 @@ def apply_activation_checkpointing(
     """Wrap every block of every stack in place for activation checkpointing, and compile the blocks of the first stack,
     the language model's.
 
-    A block is compiled first and then wrapped. With `selective` it is wrapped first: a compiled block runs as one
-    operation, so that only the compiler can apply a policy that keeps the results of single operations.
+    A block is compiled first and then wrapped, except with the mode `selective`. There the wrapper is compiled with the
+    block: a compiled block runs as one operation, so only the compiler can keep the results of single operations in it.
 
     Args:
-        count: counts the compiled graphs; None: blocks are not compiled, except with `budget`.
+        count: counts the compiled graphs; None: blocks are not compiled, except with the mode `budget`.
         one_row: whether every batch has exactly one row.
     """
     mode, host = (
@@ -85,8 +85,8 @@ def clean_name(name: str) -> str:
 def keep_products_and_attention(
     context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Policy of `selective` checkpointing: keep the result of an operation that is listed in `KEPT`, and compute all
-    others again.
+    """Policy of `selective` checkpointing: keep the results of the operations that are listed in `KEPT`, and compute
+    the results of all others again.
 
     Attention with dropout is always computed again. Otherwise the operations after it would draw other random numbers
     in the backward pass than in the forward pass.

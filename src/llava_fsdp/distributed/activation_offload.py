@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 
 class HostInputs:
-    """Saved-tensor hooks that copy the inputs of blocks to host memory. Each input is fetched again while the block
-    after it runs backward."""
+    """Saved-tensor hooks that copy the inputs of blocks to host memory. A block's input is copied back to the device
+    while the next block runs backward."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -43,8 +43,8 @@ class HostInputs:
         return self._stream
 
     def pack(self, tensor: torch.Tensor) -> Away | torch.Tensor:
-        """Begin to copy a block's input to host memory; return a tensor that is not a contiguous floating-point
-        activation unchanged."""
+        """Begin to copy a tensor that autograd saves, a block's input, to host memory. A parameter, or a tensor that is
+        not contiguous or not floating-point, is returned unchanged."""
         if not tensor.is_floating_point() or not tensor.is_contiguous() or isinstance(tensor, nn.Parameter):
             return tensor
         before = self._last() if self._last is not None else None
@@ -88,14 +88,14 @@ class Away:
             self.done = stream.record_event()
 
     def wait(self) -> None:
-        """Make the main stream wait for the most recent copy before the work that is queued next."""
+        """Make the main stream's later work wait for the most recent copy of this tensor to or from the host."""
         if self.done is not None:
             torch.cuda.current_stream(self.owner.device).wait_event(self.done)
             self.done = None
 
     def release(self) -> None:
-        """Free the tensor's device memory. The main stream waits for the copy to the host first, and only its later
-        work can reuse the memory."""
+        """Free the tensor's device memory. First the main stream is made to wait for the copy to the host, so that the
+        work that can reuse the memory runs after this copy."""
         self.wait()
         self.here = None
 
@@ -107,7 +107,7 @@ class Away:
             self.copy(self.here, self.host)
 
     def back(self) -> torch.Tensor:
-        """Return the tensor on the device, and begin to fetch the input of the block before it."""
+        """Return the tensor on the device, and begin to copy the input of the preceding block back to the device."""
         self.fetch()
         self.wait()
         tensor, self.here = self.here, None
@@ -119,8 +119,8 @@ class Away:
 
 
 class BlockFromHost(ActivationWrapper):
-    """Wrapper of a block whose input is kept in host memory; the backward pass fetches the input and runs the block
-    again."""
+    """Wrapper of a block whose input is kept in host memory. The backward pass copies the input back to the device and
+    runs the block again."""
 
     def __init__(self, block: nn.Module, host: HostInputs):
         super().__init__(block)

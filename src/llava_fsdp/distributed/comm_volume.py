@@ -45,7 +45,7 @@ class CollectiveBytes(TorchDispatchMode):
     """Dispatch mode that counts the collectives issued while it is active.
 
     Raises:
-        AssertionError: an operation is a collective that is not in `COLLECTIVES`.
+        AssertionError: while the mode is active, a collective is issued that is not in the table `COLLECTIVES`.
     """
 
     def __init__(self, traffic: Traffic | None = None) -> None:

@@ -1,7 +1,7 @@
 """Compile the language model's blocks with torch.compile, one block at a time, and count the compilations.
 
-The vision tower is not compiled: it does about a hundredth of the work, and would be compiled again for batches of one
-image, for transformers' hooks on its layers, and for frozen layers among trained ones.
+The vision tower is not compiled. It does about a hundredth of the work, and torch would compile it again for batches of
+one image, for transformers' hooks on its layers, and for frozen layers among trained ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Compiling:
 
 
 def choose_compiling(cfg: Config, device: torch.device, attention: Attention | None) -> Compiling:
-    """Decide whether to compile blocks: as `compile=true` or `false` says, or with `auto` as is faster on this machine.
+    """Decide whether to compile the language model's blocks. `compile=true` and `compile=false` decide this; with
+    `compile=auto` it depends on the device and the other settings.
 
     Args:
         attention: the attention kernel for packed rows; None if rows are padded instead.
@@ -70,14 +71,14 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
 
 
 def splits_blocks(mode: ActivationCheckpointing, attention: Attention | None) -> bool:
-    """Return whether the settings split a block into two graphs although its checkpointing mode needs one graph: mode
-    `selective` with SDPA, which runs one sample at a time outside the graph."""
+    """Return whether a compiled block would be split into two graphs although its checkpointing mode needs one graph.
+    This is so for mode `selective` with SDPA, which runs one sample at a time outside the graph."""
     return mode is ActivationCheckpointing.selective and attention is Attention.sdpa
 
 
 def check_compiler(device: torch.device, setting: str) -> None:
-    """Raise ConfigError if torch.compile cannot work on this machine; the message begins with `setting`, which needs
-    torch.compile."""
+    """Raise ConfigError if torch.compile cannot work on this machine. The message begins with `setting`, the setting
+    for which torch.compile is needed."""
     lack = compiler_missing(device)
     if lack is not None:
         other = "compile=auto" if setting.startswith("compile") else "activation_checkpointing=selective"
@@ -138,8 +139,9 @@ def compile_blocks(
     """Replace the forward of every block in place by a function that compiles it at its first call.
 
     Only `forward` is compiled and not `__call__`, so that the hooks which `fully_shard` adds later stay outside. All
-    blocks of one class share the compiled code, in which the lengths of rows are symbolic. torch would compile again
-    for a size of 1. So rows of one token run uncompiled; so do batches of one row, unless all batches have one row.
+    blocks of one class share the compiled code, in which the lengths of rows are symbolic. For a dimension of size 1
+    torch would compile again. So rows of one token run uncompiled, and so do batches of one row, unless every batch has
+    one row.
 
     Args:
         budget: the share of a block's activations that is kept (`torch._functorch.config.activation_memory_budget`);
@@ -169,11 +171,13 @@ def run_block(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block's forward: compiled if gradients are on, else uncompiled, because Dynamo compiles a block at most
-    eight times and validation must not use these up.
+    """Run a block's forward, compiled if gradients are on, else uncompiled: Dynamo compiles a block at most eight
+    times, and validation must not use these compilations up.
 
     Args:
-        plain: the uncompiled forward.
+        plain: the block's uncompiled forward.
+        compiled: the compiled forward of the block's class.
+        lengths_apart: context manager in which torch compiles equal lengths as lengths that may differ.
         hidden: [rows, length, channels]
     """
     is_rare = hidden.ndim == 3 and (hidden.shape[1] == 1 or (hidden.shape[0] == 1) is not one_row)
@@ -188,8 +192,8 @@ def run_block(
 def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `forward` in a function with a code object of its own.
 
-    torch keeps compiled graphs by code object, and the layers of all models of transformers share the code object of
-    one wrapper.
+    torch keeps compiled graphs by code object. Without this, the layers of all transformers models would share one,
+    because their forwards are wrapped by the same function.
     """
 
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Make all ranks act alike: an error on one rank is raised on every rank, and a request of one rank holds for every
-rank."""
+"""Make all ranks act alike: an error on one rank is raised on every rank, and what one rank requests (to stop, to save)
+is done on every rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGrou
     """Run a function on rank 0 only, and return its result or raise its error on every rank. A collective.
 
     Args:
-        failing: text about what could not be done; it begins the message of an error that is not a LlavaFsdpError.
+        failing: text that says what could not be done, for the message of an error that is not a LlavaFsdpError.
         group: a process group of all ranks; None is the default group.
 
     Raises:
@@ -47,8 +47,8 @@ def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup
     rank. A collective.
 
     Raises:
-        LlavaFsdpError: the error of the lowest rank that failed; with several ranks, the message begins with that
-            rank's number.
+        LlavaFsdpError: the error of the lowest rank that failed. With several ranks, the message begins with that
+            rank's number. Any other error becomes a CheckpointError that says what failed (`failing`).
     """
     result: Any = None
     local_failure: Failure | None = None
@@ -84,7 +84,8 @@ def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[
 
 
 def failure_of(error: Exception, failing: str) -> Failure:
-    """Convert an error to a pair of error class and message, which can be sent to the other ranks."""
+    """Convert an error to its class and message, which can be sent to the other ranks. An error that is not a
+    LlavaFsdpError becomes a CheckpointError whose message begins with `failing`."""
     if isinstance(error, LlavaFsdpError):
         return type(error), str(error)
     if isinstance(error, OSError):
@@ -94,12 +95,12 @@ def failure_of(error: Exception, failing: str) -> Failure:
 
 @dataclass(frozen=True)
 class Votes:
-    """Requests of one rank that all ranks must act on in the same step: stop the run, save a checkpoint, and so on."""
+    """What one rank asks all ranks to do in the same step: stop the run, save a checkpoint, and so on."""
 
     stop: bool = False
     save: bool = False
     failed: bool = False
-    """Whether an earlier checkpoint could not be written in the background."""
+    """Whether the writing of an earlier checkpoint in the background has failed."""
     lost: bool = False
     """Whether the run's folder was deleted or moved. Only rank 0 checks this."""
 

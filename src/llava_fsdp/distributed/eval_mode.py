@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context manager that turns off dropout and gradients; at its end, training mode and random generators are
-    restored."""
+    """Context manager that turns off dropout and gradients. At its end, training mode and the states of the random
+    generators are restored."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         model.eval()

@@ -1,7 +1,7 @@
 """Simulate rank 0 of many ranks in one process, with collectives that take as much memory as real ones.
 
-PyTorch's `fake` process group does not write to output buffers (before torch 2.12 not to those of a reduce-scatter).
-Their values may then not be finite, and their memory pages are never allocated. Here an all-gather fills the output
+PyTorch's `fake` process group leaves some output buffers unwritten (before torch 2.12 those of a reduce-scatter). The
+values in such a buffer may not be finite, and its memory pages are never allocated. Here an all-gather fills the output
 with copies of this rank's shard, and a reduce-scatter returns this rank's part of its input, as if all other ranks had
 sent zeros.
 """
@@ -29,8 +29,8 @@ def is_imagined() -> bool:
 
 
 def imagine_collectives(model: nn.Module, traffic: Traffic) -> None:
-    """Replace the collectives of every FSDP unit by simulated ones, which need no other rank, and count their bytes in
-    `traffic`."""
+    """Replace the collectives of every FSDP unit by simulated ones, which need no other rank. Their bytes are counted
+    in `traffic`."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(ImaginedGather(traffic))
@@ -48,7 +48,7 @@ class Allocating:
 
 
 class ImaginedGather(Allocating, AllGather):
-    """A simulated all-gather: every other rank seems to hold the same shard as this rank."""
+    """A simulated all-gather, with the result as if every other rank held the same shard as this rank."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -61,7 +61,7 @@ class ImaginedGather(Allocating, AllGather):
 
 
 class ImaginedScatter(Allocating, ReduceScatter):
-    """A simulated reduce-scatter: the gradients of all other ranks seem to be zero."""
+    """A simulated reduce-scatter, with the result as if the gradients of all other ranks were zero."""
 
     def __call__(
         self,

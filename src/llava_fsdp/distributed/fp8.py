@@ -14,7 +14,7 @@ from torch import nn
 from llava_fsdp.runtime.errors import ConfigError
 
 MULTIPLE = 16
-"""Both sizes of a weight must be multiples of this for torch's scaled fp8 matrix product."""
+"""Both dimensions of a weight must be multiples of this number for torch's scaled fp8 matrix product."""
 CURE = "choose precision=bf16"
 
 
@@ -33,8 +33,8 @@ def check_fp8(device: torch.device) -> None:
 
 
 def fp8_settings(sharded: bool) -> Any:
-    """Return torchao's float8 settings: all-gathers in fp8 if weights are sharded, and any number of tokens, which
-    torchao pads to a multiple of 16."""
+    """Return torchao's float8 settings: FSDP all-gathers in fp8 if weights are sharded, and torchao pads the number of
+    tokens to a multiple of 16, so that any number is allowed."""
     from torchao.float8 import Float8LinearConfig
 
     return Float8LinearConfig(enable_fsdp_float8_all_gather=sharded, pad_inner_dim=True)
@@ -62,7 +62,7 @@ def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
 
 
 def weights_in_fp8(blocks: nn.ModuleList) -> set[torch.Tensor]:
-    """Return the weights that `multiply_in_fp8` would cast to fp8. Call this before `multiply_in_fp8`."""
+    """Return the weights of the layers that `multiply_in_fp8` would replace. Call this before `multiply_in_fp8`."""
     return {module.weight for module in blocks.modules() if isinstance(module, nn.Linear) and takes_fp8(module)}
 
 

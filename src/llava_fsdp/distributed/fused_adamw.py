@@ -1,7 +1,7 @@
 """Call torch's fused AdamW after a check of its tensors' memory layout. No other module may call the fused kernel.
 
-On a CPU the kernel checks neither strides nor shapes (torch 2.13). It treats a view with gaps, or a gradient with
-another order of dimensions, as if it were contiguous, and writes past the end of a moment that is too small.
+On a CPU the kernel checks neither strides nor shapes (torch 2.13). It treats a view with gaps, or a gradient whose
+dimensions have another order in memory, as if it were contiguous. It writes past the end of a moment that is too small.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Allocate tensors outside of torch's allocators: in anonymous memory, which may be pinned, or in a mapped file.
 
 The files have no name (Linux `O_TMPFILE`; elsewhere the name is removed before anything is written). So no other
-process can open them, and their disk space is freed when the process ends, even if it is killed. They are never flushed
-to disk on purpose, because nothing reads them after the process.
+process can open them, and their disk space is freed when the process ends, even if it is killed. They are never
+explicitly flushed to disk, because nothing reads them after the process has ended.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class Arena:
         """Allocate anonymous memory, or create and map a file.
 
         Args:
-            nbytes: at least the sum of `room` over all tensors that will be allocated with `take`.
+            nbytes: size of the region, at least the sum of `Arena.room` over all tensors that `take` will allocate.
             folder: folder of the file; None means anonymous memory.
             pin: pin the anonymous memory, for asynchronous copies to and from the GPU. torch's own pinned allocator
                 would round every tensor up to a power of two.
@@ -59,8 +59,8 @@ class Arena:
         return -(-math.prod(shape) * dtype.itemsize // PAGE) * PAGE
 
     def take(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a tensor that has a storage of its own, so that saving or copying it does not include other tensors
-        of the arena."""
+        """Allocate a tensor in the arena. It has a storage of its own, so that saving or copying it does not include
+        other tensors of the arena."""
         shape = tuple(shape)
         count = math.prod(shape)
         if not count:
@@ -106,8 +106,8 @@ class Arena:
 
 
 class Memory(mmap.mmap):
-    """A memory mapping that can be pinned for CUDA, and is then unpinned before it is unmapped. Tensors in the mapping
-    keep it alive."""
+    """A memory mapping that can be pinned for CUDA; a pinned one is unpinned before it is unmapped. Tensors in the
+    mapping keep it alive."""
 
     registered: int | None = None
 

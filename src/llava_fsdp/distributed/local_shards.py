@@ -18,12 +18,12 @@ class LocalShard:
     begin: int
     end: int
     tensors: list[torch.Tensor]
-    """The local tensors with the values of these rows: the model's parameter and, if the master weight is a separate
-    tensor, also the master weight."""
+    """This rank's tensors with the values of the rows [begin, end): the shard of the model's parameter and, if the
+    master weight is a separate tensor, the shard of the master weight."""
 
 
 def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalShard]:
-    """Return the rows of every parameter that this rank holds, by parameter name."""
+    """Return this rank's rows of every parameter, by parameter name."""
     shards = {}
     for wrapped_name, parameter in model.named_parameters():
         name = clean_name(wrapped_name)
@@ -58,7 +58,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor or DTensor without torchao's fp8 wrapper, for use in collectives and checkpoints."""
+    """Remove torchao's fp8 wrapper from a tensor or DTensor, so that it can be used in collectives and checkpoints."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor) or type(tensor.to_local()) is torch.Tensor:
         return tensor
@@ -69,10 +69,10 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor whose shard on this rank is `shard` and which is sharded like `tensor`; for a plain `tensor`
-    return `shard`.
+    """Return a DTensor whose shard on this rank is `shard` and which is sharded like `tensor`. If `tensor` is not a
+    DTensor, return `shard`.
 
-    `shard` may be on any device. `DTensor.from_local` would move it to the device of the mesh.
+    `shard` stays on its device, which `DTensor.from_local` would change to the device of the mesh.
     """
     return DTensor(shard, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else shard  # type: ignore[call-arg]
 

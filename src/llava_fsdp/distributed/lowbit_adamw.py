@@ -28,7 +28,7 @@ from llava_fsdp.runtime.seeds import derive
 BLOCK = 256
 """Number of consecutive elements of a row that share one scale (of int8 moments)."""
 STRETCH = 1 << 22
-"""Number of elements that are updated at a time; each fp32 tensor of the computation then takes 16 MiB."""
+"""Number of a parameter's elements that are updated at a time; each fp32 tensor of the update then takes 16 MiB."""
 SCALE = "_scale"
 
 
@@ -56,8 +56,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.seed = seed
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return the initial optimizer state of a parameter: zero moments, sharded like the parameter, and a step count
-        of 0 on the CPU."""
+        """Return the initial optimizer state of a parameter: zero moments, which are sharded like the parameter, and a
+        step count of 0 on the CPU."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         for name in MOMENTS:
             if is_quantised(parameter.shape, self.moments):
@@ -100,8 +100,8 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 
 def is_quantised(shape: tuple[int, ...], moments: MomentDType) -> bool:
-    """Return whether a parameter's moments are stored in int8. One-dimensional norms and biases are too small for a
-    gain."""
+    """Return whether a parameter's moments are stored in int8. Those of norms and biases, which are one-dimensional,
+    are not, because they are too small for a gain."""
     return moments is MomentDType.int8 and len(shape) > 1
 
 
@@ -124,7 +124,7 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stretches(tensor: torch.Tensor) -> Iterator[slice]:
-    """Yield consecutive slices of rows with about `STRETCH` elements each; nothing if this rank holds no rows."""
+    """Yield slices that split the tensor's rows into parts of about `STRETCH` elements; none if it has no rows."""
     if tensor.numel() == 0:
         return
     rows = max(1, STRETCH // (tensor.numel() // tensor.shape[0]))
@@ -133,7 +133,7 @@ def stretches(tensor: torch.Tensor) -> Iterator[slice]:
 
 
 class StoredMoment:
-    """This rank's rows of a moment in their stored form: fp32, bf16, or int8 codes with scales."""
+    """This rank's rows of one optimizer moment, in their stored form: fp32, bf16, or int8 codes with scales."""
 
     def __init__(self, state: dict[str, torch.Tensor], name: str):
         self.values = as_rows(state[name])
@@ -143,8 +143,8 @@ class StoredMoment:
         self.map = torch.tensor(dynamic_map(signed), device=self.values.device) if quantised else None
 
     def read(self, rows: slice) -> torch.Tensor:
-        """Return rows of the moment in fp32. If the moment is stored in fp32 this is a view, so that the update happens
-        in place."""
+        """Return rows of the moment in fp32. If the moment is stored in fp32, this is a view, so that an update of it
+        changes the stored moment."""
         if self.scales is None or self.map is None:
             return self.values[rows].float()
         return dequantise(self.values[rows], self.scales[rows], self.map)
@@ -159,8 +159,8 @@ class StoredMoment:
 
 
 def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> None:
-    """Write fp32 values to `target`: unchanged if it is fp32, stochastically rounded if it is bf16. Overwrites
-    `value`."""
+    """Write fp32 values to `target`: unchanged if `target` is fp32, stochastically rounded, with random numbers from
+    `dice`, if it is bf16. Overwrites `value`."""
     if target.dtype == torch.float32:
         if target.data_ptr() != value.data_ptr():
             target.copy_(value)
@@ -177,8 +177,9 @@ def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> N
 def dynamic_map(signed: bool) -> tuple[float, ...]:
     """Return the 256 values that the codes of an int8 moment stand for, in ascending order.
 
-    The values lie in seven decades up to 1, each with twice as many values as the decade below it; with `signed` also
-    their negatives. Within a decade they are the midpoints of equal intervals. The values 0 and 1 are added.
+    The values lie in seven decades up to 1, each with twice as many values as the decade below it. Within a decade they
+    are the midpoints of equal intervals. If `signed`, the negatives of all these are included. The values 0 and 1 are
+    added.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -203,8 +204,8 @@ def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
-    """Convert int8 codes back to values: float32, of the shape of the codes, and contiguous, because the fused kernel
-    updates them in place."""
+    """Convert int8 codes back to values: float32, of the shape of the codes. The result is contiguous, because the
+    fused AdamW kernel updates it in place."""
     values = map_[codes.flatten(1).int()]
     return values.mul_(scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]).view(codes.shape)
 

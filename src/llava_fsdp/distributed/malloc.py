@@ -10,20 +10,20 @@ import os
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SMALLEST, LARGEST = 128 * 2**10, 32 * 2**20
-"""Lowest and highest size in bytes from which glibc maps each block of memory separately: glibc's default, and the
-maximum it accepts."""
+"""Lowest and highest value, in bytes, of the threshold above which glibc maps each block of memory separately. The
+lowest is glibc's default, the highest the maximum that glibc accepts."""
 NEVER = -1
 KERNELS = 256
-"""Number of compiled kernels that oneDNN caches. A micro-batch uses fewer: the matrix products of a block use about
+"""Number of compiled kernels that oneDNN may cache. A micro-batch uses fewer: the matrix products of a block use about
 30."""
 
 
 def return_freed_memory() -> None:
     """Make glibc return each block of 128 KiB or more to the system as soon as it is freed.
 
-    FSDP gathers and frees units of different sizes in turn, which leaves holes in the heap: with zero3 half of the
-    memory of a process, as measured. The price is time, because the system must provide new pages for every large
-    tensor.
+    Otherwise the heap gets holes, because FSDP gathers and frees units of different sizes in turn: with zero3, holes
+    were measured to be half of the memory of a process. The price is time, because the system must provide new pages
+    for every large tensor.
     """
     set_thresholds(SMALLEST, SMALLEST)
 
@@ -45,8 +45,8 @@ def set_thresholds(mmap: int, trim: int) -> None:
 
 
 def limit_kernel_cache() -> None:
-    """Make oneDNN cache at most `KERNELS` compiled kernels, unless the environment variable already sets another
-    number.
+    """Make oneDNN cache at most `KERNELS` compiled kernels, unless the environment already sets
+    ONEDNN_PRIMITIVE_CACHE_CAPACITY.
 
     oneDNN compiles a kernel for every shape and by default caches 1024. Packed rows have new lengths in nearly every
     step: a process in bf16 on a CPU with AMX grew from 0.5 to 1.2 GB in 60 steps. Call this before the first torch

@@ -1,7 +1,7 @@
 """Compute the bytes of parameters, gradients and optimizer state that a rank holds under each sharding strategy.
 
-FSDP2 shards dimension 0 like `torch.chunk`: of n rows, each of s ranks holds at most ceil(n / s), and the last ranks
-may hold fewer or 0. Tests compare these formulas with what ranks really hold.
+FSDP2 shards dimension 0 like `torch.chunk`: of n rows over s ranks, a rank holds at most ceil(n / s), and the last
+ranks may hold fewer or 0. Tests compare these formulas with what ranks really hold.
 """
 
 import math
@@ -23,7 +23,7 @@ class Weight:
     shape: tuple[int, ...]
     trainable: bool
     whole: bool
-    """Whether every rank holds the whole parameter, unsharded, if it is frozen."""
+    """Whether the parameter stays unsharded while it is frozen, even if the strategy shards frozen weights."""
     fp32: bool
     """Whether the parameter is stored and computed in fp32, independent of the model's compute dtype."""
     fp8: bool = False
@@ -54,8 +54,7 @@ class Weight:
         return 1 if self.fp8 else self.item_size(precision)
 
     def master_size(self, precision: PrecisionConfig) -> int:
-        """Return the bytes of an element of the master weight, which are also those of its gradient in the optimizer's
-        step."""
+        """Return the bytes of an element of the master weight, or of its gradient in the optimizer's step."""
         return 2 if precision.master_dtype is MasterDType.bf16 and not self.fp32 else 4
 
     def reduce_size(self, precision: PrecisionConfig) -> int:
@@ -88,11 +87,11 @@ class Bytes:
     """Bytes of parameters, gradients and optimizer state on one rank."""
 
     parameters: int
-    """Bytes after an optimizer step; `gradients` and `optimizer` are of the same moment."""
+    """Bytes of parameters after an optimizer step. `gradients` and `optimizer` are also counted at that moment."""
     gradients: int
     optimizer: int
     parameters_between: int
-    """Bytes between two micro-batches of a step; `gradients_between` is of the same moment."""
+    """Bytes of parameters between two micro-batches of a step. `gradients_between` is also counted at that moment."""
     gradients_between: int
 
 
@@ -112,14 +111,14 @@ def bytes_per_rank(
     gradient of the same dtype and two moments in `moment_dtype`. Frozen weights are in the compute dtype, whole or
     sharded.
 
-    Between micro-batches, strategies that keep weights gathered also hold them in the compute dtype. Gradients that are
-    not yet reduced are whole, in the reduction dtype; with hybrid strategies they are shards that are not yet reduced
-    over the replicas. A single rank without FSDP also holds copies of the weights in the compute dtype, if that is not
-    the dtype of the masters.
+    Between the micro-batches of a step, strategies that keep weights gathered also hold the whole weights in the
+    compute dtype. Gradients that are not yet reduced are whole, in the reduction dtype; with hybrid strategies they are
+    shards that are not yet reduced over the replicas. A single rank without FSDP also holds copies of the weights in
+    the compute dtype, if that is not the master dtype.
 
     Args:
-        padded: count padding too. FSDP pads the parameters and gradients of a short shard to the size of a full shard
-            (`FSDPParam.reset_sharded_param`, `foreach_reduce`). Moments have no padding.
+        padded: whether to count padding too. FSDP pads the parameters and gradients of a short shard to the size of a
+            full shard (`FSDPParam.reset_sharded_param`, `foreach_reduce`). Moments have no padding.
     """
     plan = SHARD_PLANS[strategy]
     _, shards = mesh_shape(plan, world_size, shard_size)

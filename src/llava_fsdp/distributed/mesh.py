@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """The number of this rank, the number of all ranks, and this rank's device. Without torchrun there is one rank."""
+    """This rank's number, the total number of ranks, and this rank's device. Without torchrun there is one rank."""
 
     rank: int
     size: int
@@ -48,9 +48,9 @@ def distributed(cfg: Config) -> Iterator[World]:
     rank's device.
 
     At world size 1 there is no process group, unless `offload` needs FSDP. After an error the group is not destroyed:
-    the process ends at once, and other ranks may not respond anymore. After success the order barrier, destroy, collect
-    garbage, sleep matters: otherwise gloo's background thread aborts about one process in seven at interpreter exit
-    (pytorch#179291).
+    the process ends at once, and other ranks may no longer respond. After success the group is ended in this order:
+    barrier, destroy, collect garbage, sleep. In another order gloo's background thread aborts about one process in
+    seven at interpreter exit (pytorch#179291).
     """
     if dist.is_initialized():  # the caller has created the process group and also destroys it
         yield world_of_group()
@@ -94,8 +94,8 @@ LOST = re.compile(
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, comes from torch.distributed because another rank is lost or
-    late."""
+    """Return whether an error, or one of its causes, comes from torch.distributed because another rank has ended or
+    does not answer in time."""
     while error is not None:
         # torch.distributed.checkpoint raises the errors of several ranks as a BaseException
         is_from_torch = isinstance(error, RuntimeError) or not isinstance(error, Exception)
@@ -106,8 +106,8 @@ def is_lost_peer(error: BaseException | None) -> bool:
 
 
 def num_collectives(mesh: DeviceMesh | None) -> Callable[[], int]:
-    """Return a function that counts the collectives which this rank has started. A rank that is behind has started
-    fewer."""
+    """Return a function that returns the number of collectives which this rank has started. A rank that lags behind the
+    others has started fewer."""
     if not dist.is_initialized():
         return int
     groups = groups_of(mesh)
@@ -164,7 +164,7 @@ def simulated_world(size: int, world: World) -> World:
     """Return a `World` for the simulation of rank 0 of `size` ranks on one node.
 
     Raises:
-        ConfigError: torchrun has started several processes.
+        ConfigError: torchrun has started several processes, but a simulation runs in one.
     """
     if world.size > 1:
         raise ConfigError(
@@ -177,10 +177,10 @@ def simulated_world(size: int, world: World) -> World:
 def join(world: World, timeout_seconds: int) -> None:
     """Initialise the process group. Its keys in torchrun's store have a prefix that is new after every restart.
 
-    torchrun's store outlives a restart, so that new workers could read the addresses of dead ones (pytorch#135712). The
-    prefix is therefore the number of restarts. But each node counts its own restarts, and the numbers differ if nodes
-    come and go. Then only a new store for every start helps, which TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun
-    use.
+    torchrun's store outlives a restart. Without the prefix, new workers could read the addresses of dead ones
+    (pytorch#135712). The prefix is the number of restarts. But each node counts its own restarts, and the numbers
+    differ if nodes come and go. Then it helps only to use a new store for every start, which torchrun does with
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     """
     env = os.environ
     shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -205,8 +205,8 @@ def join(world: World, timeout_seconds: int) -> None:
 
 @contextmanager
 def first_rank_first(world: World) -> Iterator[None]:
-    """Context manager that runs its body on rank 0 first, and then on all other ranks, which can reuse the results of
-    rank 0."""
+    """Context manager that runs its body on rank 0 first, and then on all other ranks, which can reuse what rank 0 has
+    made."""
     if world.size > 1 and not world.is_first:
         dist.barrier()
     yield
@@ -215,8 +215,8 @@ def first_rank_first(world: World) -> Iterator[None]:
 
 
 def gather_lists(items: list[T]) -> list[T]:
-    """Return the lists of all ranks, concatenated in rank order, on every rank. A collective; if all lists are empty,
-    it is one all-reduce of one number."""
+    """Return the lists of all ranks, concatenated in rank order, on every rank. A collective. If all lists are empty,
+    only one number is all-reduced."""
     if not dist.is_initialized():
         return items
     count = torch.tensor([len(items)])

@@ -1,16 +1,17 @@
 """Offload weights, gradients and optimizer state from the device: `offload=none|optimizer|params|nvme`.
 
-All modes train to the same weights. Each mode keeps these in the place named, and updates the weights there:
+All modes train to the same weights. They differ in where a rank keeps shards, gradients and moments, and in what
+updates the weights:
 
 | | fp32 shards | gradients | moments | updated by |
 |---|---|---|---|---|
 | none | device | device | device | the fused kernel of the device |
-| optimizer | device | device | host, pinned | the same, in buckets (`distributed/streamed_optimizer.py`) |
+| optimizer | device | device | host, pinned | the device's fused kernel, in buckets (see streamed_optimizer.py) |
 | params | host, pinned | host, pinned | host | the CPU's fused kernel |
 | nvme | a file | a file | a file | the CPU's fused kernel in the mapped file, read ahead |
 
-The letters below are bytes that a rank holds, summed over its tensors. n is the number of elements that the rank holds
-of a parameter, n* the same with the shard padded to ceil(rows / shards) rows, i the bytes of an element.
+The letters stand for bytes that a rank holds, summed over its tensors. n is the number of elements that the rank holds
+of a parameter, n* the number with the shard padded to ceil(rows / shards) rows, i the bytes of an element.
 
     W    n i, frozen weights that are whole on the rank, in the compute dtype; buffers
     C    n i, working copies in the compute dtype: only at world size 1 without `params` and `nvme`; 0 for fp32
@@ -20,7 +21,7 @@ of a parameter, n* the same with the shard padded to ceil(rows / shards) rows, i
     B    the largest bucket: at most 128 MiB, or M if that is less
 
 page(x) is x with every tensor rounded up to a multiple of 4096 bytes; pow2(x) is x with every tensor rounded up to a
-power of two, as torch's pinned allocator does.
+power of two, as torch's pinned allocator does. A + means: on top of what is there between steps.
 
 | | device, between steps | device, in the optimizer's step | host memory | disk |
 |---|---|---|---|---|
@@ -29,12 +30,13 @@ power of two, as torch's pinned allocator does.
 | params | W | + 0 | page(S), pinned; pow2(G), pinned; M | 0 |
 | nvme | W | + 0 | the system's cache of the files | page(S) + page(G) + page(M) |
 
-At world size 1 without `params` and `nvme` there is no FSDP, and S is the masters, n i. With `params` or `nvme` FSDP
-shards over a mesh of this one rank, because FSDP moves the weights. While a micro-batch runs, the device also holds
-gathered units in every mode: two blocks and the root unit in the compute dtype, or all blocks with strategies that keep
-weights gathered. With `params` and `nvme` on a GPU it also holds the shards of one unit in the master dtype while they
-are copied. Reduced gradients leave the device a unit at a time. Without a GPU the device is the host: `optimizer` and
-`params` save nothing there, and with `nvme` only W and the memory of a micro-batch are private memory of the process.
+At world size 1 without `params` and `nvme` there is no FSDP, and S is n i, the master weights. With `params` or `nvme`
+FSDP shards over a mesh of this one rank, because FSDP moves the weights. While a micro-batch runs, the device also
+holds gathered units in every mode: two blocks and the root unit in the compute dtype, or all blocks with strategies
+that keep weights gathered. With `params` and `nvme` on a GPU it also holds the shards of one unit in the master dtype
+while they are copied. Reduced gradients leave the device a unit at a time. Without a GPU the device is the host. Then
+`optimizer` and `params` save nothing, and with `nvme` only W and the memory of a micro-batch are private memory of the
+process.
 """
 
 import os
@@ -67,8 +69,8 @@ NO_ROOM = re.compile(
 
 
 class Offload:
-    """Places this rank's parameters, gradients and moments on the device, in host memory or in files, according to
-    `offload`."""
+    """Places this rank's parameters, gradients and moments on the device, in host memory or in files, according to the
+    setting `offload`."""
 
     def __init__(self, cfg: Config, device: torch.device):
         self.mode = cfg.offload.mode
@@ -82,8 +84,8 @@ class Offload:
 
     @property
     def policy(self) -> OffloadPolicy:
-        """FSDP's offload policy for `fully_shard`. Memory pages of a file are not pinned, because pinning would keep
-        them all in memory."""
+        """FSDP's offload policy for `fully_shard`. Memory pages of mapped files are not pinned, because pinning would
+        keep them all in memory."""
         if not self.mode.moves_weights:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.pin and self.mode is OffloadMode.params)
@@ -105,11 +107,11 @@ class Offload:
             self.take_gradients(model)
 
     def take_shards(self, model: nn.Module) -> dict[int, torch.Tensor]:
-        """Allocate this rank's padded shard of every sharded parameter; return the shards by `id` of the meta tensors
+        """Allocate this rank's padded shard of every sharded parameter. Return the shards by `id` of the meta tensors
         that they replace.
 
-        Also sets FSDP's private `_sharded_param_data`: otherwise FSDP would copy shards that need padding to memory of
-        its own, and it has no public setting for this. tests/distributed/test_offload.py checks where shards lie.
+        Also sets FSDP's private `_sharded_param_data`, for which there is no public setting. Otherwise FSDP would copy
+        shards that need padding to memory of its own. tests/distributed/test_offload.py checks where shards lie.
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         parameters = list(
@@ -126,7 +128,7 @@ class Offload:
 
     def take_gradients(self, model: nn.Module) -> None:
         """Reserve file space for the gradient of every trainable shard, and register hooks that move reduced gradients
-        there."""
+        into it."""
         trainable = [p for p in model.parameters() if p.requires_grad]
         assert all(isinstance(p, DTensor) for p in trainable)
         self.gradients = Arena(sum(Arena.room(local(p).shape, p.dtype) for p in trainable), self.folder)
@@ -135,13 +137,13 @@ class Offload:
             parameter.register_post_accumulate_grad_hook(GradientIntoFile(place))
 
     def loaded(self) -> None:
-        """Drop the file-backed shards from this process's memory once the weights are loaded; the file keeps them."""
+        """Once the weights are loaded, drop file-backed shards from this process's memory; the file keeps them."""
         if self.shards is not None and self.shards.of_file:
             self.shards.release_all()
 
     def optimizer(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer, wrapped so that its moments are offloaded; unwrapped if `offload` leaves moments where
-        they are."""
+        """Return the optimizer `inner`, wrapped so that its moments are offloaded if the mode of `offload` is
+        `optimizer` or `nvme`. With the other modes it is returned as it is."""
         if self.mode is OffloadMode.optimizer:
             return StreamedOptimizer(
                 inner, lambda size: Arena(size, pin=self.pin), lambda made: Copied(made, self.device)
@@ -153,8 +155,8 @@ class Offload:
 
 
 class GradientIntoFile:
-    """Gradient hook that moves a shard's gradient into a file. FSDP adds the gradients of later micro-batches to it
-    there."""
+    """Gradient hook that moves a shard's gradient into a memory-mapped file. There FSDP adds the gradients of later
+    micro-batches to it."""
 
     def __init__(self, place: torch.Tensor):
         self.place = place
@@ -208,7 +210,7 @@ def clear_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
 
 
 def cures(cfg: Config, device: torch.device) -> list[str]:
-    """Return settings with which a training would take less memory than with `cfg`, the ones with the least slowdown
+    """Return settings with which a training takes less memory than with `cfg`; those with the least slowdown come
     first."""
     found = (
         ["activation_checkpointing=full"] if cfg.activation_checkpointing.mode is ActivationCheckpointing.none else []

@@ -51,8 +51,8 @@ def parallelize(
             checkpointing.
         mesh: (replicate, shard) or (shard,); None shards nothing.
         offload: allocates the shards on the device, in host memory or in a file.
-        whole: modules whose frozen weights are never sharded, with any strategy.
-        count: counts the graphs of the language model's compiled blocks; None: blocks are not compiled.
+        whole: modules whose frozen weights no strategy shards.
+        count: counts the compiled graphs of the language model's blocks; None: blocks are not compiled.
 
     Returns:
         The tensors to load, optimize and checkpoint, by parameter name.
@@ -73,7 +73,7 @@ def parallelize(
 
 
 def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> None:
-    """Allocate the tensors of a meta-device model with `allocate`, and tie those parameters again that were tied on the
+    """Allocate the tensors of a meta-device model with `allocate`. Then tie again the parameters that were tied on the
     meta device."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -86,8 +86,8 @@ def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> No
 
 
 def frozen_left_whole(model: nn.Module, plan: ShardPlan, whole: list[nn.Module]) -> set[nn.Parameter]:
-    """Return the frozen parameters that FSDP must not shard: all frozen ones, or only those in `whole` if the strategy
-    shards frozen weights."""
+    """Return the frozen parameters that FSDP must not shard: those in `whole` if the strategy shards frozen weights,
+    else all of them."""
     roots = whole if plan.shards_frozen else [model]
     return {p for root in roots for p in root.parameters() if not p.requires_grad}
 
@@ -102,10 +102,11 @@ def shard(
     offload: Offload,
 ) -> None:
     """Apply `fully_shard` to every group of blocks that has parameters to shard, and then to the whole model, whose
-    other parameters form the root unit.
+    remaining parameters form the root unit.
 
-    The root unit is not freed after forward, because backward begins with it. All parameters of a unit have one dtype,
-    so the trainable norms that compute in fp32 form one more unit, which is small and also stays gathered.
+    The root unit is not freed after the forward pass, because the backward pass begins with it. All parameters of a
+    unit have one dtype. So the trainable norms that compute in fp32 form another unit, which is small and also stays
+    gathered.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[cfg.precision.param_dtype],
@@ -149,14 +150,15 @@ def in_units(blocks: list[T], size: int) -> list[list[T]]:
 
 
 def describe_units(sharding: ShardingConfig) -> str:
-    """Describe the settings of FSDP units that differ from FSDP2's defaults; empty if no setting differs."""
+    """Return text about those settings of FSDP units (blocks per unit, prefetch) that differ from FSDP2's defaults;
+    empty if none differs."""
     parts = [f"{sharding.blocks_per_unit} blocks gathered together"] if sharding.blocks_per_unit > 1 else []
     parts += [f"{sharding.prefetch} gathers begun ahead"] if sharding.prefetch is not None else []
     return ", ".join(parts)
 
 
 def without_use(sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], shards: int | None) -> list[str]:
-    """Return messages about settings of FSDP units that have no effect in this training.
+    """Return messages about settings of FSDP units (blocks per unit, prefetch) that have no effect in this training.
 
     Args:
         stacks: stacks of blocks, after `shard`.
@@ -208,9 +210,9 @@ class Packed(Protocol):
 
 
 class GatheredFirst(nn.Module):
-    """Puts several modules of a model into one FSDP unit, which is gathered before any of them runs.
+    """Module that puts several modules of a model into one FSDP unit, which is gathered before any of them runs.
 
-    `fully_shard` of a list of modules would put hooks on each of them, which would split the graphs of compiled blocks.
+    `fully_shard` of a list of modules would put hooks on each of them. These would split the graphs of compiled blocks.
     """
 
     def __init__(self, modules: list[nn.Module]):
@@ -228,7 +230,7 @@ def weights_of(
     precision: PrecisionConfig,
     blocks_per_unit: int = 1,
 ) -> dict[str, Weight]:
-    """Return the properties of every parameter of a meta-device model for the memory formulas, by parameter name."""
+    """Return what the memory formulas need to know of every parameter of a meta-device model, by parameter name."""
     in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in whole for p in module.parameters()}
@@ -255,6 +257,6 @@ def units_of_blocks(model: nn.Module, stacks: Sequence[nn.ModuleList], blocks_pe
 
 
 def block_names(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> dict[nn.Module, str]:
-    """Return the names of all blocks of the stacks, without the prefixes that activation checkpointing adds."""
+    """Return the name of each block of the stacks, without the prefixes that activation checkpointing adds."""
     blocks = {block for stack in stacks for block in stack}
     return {module: clean_name(name) for name, module in model.named_modules() if module in blocks}

@@ -25,7 +25,8 @@ def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None
 
 
 def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module]:
-    """Return the model's normalization layers if their dtype differs from the compute dtype; else an empty list.
+    """Return the model's normalization layers if the configuration gives them another dtype than the compute dtype;
+    else an empty list.
 
     The weight of a norm is around 1, where neighbouring bf16 numbers differ by 1/128: smaller updates would have no
     effect on a forward pass in bf16.
@@ -47,7 +48,8 @@ def norm_weights(model: nn.Module, cfg: PrecisionConfig) -> set[nn.Parameter]:
 
 
 def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> None:
-    """Register hooks on all norms that cast their inputs to fp32 and their outputs back to the compute dtype."""
+    """Register hooks on the norms that are kept in fp32. The hooks cast a norm's inputs to fp32 and its outputs back to
+    the compute dtype."""
     for norm in norms_kept_in_fp32(model, cfg):
         norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
         norm.register_forward_hook(lambda _, inputs, output: output.to(DTYPES[cfg.param_dtype]))
@@ -56,10 +58,10 @@ def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> None:
 class MasterWeights:
     """The master weights by parameter name: the tensors that the optimizer updates and that checkpoints contain.
 
-    With FSDP, or if masters have the compute dtype, the masters are the model's own parameters. Otherwise, at world
-    size 1, the model computes with copies of the masters in the compute dtype: a backward pass adds its gradients to
-    the gradients of the masters, in the masters' dtype, and `refresh` updates the copies after an optimizer step. The
-    results are bit for bit those of `fully_shard` on one rank.
+    With FSDP, or if the master dtype is the compute dtype, the master weights are the model's own parameters.
+    Otherwise, at world size 1, the model computes with copies of the master weights in the compute dtype. The backward
+    pass adds the gradients of the copies to those of the master weights, in the master dtype, and `refresh` updates the
+    copies after an optimizer step. The results are bit for bit those of `fully_shard` on one rank.
     """
 
     def __init__(
@@ -69,10 +71,10 @@ class MasterWeights:
         in_fp8: nn.Module | None = None,
     ):
         """Create a separate master weight for each trainable parameter that needs one, and register a hook that adds
-        the parameter's gradient to it.
+        the parameter's gradient to the master weight's gradient.
 
         Args:
-            master: dtype of the masters. Weights that compute in fp32 have fp32 masters.
+            master: dtype of the master weights. Weights that compute in fp32 have fp32 master weights.
             in_fp8: the model, if layers of it multiply in fp8; else None.
         """
         self.named: dict[str, nn.Parameter] = {}
@@ -89,8 +91,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update the weights that the forward pass uses, after the master weights have changed. A collective if layers
-        multiply in fp8."""
+        """Update the weights of the forward pass after the master weights have changed: the copies in the compute
+        dtype, and the scales of fp8 layers. A collective if layers multiply in fp8."""
         if self._copies:
             torch._foreach_copy_([p for p, _ in self._copies], [m for _, m in self._copies])
         if self._in_fp8 is not None:

@@ -22,7 +22,7 @@ WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return this rank's rows of the tensors that other ranks have copies of, by name.
+    """Return this rank's rows of those tensors of which other ranks hold copies, by tensor name.
 
     Returns:
         Two dicts: the local rows of DTensors that are replicated over a dimension of their mesh, and the plain tensors,
@@ -53,7 +53,7 @@ def shard_number(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Compute a checksum of each tensor's memory, unsigned 64-bit, by name. Waits for the device at most once."""
+    """Compute an unsigned 64-bit checksum of each tensor's memory, by name. Waits for the device at most once."""
     found = {name: digest_on_host(t) for name, t in tensors.items() if t.device.type == "cpu"}
     on_device = {name: weighted_sum(t) for name, t in tensors.items() if t.device.type != "cpu"}
     if on_device:
@@ -71,9 +71,9 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Compute a checksum of a tensor's memory, int64 []: the sum of (2i + 1) * word[i], modulo 2**64.
 
     A word has at most 32 bits. Sums of integers do not depend on the order of summation, so that ranks with equal
-    tensors get equal sums. A change of one word changes the sum by a number below 2**32 times an odd number. An
-    exchange of the words i and j changes it by their difference times 2(j - i), which is below 2**64 for fewer than
-    2**31 words. Neither is 0 modulo 2**64.
+    tensors get equal sums. If one word changes, the sum changes by a number below 2**32 times an odd number. If the
+    words i and j change places, it changes by the words' difference times 2(j - i), which is below 2**64 for fewer than
+    2**31 words. Neither change is 0 modulo 2**64.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     flat = flat.view(next(words for size, words in WORDS.items() if flat.numel() % size == 0))
@@ -97,7 +97,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Held:
-    """Checksums, by name, of those tensors and values of one rank that other ranks must have too."""
+    """Checksums, by name, of one rank's tensors and other values that must be equal on several ranks."""
 
     shard: int
     """The rank's shard number: ranks with the same number hold the same rows of the tensors in `of_mesh`."""
@@ -111,10 +111,10 @@ class Held:
 
 
 def held_by_this_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> Held:
-    """Compute the checksums of those tensors and values of this rank that other ranks must have too.
+    """Compute the checksums of this rank's tensors and other values that must be equal on several ranks.
 
     Args:
-        tensors: by name, in the same order on every rank.
+        tensors: tensors by name, in the same order on every rank.
         facts: other values that must be equal on every rank, as text by name.
     """
     of_mesh, everywhere = shared_tensors(tensors)
@@ -125,9 +125,11 @@ def held_by_this_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, s
 def find_differences(own: Held, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:
     """Compare the checksums of all ranks, and return the same list of differences on every rank. A collective.
 
-    Each rank sends three numbers. Only if they differ, each rank sends the checksum of every tensor.
+    Each rank first sends three numbers: its shard number and two totals of its checksums. Only if totals that must be
+    equal differ, each rank sends the checksum of every tensor.
 
     Args:
+        own: the checksums of this rank.
         gather: a function that takes this rank's items and returns the items of all ranks in rank order.
     """
     totals = gather([own.totals])
@@ -176,8 +178,8 @@ def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
 def same_on_every_rank(norm: DTensor) -> torch.Tensor:
     """Return the full value of a sharded gradient norm, float32 [], with the same bits on all ranks. A collective.
 
-    Each replica sums over its own shards, possibly in another order on machines with other network links. Replicas that
-    clip gradients by norms with different bits would drift apart, so all ranks use the largest norm.
+    Each replica sums over its own shards, and the order of summation may depend on a machine's network links. Replicas
+    that clip gradients by norms with different bits would drift apart, so all ranks use the largest norm.
     """
     value = norm.full_tensor()
     if sum(size > 1 for size in norm.device_mesh.shape) > 1:

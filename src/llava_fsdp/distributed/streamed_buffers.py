@@ -1,5 +1,5 @@
-"""Bring the optimizer's offloaded moments to where they are updated, and back: through buffers on the device, or in
-memory-mapped files."""
+"""Bring the optimizer's offloaded moments to the place where they are updated, and back: through buffers on the device,
+or in memory-mapped files."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,11 +12,11 @@ from llava_fsdp.distributed.streamed_optimizer import Piece, State, StreamedOpti
 
 
 class Copied:
-    """Brings moments from host memory to the device and back, through two device buffers: one bucket is copied while
-    another is updated.
+    """Brings moments from host memory to the device and back, one bucket (a group of pieces of parameters) at a time.
+    There are two device buffers, so that one bucket is copied while another is updated.
 
-    On a GPU, copies to and from the device have a stream each, and the host waits only once, at the end of the
-    optimizer's step. On a CPU there are no streams. The buffers exist only during a step.
+    On a GPU, there is one stream for copies to the device and one for copies from it, and the host waits only once, at
+    the end of the optimizer's step. On a CPU there are no streams. The buffers exist only during a step.
     """
 
     def __init__(self, optimizer: StreamedOptimizer, device: torch.device):
@@ -44,7 +44,7 @@ class Copied:
         return self.staged[number]
 
     def load(self, number: int) -> None:
-        """Begin to copy a bucket's moments into the device buffer that bucket `number - 2` has used."""
+        """Begin to copy the moments of bucket `number` into the device buffer that bucket `number - 2` used before."""
         if number >= len(self.optimizer.buckets):
             return
         buffer, offset, states = self.buffers[number % 2], 0, []
@@ -81,13 +81,13 @@ class Lanes:
         self.stored = [torch.cuda.Event(), torch.cuda.Event()]
 
     def begin(self) -> None:
-        """Make the copies wait for earlier work of the current CUDA stream, which may still use the buffers' memory."""
+        """Make the copies wait for the current CUDA stream's earlier work, which may still use the buffers' memory."""
         self.inward.wait_stream(torch.cuda.current_stream(self.device))
 
     @contextmanager
     def loading(self, number: int) -> Iterator[None]:
-        """Context manager that puts the copies in its body, from the host into a buffer, on the inward stream, after
-        the copy of the buffer's previous bucket to the host."""
+        """Context manager for copies of bucket `number` from the host into a device buffer. They run on the inward
+        stream, once the bucket that used this buffer before has been copied to the host."""
         with torch.cuda.stream(self.inward):
             if number > 1:
                 self.inward.wait_event(self.stored[number % 2])
@@ -99,22 +99,22 @@ class Lanes:
 
     @contextmanager
     def storing(self, number: int) -> Iterator[None]:
-        """Context manager that puts the copies in its body, from a buffer to the host, on the outward stream, after the
-        bucket's update."""
+        """Context manager for copies of bucket `number` from its device buffer to the host. They run on the outward
+        stream, after the bucket's update."""
         self.outward.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.outward):
             yield
             self.stored[number % 2].record(self.outward)
 
     def end(self) -> None:
-        """Block the host until all copies from the device are done, because a checkpoint may read the moments next, and
-        the buffers are freed."""
+        """Block the host until all copies from the device are done, because next the buffers are freed, and a
+        checkpoint may read the moments."""
         self.outward.synchronize()
 
 
 class Mapped:
-    """Updates moments in place in memory-mapped files; a thread reads the next bucket from disk while one is
-    updated."""
+    """Updates moments in place in memory-mapped files. While one bucket (a group of pieces of parameters) is updated, a
+    thread reads the next one from disk."""
 
     def __init__(self, optimizer: StreamedOptimizer, others: list[Arena]):
         """Prepare the files of the moments for updates in place, and the thread that reads ahead.

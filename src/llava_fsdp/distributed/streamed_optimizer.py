@@ -3,8 +3,8 @@ updates them there.
 
 The inner optimizer can be any of torch's with an elementwise update whose state of a parameter consists of scalars and
 of tensors of the parameter's shape (Adam, AdamW, SGD with momentum, ...). Parameters are flattened and split into
-pieces. The inner optimizer steps one bucket of pieces at a time, with the same pieces of their moments. The results are
-the same bits as without offload.
+pieces, and pieces are grouped into buckets. The inner optimizer steps one bucket at a time, with the same pieces of the
+moments. The results are bit for bit those without offload.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,10 +18,10 @@ from llava_fsdp.distributed.local_shards import like, local
 from llava_fsdp.runtime.errors import ConfigError
 
 BUCKET_BYTES = 128 << 20
-"""Maximum bytes of moments in a bucket. Two buckets are on the device at a time."""
+"""Maximum bytes of moments in a bucket, a group of pieces of parameters. Two buckets are on the device at a time."""
 ALIGNMENT = 256
-"""Every piece begins at a multiple of this number of elements, so that the kernel's vector instructions cover the same
-elements as without pieces."""
+"""Every piece of a parameter begins at a multiple of this number of elements, so that the kernel's vector instructions
+cover the same elements as if the parameter were not split."""
 
 State = dict[str, torch.Tensor]
 
@@ -62,13 +62,14 @@ class StateSpec:
 
 
 class Staging(Protocol):
-    """Protocol of classes that bring the moments of one bucket at a time to where they are updated, and back."""
+    """Protocol of classes that bring the optimizer's moments, one bucket of pieces at a time, to the place where they
+    are updated, and back."""
 
     def begin(self) -> None: ...
 
     def fetch(self, number: int) -> list[State]:
-        """Return the moments of every piece of a bucket, ready for the update, and begin to fetch those of the next
-        bucket."""
+        """Return the moments of every piece of bucket `number`, ready for the update, and begin to fetch those of the
+        next bucket."""
         ...
 
     def put_back(self, number: int) -> None: ...
@@ -77,8 +78,8 @@ class Staging(Protocol):
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
-    """Steps the optimizer `inner` over one bucket of pieces of the parameters at a time; `state` holds the whole,
-    offloaded moments.
+    """Optimizer that steps another one, `inner`, over one bucket (a group of pieces of parameters) at a time. Its
+    `state` holds the whole, offloaded moments.
 
     All state exists from the beginning, as zeros, so that a checkpoint can be loaded into it.
     """
@@ -105,7 +106,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.staging = make_staging(self)
 
     def moments(self, piece: Piece) -> State:
-        """Return views of a piece's offloaded moments, by name."""
+        """Return views of a piece's part of the offloaded moments, by the moment's name."""
         state = self.state[piece.parameter]
         return {n: piece.of(state[n]) for n in self.moment_names[piece.parameter.dtype]}
 
@@ -119,7 +120,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.staging.end()
 
     def update(self, bucket: list[Piece], moments: list[State]) -> None:
-        """Step the inner optimizer over the pieces of one bucket."""
+        """Step the inner optimizer over the pieces of one bucket, whose moments are `moments`."""
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self.param_groups]
         stepped: list[tuple[Piece, torch.Tensor, State]] = []
         for piece, fetched in zip(bucket, moments, strict=True):
@@ -149,8 +150,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
 
 def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
-    """Find out what state the optimizer keeps for parameters of the dtype of `example`, by one step of a parameter with
-    two zeros.
+    """Find out what state the optimizer keeps for parameters of the dtype of `example`, by stepping it once with a
+    parameter of two zeros.
 
     Raises:
         ConfigError: the optimizer has state other than scalars and tensors of the parameter's shape.

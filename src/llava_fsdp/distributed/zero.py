@@ -14,7 +14,7 @@ from llava_fsdp.config import Strategy
 
 
 class Sync(Enum):
-    """In which micro-batches of a step gradients are reduced over the ranks."""
+    """In which micro-batches of an optimizer step gradients are reduced over the ranks."""
 
     EVERY_MICRO_BATCH = "every micro-batch"
     LAST_MICRO_BATCH = "last micro-batch"
@@ -43,8 +43,7 @@ class ShardPlan:
     """Whether weights are freed after the backward pass of every micro-batch; if false, only after the last one of a
     step."""
     shards_frozen: bool
-    """Whether frozen weights of blocks are sharded too. Unsharded frozen weights take more memory, but no
-    communication."""
+    """Whether frozen weights of blocks are sharded too. If not, they take more memory but need no communication."""
 
 
 SHARD_PLANS: dict[Strategy, ShardPlan] = {
@@ -76,8 +75,8 @@ SHARD_PLANS: dict[Strategy, ShardPlan] = {
 
 
 def begin_micro_batch(model: nn.Module, plan: ShardPlan, is_last: bool) -> None:
-    """Set whether FSDP reduces gradients and frees weights in the backward pass of the next micro-batch. Does nothing
-    for a model without FSDP."""
+    """Set whether FSDP reduces gradients and frees weights in the backward pass of the micro-batch that begins. Does
+    nothing for a model without FSDP."""
     if not isinstance(model, FSDPModule):
         return
     if plan.gradient_sync is Sync.LAST_MICRO_BATCH:

@@ -1,5 +1,5 @@
-"""Translate another system's training into one llava_fsdp command. The command leaves out the overrides that its stage
-and its recipe set to the same value."""
+"""Translate another system's training into one llava_fsdp command. The command leaves out overrides that only repeat
+the defaults of its stage, model and data."""
 
 import shlex
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ class Migration:
     run: Run
     decided: Overrides
     kept: Overrides
-    """Overrides that the command contains, because the stage and the recipe set other values."""
+    """Overrides that the command contains: those that differ from the defaults of its stage, model and data."""
     rows: list[Row]
     refused: str
-    """Error message with which llava_fsdp refuses the command; empty if the command is valid."""
+    """Error message with which llava_fsdp would refuse the command; empty if the command is valid."""
 
     @property
     def words(self) -> list[str]:
@@ -38,7 +38,7 @@ class Migration:
 
     @property
     def lacks(self) -> list[str]:
-        """Reasons why the printed command cannot be started without completing it."""
+        """Messages about what the user must still complete or correct before the printed command can be started."""
         run = self.run
         found = [f"{name} was not found: give it as another PATH" for name in run.missing]
         found += lacking(run, self.decided)
@@ -51,7 +51,7 @@ class Migration:
 
     @property
     def cautions(self) -> list[str]:
-        """Warnings about differences between the command and the training that it translates, and about contradictions
+        """Warnings about differences between the printed command and the original training, and about contradictions
         between the input files."""
         run = self.run
         found = [f"{row.key}: {row.text}" for row in self.rows if row.text.startswith(REFUSED)]
@@ -76,7 +76,7 @@ def migrate(run: Run) -> Migration:
 
 
 def drop_defaults(decided: Overrides) -> Overrides:
-    """Return the overrides without those that the stage and the model's recipe set to the same value anyway."""
+    """Return the overrides in `decided` whose values differ from the defaults of the chosen stage, model and data."""
     chosen = {key: value for key, value in decided.items() if key in CHOICES}
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         base = compose("train", assignments(chosen))
@@ -96,8 +96,8 @@ def has_value(base: DictConfig, key: str, value: object) -> bool:
 
 
 def refusal(kept: Overrides) -> str:
-    """Return the error message with which llava_fsdp refuses a configuration with these overrides; empty if it is
-    valid. A missing data path is not an error."""
+    """Return the error message with which llava_fsdp would refuse a configuration with the overrides `kept`; empty if
+    it would not. A missing data path is not an error."""
     words = assignments({"data.path": "records.json"} | kept)
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
@@ -124,7 +124,8 @@ def launcher(run: Run) -> list[str]:
 
 
 def lines(words: list[str], width: int = 100) -> str:
-    """Return a command as text, quoted for a shell, in continued lines of about `width` characters."""
+    """Return a shell command as text: its words are quoted, and lines of about `width` characters end in a
+    backslash."""
     made = [""]
     for word in map(shlex.quote, words):
         if "=" in word and len(made[-1]) + len(word) >= width:

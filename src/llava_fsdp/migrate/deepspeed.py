@@ -1,6 +1,6 @@
-"""Rules for the keys of a DeepSpeed configuration: what each key becomes in llava_fsdp. The keys are those in
-DeepSpeed's docs/_pages/config-json.md and runtime/config.py. Nested keys are joined with dots, and `block.*` stands for
-all keys of a block that have no rule of their own."""
+"""Rules that say what each key of a DeepSpeed configuration becomes in llava_fsdp. The keys are those in DeepSpeed's
+docs/_pages/config-json.md and runtime/config.py. Names of nested keys are joined with dots, and `block.*` stands for
+all keys of that block that have no rule of their own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,14 +47,15 @@ LOSS_SCALE = {
 
 
 def compared(context: Context, value: object, theirs: object, text: str, name: str) -> Outcome:
-    """Return the outcome for a value in DeepSpeed's configuration that the training script also sets. `auto` takes the
-    script's value, and any other different value is refused, as in transformers (integrations/deepspeed.py).
+    """Return what becomes of a value in DeepSpeed's configuration that the training script also sets. The value `auto`
+    stands for the script's value. Any other value must equal the script's, or else the original training refuses to
+    start, as in transformers (integrations/deepspeed.py).
 
     Args:
         value: value in DeepSpeed's configuration.
         theirs: value that the script sets.
         text: what the key becomes in llava_fsdp.
-        name: the script's setting, such as a flag, for messages.
+        name: name of the script's setting, such as a flag, for messages.
     """
     if value == AUTO:
         return mapped(text, theirs)
@@ -64,8 +65,8 @@ def compared(context: Context, value: object, theirs: object, text: str, name: s
 
 @dataclass(frozen=True)
 class FromFlag:
-    """Rule for a key of DeepSpeed's configuration that becomes the override `key`, and that the training script also
-    sets by the flag `flag`. `note` is added to the rule's text."""
+    """Rule for a key of DeepSpeed's configuration that the training script also sets, by its flag `flag`. The key
+    becomes the llava_fsdp override `key`. `note` is added to the text that the printed table shows."""
 
     flag: str
     key: str
@@ -79,8 +80,8 @@ class FromFlag:
 
 @dataclass(frozen=True)
 class Switched:
-    """Rule for the keys of a DeepSpeed block that has no equivalent in llava_fsdp. The block's key `flag` switches it
-    on: a boolean, or a size for which 1 is off. If the block is on, its keys are not supported, and `why` says why."""
+    """Rule for all keys of a DeepSpeed block that has no equivalent in llava_fsdp. The block is on if its key `flag` is
+    true, or is a size other than 0 and 1. If the block is on, its keys are not supported, for the reason `why`."""
 
     why: str
     flag: str = "enabled"
@@ -133,7 +134,7 @@ def scheduler_type(context: Context, value: object) -> Outcome:
 
 
 def half_enabled(context: Context, value: object) -> Outcome:
-    """Rule for the keys `bf16.enabled` and `fp16.enabled`."""
+    """Rule of `migrate`: say what DeepSpeed's keys `bf16.enabled` and `fp16.enabled` become in llava_fsdp."""
     name = "fp16" if context.key.startswith("fp16") else "bf16"
     theirs = bool(context.run.trainer_value(name))
     is_on = theirs if value == AUTO else plain(value) is True
@@ -269,8 +270,8 @@ DEEPSPEED: Mapping[str, Rule] = {
 
 
 def rule_of(key: str) -> Rule | None:
-    """Return the rule for a dotted key: its own rule, or else the rule `block.*` of the nearest enclosing block; None
-    if the key is unknown."""
+    """Return the rule for a dotted key of DeepSpeed's configuration: the key's own rule, or else the rule `block.*` of
+    the nearest block around it; None if the key is unknown."""
     parts = key.split(".")
     names = [key, *(".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))]
     return next((DEEPSPEED[name] for name in names if name in DEEPSPEED), None)

@@ -1,5 +1,5 @@
-"""Rules for flags of LLaVA's training program that need a function of their own. `llava_flags.FLAGS` has the rules of
-all flags."""
+"""Functions that say what some flags of LLaVA's training program become in llava_fsdp. `llava_flags.FLAGS` has the
+rules of all flags: such a function, or a constant answer."""
 
 from collections.abc import Callable
 from pathlib import PurePosixPath
@@ -74,8 +74,9 @@ def lora_enable(context: Context, value: object) -> Outcome:
 
 
 def of_optimizer(key: str, note: str = "") -> Function:
-    """Return a rule for an optimizer flag, which becomes the override `key` unless DeepSpeed's configuration has
-    another value. `note` is added to the rule's text if DeepSpeed's configuration has an `optimizer` entry."""
+    """Return a rule for an optimizer flag of LLaVA's training program. The flag becomes the llava_fsdp override `key`;
+    it has no effect if DeepSpeed's configuration sets another value. If that configuration has an `optimizer` entry,
+    `note` is added to the text that the printed table shows."""
 
     def rule(context: Context, value: object) -> Outcome:
         text = context.tell(key)
@@ -106,7 +107,7 @@ def warmup_ratio(context: Context, value: object) -> Outcome:
 
 
 def half(context: Context, value: object) -> Outcome:
-    """Rule for the flags --bf16 and --fp16."""
+    """Rule of `migrate`: say what the flags --bf16 and --fp16 of LLaVA's training program become in llava_fsdp."""
     text = context.tell("precision")
     if not value:
         return OFF if context.key == "fp16" else mapped(text)
@@ -158,8 +159,8 @@ def report_to(context: Context, value: object) -> Outcome:
 
 
 def torch_compile(context: Context, value: object) -> Outcome:
-    """Rule for --torch_compile, --torch_compile_backend, --torch_compile_mode and --torchdynamo, each of which turns on
-    torch.compile in transformers."""
+    """Rule of `migrate` for the flags with which transformers turns on torch.compile: --torch_compile,
+    --torch_compile_backend, --torch_compile_mode and --torchdynamo."""
     text = context.tell("compile")
     if value in (None, False, ""):
         if context.key != "torch_compile" or "torch_compile" not in context.run.flags:

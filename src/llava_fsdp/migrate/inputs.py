@@ -1,5 +1,5 @@
-"""Read the files given to `migrate`: find the training commands in the scripts, and the JSON and YAML files that belong
-to each command."""
+"""Read the files given to `migrate`: find the training commands in the shell scripts, and the DeepSpeed JSON and
+Accelerate YAML files that each command uses."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -24,16 +24,16 @@ Paths = dict[Path, Block]
 
 
 def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | None = None) -> list[Run]:
-    """Read training scripts and the JSON and YAML files that belong to them. Return one training for every training
-    command in the scripts.
+    """Read training scripts, and the JSON and YAML files that they use. Return one Run for each training command in the
+    scripts.
 
     Args:
         names: paths of scripts, JSON files and YAML files.
-        variables: values of variables that the scripts read and do not set.
-        gpus: number of GPUs of a training; None: the number that its launcher's flags or its YAML file give.
+        variables: values of shell variables that the scripts read and do not set.
+        gpus: number of GPUs of each training; None: the number that its launcher's flags or its YAML file give.
 
     Raises:
-        ConfigError: a file is not a script, JSON or YAML of settings, cannot be read, or belongs to no training
+        ConfigError: a file cannot be read, is neither a script nor settings in JSON or YAML, or is used by no training
             command.
     """
     scripts: list[Path] = []
@@ -77,8 +77,8 @@ def checked(name: str) -> Path:
 
 
 def launches(script: Path, variables: Mapping[str, str]) -> list[Launch]:
-    """Return the training commands in a script. Raise ConfigError if there is none, or if only bash could interpret one
-    of them."""
+    """Return the training commands in a script. Raise ConfigError if there is none, or if one of them cannot be
+    understood without running bash."""
     seen = commands(read_text(script), variables, str(script))
     found = [(command, launch) for command in seen if (launch := find_launch(command))]
     if not found:
@@ -110,14 +110,14 @@ def read_text(path: Path) -> str:
 def read_run(
     name: str, script: Path, launch: Launch, jsons: Paths, yamls: Paths, gpus: int | None
 ) -> tuple[Run, set[Path]]:
-    """Return the training that a command starts, and the paths of the JSON and YAML files that belong to it. Raise
-    ConfigError if the number of GPUs is not known.
+    """Return the training that the command `launch` starts, and the paths of the JSON and YAML files that it uses.
+    Raise ConfigError if the number of GPUs is given nowhere.
 
     Args:
         name: name of the training in the output.
         script: path of the script that contains the command.
         jsons, yamls: DeepSpeed and Accelerate files given on the command line.
-        gpus: number of GPUs given on the command line.
+        gpus: number of GPUs given on the command line; None if it was not given.
     """
     table = FLAGS if launch.is_original else OTHER_FLAGS
     flags, notes = read_flags(launch, table)
@@ -138,14 +138,14 @@ def read_run(
 
 
 def choose(named: object, script: Path, given: Paths, missing: list[str]) -> Path | None:
-    """Return the path of the JSON or YAML file that belongs to a script; None if there is none.
+    """Return the path of the JSON or YAML file that a script uses; None if there is none.
 
-    It is a file given on the command line that has the same file name as `named`, or the only one given there.
-    Otherwise it is the file at the path `named`, relative to the current folder, the script's folder or one of that
-    folder's next two parents. If no file is found, `named` is added to `missing`.
+    It is the file given on the command line with the same file name as `named`, or else the only file given there. If
+    neither exists, it is the file at the path `named`, relative to the current folder, the script's folder or one of
+    the next two folders above it. If that is not found either, `named` is added to `missing`.
 
     Args:
-        named: path that the script contains; None if it contains none.
+        named: path of the file as the script names it; None if the script names none.
         given: the JSON (or YAML) files given on the command line.
     """
     if not isinstance(named, str) or not named:
@@ -163,8 +163,8 @@ def choose(named: object, script: Path, given: Paths, missing: list[str]) -> Pat
 
 
 def read_flags(launch: Launch, table: Mapping[str, Flag]) -> tuple[dict[str, object], list[str]]:
-    """Return the flags of a training command with their values, read as argparse reads them, and remarks about flags
-    that are given twice."""
+    """Return the flags of a training command with their values, read as argparse reads them, and a remark about each
+    flag that is given twice."""
     flags: dict[str, object] = {}
     notes = []
     current: str | None = None
@@ -189,7 +189,8 @@ def read_flags(launch: Launch, table: Mapping[str, Flag]) -> tuple[dict[str, obj
 
 
 def read_json(path: Path) -> Block:
-    """Read a DeepSpeed configuration file. Raise ConfigError if it is not a JSON object, or has a key twice."""
+    """Read a DeepSpeed configuration file. Raise ConfigError if it is not a JSON object, or contains the same key
+    twice."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -237,8 +238,8 @@ def block(path: Path, content: Mapping) -> Block:
 
 
 def flat(node: Mapping, prefix: str = "") -> dict[str, object]:
-    """Return nested mappings as one dict whose keys are the nested names joined with dots. An empty mapping is kept as
-    a value. Raise ConfigError if two joined names are equal."""
+    """Return nested mappings as one dict, whose keys are the nested names joined with dots. An empty mapping stays a
+    value. Raise ConfigError if two of these keys would be equal."""
     found: dict[str, object] = {}
     for key, value in node.items():
         inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}

@@ -1,5 +1,5 @@
-"""Classes for what one key of another system's configuration becomes in llava_fsdp, and the rules that many keys
-share."""
+"""Rules of `migrate`. A rule says what one key or flag of another system becomes in llava_fsdp (an Outcome); here are
+the rules that many keys share."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,9 +20,9 @@ class Verdict(Enum):
 class Outcome:
     verdict: Verdict
     text: str
-    """What the key becomes in llava_fsdp, or why it has no equivalent there."""
+    """What the key becomes in llava_fsdp, or why llava_fsdp has no equivalent."""
     resolved: object = None
-    """Value that `auto` stands for, if the key's value is `auto`; else None."""
+    """If the key's value is `auto`: the value that it stands for; else None."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Row:
     """A row of the table that `migrate` prints, about one key of an input file or one flag of a command."""
 
     source: str
-    """File that contains the key; for a default value, a remark on where it comes from."""
+    """File that sets the key; for a key that is not set, a remark on where its default value comes from."""
     key: str
     value: object
     outcome: Outcome
@@ -66,27 +66,29 @@ REFUSED = "the original refuses to start"
 
 
 def refused(why: str) -> Outcome:
-    """Return the outcome for a value that contradicts another input, so that the original program would refuse to
-    start. `why` says which input."""
+    """Return the outcome for a value that contradicts another input file: the original program would refuse to start.
+    `why` says which value the other file has."""
     return unsupported(f"{REFUSED}: {why}; give the same value in both")
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a rule may use, besides a key's value, to decide what the key becomes."""
+    """What a rule knows, besides a key's value, when it decides what the key becomes in llava_fsdp."""
 
     run: Run
     decided: Mapping[str, object]
-    """All Hydra overrides with which llava_fsdp does the same training."""
+    """All Hydra overrides with which llava_fsdp does the training that is being migrated."""
     omitted: frozenset[str] = frozenset()
-    """Keys of overrides that the command leaves out, because the stage or its recipe sets the same value."""
+    """Keys of overrides in `decided` that the printed command leaves out, because its stage has these values by
+    default."""
     key: str = ""
-    """Key of the other system to which the rule is applied."""
+    """Key (of the other system) about which the rule decides."""
     mentioned: set[str] = field(default_factory=set)
-    """Keys of the overrides that the rule's text mentions; `tell` adds them."""
+    """Keys of the llava_fsdp overrides that a rule has mentioned in its text; `tell` adds them."""
 
     def tell(self, key: str) -> str:
-        """Return an override as `key=value`, for a rule's text, and add its key to `mentioned`."""
+        """Return the override of `key` as the text `key=value`, for the text of a rule, and add `key` to
+        `mentioned`."""
         self.mentioned.add(key)
         if key not in self.decided:
             return f"{key} stays as the stage has it"
@@ -118,13 +120,13 @@ def written(value: object) -> str:
 
 
 def rules(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
-    """Return a dict that has the same rule for several keys: the names in `names`, which spaces separate, with
-    `prefix`."""
+    """Return a dict that maps several keys to the same rule. The keys are the words in `names`, each after `prefix`."""
     return {prefix + name: rule for name in names.split()}
 
 
 def becomes(*keys: str, note: str = "") -> Rule:
-    """Return a rule for a key that becomes the overrides `keys`. `note` is added to the rule's text."""
+    """Return a rule for a key of another system that is translated to the llava_fsdp overrides `keys`. `note` is added
+    to the text that the printed table shows."""
 
     def rule(context: Context, value: object) -> Outcome:
         text = ", ".join(context.tell(key) for key in keys)
@@ -135,7 +137,8 @@ def becomes(*keys: str, note: str = "") -> Rule:
 
 @dataclass(frozen=True)
 class IfDecided:
-    """Rule for a key that becomes the override `key` if the training has that override; if not, `otherwise` applies."""
+    """Rule for a key of another system that is translated to the llava_fsdp override `key`. If the migrated training
+    does not have this override, the rule `otherwise` applies."""
 
     key: str
     otherwise: Rule
@@ -149,8 +152,8 @@ class IfDecided:
 
 @dataclass(frozen=True)
 class OnlyIf:
-    """Rule for a key that needs no override if its value is one of `values` (`text` says why). Any other value has no
-    equivalent in llava_fsdp (`why` says why)."""
+    """Rule for a key of another system of which llava_fsdp supports some values. A value in `values` needs no override
+    (`text` says why); any other value has no equivalent in llava_fsdp (`why` says why)."""
 
     values: tuple[object, ...]
     text: str
@@ -163,15 +166,16 @@ class OnlyIf:
 
 
 def only_off(why: str, *usual: object) -> OnlyIf:
-    """Return a rule for a feature that is off by default and has no equivalent in llava_fsdp.
+    """Return a rule for a feature of another system that is off by default and that llava_fsdp does not have.
 
     Args:
         why: why the feature is not supported, or what to use in its place.
-        usual: values with which the feature is only_off, besides false, empty and `none`.
+        usual: values that mean that the feature is off, besides false, empty and `none`.
     """
     return OnlyIf((None, False, "", "no", "none", {}, [], *usual), OFF.text, why)
 
 
 def only_on(why: str) -> OnlyIf:
-    """Return a rule for a feature that is on by default, and always on in llava_fsdp; `why` explains the latter."""
+    """Return a rule for a feature of another system that is on by default. In llava_fsdp it is always on; `why` says
+    why."""
     return OnlyIf((None, True), "as here", why)

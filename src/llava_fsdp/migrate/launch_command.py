@@ -1,5 +1,5 @@
-"""Find out how a shell command starts a training (with `deepspeed`, `torchrun`, `accelerate launch` or plain `python`),
-and which program it starts."""
+"""Find out whether a shell command starts a training: with which launcher (`deepspeed`, `torchrun`, `accelerate launch`
+or plain `python`), and which program."""
 
 import re
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ SWITCHES = frozenset("""
     use_deepspeed use_fsdp use_megatron_lm use_xpu use_mps_device same_network tpu_cluster no_tpu_cluster tpu_use_sudo
     downcast_bf16 debug use_parallelism_config
 """.split())  # fmt: skip
-"""Flags of the launchers that take no value."""
+"""Flags of the launchers (deepspeed, torchrun, accelerate launch) that take no value."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Launch:
     arguments: list[str]
     line: int
     devices: str | None
-    """Value of CUDA_VISIBLE_DEVICES, if the script sets it."""
+    """Value of CUDA_VISIBLE_DEVICES that the script sets; None if it sets none."""
     notes: tuple[str, ...] = ()
 
     @property
     def is_original(self) -> bool:
-        """Whether the training program is the original LLaVA's: judged by its path, or by its name together with a flag
-        that only LLaVA has."""
+        """Whether the training program is LLaVA's own. It is recognised by its path, or by its name together with a
+        flag that only LLaVA has."""
         path = PurePosixPath(self.script.removesuffix(".py").replace(".", "/"))
         if path.name not in PROGRAMS:
             return False
@@ -54,7 +54,7 @@ class Launch:
 
 
 def find_launch(command: Command) -> Launch | None:
-    """Return the training that a shell command starts; None if it starts no training."""
+    """Return the launch of a training, if the shell command is one; None if it starts no training."""
     words = command.words
     if words[0] in MENTIONS or "install" in words:
         return None
@@ -76,8 +76,8 @@ def find_launch(command: Command) -> Launch | None:
 
 
 def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
-    """Split the words after a launcher's name into the launcher's flags, the training program (the first word that is
-    neither a flag nor a flag's value), and the program's arguments. Return None if there is no program."""
+    """Split `words`, the words after a launcher's name, into the launcher's flags, the training program (the first word
+    that is neither a flag nor a flag's value), and the program's arguments. Return None if there is no program."""
     flags: dict[str, str | bool] = {}
     notes = []
     place = 0
@@ -106,16 +106,19 @@ def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Number of processes on each machine, and number of machines; None if the launcher's flags do not give it."""
+    """Number of processes on each machine, and number of machines. Each is None if the launcher's flags do not give
+    it."""
 
     per_node: int | None
     nodes: int | None = 1
     devices: str | None = None
-    """Value of CUDA_VISIBLE_DEVICES for the GPUs that the launcher's flags select; None if they select none."""
+    """Value of CUDA_VISIBLE_DEVICES that selects the same GPUs as the launcher's flags; None if the flags select
+    none."""
 
 
 def ranks_of(launch: Launch) -> Ranks:
-    """Return the number of processes that the launcher's flags give; Accelerate's file is not considered."""
+    """Return the number of processes that the launcher's flags give. Accelerate's YAML file, which can also give it, is
+    not read here."""
     flags = launch.flags
     if launch.launcher == "deepspeed":
         include = flags.get("include", flags.get("i"))
@@ -136,8 +139,8 @@ def ranks_of(launch: Launch) -> Ranks:
 
 
 def included(text: str) -> Ranks:
-    """Return the number of processes for a value of DeepSpeed's flag --include, such as `host:0,1@host:2,3`. A host
-    without GPU numbers has an unknown number of GPUs."""
+    """Return the number of processes for a value of DeepSpeed's flag --include, such as `host:0,1@host:2,3`. The number
+    for each machine is None if a host lists no GPUs, or if hosts have different numbers of GPUs."""
     hosts = [host.partition(":")[2] for host in text.split("@")]
     counts = {len(slots.split(",")) if slots else None for slots in hosts}
     per_node = counts.pop() if len(counts) == 1 else None

@@ -1,4 +1,4 @@
-"""Rules for the flags of the launchers `deepspeed`, `torchrun` and `accelerate launch`: what each flag becomes in
+"""Rules that say what each flag of the launchers `deepspeed`, `torchrun` and `accelerate launch` becomes in
 llava_fsdp."""
 
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""Rules for the flags of LLaVA's training program: what each flag becomes in llava_fsdp. The flags and their default
-values are LLaVA's own (train.py:53-112) and those of the TrainingArguments of transformers 4.37."""
+"""Rules that say what each flag of LLaVA's training program becomes in llava_fsdp. The flags and their default values
+are LLaVA's own (train.py:53-112) and those of the TrainingArguments of transformers 4.37."""
 
 from collections.abc import Mapping
 
@@ -19,8 +19,8 @@ ADAMW = "AdamW is the optimizer; its settings are optim.beta1, optim.beta2, opti
 
 
 def flags_with(rule: Rule, **defaults: object) -> dict[str, Flag]:
-    """Return flags that share a rule. They are given as name=default value, or name=type if the default value is
-    None."""
+    """Return several flags that have the same rule. Each is given as NAME=default value, or as NAME=type if its default
+    value is None."""
     return {
         name: Flag(None, rule, default) if isinstance(default, type) else Flag(default, rule)
         for name, default in defaults.items()
@@ -175,8 +175,8 @@ FLAGS: Mapping[str, Flag] = {
 
 
 def canonical(name: str, table: Mapping[str, Flag]) -> str | None:
-    """Return the name of the flag that a word of the command line means; None if it means no flag in `table`. As in
-    argparse, the word may have `-` for `_`, may be abbreviated, and may be `no_NAME` if NAME is true by default."""
+    """Return the name of the flag in `table` that `name`, written on a command line, means; None if there is none. As
+    in argparse, `name` may have `-` for `_`, be abbreviated, or be `no_X` for a flag X that is true by default."""
     name = name.replace("-", "_")
     if name in table:
         return name

@@ -1,7 +1,7 @@
 """Translate a LLaVA, DeepSpeed or Accelerate training: `llava-fsdp migrate finetune.sh zero3.json gpus=8`.
 
-Prints the llava_fsdp command that does the same training, and a table of what every key became. No training is run, and
-neither torch nor transformers is imported.
+Prints the llava_fsdp command that does the same training, and a table of what every key in the files became. No
+training is run, and neither torch nor transformers is imported.
 """
 
 import json
@@ -71,7 +71,8 @@ def main() -> None:
 
 
 def parse(arguments: list[str]) -> Request:
-    """Parse the command line: paths, and options and variables written `key=value`.
+    """Parse the command line of `migrate`: paths of files, options (`gpus=N`, `format=json`), and values of shell
+    variables that the scripts read (`NAME=VALUE`).
 
     Raises:
         ConfigError: an option has a wrong value, or no path was given.
@@ -99,7 +100,7 @@ def parse(arguments: list[str]) -> Request:
 
 
 def check_variables(request: Request) -> None:
-    """Raise ConfigError if the command line gives a variable NAME=VALUE and no script uses $NAME, since NAME is then
+    """Raise ConfigError if the command line sets a shell variable (NAME=VALUE) that no script uses: its name is then
     probably misspelled."""
     paths = [Path(path) for path in request.paths]
     text = "".join(path.read_text(errors="replace") for path in paths if path.is_file())
@@ -128,8 +129,7 @@ def as_json(migration: Migration) -> dict[str, object]:
 
 
 def plain(value: object) -> object:
-    """Return a value that JSON can represent: a value of another type, or a number that is not finite, is converted to
-    text."""
+    """Return a value that JSON can represent: other types, and numbers that are not finite, are converted to text."""
     if isinstance(value, list):
         return [plain(v) for v in value]
     known = value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
@@ -137,8 +137,8 @@ def plain(value: object) -> object:
 
 
 def shown(row: Row, value: object) -> object:
-    """Return a value of a row as it is printed: hidden if the row's key names a secret, else as JSON can represent
-    it."""
+    """Return `value`, from a row of the table, as it is printed: hidden if the row's key names a secret, else as JSON
+    can represent it."""
     if value is not None and is_secret_name(row.key.rpartition(".")[2]):
         return HIDDEN
     found = plain(value)
@@ -146,8 +146,8 @@ def shown(row: Row, value: object) -> object:
 
 
 def comment(text: str) -> str:
-    """Return a text on one line, with control characters escaped and secrets hidden, since users paste the printed
-    comment lines into shells."""
+    """Return a text that can be printed as a shell comment, since users paste the output into shells: it is one line,
+    control characters are escaped, and secrets are hidden."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in redact(text))
 
 
@@ -177,7 +177,8 @@ def show(migration: Migration) -> None:
 
 
 def table(rows: list[Row]) -> Table:
-    """Return the table of keys, grouped by source. Long words are wrapped, and no text is cut off."""
+    """Return the printed table of keys, grouped by the file that sets them. Long words are wrapped, and no text is cut
+    off."""
     made = Table()
     for name, most in {"key": 60, "value": 22, "verdict": 13, "what it becomes, or why nothing does": None}.items():
         made.add_column(name, max_width=most, overflow="fold")

@@ -1,7 +1,7 @@
-"""Decide the Hydra overrides with which llava_fsdp trains as another system's training does.
+"""Decide the Hydra overrides with which llava_fsdp trains as another system does.
 
 They are decided for the training as a whole, since the meaning of one key depends on other keys. The rules for single
-keys (`deepspeed.py`, `accelerate.py`, `llava_flags.py`, ...) only explain the overrides in the printed table.
+keys (`deepspeed.py`, `accelerate.py`, `llava_flags.py`, ...) decide nothing; they explain the overrides in a table.
 """
 
 from collections.abc import Mapping
@@ -49,8 +49,8 @@ TRACKERS: Mapping[str, tuple[str, object]] = {
 
 
 def decide(run: Run) -> Overrides:
-    """Return all overrides of a training, including those that the stage or the recipe sets to the same value anyway;
-    `command.drop_defaults` removes the latter."""
+    """Return all overrides with which llava_fsdp does a training of another system, including those that are defaults
+    of the stage or the model; `command.drop_defaults` removes these."""
     found = model(run) | data(run) if run.launch.is_original else other_program(run)
     found |= writing(run) | tracking(run) | sharding(run) | offload(run) | precision(run) | compiling(run)
     checkpointing = (
@@ -87,9 +87,9 @@ def model(run: Run) -> Overrides:
 
 
 def other_program(run: Run) -> Overrides:
-    """Return the overrides for model and data of a training program other than LLaVA's: one for each flag that was
-    given. A model whose name contains llava is taken for a whole LLaVA checkpoint, such as those of llava-hf. With peft
-    only the adapters are trained."""
+    """Return the overrides for model and data if the training program is not LLaVA's own: one for each flag that was
+    given. A model whose name contains llava is taken for a whole LLaVA checkpoint, such as those of llava-hf. If the
+    training uses peft, only the adapters are trained."""
     name = run.trainer_value("model_name_or_path")
     found: Overrides = {
         "stage": "finetune_task_lora" if run.is_lora else "finetune_task",
@@ -110,8 +110,8 @@ def other_program(run: Run) -> Overrides:
 
 
 def quantized(run: Run) -> Overrides:
-    """Return the overrides for a quantized base model, as in LLaVA train.py:796-817; none if the base model is not
-    quantized, or if more than adapters or a projector is trained."""
+    """Return llava_fsdp's overrides for a quantized base model, as in LLaVA train.py:796-817; none if the base model is
+    not quantized, or if the training changes more than adapters or a projector."""
     if run.bits is None or not (run.is_lora or run.stage == "pretrain"):
         return {}
     if run.bits == 8:
@@ -123,7 +123,7 @@ def quantized(run: Run) -> Overrides:
 
 
 def model_choice(name: str) -> str:
-    """Return the choice of `model=` that has this language model; if there is none, the LLaVA-1.5 model of the same
+    """Return the choice of `model=` whose language model is `name`; if there is none, the LLaVA-1.5 model of the same
     size (13B or 7B)."""
     for path in sorted((config_dir() / "model").glob("*.yaml")):
         if OmegaConf.select(OmegaConf.load(path), "language") == name:
@@ -132,8 +132,8 @@ def model_choice(name: str) -> str:
 
 
 def trained(run: Run) -> list[str]:
-    """Return the parts of the model that LLaVA trains (train.py:843-845, 926-935), except lm_head, which model.train
-    cannot select."""
+    """Return the value of model.train: the parts of the model that LLaVA trains (train.py:843-845, 926-935), except
+    lm_head, which model.train cannot select."""
     if run.stage == "pretrain" or (run.trainer_value("freeze_backbone") and not run.is_lora):
         return ["projector"]
     return ["language"] if run.trainer_value("freeze_mm_mlp_adapter") else ["projector", "language"]
@@ -154,8 +154,8 @@ def data(run: Run) -> Overrides:
 
 
 def writing(run: Run) -> Overrides:
-    """Return the overrides for the output folder, checkpoints, logging, length of the training, seed, determinism and
-    timeouts."""
+    """Return llava_fsdp's overrides for the output folder, checkpoints, logging, length of the training, seed,
+    determinism and timeouts."""
     found: Overrides = {"seed": run.trainer_value("seed"), "comm.timeout": run.trainer_value("ddp_timeout")}
     if run.trainer_value("output_dir"):
         found["output_dir"] = run.trainer_value("output_dir")
@@ -181,7 +181,8 @@ def writing(run: Run) -> Overrides:
 
 
 def tracking(run: Run) -> Overrides:
-    """Return the overrides for experiment trackers. `--report_to all` stands for all trackers in `TRACKERS`."""
+    """Return llava_fsdp's overrides for experiment trackers. `--report_to all` stands for all trackers in
+    `TRACKERS`."""
     names = str(run.trainer_value("report_to") or "").split()
     found = dict(TRACKERS[name] for name in TRACKERS if name in names or "all" in names)
     if "track.wandb" in found and run.trainer_value("run_name"):
@@ -190,8 +191,8 @@ def tracking(run: Run) -> Overrides:
 
 
 def compiling(run: Run) -> Overrides:
-    """Return the override for torch.compile; none if neither the script nor the launcher says whether to compile. In
-    that case compile=auto stays, and `migrate` prints a remark."""
+    """Return the override `compile` for torch.compile. If neither the script nor the launcher says whether to compile,
+    there is no override: compile=auto stays, and `migrate` prints a remark."""
     launched = run.launched("dynamo_backend")
     names = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
     if str(launched or "no").lower() not in ("no", "none", "false") or any(map(run.trainer_value, names)):
@@ -209,11 +210,11 @@ def sharding(run: Run) -> Overrides:
 
 
 def offload(run: Run) -> Overrides:
-    """Return the overrides for offloading.
+    """Return llava_fsdp's overrides for offloading to host memory or disk.
 
-    DeepSpeed's optimizer offload keeps master weights, gradients and moments in host memory, as `offload=params` does.
-    At ZeRO stage 1 gradients stay on the GPU in both systems: only the moments are offloaded, as `offload=optimizer`
-    does.
+    DeepSpeed's optimizer offload keeps master weights, gradients and moments in host memory. This is `offload=params`
+    in llava_fsdp. At ZeRO stage 1, gradients stay on the GPU in both systems and only the moments are offloaded: this
+    is `offload=optimizer`.
     """
     if run.lacks_deepspeed:
         return {}
@@ -239,8 +240,8 @@ def fsdp_words(run: Run) -> list[str]:
 
 
 def fsdp_strategy(run: Run) -> str | None:
-    """Return the choice of `sharding=` for the FSDP strategy in Accelerate's `fsdp_config` or in --fsdp; None if
-    neither names a known strategy."""
+    """Return the choice of `sharding=` for the FSDP strategy that Accelerate's `fsdp_config` or the flag --fsdp names;
+    None if neither names a known strategy."""
     if run.distributed_type == "FSDP":
         reshard = plain(run.launched("fsdp_reshard_after_forward"))
         if isinstance(reshard, bool):
@@ -251,8 +252,8 @@ def fsdp_strategy(run: Run) -> str | None:
 
 
 def precision(run: Run) -> Overrides:
-    """Return the overrides for the precision. If both bf16 and fp16 are given, with which the original refuses to
-    start, bf16 is chosen."""
+    """Return llava_fsdp's overrides for the precision. If both bf16 and fp16 are given, the original training refuses
+    to start; here bf16 is chosen."""
     on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
     on |= {flag for flag in ("bf16", "fp16") if run.trainer_value(flag)}
     on.add(str(run.launched("mixed_precision")))
@@ -267,8 +268,8 @@ def precision(run: Run) -> Overrides:
 
 
 def optimizer(run: Run) -> Overrides:
-    """Return the overrides for the optimizer, from DeepSpeed's `optimizer` entry if there is one, else from the
-    script's flags."""
+    """Return llava_fsdp's overrides for the optimizer, from DeepSpeed's `optimizer` entry if there is one, else from
+    the training script's flags."""
     values = {
         "optim.lr": ("optimizer.params.lr", "learning_rate"),
         "optim.weight_decay": ("optimizer.params.weight_decay", "weight_decay"),
@@ -288,15 +289,16 @@ def optimizer(run: Run) -> Overrides:
 
 
 def filled(run: Run, key: str, flag: str) -> object:
-    """Return the value of a key of DeepSpeed's optimizer or scheduler. If DeepSpeed's configuration has no optimizer
-    (or scheduler), or the value is `auto`, return the value of the script's flag."""
+    """Return a setting of the optimizer or scheduler: the value of the key `key` in DeepSpeed's configuration. If that
+    value is `auto`, or the configuration has no optimizer (or scheduler), return the value of the script's flag
+    `flag`."""
     value = AUTO if run.ds(key.partition(".")[0] + ".type") is None else run.ds_or_default(key)
     return run.trainer_value(flag) if value == AUTO else value
 
 
 def clip(run: Run) -> object:
-    """Return the maximum norm to which gradients are clipped; None: no clipping. With DeepSpeed the value is that of
-    its key `gradient_clipping`, which by default does not clip."""
+    """Return the gradient norm to which gradients are clipped; None: no clipping. With DeepSpeed it is the value of
+    DeepSpeed's key `gradient_clipping`, which by default does not clip."""
     value = run.ds("gradient_clipping", 0) if run.uses_deepspeed else run.trainer_value("max_grad_norm")
     return (run.trainer_value("max_grad_norm") if value == AUTO else value) or None
 

@@ -46,14 +46,16 @@ class Command:
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of the command: exported variables, and variables set on its line before its name."""
     problems: tuple[str, ...] = ()
-    """Messages about parts of the line that only bash could evaluate; if there are any, `words` may be wrong."""
+    """Messages about parts of the command's line that only bash could evaluate; if there are any, `words` may be
+    wrong."""
 
 
 def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
     """Return all simple commands of a shell script, in order.
 
     Args:
-        given: values of variables that the script does not set; a value that the script sets takes precedence.
+        given: values of variables that the script does not set; if the script sets one of them, the script's value
+            counts.
         where: the script's file name, for error messages.
 
     Raises:
@@ -98,8 +100,8 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
 
 
 def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> str:
-    """Return a line with variables replaced by their values and comments removed; quotes are kept. A message about each
-    variable without a value, and each expansion that only bash can evaluate, is added to `problems`."""
+    """Return a line of a shell script with variables replaced by their values and comments removed; quotes are kept.
+    For a variable without a value, or an expansion that only bash can evaluate, a message is added to `problems`."""
 
     def value(found: re.Match[str], quote: Callable[[str], str]) -> str:
         name = found[1] or found[2]
@@ -127,8 +129,8 @@ def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> st
 
 
 def split(line: str) -> list[str]:
-    """Return the words of a line, without their quotes. Successive operator signs `();<>|&` form one word, which is
-    separate from the words beside it."""
+    """Return the words of a line of a shell script, without quotes. Adjacent operator signs `();<>|&` form a word of
+    their own."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.commenters = ""
     lexer.whitespace_split = True
@@ -144,8 +146,9 @@ def simple_commands(words: list[str]) -> list[list[str]]:
 
 
 def refuse_bash(command: list[str], operators: list[str], problems: list[str], where: str) -> None:
-    """Raise ConfigError if a command uses bash syntax that changes the meaning of other lines of the script, such as
-    loops, functions and arrays; or if it begins with a flag, which belongs to the line before.
+    """Raise ConfigError if a script needs bash because of a command: it uses loops, functions, arrays or other syntax
+    that changes the meaning of other lines. Also raise it if the command begins with a flag, which belongs to the line
+    before.
 
     Args:
         command: words of the command.

@@ -1,5 +1,4 @@
-"""The description of one training of another system, which its script, its DeepSpeed JSON and its Accelerate file give
-together."""
+"""The description of one training of another system, from its script, its DeepSpeed JSON and its Accelerate YAML."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,9 +59,9 @@ class Flag:
 
     default: object
     rule: object
-    """The rule (a `keys.Rule`) for what the flag becomes in llava_fsdp."""
+    """Rule (a `keys.Rule`) that says what the flag becomes in llava_fsdp."""
     kind: type | None = None
-    """Type of the flag's value; None: the type of the default value."""
+    """Type of the flag's value; None: the type of `default`."""
 
     @property
     def type(self) -> type:
@@ -76,31 +75,31 @@ class Run:
     table: Mapping[str, Flag]
     """Flags that the training program accepts, by name."""
     flags: Mapping[str, object]
-    """Values of the flags in the training command, by name, not yet converted to their types."""
+    """Values of the flags in the training command, by name, as they are written there."""
     given_gpus: int | None = None
-    """Number of GPUs that the user gave as `gpus=N`; it takes precedence over the launcher's number."""
+    """Number of GPUs that the user gave as `gpus=N`; None: the launcher's number counts."""
     deepspeed: Block | None = None
     accelerate: Block | None = None
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    """Paths of files that the script names and that were not found."""
+    """Paths of DeepSpeed or Accelerate files that the script names and that were not found."""
 
     def given(self, name: str) -> str | None:
-        """Return the spelling (name or alias) with which a flag was given; None if the flag was not given."""
+        """Return the name or alias by which the training command gives a flag; None if it does not give the flag."""
         names = (name,) if self.launch.is_original else (name, *ALIASES.get(name, ()))
         return next((spelling for spelling in names if spelling in self.flags), None)
 
     def trainer_value(self, name: str) -> object:
-        """Return a flag's value as the training program parses it, converted to the flag's type; the default value if
-        the flag was not given."""
+        """Return the value that a flag has in the training program, converted to the flag's type; if the flag was not
+        given, its default value."""
         flag, spelling = self.table[name], self.given(name)
         if spelling is None:
             return flag.default
         return parse(self.flags[spelling], flag.type, f"{self.name}: --{spelling}")
 
     def launched(self, name: str) -> object:
-        """Return an Accelerate setting: the value of the launcher's flag, or else of the key in any block of
-        Accelerate's file; None if it is not set."""
+        """Return the value of an Accelerate setting, from the flag of `accelerate launch` or else from any block of
+        Accelerate's YAML file; None if neither sets it."""
         if self.launch.launcher == "accelerate" and name in self.launch.flags:
             return self.launch.flags[name]
         for prefix in ("", "deepspeed_config.", "fsdp_config.", "dynamo_config."):
@@ -122,13 +121,13 @@ class Run:
 
     @property
     def lacks_deepspeed(self) -> bool:
-        """Whether the training names a DeepSpeed configuration that was not found, so that DeepSpeed's settings are
+        """Whether the training uses a DeepSpeed configuration file that was not found. DeepSpeed's settings are then
         unknown."""
         return self.uses_deepspeed and self.deepspeed is None and self.distributed_type != "DEEPSPEED"
 
     def ds(self, key: str, default: object = None) -> object:
-        """Return the value of a dotted key of the DeepSpeed configuration: from the JSON file, or without one from the
-        settings with which Accelerate makes the configuration; `default` if the key is not set."""
+        """Return the value of a dotted key of DeepSpeed's configuration; `default` if it is not set. If there is no
+        JSON file, the value comes from the settings from which Accelerate makes that configuration."""
         if self.deepspeed is not None:
             return plain(self.deepspeed.values.get(key, default))
         found = self.launched(ACCELERATE_NAMES[key]) if key in ACCELERATE_NAMES else None
@@ -146,13 +145,14 @@ class Run:
 
     @property
     def has_ds_warmup(self) -> bool:
-        """Whether the schedule is one of DeepSpeed's with warm-up, which give all parameter groups the same learning
-        rate."""
+        """Whether the learning rate follows DeepSpeed's WarmupLR or WarmupDecayLR, which give all parameter groups the
+        same learning rate."""
         return self.ds("scheduler.type") in ("WarmupLR", "WarmupDecayLR")
 
     @property
     def devices(self) -> str | None:
-        """Value of CUDA_VISIBLE_DEVICES that the launcher chooses or the script sets; None if neither does."""
+        """Value of CUDA_VISIBLE_DEVICES for the training, which the launcher or the script sets; None if neither
+        does."""
         chosen = self.launched("gpu_ids")
         ids = str(chosen) if chosen not in (None, "all") else None
         return self.ranks.devices or ids or self.launch.devices
@@ -195,7 +195,7 @@ class Run:
 
     @property
     def is_lora(self) -> bool:
-        """Whether adapters are trained. In LLaVA's pretraining stage they are not, as LLaVA freezes them again there
+        """Whether adapters are trained. LLaVA's pretraining stage freezes adapters again, so there they are not trained
         (train.py:926-930)."""
         return bool(self.trainer_value("lora_enable")) and self.stage != "pretrain"
 
@@ -224,8 +224,8 @@ def plain(value: object) -> object:
 
 
 def parse(given: object, kind: type, where: str) -> object:
-    """Return a flag's value converted to the flag's type. Raise ConfigError if the training program's parser would also
-    refuse the value.
+    """Return a flag's value converted to the flag's type. Raise ConfigError for a value that the training program's own
+    parser would not accept.
 
     Args:
         given: the value in the training command: a text, a list of texts, or True if the flag has no value.

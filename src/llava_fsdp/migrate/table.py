@@ -1,5 +1,5 @@
-"""Build the table that `migrate` prints for a training: a row for every key of its input files, with what the key
-becomes in llava_fsdp."""
+"""Build the table that `migrate` prints for a training: for every key of the training's files, what it becomes in
+llava_fsdp."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterator
@@ -88,8 +88,8 @@ def answered(context: Context, source: str, key: str, value: object, rule: objec
 
 
 def default_rows(context: Context) -> Iterator[Row]:
-    """Yield a row for every key that is not set and whose default value (DeepSpeed's or the training program's) must be
-    set in llava_fsdp's command, or has no equivalent in llava_fsdp."""
+    """Yield rows for keys that the training's files do not set: those whose default value (DeepSpeed's or the training
+    program's) must be set in llava_fsdp's command, or has no equivalent in llava_fsdp."""
     run = context.run
     for key, override in DEFAULTS.items() if run.deepspeed else ():
         assert run.deepspeed is not None

@@ -89,7 +89,8 @@ OTHER_FLAGS: Mapping[str, Flag] = {
 
 
 def lacking(run: Run, decided: Mapping[str, object]) -> list[str]:
-    """Return a message for every setting that llava_fsdp's command needs and the script does not give."""
+    """Return a message for every setting that the llava_fsdp command needs and the training script being migrated does
+    not set."""
     if run.launch.is_original:
         return [] if "data.path" in decided else ["data.path: the script has no --data_path"]
     needed = NEEDED | (NEEDED_BY_LORA if run.is_lora else {})

@@ -1,7 +1,7 @@
 """Measure the activation memory of one micro-batch's forward and backward pass, block by block, on the meta device.
 
-A model of three blocks is run. Blocks of one kind need the same memory, so that the middle one stands for all between
-the first and the last.
+Only three blocks of the language model are run, if all its blocks are of one kind. Such blocks need the same memory, so
+the middle one stands for every block between the first and the last.
 """
 
 import copy
@@ -33,7 +33,7 @@ class MicroBatch:
 
     rows: int
     length: int
-    """Tokens of a row, padding included."""
+    """Number of tokens in a row, padding included."""
     samples: int
     tiles: int
     """Number of image tiles."""
@@ -46,12 +46,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Live:
-    """Bytes alive at one moment of a forward or backward pass, without the weights."""
+    """Bytes of the tensors alive at one moment of a forward or backward pass, by category. Weights are not counted."""
 
     activations: int = 0
     logits: int = 0
     gradients: int = 0
-    """Bytes of weights' gradients, in the dtypes in which the backward pass makes them."""
+    """Bytes of the weights' gradients, in the dtypes in which the backward pass produces them."""
 
     @property
     def total(self) -> int:
@@ -66,29 +66,29 @@ class Live:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a forward or backward pass, with the bytes alive in it: one block, or everything between two blocks."""
+    """Part of a forward or backward pass (a block, or everything between two blocks), and the bytes alive in it."""
 
     unit: str
-    """Name of the block; empty for a part between blocks."""
+    """Name of the block; empty for a part between two blocks."""
     backward: bool
     begin: Live
     end: Live
     worst: Live
-    """Bytes alive at the segment's peak of device memory, with all gradients of its weights, as FSDP reduces them at
-    the end of the block."""
+    """Bytes alive at the segment's memory peak under FSDP. All gradients of the segment's weights are counted, because
+    FSDP reduces them only at the end of the block."""
     worst_first: Live
-    """Bytes alive at the memory peak without FSDP in a step's first micro-batch, where each gradient is cast to the
-    master's dtype at once and kept."""
+    """Bytes alive at the segment's memory peak without FSDP, in the first micro-batch of a step. Each gradient is cast
+    to the master weight's dtype at once and kept."""
     worst_later: Live
-    """Bytes alive at the memory peak without FSDP in later micro-batches, where each gradient is added to the existing
-    one."""
+    """Bytes alive at the segment's memory peak without FSDP, in the later micro-batches of a step. Each gradient is
+    added to that of the earlier micro-batches."""
     made: int
-    """Bytes of all weight gradients that the segment makes, in their compute dtypes."""
+    """Bytes of all weight gradients that the segment produces, in the dtypes in which they are computed."""
     made_masters: int
-    """Bytes of the same weight gradients in the dtypes of the master weights."""
+    """Bytes of all weight gradients that the segment produces, in the dtypes of the master weights."""
 
     def shifted(self, by: Live, unit: str) -> "Segment":
-        """A copy of the segment for another block of the same kind, with `by` more bytes alive."""
+        """Copy the segment for another block of the same kind, named `unit`, with `by` added to the bytes alive."""
         return replace(self, unit=unit, **{name: getattr(self, name) + by for name in LEVELS})
 
 
@@ -96,8 +96,8 @@ LEVELS = ("begin", "end", "worst", "worst_first", "worst_later")
 
 
 class ActivationMeter:
-    """Measures activation memory by running a model of three blocks on the meta device with one mode of activation
-    checkpointing."""
+    """Measures a model's activation memory under one mode of activation checkpointing, by running the model on the meta
+    device with its language model cut to three blocks."""
 
     def __init__(
         self, parts: Parts, cfg: Config, activation_checkpointing: ActivationCheckpointingConfig, kernel: Kernel | None
@@ -117,8 +117,8 @@ class ActivationMeter:
         self.depth = None if short is parts else parts.language.num_hidden_layers
 
     def segments(self, micro: MicroBatch) -> list[Segment]:
-        """Measured segments of a micro-batch's forward and backward pass, extended from three blocks to all blocks of
-        the model."""
+        """Measure a micro-batch's forward and backward pass. Return its segments for all blocks of the model: those of
+        the three blocks that were run, with the middle block repeated."""
         trace = run(self.model, inputs_of(self.model, micro, self.packed))
         segments = split_into_segments(trace, self.model, self.vocabulary, self.master)
         self.model.zero_grad(set_to_none=True)
@@ -126,8 +126,8 @@ class ActivationMeter:
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:
-    """Configurations of the same model with only `depth` blocks in its language model; unchanged if its blocks are
-    of several kinds or it has at most `depth`."""
+    """Return the configurations of the model with only `depth` blocks in the language model. They are unchanged if its
+    blocks are of several kinds, or if there are at most `depth` of them."""
     language = parts.language
     kinds = set(getattr(language, "layer_types", None) or [])
     if language.num_hidden_layers <= depth or len(kinds) > 1:
@@ -140,7 +140,7 @@ def with_depth(parts: Parts, depth: int) -> Parts:
 
 
 def inputs_of(model: Llava, micro: MicroBatch, packed: bool) -> tuple[Any, ...]:
-    """Make meta-device arguments of the model's forward pass for a micro-batch of these sizes."""
+    """Make the arguments of the model's forward pass, on the meta device, for a micro-batch with the sizes `micro`."""
     size = model.parts.vision.image_size
     with torch.device("meta"):
         ids = torch.zeros((micro.rows, micro.length), dtype=torch.int64)
@@ -159,7 +159,7 @@ def inputs_of(model: Llava, micro: MicroBatch, packed: bool) -> tuple[Any, ...]:
 
 
 def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
-    """Record the storages that one forward and one backward pass allocate and free."""
+    """Run one forward and one backward pass, and return a trace of the tensor storages allocated and freed."""
     trace = Trace()
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *tensors]))
@@ -175,7 +175,7 @@ def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
 
 @contextmanager
 def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
-    """Add marks to the trace wherever a block's forward or backward begins or ends."""
+    """Context manager that adds a mark to the trace wherever a block's forward or backward pass begins or ends."""
     handles = []
 
     def hook(tensor: Any, text: str) -> None:
@@ -206,7 +206,8 @@ def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
 
 
 class TraceReader:
-    """Reads a trace event by event: counts the bytes alive and splits the passes into segments."""
+    """Reads the trace of a forward and a backward pass event by event: counts the bytes alive, and splits the passes
+    into segments (a block, or everything between two blocks)."""
 
     def __init__(self, trace: Trace, vocabulary: int, weights: dict[str, nn.Parameter], master: torch.dtype):
         self.vocabulary = vocabulary
@@ -239,7 +240,7 @@ class TraceReader:
         self.open(next_unit)
 
     def add(self, event: Event) -> None:
-        """Count the bytes of a storage that was allocated or freed."""
+        """Add the bytes of an allocated storage to the bytes alive, or subtract those of a freed one."""
         self.is_empty = False
         if event.storage in self.gradients and self.backward:
             if event.change > 0:
@@ -254,7 +255,7 @@ class TraceReader:
         self.update_worst()
 
     def finish_gradient(self, name: str) -> None:
-        """Count a gradient that is complete; without FSDP this is when it is cast to its master weight's dtype."""
+        """Count the gradient of parameter `name` as complete; without FSDP it is now cast to the master dtype."""
         number, weight = self.numbers[name], self.weights[name]
         if number in self.early:
             size = self.early.pop(number)
@@ -299,7 +300,8 @@ def stack_name(model: Llava) -> str:
 
 
 def deepened(segments: list[Segment], stack: str, depth: int) -> list[Segment]:
-    """Extend the segments of a model of three blocks to one of `depth` blocks, by repeating the middle block."""
+    """Turn the segments that were measured with three blocks into those of a model with `depth` blocks, by repeating
+    the middle block. `stack` is the name of the module list that holds the blocks."""
     deep: list[Segment] = []
     shift = Live()
     names = {f"{stack}.{MEASURED_BLOCKS - 1}": f"{stack}.{depth - 1}"}

@@ -23,13 +23,13 @@ from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
 
 GB = 1e9
 COMPILED_MARGIN = 0.1
-"""Share of a GPU's memory that `auto` leaves free where blocks are compiled: the planner counts the activations of
-blocks that are not compiled, and compiled ones may keep others."""
+"""Share of a GPU's memory that is left free when values for `auto` are chosen and blocks may be compiled. The planner
+measures uncompiled blocks; compiled ones may keep other activations."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The values chosen for the keys that are `auto`, and the reason for the choice."""
+    """The values chosen for the configuration keys that are set to `auto`, and the reason for the choice."""
 
     strategy: Strategy
     activation_checkpointing: ActivationCheckpointingConfig
@@ -38,7 +38,7 @@ class Decision:
     reason: str
 
     def applied(self, cfg: Config) -> Config:
-        """The configuration with these values in place of `auto`."""
+        """Return the configuration `cfg` with the chosen values in place of `auto`."""
         is_hybrid = SHARD_PLANS[self.strategy].mesh is Mesh.HYBRID
         shard_size = cfg.sharding.shard_size if is_hybrid else None
         return replace(
@@ -61,13 +61,13 @@ class Decision:
 
 
 def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues: bool = False) -> Decision:
-    """Choose the fastest predicted way to train that fits into memory.
+    """Choose the values of the keys that are set to `auto`: of those that fit into memory, the fastest by prediction.
 
     Args:
-        continues: the run continues: keep what it recorded, if that fits.
+        continues: whether the run is resumed. It then keeps the values that it recorded when it began, if they fit.
 
     Raises:
-        ConfigError: by the plan, nothing fits.
+        ConfigError: by prediction, no values fit into memory.
     """
     machine = with_margin(this_machine(world.local_size, world.device.type), cfg)
     planner = Planner(cfg, machine, samples, parts)
@@ -92,19 +92,19 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
 
 
 def with_margin(machine: Machine, cfg: Config) -> Machine:
-    """The machine, with less memory if its device is a GPU on which blocks may be compiled."""
+    """Take the share `COMPILED_MARGIN` off the machine's memory if it has a GPU and blocks may be compiled."""
     margin = COMPILED_MARGIN if machine.device == "cuda" and cfg.compile is not False else 0.0
     return replace(machine, memory=int(machine.memory * (1 - margin)))
 
 
 def expected_peak(cfg: Config, world: World, parts: Parts, samples: Samples) -> int:
-    """Predicted device bytes at the memory peak of a step, for a configuration without `auto`."""
+    """Predict the bytes in device memory at the memory peak of a step, for a configuration without `auto`."""
     planner = Planner(cfg, this_machine(world.local_size, world.device.type), samples, parts)
     return int(rows_for(planner, cfg, world)[0].bytes["total"])
 
 
 def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
-    """Predict the cost of every combination of values that the `auto` keys may take, the best first."""
+    """Predict memory and time for every combination of values that the `auto` keys may take. The best comes first."""
     ranks = Ranks(world.size, cfg.sharding.shard_size or world.local_size, world.local_size)
     strategies = [cfg.sharding.strategy]
     if cfg.sharding.strategy is Strategy.auto:
@@ -124,8 +124,8 @@ def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
 
 
 def recorded(cfg: Config) -> Config | None:
-    """`cfg` with the values that the run in `output_dir` recorded for its `auto` keys; None if there are no usable
-    ones."""
+    """Return `cfg` with every `auto` replaced by the value in the config.yaml of the run in `output_dir`; None if that
+    file is missing or its values cannot be used."""
     path = Path(cfg.output_dir) / "config.yaml"
     if not path.is_file():
         return None

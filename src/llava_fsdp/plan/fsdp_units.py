@@ -1,9 +1,9 @@
-"""Compute the memory that FSDP2 allocates for each of its units beside the shards: gathered weights, buffers and
-gradients.
+"""Compute the memory that FSDP2 allocates for each FSDP unit on top of its weights' shards: gathered weights, buffers
+and gradients.
 
-Read from torch/distributed/fsdp/_fully_shard (2.13): `foreach_all_gather`, `foreach_all_gather_copy_out` and
-`foreach_reduce` in _fsdp_collectives.py, `FSDPParam` in _fsdp_param.py. Every rank's part of a collective is as long as
-the longest, so that uneven shards are padded in memory, too.
+The formulas are read from torch/distributed/fsdp/_fully_shard (2.13): `foreach_all_gather`,
+`foreach_all_gather_copy_out` and `foreach_reduce` in _fsdp_collectives.py, `FSDPParam` in _fsdp_param.py. In a
+collective every rank's part is as large as the largest one, so uneven shards are padded in memory, too.
 """
 
 from dataclasses import dataclass
@@ -18,25 +18,25 @@ NORMS = "norms"
 
 @dataclass(frozen=True)
 class Unit:
-    """Bytes of one group of weights that FSDP gathers and reduces together."""
+    """Sizes of one FSDP unit in bytes. A unit is a group of weights that FSDP gathers and reduces together."""
 
     name: str
     gathered: int
     """Bytes of the unit's whole weights in the compute dtype, while they are gathered."""
     buffer: int
-    """Bytes of the all-gather's flat output until it is copied into the weights; 0 if nothing is sharded."""
+    """Bytes of the all-gather's flat output until it is copied into the weights; 0 if weights are not sharded."""
     cast: int
-    """Bytes of this rank's shards cast to the compute dtype, at the start of an all-gather."""
+    """Bytes of the copy of this rank's shards in the compute dtype, made at the start of an all-gather."""
     reduce_input: int
     """Bytes of the reduce-scatter's input, held until the next unit's reduce-scatter begins."""
     reduce_output: int
-    """Bytes of the reduce-scatter's output; if nothing is sharded, with the copy that FSDP2 makes of it."""
+    """Bytes of the reduce-scatter's output and, if weights are not sharded, of the copy that FSDP2 makes of it."""
     shard_gradients: int
-    """Bytes of the gradients of this rank's shards that stay on the device."""
+    """Bytes of the gradients of this rank's shards; 0 if these gradients are offloaded from the device."""
     widened: tuple[int, ...]
-    """Bytes of each weight's whole gradient in the reduction dtype, kept for a later micro-batch."""
+    """Bytes of each weight's unsharded gradient in the reduction dtype, as it is kept for a later micro-batch."""
     narrow: tuple[int, ...]
-    """Bytes of each weight's whole gradient in the dtype in which the backward pass makes it."""
+    """Bytes of each weight's unsharded gradient in the dtype in which the backward pass produces it."""
 
 
 def units_of(
@@ -47,12 +47,13 @@ def units_of(
     is_away: bool = False,
     passes_through: bool = False,
 ) -> dict[str, Unit]:
-    """Compute the sizes of all FSDP units of a model, by name; the units are those that `distributed/parallelize.py`
-    makes.
+    """Return the sizes of all FSDP units of a model, by unit name. The units are those that
+    `distributed/parallelize.py` makes.
 
     Args:
-        is_away: shards and their gradients are not on the device.
-        passes_through: shards come through the device's memory in the dtype that they are kept in.
+        shards: number of ranks that the weights are sharded over.
+        is_away: whether shards and their gradients are offloaded from the device.
+        passes_through: whether offloaded shards are copied to the device, in their stored dtype, before an all-gather.
     """
     members: dict[str, list[Weight]] = {}
     for weight in weights:
@@ -82,8 +83,8 @@ def unit_of(
 
 
 def cast_bytes(weights: list[Weight], precision: PrecisionConfig, shards: int, passes_through: bool) -> int:
-    """Bytes of this rank's shards cast at the start of an all-gather: of all weights at once, or of the largest weight
-    alone if nothing is sharded."""
+    """Return the bytes of the copies of this rank's shards that an all-gather makes first: of all weights at once, or
+    only of the largest weight if weights are not sharded."""
     sizes = []
     for weight in weights:
         stored = weight.master_size(precision) if weight.trainable else weight.item_size(precision)

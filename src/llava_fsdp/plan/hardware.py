@@ -1,4 +1,4 @@
-"""The table of GPUs (memory, FLOPs and bandwidths), and how much of them a training can use."""
+"""Table of GPUs with their memory, FLOPs and bandwidths, and the amounts of these that training can use."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU. Rates are per second, one way, and without sparsity."""
+    """One kind of GPU. Bandwidths are in one direction; FLOPs are without sparsity."""
 
     name: str
     memory: int
@@ -24,24 +24,24 @@ class Gpu:
     bf16: float | None
     """FLOPs per second in bf16; None if the device has no bf16."""
     fp8: float | None
-    """FLOPs per second in fp8; None if the device has no fp8. Times are predicted as for bf16."""
+    """FLOPs per second in fp8; None if the device has no fp8. Predicted times assume bf16's FLOPs instead."""
     bandwidth: float
-    """Bytes per second from or to the GPU's memory."""
+    """Bytes per second between the GPU and its own memory."""
     link: float
     """Bytes per second between two GPUs of a node, over NVLink if there is one, else PCIe."""
     pcie: float
     """Bytes per second between GPU and host memory."""
     network: float
-    """Bytes per second between nodes: this GPU's share of the network of the machine it usually is in."""
+    """Bytes per second between nodes: one GPU's share of the network of a machine that is usual for this GPU."""
     efficiency: float
-    """Share of the peak FLOPs that training reaches in the blocks, recomputation included."""
+    """Share of the peak FLOPs that training reaches in the model's blocks, counting recomputed FLOPs too."""
     source: str
 
     def peak(self, dtype: DType) -> float:
         """Peak FLOPs per second in a dtype.
 
         Raises:
-            ConfigError: the device has no such arithmetic.
+            ConfigError: the GPU does not compute in this dtype.
         """
         peak = {DType.fp32: self.fp32, DType.fp16: self.fp16, DType.bf16: self.bf16}[dtype]
         if peak is None:
@@ -104,15 +104,16 @@ DEVICES = {
     "Tesla V100-SXM2-32GB": "v100",
     "Tesla T4": "t4",
 }
-"""GPU names as CUDA reports them, and their names in the table. Similar GPUs (H100 PCIe and NVL, GH200, parts of a GPU)
-have other peaks and are left out."""
+"""Names of GPUs in the table of GPUs, by the names that CUDA reports. Similar GPUs (H100 PCIe and NVL, GH200, parts of
+a GPU) are left out, because they have other peaks."""
 
 CONTEXT = 700 * MIB
 """Bytes of GPU memory for CUDA's context, torch's kernels and cuBLAS's workspaces; 0.5 to 1 GB on Ampere and Hopper."""
 NCCL = 500 * MIB
 """Bytes of GPU memory for NCCL's buffers with several ranks; 0.3 to 1 GB, depending on the number of communicators."""
 FRAGMENTATION = 0.04
-"""Share of GPU memory lost to fragmentation in torch's allocator, as every micro-batch allocates other sizes."""
+"""Share of GPU memory lost to fragmentation in torch's allocator, because every micro-batch allocates tensors of other
+sizes."""
 PROCESS = 450 * MIB
 """Bytes of host memory that a Python process with torch and transformers takes on a CPU machine."""
 CORE_FLOPS = 30e9
@@ -121,7 +122,7 @@ CORE_FLOPS = 30e9
 
 @dataclass(frozen=True)
 class Machine:
-    """The device of each rank: a GPU of the table, or a share of the CPU cores."""
+    """The device that each rank trains on: a GPU of the table of GPUs, or a share of the machine's CPU cores."""
 
     gpu: Gpu | None
     """The GPU; None if training runs on CPU cores."""
@@ -129,14 +130,14 @@ class Machine:
     memory: int
     """Bytes of memory for each rank."""
     flops: float
-    """FLOPs per second of a rank's CPU cores; 0 with a GPU, whose FLOPs are in `gpu`, by dtype."""
+    """FLOPs per second of a rank's CPU cores; 0 with a GPU, whose FLOPs for each dtype are in `gpu`."""
 
     @property
     def device(self) -> str:
         return "cpu" if self.gpu is None else "cuda"
 
     def usable(self, world_size: int) -> int:
-        """Bytes of memory that tensors can use; 0 if the processes alone take more than there is."""
+        """Bytes of a rank's memory that tensors can use; 0 if the process itself takes more than there is."""
         if self.gpu is None:
             return max(0, self.memory - PROCESS)
         return max(0, int(self.memory * (1 - FRAGMENTATION)) - CONTEXT - (NCCL if world_size > 1 else 0))
@@ -152,14 +153,13 @@ class Machine:
 
 
 def machine_named(name: str, ranks: int) -> Machine:
-    """A machine with the GPU of this name in the table, or this machine for `auto`.
+    """Return a machine with the GPU `name` of the table of GPUs; for `auto`, the machine that this process runs on.
 
     Args:
-        name: name in the table; `auto`: this machine.
         ranks: number of ranks on one node.
 
     Raises:
-        ConfigError: there is no such GPU in the table.
+        ConfigError: no GPU in the table has this name.
     """
     if name == "auto":
         return this_machine(ranks)
@@ -170,16 +170,19 @@ def machine_named(name: str, ranks: int) -> Machine:
 
 
 def machine_for(device: str, ranks: int) -> Machine:
-    """This machine with this kind of device; for cuda on a machine without a GPU, a machine with an A100 of 80 GB."""
+    """Return the machine that this process runs on, used with the device `device` (cuda or cpu). For cuda on a machine
+    without a GPU, return a machine with an 80 GB A100 instead."""
     if device == "cuda" and not torch.cuda.is_available():
         return machine_named("a100-80gb", ranks)
     return this_machine(ranks, device)
 
 
 def this_machine(ranks: int, device: str = "cuda") -> Machine:
-    """This machine with its first GPU; if it has none, with its CPU cores and memory divided between the ranks.
+    """Return the machine that this process runs on: its first GPU if it has one and `device` is cuda, else the share of
+    its CPU cores and memory that each of `ranks` ranks gets.
 
-    A GPU that the table lacks is timed as the one that is nearest in memory and alike in having bf16 or not.
+    A GPU that the table of GPUs lacks is assumed to be as fast as the one in the table that is nearest in memory, of
+    those that have bf16 if this GPU has it, and of those without bf16 if not.
     """
     if device == "cpu" or not torch.cuda.is_available():
         host = read_host()

@@ -2,8 +2,8 @@
 
     llava-fsdp plan model=llava_v1_5_13b stage=finetune gpus=8
 
-Needs no GPU, no weights, no network and no process group. Takes the keys of `train` and plans that training with every
-strategy of sharding and every mode of activation checkpointing and offload.
+Needs no GPU, no weights, no network and no process group. Takes the configuration keys of the command `train`, and
+predicts that training with every sharding strategy and every mode of activation checkpointing and offload.
 """
 
 import json
@@ -24,15 +24,16 @@ from llava_fsdp.runtime.console import TextConsole
 
 OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "format"}
 CHOSEN = {"sharding", "activation_checkpointing", "offload", "tokens_per_micro_batch", "dry_run"}
-"""Configuration groups and keys that the planner chooses, and `dry_run`, which would keep the printed command from
-training; all are left out of that command."""
+"""Configuration groups and keys that are not copied from the user's arguments into the recommended command: those that
+the planner chooses, and `dry_run`, which would keep the command from training."""
 
 
 def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
-    """Print the predicted cost of every way to train, and the command that trains in the best way.
+    """Print predicted memory and time for all sharding strategies and modes of activation checkpointing and offload,
+    and the command that trains in the best way.
 
     Args:
-        typed: the command-line arguments; those that are keys of a training are put into the printed command.
+        typed: the user's command-line arguments. Those that `train` takes, too, are copied into the printed command.
     """
     machine = machine_named(cfg.gpu, cfg.gpus)
     cfg, fp16 = with_fp16(cfg, machine, typed)
@@ -58,8 +59,8 @@ def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
 
 
 def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[PlanConfig, list[str]]:
-    """Switch the configuration to fp16 on GPUs without bf16 (V100, T4) unless the user set a precision; returns the
-    configuration and the overrides that the recommended command needs for this."""
+    """Replace bf16 by fp16 in the configuration if the GPU has no bf16 (V100, T4) and the user's arguments `typed` set
+    no precision. Return the configuration, and the overrides that the recommended command then needs."""
     lacks = machine.gpu is not None and machine.gpu.bf16 is None
     precision, is_set = cfg.precision, any(key_of(word).startswith("precision") for word in typed)
     if not lacks or precision.param_dtype is not DType.bf16 or is_set:
@@ -74,8 +75,8 @@ def key_of(word: str) -> str:
 
 
 def command(cfg: PlanConfig, row: PlanRow, typed: Sequence[str]) -> str:
-    """The shell command that trains as this row of the plan says; FILE, DIR and HOST stand for values that the user has
-    to fill in."""
+    """Return the shell command that trains as the plan's row `row` says, with the user's arguments `typed`. FILE, DIR
+    and HOST in it stand for values that the user has to fill in."""
     launch = f"llava-fsdp train --nproc-per-node {cfg.gpus}"
     if cfg.nodes > 1:
         launch += f" --nnodes {cfg.nodes} --rdzv-endpoint HOST:29500"

@@ -1,9 +1,9 @@
-"""Trace the bytes alive in a forward and a backward pass on the meta device, which has shapes, dtypes and lifetimes but
-no data.
+"""Trace the bytes alive during a forward and a backward pass on the meta device, where tensors have shapes, dtypes and
+lifetimes but no data.
 
-Every operation that autograd and the modules run is seen as it is dispatched. A tensor's bytes count from the operation
+Every operation of the modules and of autograd is traced as it is dispatched. A tensor's bytes count from the operation
 that makes it until its storage is dropped, which is when a real pass would free it. Memory that a kernel allocates
-inside itself is not seen. As `torch.distributed._tools.mem_tracker`, but needs no process group.
+inside itself is not seen. `torch.distributed._tools.mem_tracker` does the same, but needs a process group.
 """
 
 import weakref
@@ -21,37 +21,37 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Event:
-    """A storage that was allocated or freed, or a named mark between such events."""
+    """One event of a trace: a tensor storage was allocated or freed, or a named mark was set."""
 
     storage: int
-    """Number of the storage; -1 for a mark."""
+    """Id of the storage within the trace; -1 for a mark."""
     change: int
-    """Change of the bytes alive: the storage's size, negative if it was freed."""
+    """Change of the bytes alive: the storage's size, negative if it was freed; 0 for a mark."""
     width: int = 0
-    """Size of the last dimension of the tensor that was made."""
+    """Size of the last dimension of the tensor for which the storage was allocated; 0 for other events."""
     mark: str = ""
 
 
 @dataclass
 class Trace:
-    """The storages that a pass allocated and freed, and marks between them, in the order of time."""
+    """The events of a pass in the order of time: tensor storages allocated and freed, and marks between them."""
 
     events: list[Event] = field(default_factory=list)
     gradients: dict[int, str] = field(default_factory=dict)
-    """Storage number of each gradient, and the name of its parameter."""
+    """Parameter names, by the id of the storage that holds the parameter's gradient."""
 
     def mark(self, text: str) -> None:
         self.events.append(Event(-1, 0, mark=text))
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds to a trace every storage that is allocated or freed while this dispatch mode is active."""
+    """Dispatch mode that records in a trace every tensor storage allocated or freed while the mode is active."""
 
     def __init__(self, trace: Trace, known: Iterator[torch.Tensor]):
-        """Create a mode that writes events into `trace` while it is active.
+        """Create a mode that records events in `trace` while it is active.
 
         Args:
-            known: tensors that exist before, which do not count.
+            known: tensors that exist before the trace begins. They are not recorded.
         """
         super().__init__()
         self.trace = trace
@@ -68,7 +68,8 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def see(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor's storage, new for a new storage; None for tensors that existed before."""
+        """Return the id of the tensor's storage; None if the storage existed before the trace began. A storage that is
+        new gets the next free id and is recorded as allocated."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self.known:
@@ -87,11 +88,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 class FuseAttention(TorchFunctionMode):
-    """Replaces `scaled_dot_product_attention` on the meta device by a fused kernel, because torch would otherwise trace
-    the unfused one, which needs more memory.
+    """Function mode that replaces `scaled_dot_product_attention` on the meta device by a fused kernel, because torch
+    would otherwise trace the unfused one, which needs more memory.
 
-    All fused kernels keep the same: queries, keys, values, the output, and a float32 for each head and token
-    (FlashAttention, arXiv 2205.14135, section 3.1).
+    All fused kernels keep the same tensors for the backward pass: queries, keys, values, the output, and a float32 for
+    each head and token (FlashAttention, arXiv 2205.14135, section 3.1).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,7 +104,8 @@ class FuseAttention(TorchFunctionMode):
 
 @contextmanager
 def collect_gradients(model: nn.Module, live: LiveBytes, trace: Trace) -> Iterator[None]:
-    """Record the storage of each parameter's gradient, and mark in the trace when the gradient is complete."""
+    """Context manager that records in the trace which storage holds each parameter's gradient, and marks when the
+    gradient is complete."""
 
     def recorder(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:

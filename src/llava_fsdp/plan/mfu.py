@@ -1,7 +1,7 @@
-"""Shares of the hardware's peak FLOPs that a training step uses: MFU and HFU, from counted FLOPs of the model.
+"""Compute MFU and HFU, the shares of the hardware's peak FLOPs that a training step uses, from the model's FLOPs.
 
-MFU (PaLM, arXiv 2204.02311, appendix B) counts what the model needs for the step's tokens, without padding and
-recomputation; HFU adds what runs again in the backward pass.
+MFU (PaLM, arXiv 2204.02311, appendix B) counts the FLOPs that the model needs for the step's tokens, without padding
+and recomputation. HFU also counts the FLOPs that run again in the backward pass.
 """
 
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ class Utilization:
     peak: float | None
     """Peak FLOPs per second of all ranks together; None if the device is unknown."""
     source: str
-    """Source of the peak (a table entry), or the reason why it is unknown."""
+    """Where the peak comes from (an entry of the table of GPUs), or the reason why it is unknown."""
 
     def of(self, facts: StepFacts, seconds: float) -> dict[str, float | None]:
-        """`flops` that a step needs on all ranks together, and `mfu` and `hfu` as shares of the peak (None if the peak
-        is unknown)."""
+        """Return the `flops` of a step on all ranks together, and its `mfu` and `hfu` as shares of the peak (None if
+        the peak is unknown). The step took `seconds`."""
         counts = facts.tokens, facts.pairs, facts.label_tokens, facts.tiles
         needed = self.flops.of(*counts)
         most = None if self.peak is None else self.peak * seconds
@@ -45,7 +45,7 @@ class Utilization:
 
 
 def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: int) -> Utilization:
-    """Build the `Utilization` of a training on `world_size` devices of this kind."""
+    """Count the model's FLOPs and find the peak of `world_size` devices of the kind of `device`."""
     compiled = choose_compiling(cfg, device, model.kernel and model.kernel.attention).on
     needed = count_flops(model, activation_checkpointing=False)
     everything = count_flops(model, activation_checkpointing=True, compiled=compiled)
@@ -68,11 +68,11 @@ def recomputed_flops_share(activation_checkpointing: ActivationCheckpointingConf
 
 
 def peak_of(name: str, dtype: DType) -> tuple[float | None, str]:
-    """Peak dense FLOPs per second of one GPU in a dtype, from the table of GPUs, and the source of the number; (None,
-    reason) if the GPU is unknown.
+    """Return the peak dense FLOPs per second of one GPU in a dtype, from the table of GPUs, and the source of this
+    number; (None, reason) if the table does not have it.
 
     Args:
-        name: CUDA's name of the device.
+        name: the GPU's name, as CUDA reports it.
     """
     gpu = GPUS.get(DEVICES.get(name, ""))
     if gpu is None or (dtype is DType.bf16 and gpu.bf16 is None):

@@ -1,4 +1,5 @@
-"""Read a model's shapes without weights or network, and choose the attention kernel for a planned device."""
+"""Read a model's configurations without weights or network, and choose the attention kernel for the device that is
+planned for."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,11 @@ SHAPES = Path(__file__).parents[1] / "assets" / "shapes"
 
 
 def shapes_of(cfg: ModelConfig) -> Parts:
-    """Read the configurations of a model's parts from the named folders, or from those shipped with this package.
+    """Read the configurations of a model's language model and vision tower. Each is read from the folder that `cfg`
+    names or, if there is no such folder, from the copies shipped with this package.
 
     Raises:
-        ConfigError: there is neither; a plan reads nothing from the network.
+        ConfigError: there is neither a folder nor a shipped copy. A plan downloads nothing.
     """
     if (
         cfg.checkpoint is not None and Path(cfg.checkpoint).is_dir()
@@ -36,8 +38,8 @@ def shapes_of(cfg: ModelConfig) -> Parts:
 
 
 def folder_of(name: str, key: str) -> Path:
-    """The folder with the configuration of a language model or vision tower: the named one, or one shipped with this
-    package."""
+    """Return the folder with the configuration of the language model or vision tower `name`: `name` itself if it is a
+    folder, else one shipped with this package. Raises ConfigError, which names the key `key`, if there is neither."""
     if name.startswith(PACKAGE) or Path(name).is_dir():
         return resolve(name, key)
     folder = SHAPES / name.replace("/", "--")
@@ -51,14 +53,14 @@ def folder_of(name: str, key: str) -> Path:
 
 
 def kernel_for(cfg: Config, language: PretrainedConfig, device: str, bf16: bool) -> Kernel | None:
-    """Choose the attention kernel that a training would use on this device, which this machine need not have; None for
-    padded rows.
+    """Choose the attention kernel that a training would use on `device`, which this machine need not have. None if rows
+    are padded and not packed.
 
     Args:
-        bf16: the device has bf16, and so FlashAttention-2: both begin with compute capability 8.0.
+        bf16: whether the device has bf16. It then also has FlashAttention-2: both begin with compute capability 8.0.
 
     Raises:
-        ConfigError: the kernel that the configuration names cannot run there.
+        ConfigError: the configuration names a kernel that cannot run on the device.
     """
     if not cfg.pack:
         return None

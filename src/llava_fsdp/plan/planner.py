@@ -1,6 +1,6 @@
-"""Predict the cost of a way to train: a rank's bytes at the memory peak of a step, and the seconds of a step.
+"""Predict the cost of one way to train: the bytes on a rank at the memory peak of a step, and the seconds of a step.
 
-peak(cfg, world_size=8, device="cuda").bytes["total"]
+Example: `peak(cfg, world_size=8, device="cuda").bytes["total"]`
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from llava_fsdp.plan.step_time import Step, Volume, recomputed_share, sample_flo
 from llava_fsdp.plan.workload import Samples, configured_split, samples_of
 
 STREAMED = 2 * 128 * MIB
-"""Bytes of the device buffers through which the optimizer's offloaded moments are copied
+"""Bytes of the two device buffers through which the optimizer's offloaded moments are copied
 (`distributed/streamed_optimizer.py`)."""
 
 
@@ -57,7 +57,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Numbers of ranks: of all, of those that share one copy of the model (hybrid strategies), and of one node."""
+    """Numbers of ranks: in all, per copy of the model (with hybrid strategies), and per node."""
 
     world_size: int
     shard_size: int
@@ -66,7 +66,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One way to train, and its predicted memory and time."""
+    """One row of a plan: a way to train, with its predicted memory and time."""
 
     choice: Choice
     world_size: int
@@ -76,7 +76,7 @@ class PlanRow:
     bytes: dict[str, int]
     """Bytes on the device at the memory peak of a step, by category; `total` is their sum."""
     moment: str
-    """Name of the step's worst moment for memory."""
+    """Name of the moment in a step at which the most device memory is used."""
     at_rest: dict[str, int]
     """Bytes of parameters, gradients and optimizer state after an optimizer step, on the device or offloaded."""
     host: int
@@ -103,15 +103,17 @@ class PlanRow:
 
 
 class Planner:
-    """Predicts costs for one configuration's model on one machine; passes are measured once for each mode of activation
-    checkpointing."""
+    """Predicts memory and time of training one configuration's model on one machine. Activation memory is measured once
+    for each mode of activation checkpointing and size of micro-batch."""
 
     def __init__(self, cfg: Config, machine: Machine, samples: Samples | None = None, parts: Parts | None = None):
         """Build the configuration's model on the meta device, and count its weights and FLOPs.
 
         Args:
-            samples: mean sizes of samples; None: from the dataset's report, or LLaVA's means.
-            parts: the model's configurations; None: read from the named folders, or from those in this package.
+            samples: mean sizes of the dataset's samples. None: read from the dataset's report or, without one, LLaVA's
+                means.
+            parts: configurations of the model's parts. None: read from the folders that `cfg` names, or from this
+                package.
         """
         self.cfg = cfg
         self.machine = machine
@@ -139,8 +141,8 @@ class Planner:
         return sum(w.numel for w in self.weights if w.trainable)
 
     def segments(self, mode: ActivationCheckpointing, micro: MicroBatch) -> list[Segment]:
-        """Measure the memory of a micro-batch's pass with `none`, `full` or `selective` activation checkpointing;
-        results are cached."""
+        """Measure the memory of a micro-batch's forward and backward pass, in segments, with `none`, `full` or
+        `selective` activation checkpointing. Results are cached."""
         key = mode, micro
         if key not in self.measured:
             if mode not in self.meters:
@@ -152,13 +154,14 @@ class Planner:
     def passes(
         self, mode: ActivationCheckpointing, micros: Sequence[MicroBatch], between: Sequence[MicroBatch]
     ) -> list[Pass]:
-        """Memory of the passes of a step's micro-batches, measured, or interpolated between two measured sizes."""
+        """Return the memory of the forward and backward passes of a step's micro-batches, without repeated sizes. It is
+        measured if `between` is empty; else it is interpolated between the two micro-batches in `between`."""
         get = self.segments if not between else lambda mode, micro: self.between(mode, micro, between)
         return [get(mode, micro) for micro in without_repeats(micros)]
 
     def between(self, mode: ActivationCheckpointing, micro: MicroBatch, ends: Sequence[MicroBatch]) -> list[Segment]:
-        """Interpolate the memory of a micro-batch's pass between two measured ones; measure it if those two have
-        different segments."""
+        """Interpolate the memory of a micro-batch's forward and backward pass between those of the two micro-batches
+        `ends`. Measure it instead if the passes of `ends` have different numbers of segments."""
         key = mode, micro
         small, large = ends
         first, second = (self.segments(mode, end) for end in ends)
@@ -177,11 +180,12 @@ class Planner:
         between: Sequence[MicroBatch] = (),
         rank: int = 0,
     ) -> PlanRow:
-        """Compute the memory and time of one way to train.
+        """Predict the memory and time of one way to train (sharding strategy, activation checkpointing, offload).
 
         Args:
             micros: the micro-batches that a rank runs in a step.
-            between: smallest and largest micro-batch, to measure, with others interpolated; empty: all are measured.
+            between: smallest and largest micro-batch, measured to interpolate the others; if empty, all are measured.
+            rank: the rank whose memory is computed.
         """
         precision, strategy, offload = self.cfg.precision, choice.strategy, choice.offload
         world_size, shard_size = ranks.world_size, ranks.shard_size
@@ -230,8 +234,8 @@ class Planner:
         )
 
     def offloads_activations(self, choice: Choice) -> bool:
-        """Whether blocks' inputs are offloaded to host memory; false on a CPU machine, where host memory is the
-        device's."""
+        """Whether this choice offloads the inputs of blocks to host memory; false on a CPU machine, whose device memory
+        is host memory."""
         return choice.activation_checkpointing.mode is ActivationCheckpointing.offload and self.machine.device != "cpu"
 
     def simulate(
@@ -242,7 +246,7 @@ class Planner:
         between: Sequence[MicroBatch],
         rank: int,
     ) -> Ledger:
-        """Simulate the memory of a step of these micro-batches."""
+        """Simulate the device memory of rank `rank` during a step that runs the micro-batches `micros`."""
         mode = choice.activation_checkpointing.mode
         if mode is ActivationCheckpointing.budget:
             # the compiler's partitioner chooses what is kept: something between everything and the blocks' inputs
@@ -276,8 +280,8 @@ class Planner:
         return simulate_step(passes, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
     def on_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes, buffers: int) -> States:
-        """Bytes of parameters, gradients, optimizer state and buffers on the device; on a CPU machine only files are
-        off the device."""
+        """Return the bytes of parameters, gradients, optimizer state and buffers that stay on the device under this
+        mode of offload. On a CPU machine only files are off the device."""
         if offload is OffloadMode.none or (self.machine.device == "cpu" and offload is not OffloadMode.nvme):
             return States(stored.parameters, stored.gradients, stored.optimizer, buffers)
         if offload is OffloadMode.optimizer:
@@ -285,7 +289,7 @@ class Planner:
         return States(self.frozen_whole(plan), 0, 0, buffers)
 
     def frozen_whole(self, plan: ShardPlan) -> int:
-        """Bytes of frozen weights that every rank holds whole."""
+        """Bytes of the frozen weights that are not sharded, so that every rank holds all of them."""
         return sum(
             w.numel * w.item_size(self.cfg.precision)
             for w in self.weights
@@ -293,7 +297,7 @@ class Planner:
         )
 
     def off_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes) -> tuple[int, int]:
-        """Bytes of offloaded states in host memory, and on disk."""
+        """Return the bytes of offloaded parameters, gradients and optimizer state in host memory, and on disk."""
         states = stored.parameters - self.frozen_whole(plan) + stored.gradients + stored.optimizer
         if offload is OffloadMode.nvme:
             return 0, states
@@ -302,9 +306,10 @@ class Planner:
         return {OffloadMode.none: 0, OffloadMode.optimizer: stored.optimizer, OffloadMode.params: states}[offload], 0
 
     def input_bytes(self, micros: Sequence[MicroBatch]) -> int:
-        """Bytes of a step's input tensors: token ids, positions and image places in int64, pixels in uint8.
+        """Return the bytes of a step's inputs: pixels, and int64 token ids, positions and places of image tokens.
 
-        The micro-batch that runs has its pixels in fp32; a GPU holds no other.
+        A GPU holds only the micro-batch that runs, with its pixels in fp32. A CPU machine holds all micro-batches with
+        pixels in uint8, and in addition the fp32 pixels of the one that runs.
         """
         pixels = [micro.tiles * 3 * self.parts.vision.image_size**2 for micro in micros]
         numbers = [2 * m.tokens + 2 * m.tiles * self.model.image_tokens + 2 * m.labels for m in micros]
@@ -314,7 +319,7 @@ class Planner:
 
 
 def without_repeats(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches that decide a step's worst moment: the first one, and one of each size after it."""
+    """Keep the micro-batches that can decide a step's memory peak: the first, and one of each size after it."""
     return [micros[0], *dict.fromkeys(micros[1:])]
 
 
@@ -325,11 +330,12 @@ def peak(
     micros: Sequence[MicroBatch] | None = None,
     rank: int = 0,
 ) -> PlanRow:
-    """Predict the cost of exactly this configuration, without a search.
+    """Predict memory and time of training with exactly this configuration, without trying other ways to train.
 
     Args:
         device: cuda or cpu.
-        micros: the micro-batches of the step; None: made of samples of mean size.
+        micros: the micro-batches of a step; None: micro-batches made of samples of mean size.
+        rank: the rank whose memory is predicted.
     """
     planner = Planner(cfg, machine_for(device.type if isinstance(device, torch.device) else device, world_size))
     micros = micros or configured_split(cfg, planner.samples, world_size, planner.model.image_tokens)

@@ -1,7 +1,8 @@
 """Published formulas for the bytes of parameters, gradients and optimizer state, and why a real run differs from them.
 
-P parameters, N ranks. ZeRO: arXiv 1910.02054, section 3 and figure 1, whose K = 12 bytes are the optimizer's (an fp32
-copy and two moments); half precision: the memory of Adam as Hugging Face's course counts it.
+P is the number of parameters, N the number of ranks. The ZeRO formulas are from arXiv 1910.02054, section 3 and figure
+1; their K = 12 bytes per parameter are the optimizer's (an fp32 copy and two moments). The formula "half precision" is
+the memory of Adam as Hugging Face's course counts it.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ K = 12
 
 @dataclass(frozen=True)
 class Formula:
-    """A published formula for the bytes of model states on a rank, with its value for one model."""
+    """A published formula for a rank's bytes of parameters, gradients and optimizer state, and its value for a
+    model."""
 
     name: str
     text: str
@@ -21,7 +23,7 @@ class Formula:
 
 
 def formulas(parameters: float, ranks: int) -> list[Formula]:
-    """Evaluate each published formula: bytes of parameters, gradients and optimizer state on a rank."""
+    """Evaluate each published formula for the bytes of parameters, gradients and optimizer state on a rank."""
     return [
         Formula(
             "DDP, ZeRO-0", "16P", zero(0, parameters, ranks),
@@ -47,7 +49,7 @@ def formulas(parameters: float, ranks: int) -> list[Formula]:
 
 
 def zero(stage: int, parameters: float, ranks: int) -> float:
-    """Bytes of model states on a rank at a ZeRO stage (0 to 3), by the ZeRO paper's formula."""
+    """Bytes of parameters, gradients and optimizer state on a rank at a ZeRO stage (0 to 3), as in the ZeRO paper."""
     whole = {0: 2 + 2 + K, 1: 2 + 2, 2: 2, 3: 0}[stage]
     shared = {0: 0, 1: K, 2: 2 + K, 3: 2 + 2 + K}[stage]
     return parameters * (whole + shared / ranks)

@@ -1,5 +1,5 @@
-"""Write a page with predicted tokens per second on several nodes, for zero3 over all ranks and hybrid sharding within
-nodes."""
+"""Write an HTML page with predicted tokens per second on 1, 2, 4, ... nodes, for zero3 over all ranks and for hybrid
+sharding, which shards within each node."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +17,16 @@ STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
 
 
 def scale(planner: Planner, gpus: int, nodes: int, is_free: bool) -> list[dict[str, Any]]:
-    """Predict the fastest training that fits on 1, 2, 4, ... nodes, with the same number of samples in a step.
+    """Predict the fastest training that fits into memory on 1, 2, 4, ... and `nodes` nodes, with zero3 and with hybrid
+    sharding. A step has the same number of samples for every number of nodes.
 
-    Rings of zero3 go through all nodes, over all ports of each; hybrid gathers within a node and sends shards of
-    gradients to the other replicas once a step, each GPU over its own port.
+    With zero3, the rings of collectives go through all nodes and use all network ports of each node. With hybrid
+    sharding, weights are gathered within a node, and once a step each GPU sends its shard of the gradients to the other
+    replicas over its own port.
 
     Args:
-        is_free: try all micro-batches, not only those of the configuration's keys.
+        gpus: number of GPUs of a node.
+        is_free: whether to try micro-batches of all sizes; if false, only those that the configuration sets.
     """
     points = []
     for count in node_counts(nodes):
@@ -60,7 +63,7 @@ def node_counts(nodes: int) -> list[int]:
 
 
 def shown(value: object) -> object:
-    """Four digits of a fraction; numbers from a thousand on are whole."""
+    """Format a float with four significant digits, from 1000 on as a whole number; return other values unchanged."""
     return value if not isinstance(value, float) else f"{value:.4g}" if abs(value) < 1000 else round(value)
 
 

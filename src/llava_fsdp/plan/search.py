@@ -1,5 +1,5 @@
-"""Enumerate all sensible ways to train, find for each the largest micro-batch that fits into memory, and sort them by
-speed."""
+"""Enumerate all sensible ways to train (sharding, activation checkpointing, offload), find the largest micro-batch that
+fits into memory for each, and sort them by speed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,13 +21,13 @@ from llava_fsdp.plan.workload import configured_split, possible_splits
 from llava_fsdp.runtime.errors import ConfigError
 
 BUDGET = 0.5
-"""Share of a block's activations that activation_checkpointing=budget keeps (`budget`), if the configuration sets no
-share."""
+"""Value of `activation_checkpointing.budget`, the share of a block's activations that is kept, if the configuration
+sets none."""
 
 
 def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Choice]:
-    """Combine sharding strategies with the modes of activation checkpointing and of offload, without combinations that
-    the configuration's checks refuse."""
+    """Return all combinations of a sharding strategy, a mode of activation checkpointing and a mode of offload that the
+    configuration's checks accept."""
     # on a CPU machine host memory is the device's, so that only files save memory
     modes = list(OffloadMode) if device != "cpu" else [OffloadMode.none, OffloadMode.nvme]
     return [
@@ -40,7 +40,7 @@ def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Ch
 
 
 def distinct_strategies(ranks: Ranks) -> list[Strategy]:
-    """Sharding strategies that differ from each other on this number of ranks."""
+    """Return the sharding strategies that differ from each other on these numbers of ranks."""
     if ranks.world_size == 1:
         return [Strategy.FULL_SHARD]  # a single rank shards nothing, so all strategies are the same
     hybrid = 1 < ranks.shard_size < ranks.world_size
@@ -72,10 +72,11 @@ def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
 def plan_rows(
     planner: Planner, found: Sequence[Choice], ranks: Ranks, splits: Sequence[Sequence[MicroBatch]]
 ) -> list[PlanRow]:
-    """Predict the cost of each way to train and sort: the ways that fit into memory first, then by samples per second.
+    """Predict memory and time of each way to train, and sort: ways that fit into memory come first, then the fastest.
 
     Args:
-        splits: ways to split a rank's part of a step into micro-batches; each row has the first one that fits.
+        found: the ways to train (sharding strategy, activation checkpointing, offload).
+        splits: ways to split a rank's samples of a step into micro-batches. Each row uses the first of them that fits.
     """
     ends = [splits[-1][0], splits[0][0]] if len(splits) > 1 else []
     rows = [largest_that_fits(planner, choice, ranks, splits, ends) for choice in found]
@@ -92,8 +93,8 @@ def plan_rows(
 
 
 def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[list[MicroBatch]]:
-    """Ways to split a rank's samples of a step into micro-batches, the largest micro-batches first; only the configured
-    split if `is_free` is false."""
+    """Return the ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches
+    first. If `is_free` is false, return only the split that the configuration sets."""
     args = cfg, planner.samples, world_size, planner.model.image_tokens
     is_fixed = (
         cfg.pack and cfg.sampler.name is SamplerName.llava_v1_5
@@ -108,8 +109,8 @@ def largest_that_fits(
     splits: Sequence[Sequence[MicroBatch]],
     ends: Sequence[MicroBatch],
 ) -> PlanRow:
-    """The plan row with the fewest (largest) micro-batches that fit into memory, found by bisection; with the smallest
-    micro-batches if none fit."""
+    """Return the predicted memory and time with the first of `splits` that fits into memory, found by bisection.
+    `splits` begins with the fewest and largest micro-batches. If none of them fits, its last entry is used."""
 
     def row(split: Sequence[MicroBatch]) -> PlanRow:
         return planner.row(choice, ranks, split, ends)

@@ -16,7 +16,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "reducing", "a
 
 @dataclass
 class Ledger:
-    """Bytes in device memory, by category: now, and at the peak so far."""
+    """Simulated bytes in device memory, by category: at the current moment, and at the highest peak so far."""
 
     held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
     worst: dict[str, int] = field(default_factory=dict)
@@ -24,8 +24,8 @@ class Ledger:
     most: int = 0
 
     def compare(self, moment: str, **more: int) -> None:
-        """Record the current moment if its memory is the highest so far; `more` are bytes that exist at this moment
-        only."""
+        """Record the current moment, named `moment`, if it uses the most memory so far. `more` are bytes, by category,
+        that exist only at this moment."""
         total = sum(self.held.values()) + sum(more.values())
         if total > self.most:
             self.most, self.moment = total, moment
@@ -37,7 +37,7 @@ class Ledger:
         self.compare(moment)
 
     def set_live(self, level: Live) -> None:
-        """Set the bytes of activations and logits that are alive now."""
+        """Set the bytes of activations and logits that are alive at the current moment."""
         self.held["activations"], self.held["logits"] = level.activations, level.logits
 
     def drop(self, **sizes: int) -> None:
@@ -56,7 +56,7 @@ class States:
 
     parameters: int
     gradients: int
-    """Bytes of the gradients of this rank's shards, after the gradients of a micro-batch have been reduced."""
+    """Bytes of the gradients of this rank's shards, once the gradients of a micro-batch have been reduced."""
     optimizer: int
     buffers: int
     """Bytes of the model's registered buffers and of a step's input tensors."""
@@ -70,12 +70,13 @@ class States:
 
 
 Pass = Sequence[Segment]
-"""Memory of the forward and backward pass of one micro-batch, as consecutive segments."""
+"""Memory of the forward and backward pass of one micro-batch, as consecutive segments (a block, or everything between
+two blocks)."""
 
 
 def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
-    """Simulate a step without FSDP, where each weight's gradient is cast to the master weight's dtype as soon as it is
-    complete."""
+    """Simulate the device memory of a step without FSDP. Each weight's gradient is cast to the master weight's dtype as
+    soon as it is complete."""
     ledger = states.open_ledger()
     for number, segments in enumerate(passes):
         for segment in segments:
@@ -97,11 +98,11 @@ def simulate_step(
     unit_names: dict[str, str],
     prefetch: int | None = None,
 ) -> Ledger:
-    """Simulate a step under FSDP.
+    """Simulate the device memory of a step under FSDP.
 
     Args:
-        unit_names: names of the blocks' units.
-        prefetch: number of units that are gathered ahead; None: the next one, in the backward pass only.
+        unit_names: the name of each block's FSDP unit, by block name.
+        prefetch: number of units whose all-gathers begin ahead of their use. None: one, in the backward pass only.
     """
     ledger = states.open_ledger()
     rank = FsdpRank(ledger, units, plan, unit_names, prefetch)
@@ -112,7 +113,8 @@ def simulate_step(
 
 
 class FsdpRank:
-    """Bytes that FSDP holds on a rank (gathered weights, buffers, gradients) while the segments of a pass run."""
+    """Simulates FSDP on one rank: the bytes of gathered weights, buffers and gradients that it holds while the segments
+    of a pass run."""
 
     def __init__(
         self, ledger: Ledger, units: dict[str, Unit], plan: ShardPlan, unit_names: dict[str, str], prefetch: int | None
@@ -188,7 +190,7 @@ class FsdpRank:
         self.drop_buffers()
 
     def order(self, segments: Sequence[Segment]) -> tuple[dict[str, list[str]], list[str]]:
-        """Blocks of each FSDP unit, and names of the units, in the order in which they run in these segments."""
+        """Return the blocks of each FSDP unit, and the units' names, both in the order in which the segments run."""
         blocks: dict[str, list[str]] = {}
         for segment in segments:
             unit = self.unit_names.get(segment.unit, "")
@@ -204,13 +206,13 @@ class FsdpRank:
         self.ledger.set_live(segment.end)
 
     def adds_in_place(self, name: str) -> bool:
-        """Whether a unit's gradients of earlier micro-batches have the dtype of new ones, so that autograd adds the new
-        ones in place."""
+        """Whether autograd adds a unit's new gradients in place to those of earlier micro-batches, because both have
+        the same dtype."""
         return name in self.waiting and self.units[name].widened == self.units[name].narrow
 
     def gather(self, name: str, moment: str) -> None:
-        """Gather an FSDP unit's weights in the forward pass; the previous unit's all-gather buffer is freed once these
-        weights are copied out."""
+        """Gather an FSDP unit's weights in the forward pass. Once they are copied out of this unit's all-gather buffer,
+        free the buffer of the unit that was gathered before."""
         if name in self.gathered or name not in self.units:
             return
         self.prefetch(name)
@@ -248,7 +250,8 @@ class FsdpRank:
             self.ledger.drop(gathered=self.units[name].gathered)
 
     def finish(self, name: str, made: int, is_last: bool, moment: str) -> None:
-        """Reduce an FSDP unit's gradients after its backward pass, or keep them until a later micro-batch."""
+        """Reduce an FSDP unit's gradients after its backward pass, or keep them until a later micro-batch. The pass
+        added `made` bytes of gradients."""
         unit = self.units.get(name)
         if unit is None:
             return
@@ -272,7 +275,7 @@ class FsdpRank:
         self.ledger.add(moment, gradients=self.shards[name] - held)
 
     def widen(self, name: str, added: int, moment: str) -> None:
-        """Cast a unit's gradients from the compute dtype to the reduction dtype, one weight at a time."""
+        """Cast `added` bytes of a unit's gradients from the compute to the reduction dtype, one weight at a time."""
         unit = self.units[name]
         if name in self.waiting:
             self.ledger.drop(reducing=added)
@@ -286,7 +289,7 @@ class FsdpRank:
 
 
 def following(order: Sequence[str], unit: str, count: int) -> Sequence[str]:
-    """The `count` FSDP units that run after this unit."""
+    """Return the `count` FSDP units that run after `unit` in `order`."""
     index = order.index(unit)
     return order[index + 1 : index + 1 + count]
 
@@ -297,8 +300,8 @@ def describe(segment: Segment) -> str:
 
 
 def interpolate(first: Segment, second: Segment, share: float) -> Segment:
-    """Estimate a segment for a micro-batch whose size is between those of two measured ones, by linear interpolation of
-    the bytes."""
+    """Estimate a segment of a micro-batch by linear interpolation of the bytes between the same segment of two other
+    micro-batches. `share` is 0 for the size of `first` and 1 for that of `second`."""
 
     def between(a: Live, b: Live) -> Live:
         return Live(*(round(x + share * (y - x)) for x, y in zip(astuple(a), astuple(b), strict=True)))
@@ -307,14 +310,16 @@ def interpolate(first: Segment, second: Segment, share: float) -> Segment:
 
 
 def inputs_of_blocks(segments: Pass) -> dict[str, int]:
-    """Bytes of the input of each block that has a backward pass (its output has the same size), by block name."""
+    """Return the bytes of each block's input, by block name, for blocks that have a backward pass. The bytes are those
+    of the block's output, which has the same size."""
     backward = {s.unit for s in segments if s.backward}
     forward = [s for s in segments if s.unit in backward and s.unit and not s.backward]
     return {s.unit: max(0, s.end.activations - s.begin.activations) for s in forward}
 
 
 def inputs_on_host(segments: Pass) -> Pass:
-    """Copy of a pass in which blocks' inputs are in host memory, except the last two, which are still being copied."""
+    """Return a copy of the pass without the device memory of blocks' inputs, which are offloaded to host memory. The
+    last two inputs still count, because they are still being copied."""
     inputs = inputs_of_blocks(segments)
     moved, entered = [], []
     for segment in segments:

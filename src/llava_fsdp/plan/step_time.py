@@ -1,7 +1,7 @@
 """Predict the seconds of a step: computation, communication, and the part of the communication that computation does
 not hide.
 
-An estimate from published rates (see the table of GPUs), good enough to compare ways to train; measure for exact times.
+The estimate uses the rates in the table of GPUs. It is good enough to compare ways to train, but not exact.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ LINK_EFFICIENCY = 0.78
 """Share of a link's bandwidth that collectives reach: NCCL's large rings reach 230 of 300 GB/s on A100 and 370 of 450
 on H100 (nccl-tests, bus bandwidth)."""
 OVERLAP = 0.9
-"""Share of the computation that can overlap with collectives: all but the first all-gather and the last reduction."""
+"""Share of the computation during which collectives can run: not the first all-gather and the last reduction."""
 LATENCY = 20e-6
 """Seconds to start a collective."""
 HOP, HOP_BETWEEN = 3e-6, 8e-6
@@ -33,7 +33,7 @@ HOP, HOP_BETWEEN = 3e-6, 8e-6
 COPIED = 38
 """Bytes of memory traffic for each parameter and micro-batch: FSDP's casts and copies in and out of flat buffers."""
 UPDATED = 28
-"""Bytes of memory traffic for each parameter of a rank's shards: AdamW reads 16 and writes 12."""
+"""Bytes of memory traffic of AdamW's update for each parameter of a rank's shards: it reads 16 and writes 12."""
 CPU_LINK = 2e9
 CPU_BANDWIDTH = 10e9
 RECOMPUTED = {
@@ -42,8 +42,8 @@ RECOMPUTED = {
     ActivationCheckpointing.selective: 0.15,
     ActivationCheckpointing.offload: 1.0,
 }
-"""Share of a block's forward pass that runs again in the backward pass, in time. Selective: norms, rotations and
-activation functions, which are memory traffic and few FLOPs."""
+"""Share of the time of a block's forward pass that runs again in the backward pass. With `selective` these are norms,
+rotary embeddings and activation functions, which are memory traffic and few FLOPs."""
 HOST_UPDATE = 12e9
 """Bytes per second and rank that the CPU's fused AdamW reads and writes."""
 DISK = 2e9
@@ -62,9 +62,10 @@ class Volume:
     """Bytes that a rank receives in a step, and the number of collectives."""
 
     sharded: float = 0.0
-    """Bytes of all-gathered weights and reduce-scattered gradients, over `shards` neighbouring ranks."""
+    """Bytes received in all-gathers of weights and reduce-scatters of gradients, between `shards` ranks with
+    consecutive numbers."""
     replicated: float = 0.0
-    """Bytes of gradients all-reduced over `replicas` ranks, whose rank numbers are `shards` apart."""
+    """Bytes received in all-reduces of gradients, between `replicas` ranks whose numbers are `shards` apart."""
     gathers: int = 0
     """Number of all-gathers and reduce-scatters."""
     reductions: int = 0
@@ -82,11 +83,11 @@ class Volume:
         return max(1, self.shards * self.replicas // self.node_size)
 
     def seconds(self, link: float, network: float) -> float:
-        """Seconds of communication without overlap; `link` is bytes per second within a node, `network` from each GPU
-        to other nodes.
+        """Return the seconds of communication if nothing overlaps. `link` is bytes per second within a node, `network`
+        bytes per second from each GPU to other nodes.
 
-        A ring enters and leaves a node once, over all of its ports if its ranks are neighbours (NCCL runs as many rings
-        as there are ports); rings of replicas, one for each shard, have to share them.
+        A ring enters and leaves each node once. If its ranks are neighbours, it uses all network ports of the node
+        (NCCL runs as many rings as there are ports). The rings between replicas, one for each shard, share the ports.
         """
         spans = self.shards > self.node_size
         ring = min(link, network * self.node_size) if spans else link
@@ -107,8 +108,8 @@ def volume(
     node_size: int,
     micro_batches: int,
 ) -> Volume:
-    """Count the bytes that a rank receives in a step: (n - 1) / n of a gathered or reduced tensor over n ranks, twice
-    that of an all-reduced one."""
+    """Count the bytes that a rank receives in a step. Over n ranks, these are (n - 1) / n of a tensor that is
+    all-gathered or reduce-scattered, and twice as much of one that is all-reduced."""
     if world_size == 1:
         return Volume()
     plan = SHARD_PLANS[strategy]
@@ -143,7 +144,7 @@ class Step:
     compute: float
     copies: float
     communication: float
-    """Seconds of communication if nothing overlaps."""
+    """Seconds of all communication, whether or not it overlaps with computation."""
     exposed: float
     """Seconds of communication that computation does not hide."""
     update: float
@@ -168,10 +169,10 @@ def step_time(
     """Predict the seconds of a step on one rank.
 
     Args:
-        flops: FLOPs of its samples without recomputation.
+        flops: FLOPs of the rank's samples, without recomputation.
         recomputed: FLOPs that run again in the backward pass.
-        trainable: number of parameters that train.
-        local: number of them that this rank updates.
+        trainable: number of trainable parameters.
+        local: number of trainable parameters that this rank updates.
     """
     gpu = machine.gpu
     rate = machine.peak(precision.param_dtype) * (gpu.efficiency if gpu else 1.0)
@@ -195,5 +196,6 @@ def step_time(
 
 
 def sample_flops(flops: Flops, samples: Samples) -> float:
-    """FLOPs of an average sample; attention's FLOPs grow with the square of the length."""
+    """FLOPs of an average sample. The spread of the lengths counts too, because attention's FLOPs grow with the square
+    of the length."""
     return flops.of(samples.tokens, samples.tokens**2 + samples.spread**2, samples.labels, samples.tiles)

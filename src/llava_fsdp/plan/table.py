@@ -1,4 +1,4 @@
-"""Print a plan as tables, or convert it to a JSON object."""
+"""Print a plan (predicted memory and time of ways to train) as tables, or convert it to a JSON object."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ GB = 1e9
 
 
 def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown: int, command: str | None) -> None:
-    """Print the recommended command, the table of ways to train, and the published formulas."""
+    """Print the recommended command, a table of the first `shown` ways to train, and the published memory formulas."""
     machine, samples = planner.machine, planner.samples
     world_size = rows[0].world_size
     console.print(
@@ -48,7 +48,7 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
 
 
 def names(row: PlanRow) -> str:
-    """The command-line overrides that select a plan row's strategy, activation checkpointing and offload."""
+    """Return the sharding strategy, activation checkpointing and offload of a plan row as command-line overrides."""
     activation_checkpointing, offload = row.choice.activation_checkpointing, row.choice.offload.value
     words = [f"sharding={row.choice.zero}", f"activation_checkpointing={activation_checkpointing.mode.value}"]
     if activation_checkpointing.budget is not None:
@@ -57,7 +57,7 @@ def names(row: PlanRow) -> str:
 
 
 def off_device(row: PlanRow) -> str:
-    """Text with the bytes that a plan row needs in host memory and on disk; whether these fit is not checked."""
+    """Text with the bytes that a plan row needs in host memory and on disk. No check is made that they are there."""
     places = {"host memory": row.host, "files": row.disk}
     return "".join(f"; {size / GB:.1f} GB of {place} a rank" for place, size in places.items() if size)
 
@@ -99,7 +99,7 @@ def formula_table(planner: Planner, world_size: int) -> Table:
 
 
 def as_object(planner: Planner, rows: Sequence[PlanRow], command: str | None, more: dict[str, Any]) -> dict[str, Any]:
-    """Convert the plan to a JSON object; sizes are in bytes, times in seconds, rates per second."""
+    """Convert the plan to a JSON object with the entries of `more`; units are bytes, seconds and rates per second."""
     machine, samples, world_size = planner.machine, planner.samples, rows[0].world_size
     return {
         "model": planner.cfg.model.name,

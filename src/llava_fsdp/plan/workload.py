@@ -34,12 +34,12 @@ class Samples:
 
 
 def samples_of(cfg: Config, image_tokens: int) -> Samples:
-    """Mean sample sizes from the dataset's report if there is one, else those of LLaVA's own data.
+    """Return mean sample sizes: from the dataset's report if there is one, else those of LLaVA's own data.
 
-    Instructions: 840 tokens and 0.94 images of 576 tokens (624,610 of llava_v1_5_mix665k's 665,298 records have one,
-    LLaVA #657; NeMo's packed run of the same file implies at most 847 tokens,
-    docs/source/multimodal/mllm/sequence_packing.rst), so 300 of text; labels and spread are estimates. Captions: an
-    image and some 20 tokens.
+    LLaVA's instructions: 840 tokens per sample, 300 of text and the others of 0.94 images with 576 tokens each. 624,610
+    of llava_v1_5_mix665k's 665,298 records have an image (LLaVA #657); NeMo's packed run of the same file implies at
+    most 847 tokens (docs/source/multimodal/mllm/sequence_packing.rst). Label tokens and spread are estimates. LLaVA's
+    captions: an image and some 20 tokens.
     """
     path = Path(cfg.data.index_folder) / REPORT
     if cfg.data.source is not Source.shapes:
@@ -54,8 +54,8 @@ def samples_of(cfg: Config, image_tokens: int) -> Samples:
 
 
 def samples_of_report(report: dict[str, Any], path: Path, max_length: int) -> Samples:
-    """Mean sample sizes from the report of a dataset's index; raises KeyError, TypeError or ValueError if the report
-    has another structure."""
+    """Return mean sample sizes from the report of a dataset's index. Raises KeyError, TypeError or ValueError if the
+    report has another structure."""
     kept, bars = report["kept"], report["lengths"]["histogram"]
     sums = {name: sum(source[name] for source in report["sources"]) for name in ("tokens", "pictures", "label_tokens")}
     mean = sums["tokens"] / kept
@@ -66,7 +66,7 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int) -> Sa
 
 
 def samples_in(records: Records) -> Samples:
-    """Mean sample sizes of the records of a training."""
+    """Return the mean sizes of the samples that a training makes from these records."""
     lengths, tiles, labels = (np.asarray(c, dtype=np.float64) for c in (records.lengths, records.tiles, records.labels))
     spread = max(1.0, float(lengths.std()))
     source = f"{len(records):,} records"
@@ -74,8 +74,8 @@ def samples_in(records: Records) -> Samples:
 
 
 def most_tokens(samples: Samples, count: float) -> int:
-    """Estimated maximum of the tokens of `count` samples: three standard deviations above the mean; few steps have
-    more."""
+    """Estimate the most tokens that `count` random samples have together: three standard deviations above the mean,
+    which few steps exceed."""
     return math.ceil(count * samples.tokens + 3 * samples.spread * math.sqrt(count))
 
 
@@ -88,11 +88,11 @@ def micro_batch(samples: Samples, rows: int, length: int, count: int, image_toke
 
 
 def possible_splits(cfg: Config, samples: Samples, world_size: int, image_tokens: int) -> list[list[MicroBatch]]:
-    """All ways to split a rank's samples of a step into micro-batches, packed or in padded rows; the largest
-    micro-batches first.
+    """Return all ways to split a rank's samples of a step into micro-batches of packed or padded rows, those with the
+    largest micro-batches first.
 
     Raises:
-        ConfigError: there is no such way.
+        ConfigError: `global_batch_size` is not a multiple of the number of ranks, but the sampler llava_v1_5 needs it.
     """
     per_rank = cfg.global_batch_size / world_size
     splits: dict[MicroBatch, list[MicroBatch]] = {}
@@ -118,7 +118,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int, image_tokens
 
 
 def configured_split(cfg: Config, samples: Samples, world_size: int, image_tokens: int) -> list[MicroBatch]:
-    """Split a rank's samples of a step into micro-batches as the configuration's keys say."""
+    """Split a rank's samples of a step into micro-batches of the size that the configuration sets."""
     per_rank = cfg.global_batch_size / world_size
     if not cfg.pack:
         rows = min(cfg.micro_batch_size, math.ceil(per_rank))

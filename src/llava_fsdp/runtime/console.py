@@ -1,5 +1,5 @@
-"""A console of the library rich, for tables and progress bars, that escapes control characters in all texts. Imports no
-torch."""
+"""A `Console` of the library rich, for tables and progress bars, that escapes control characters in all texts. Imports
+no torch."""
 
 import sys
 from collections.abc import Iterable
@@ -13,7 +13,8 @@ from llava_fsdp.runtime.terminal_text import Guarded, shown_text
 
 
 class TextConsole(Console):
-    """A console of the library rich that prints texts literally: without markup, emoji codes or control characters."""
+    """A `Console` of the library rich that prints texts literally: without markup, emoji codes or control
+    characters."""
 
     def __init__(self, on_stderr: bool = False, **options: Any):
         """Open the console on standard output, or on standard error if `on_stderr`.
@@ -27,8 +28,8 @@ class TextConsole(Console):
         super().__init__(file=plain, markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return a text as rich's `Text`, with control characters escaped before its width is measured, so that no
-        table cell is cut off."""
+        """Return a text as rich's `Text`. Control characters are escaped before the text's width is measured, so that
+        no table cell is cut off."""
         return super().render_str(shown_text(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

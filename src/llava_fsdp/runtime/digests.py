@@ -43,21 +43,21 @@ def digest_of_file(path: Path) -> Digest:
 
 
 def sealed(body: bytes) -> bytes:
-    """Append to `body`, a JSON object without its closing brace, a last key `digest` with the digest of `body`, and the
-    closing brace."""
+    """Return a JSON object whose last key `digest` is the digest of all before it. `body` is the object's text without
+    the closing brace and without this key."""
     return body + BEFORE + xxh3_128(body).hexdigest().encode() + AFTER
 
 
 def unsealed(content: bytes) -> bytes | None:
-    """Return the content of a JSON file up to its last key `digest`, which `sealed` has appended; None if the digest
-    does not match."""
+    """Return what is before the last key `digest` in a JSON file that `sealed` made; None if the digest does not
+    match."""
     body = content[:-TAIL]
     return body if content == sealed(body) else None
 
 
 def share(files: Mapping[K, Digest], rank: int, size: int) -> list[K]:
-    """Return the files whose digests rank `rank` of `size` ranks computes. Files are assigned from the largest to the
-    smallest, each to the rank with the fewest bytes so far."""
+    """Return the files of which rank `rank` of `size` ranks computes the digests. Files are assigned from the largest
+    to the smallest, each to the rank that has the fewest bytes so far."""
     load = [0] * size
     mine: list[K] = []
     by_size: Iterable[K] = sorted(files, key=lambda name: (-files[name].bytes, str(name)))

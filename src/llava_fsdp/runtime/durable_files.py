@@ -1,4 +1,4 @@
-"""Write files that are complete after a crash, replace files in one step, and check that a disk has room."""
+"""Write files so that they are complete after a crash, replace files atomically, and check that a disk has room."""
 
 import contextlib
 import errno
@@ -14,9 +14,9 @@ from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.os_errors import free_bytes, free_inodes
 
 NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
-"""Error numbers of an fsync of a folder on file systems that do not support it (SMB, some FUSE file systems)."""
+"""Error numbers with which fsync of a folder fails on file systems that do not support it (SMB, some FUSE systems)."""
 FILES = 16
-"""Minimum number of free inodes (new files) for a checkpoint."""
+"""Number of free inodes (files that can still be created) that a checkpoint needs at least."""
 READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
@@ -38,8 +38,8 @@ def require_room(folder: Path, needed: int) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder that only its owner can read. The parent folder must exist, so that the folder of a run is not
-    created again after it was deleted."""
+    """Create a folder that only its owner can read. The parent folder must exist: if a run's folder was deleted, it is
+    not created again."""
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -62,16 +62,16 @@ def create(path: Path, mode: int = 0o666) -> BinaryIO:
 
 
 def replace_file(path: Path, content: bytes, mode: int = 0o666, durable: bool = False) -> None:
-    """Write a file, replacing an existing one in one step: other processes read either the old content or all of the
-    new."""
+    """Write a file, replacing an existing one atomically: other processes read either all of the old content or all of
+    the new."""
     with replacing(path, mode, durable) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Context manager that opens a temporary file, and renames it to `path` at its end. If its body or the disk fails,
-    an existing file is kept.
+    """Context manager that yields a temporary file and renames it to `path` at the end. If the body of the `with`
+    statement or the disk fails, an existing file at `path` is kept.
 
     The temporary file is named `NAME.XXXXXXXX.tmp`, with a random part, so that processes on several machines may
     replace the same file.
@@ -81,7 +81,7 @@ def replacing(path: Path, mode: int = 0o666, durable: bool = False) -> Iterator[
         durable: fsync the file and its folder at the end. Otherwise a power failure may leave an empty file.
 
     Raises:
-        OSError: its `filename` is `path`.
+        OSError: the file cannot be written; the error's `filename` is `path`.
     """
     staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -108,8 +108,8 @@ def write_all(descriptor: int, content: memoryview) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Context manager that creates a file which only its owner can read, and yields its file descriptor; the file is
-    fsynced at the end. An OSError names the file."""
+    """Context manager that creates a file which only its owner can read, and yields its file descriptor. At the end,
+    the file is fsynced. Raises OSError with the path as `filename`."""
     try:
         descriptor = os.open(path, WRITE, 0o600)
         try:

@@ -1,7 +1,7 @@
 """Errors that users can cause or encounter; each error class has an exit code.
 
-The message of an error names the file, record or key, the wrong value, and what the user can do. Mistakes of this
-package itself are assertions.
+The message of an error names the file, record or key, the wrong value, and what the user can do. Bugs of this package
+itself have no class here; assertions check for them.
 """
 
 from typing import Any, Self
@@ -14,11 +14,11 @@ class LlavaFsdpError(Exception):
     """Base class of all errors that users can cause or encounter."""
 
     ending = "bug"
-    """The way in which this error ends a run: a key of `ENDINGS`."""
+    """How a run ends if this error is raised: a key of `ENDINGS`, which has the exit code."""
     on_every_rank = True
     """Whether every rank raises this error, so that only rank 0 prints it."""
     leaves_word = True
-    """Whether this error may be recorded in `output_dir`. It must not be if the folder may belong to another run."""
+    """Whether this error may be recorded in `output_dir`; False if that folder may belong to another run."""
     culprit: dict[str, Any] = {}  # noqa: RUF012  never changed in place; see `about`
 
     @property
@@ -26,14 +26,13 @@ class LlavaFsdpError(Exception):
         return ENDINGS[self.ending].exit_code
 
     def about(self, **culprit: Any) -> Self:
-        """Add details of the error (record, image, key, file), which are written to `run_status.json`; return the
-        error."""
+        """Add details to the error (record, image, key, file) for `run_status.json`; return the error."""
         self.culprit = {**self.culprit, **culprit}
         return self
 
 
 class CommunicationError(LlavaFsdpError):
-    """Error: another rank has ended or is late. The cause is in the report of the rank that failed first."""
+    """Error: another rank has ended or is late. The failure report of the rank that failed first names the cause."""
 
     ending = "communication"
     on_every_rank = False
@@ -72,11 +71,12 @@ class DataError(LlavaFsdpError):
     ending = "data"
 
     def __init__(self, message: str, kind: str | None = None):
-        """Create the error, with the kind of problem that a record has.
+        """Create the error.
 
         Args:
-            kind: a problem from the table in `data/records/problems.py`; None if the error is not about a record. With
-                a kind, line breaks in the message are escaped, because it contains names and values from the record.
+            kind: problem of the record, one of those in `data/records/problems.py`; None if the error is not about a
+                record. With a kind, line breaks in the message are escaped, because it contains names and values from
+                the record.
         """
         super().__init__(message if kind is None else shown_name(message))
         self.kind = kind
@@ -101,7 +101,7 @@ class WorkerError(DataError):
 
 
 class WorkerLost(WorkerError):
-    """Error: a data worker was killed between two records. No record is the cause, so a restart may help."""
+    """Error: a data worker was killed between two records. So no record is the cause, and a restart may help."""
 
     ending = "communication"
 
@@ -150,14 +150,14 @@ class FolderLost(CheckpointError):
         """Create the error.
 
         Args:
-            leaves_word: whether the error may be recorded in the folder that is at the path of `output_dir` now.
+            leaves_word: whether the error may be recorded in the folder that is now at the path `output_dir`.
         """
         super().__init__(message)
         self.leaves_word = leaves_word
 
 
 class OffloadError(ConfigError):
-    """Error: host memory or disk space is too small for `offload`. Raised only on the rank that needs it."""
+    """Error: host memory or disk space is too small for `offload`. Raised only on the rank that lacks the space."""
 
     on_every_rank = False
 

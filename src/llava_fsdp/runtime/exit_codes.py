@@ -25,12 +25,13 @@ class Ending:
     name: str
     exit_code: ExitCode
     is_permanent: bool
-    """Whether another attempt right away would end in the same way, or is not wanted."""
+    """Whether starting the run again right away would end in the same way, or is not wanted."""
 
     @property
     def is_stop(self) -> bool:
-        """Whether the run ended because somebody asked it to stop. That person also ends torchrun, which itself stops
-        ranks only in order to restart them with more machines."""
+        """Whether the run ended because it was asked to stop. Then torchrun need not be ended by the run: a user who
+        asks ends torchrun too, and torchrun itself asks ranks to stop only in order to restart them with more
+        machines."""
         return self.name in ("stopped", "interrupted")
 
 

@@ -1,5 +1,5 @@
-"""Heartbeats: every second each rank writes its state into a file, and reads the files of other ranks. Imports no
-torch.
+"""Heartbeats: every second each rank writes its state into a file of its own, and reads the files of other ranks.
+Imports no torch.
 
 The files are in the run's folder, which all machines share. The clocks of the machines are not compared: a rank is late
 if its file has not changed for long, or shows less progress than the files of other ranks.
@@ -45,7 +45,7 @@ class Beat:
     """Number of finished steps."""
     phase: str
     work: int
-    """Number of collectives that the rank has started. A late rank has started fewer than others in the same phase."""
+    """Number of collectives that the rank has started. Among ranks in the same phase, a late rank has started fewer."""
     detail: str
     """The record or image that the rank is waiting for, as text; empty if there is none."""
     count: int
@@ -101,8 +101,8 @@ class Watcher:
         self.last: dict[int, Beat] = {}
 
     def late(self, own: Beat, ranks: list[int]) -> list[Late]:
-        """Return the ranks that this rank (heartbeat `own`) is waiting for: those that are frozen, and those that are
-        furthest behind."""
+        """Return the ranks among `ranks` that this rank, whose heartbeat is `own`, is waiting for: frozen ranks, and
+        those of the ranks with less progress that are furthest behind."""
         now = time.monotonic()
         for rank in ranks:
             beat = read_beat(self.folder, rank)

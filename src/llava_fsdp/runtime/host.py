@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 UNLIMITED = 1 << 60
-"""A cgroup limit of this many bytes or more means that there is no limit; cgroups of version 1 then write nearly
-2**63."""
+"""A cgroup's memory limit of this many bytes or more counts as no limit: cgroups of version 1 write nearly 2**63 for
+it."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Host:
         return self.available if self.limit is None else max(0, min(self.available, self.limit - self.used))
 
     def data_workers(self, ranks: int) -> int:
-        """Return the default of `data.workers`, the number of data workers of each of `ranks` ranks on this machine: 4
-        as in LLaVA, or fewer so that each rank keeps a core."""
+        """Return the default of `data.workers`, the number of data workers of each rank, if `ranks` ranks run on this
+        machine: 4 as in LLaVA, or fewer so that each rank keeps a core."""
         return max(0, min(4, self.usable_cores // ranks - 1))
 
 
 def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> Host:
-    """Read the limits on the CPU cores and the memory of this process, which are the lowest of the machine's and of all
-    enclosing cgroups'."""
+    """Read how many CPU cores and how much memory this process may use: the lowest of the limits of the machine and of
+    all cgroups that contain the process."""
     memory = {
         line.split(":")[0]: int(line.split()[1]) * 1024
         for line in (text_of(proc / "meminfo") or "").splitlines()
@@ -72,8 +72,8 @@ def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -
 
 
 def cgroups(listed: str, root: Path) -> list[Path]:
-    """Return the folders of the cgroups that limit this process, innermost first, given the content of
-    /proc/self/cgroup. The last folder is the root, which inside a container is the container's own cgroup."""
+    """Return the folders of the cgroups that limit this process, innermost first. `listed` is the content of
+    /proc/self/cgroup. The last folder is `root`, which inside a container is the container's own cgroup."""
     found = []
     for line in listed.splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]

@@ -16,8 +16,8 @@ MOST_WAITING = 200_000
 
 
 class Rows:
-    """Appends rows to a JSON Lines file. Rows that cannot be written (such as on a full disk) are kept in memory and
-    written later. A warning is logged when this begins, and at the end if rows were lost."""
+    """Appends rows to a JSON Lines file. Rows that cannot be written, such as on a full disk, are kept in memory and
+    written later. A warning is logged when writing first fails, and at the end if rows were lost."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -52,7 +52,7 @@ class Rows:
         return None
 
     def close(self) -> None:
-        """Try one last time to write the rows that are still in memory, and log a warning if rows are lost."""
+        """Try one last time to write the rows that are still in memory, and log a warning if any row is lost."""
         error = self.write()
         if error is not None or self.lost:
             lost = self.lost + len(self.waiting)
@@ -77,7 +77,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:
-    """Replace the content of a file by the given lines, in one step."""
+    """Replace the content of a file by the given lines, atomically."""
     replace_file(path, "".join(line + "\n" for line in lines).encode(), durable=True)
 
 

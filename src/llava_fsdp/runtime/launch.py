@@ -12,9 +12,9 @@ def env_rank() -> int:
 
 
 def launch_id() -> str | None:
-    """Return the name of the launch of torchrun that this process belongs to, which is the same after restarts of the
-    ranks; None without torchrun. If the user gave no name (--rdzv-id), torchrun names every launch "none"; on a single
-    node, its host and process id are then added."""
+    """Return the name of the launch of torchrun that started this process; None without torchrun. It stays the same
+    when torchrun restarts the ranks. If the user gave no name (--rdzv-id), torchrun names every launch "none"; on a
+    single node, torchrun's host and process id are then added."""
     given = os.environ.get("TORCHELASTIC_RUN_ID")
     return f"none-{socket.gethostname()}-{os.getppid()}" if given == "none" and is_one_node() else given
 
@@ -29,9 +29,9 @@ def attempt() -> int:
 
 
 def incarnation() -> str:
-    """Return an identifier that is the same on all ranks, and different after each restart of the ranks. With several
-    nodes it contains the port of torchrun's store, which is new for each restart (launch/multinode.sh), because each
-    node counts its own restarts."""
+    """Return an identifier of the current start of the ranks: the same on all ranks, and different after each restart.
+    With several nodes it contains the port of torchrun's store, which is new for each restart (launch/multinode.sh),
+    because the nodes count restarts separately."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"process {os.getpid()}"
     meeting = attempt() if is_one_node() else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

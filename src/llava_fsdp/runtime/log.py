@@ -16,7 +16,7 @@ NOISE = {
     "torch.utils._pytree": "<enum ",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
 }
-"""Beginnings of irrelevant messages that libraries log when they are imported, by logger. The messages are about
+"""Beginnings of irrelevant messages that libraries log when they are imported, by name of the logger. They are about
 torchao's kernels for other GPUs, torchao's use of deprecated torch functions, and an optional bitsandbytes kernel."""
 
 

@@ -20,7 +20,7 @@ MEANING = {
     errno.ESTALE: " was deleted or replaced on its server",
     errno.EIO: ": its disk, or the connection to it, has failed (see dmesg)",
 }
-"""Text that follows the path in an error message, by error number."""
+"""What an error number means: text for an error message, where it follows the path."""
 
 
 def why(error: OSError, path: Path) -> str:
@@ -35,7 +35,7 @@ def why(error: OSError, path: Path) -> str:
 
 
 def full(path: Path) -> str:
-    """Return a message about a full disk, which says whether it has run out of inodes or of bytes."""
+    """Return a message about the full disk of `path`, which says whether inodes or bytes have run out."""
     free = readable(free_bytes(path))
     if free_inodes(path) == 0:
         return f"the disk of {path} has no inodes left and takes no new file (df -i), though {free} are free"
@@ -51,8 +51,7 @@ def existing(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes that this user can still write to the disk of `path`; 0 if unknown. `path` need not exist
-    yet."""
+    """Return the bytes that this user can still write to the disk of `path`, which need not exist yet; 0 if unknown."""
     found = statvfs(path)
     return found.f_bavail * found.f_frsize if found is not None else 0
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 AGENT = "LLAVA_FSDP_AGENT"
-"""Environment variable that holds the process id of the agent (train/agent.py); set in the ranks that the agent
-starts."""
+"""Environment variable with the process id of the agent of `llava-fsdp train`, the process that starts the ranks
+(train/agent.py). Only ranks that the agent starts have this variable."""
 PIDFD_GET_INFO = 0xC040FF0B
 PIDFD_INFO_EXIT = 1 << 3
 PIDFD_INFO = struct.Struct("=QQ11Ii")
@@ -20,18 +20,18 @@ PIDFD_INFO = struct.Struct("=QQ11Ii")
 wait status."""
 
 STOP_SECONDS = "600"
-"""Seconds that the ranks have to save a checkpoint after torchrun's agent asked them to end, before it kills them.
-torchrun's default is 30."""
+"""Seconds that torchrun's agent waits between asking the ranks to end and killing them, in which they save a
+checkpoint. torchrun's default is 30."""
 LAUNCHER_VARIABLES = re.compile(
     rf"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|{AGENT}|(MASTER|GROUP|ROLE|TORCHELASTIC)_.*)"
 )
-"""Pattern for names of the environment variables that torchrun sets for its workers. They must be removed for a
-torchrun that is started inside such a worker."""
+"""Pattern for names of the environment variables that torchrun sets for its workers. If a worker starts another
+torchrun, they must be removed from its environment."""
 
 
 def ending_of(pidfd: int, pid: int) -> str:
-    """Return in words how a process has ended. On Linux before 6.15 this is known only until the parent has waited for
-    the process."""
+    """Return in words how another process has ended. Before Linux 6.15, this can be found out only until the parent of
+    that process has waited for it."""
     status = status_of_zombie(pid)  # first, because the zombie may be gone a moment later
     if status is None:
         status = status_of_reaped(pidfd)
@@ -67,8 +67,8 @@ def status_of_reaped(pidfd: int) -> int | None:
 
 
 def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send this process a signal when its parent process ends. Does nothing on systems other than
-    Linux."""
+    """Make the kernel send this process the signal `number` when its parent process ends. `parent` is the parent's
+    process id. Does nothing on systems other than Linux."""
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
@@ -77,10 +77,10 @@ def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def end_torchrun() -> None:
-    """End torchrun on this machine together with its ranks, after a stop was requested on another machine.
+    """End torchrun on this machine together with its ranks, because a stop was requested on another machine.
 
-    The torchrun of the other machine ends by itself. Otherwise the one on this machine would restart its ranks and wait
-    for the other machine until the rendezvous times out. Does nothing on a single machine.
+    The other machine's torchrun ends by itself. This machine's torchrun would otherwise restart its ranks and wait for
+    the other machine until the rendezvous times out. Does nothing in a run on a single machine.
     """
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env and env.get("GROUP_WORLD_SIZE", "1") != "1" and env.get("LOCAL_RANK") == "0":
@@ -89,9 +89,10 @@ def end_torchrun() -> None:
 
 def end_agent() -> None:
     """End the agent of `llava-fsdp train` (train/agent.py) on this machine, which would otherwise restart the ranks
-    although a restart cannot help. Does nothing on a rank other than the first of the machine, or without that agent.
+    although a restart cannot help. Only the first rank on a machine does this, and only if that agent started it.
 
-    torchrun itself cannot be ended in this way; the ranks that it restarts end at once (`cli.start_process`).
+    A torchrun that the user started cannot be ended in this way; the ranks that it restarts end at once
+    (`cli.start_process`).
     """
     if os.environ.get(AGENT) == str(os.getppid()) and os.environ.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)

@@ -60,8 +60,8 @@ def log_lines(label: str, chunks: int) -> Advance:
 
 
 def watch_loading(is_first_rank: bool, what: str = "weights") -> Callable[[Iterable[str]], Iterable[str]]:
-    """Return a function that wraps an iterable of weight names in a progress bar. On ranks other than 0, or without a
-    terminal, it returns the iterable unchanged."""
+    """Return a function that shows a progress bar while weights are loaded: it wraps the iterable of weight names. On
+    ranks other than 0, or without a terminal, it returns the iterable unchanged."""
 
     def watch(names: Iterable[str]) -> Iterable[str]:
         if not (is_first_rank and sys.stderr.isatty()):

@@ -1,8 +1,8 @@
 """Read, write and check `llava_fsdp.json`, the notes in every folder of a model or adapter that this package writes.
 
-The notes say how the model was made (what its other files do not say), and list size and digest of every file in the
-folder. They end with a digest of themselves. Before a program loads such a folder, it compares the files with the notes
-(docs/artifacts.md). Folders that other programs wrote have no notes and are not checked.
+The notes say what the folder's other files do not say about how the model was made. They list size and digest of every
+file in the folder, and end with a digest of themselves. Before a program loads such a folder, it compares the files
+with the notes (docs/artifacts.md). Folders that other programs wrote have no notes and are not checked.
 """
 
 import json
@@ -33,9 +33,9 @@ KINDS: dict[str, Kinds] = {
     }.items()
     for key in keys
 }  # fmt: skip
-"""Allowed types of the values in a folder's notes, by key."""
+"""Allowed types of the values in `llava_fsdp.json`, by key."""
 RELATIVE = re.compile(r"[\w+=-][\w.+= -]*(/[\w+=-][\w.+= -]*)*")
-"""Pattern for the path of a file in the notes, relative to the folder."""
+"""Pattern for the path of a file listed in `llava_fsdp.json`, relative to its folder."""
 HEX = re.compile(r"[0-9a-f]{32}")
 LOADED = (
     "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
@@ -45,8 +45,8 @@ LOADED = (
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
     "processor_config.json",
 )  # fmt: skip
-"""Names of the files that programs load from a model folder. If a file with such a name is added later, another model
-may be loaded."""
+"""Names of the files that programs load from a model folder. Adding a file with such a name may change which model is
+loaded."""
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def read_notes(folder: Path) -> dict[str, Any]:
 
 
 def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, Any]:
-    """Parse a folder's notes, and check them against the digest at their end.
+    """Parse `content`, the notes (`llava_fsdp.json`) of a model folder, and check it against the digest at its end.
 
     Args:
         is_accepted: whether the user changed the notes on purpose; the digest is then not checked.
@@ -77,8 +77,8 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
 
 
 def is_older(notes: Mapping[str, Any]) -> bool:
-    """Return whether these notes were written by an earlier version of this package. Such notes list no files, or only
-    the tensor files of an adapter."""
+    """Return whether the notes of a model folder (`llava_fsdp.json`) were written by an earlier version of this
+    package. Such notes list no files, or only the tensor files of an adapter."""
     return DIGEST not in notes and not any(isinstance(entry, dict) for entry in notes.get(FILES, {}).values())
 
 
@@ -97,8 +97,8 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def listed_digests(folder: Path) -> dict[str, Digest]:
-    """Return the size and digest of each file that a folder's notes list, by relative path; empty if the folder has no
-    notes. Raises DamagedModel."""
+    """Return the size and digest of each file that a model folder's `llava_fsdp.json` lists, by relative path; empty if
+    the folder has no `llava_fsdp.json`. Raises DamagedModel if that file is damaged."""
     return files_of(read_notes(folder), folder)
 
 
@@ -115,8 +115,8 @@ def checked_name(name: str) -> str:
 
 
 def read_digest(path: Path, said: Any) -> Digest:
-    """Return the size and digest of a file from its entry in the notes. In entries of earlier versions the size is
-    missing, and is taken from the file."""
+    """Return the size and digest of the file at `path` from `said`, its entry in `llava_fsdp.json`. Entries of earlier
+    versions have no size, so the file's current size is taken."""
     said = {"bytes": path.stat().st_size if path.is_file() else 0, "xxh128": said} if isinstance(said, str) else said
     found = Digest(said["bytes"], said["xxh128"])
     if type(found.bytes) is not int or found.bytes < 0 or not HEX.fullmatch(found.xxh128):
@@ -125,11 +125,11 @@ def read_digest(path: Path, said: Any) -> Digest:
 
 
 def check_folder(folder: Path, largest: int | None = None) -> None:
-    """Check that all files listed in the notes of a model folder are unchanged, and that no file was added which
-    programs would load with them.
+    """Check that all files listed in a model folder's `llava_fsdp.json` are unchanged, and that no file was added which
+    programs would load as part of the model.
 
     Args:
-        largest: of files with more bytes only the size is checked; None: all files are read.
+        largest: a file with more bytes than this is not read, only its size is checked; None: all files are read.
 
     Raises:
         DamagedModel: a file was changed, added or removed; the message says what the user can do.
@@ -143,7 +143,8 @@ def check_folder(folder: Path, largest: int | None = None) -> None:
 
 
 def check_sizes(folder: Path, files: Mapping[str, Digest]) -> None:
-    """Check that the listed files exist and have the listed sizes, without reading them. Raises DamagedModel."""
+    """Check that each file in `files` exists in the folder and has the listed size; no content is read. Raises
+    DamagedModel."""
     for name, expected in files.items():
         path = folder / name
         try:
@@ -168,7 +169,7 @@ def refuse_strangers(folder: Path, files: Mapping[str, Digest]) -> None:
 
 
 def check_digests(files: Mapping[Path, Digest], folder: Path) -> None:
-    """Read files of a folder in several threads, and compare their digests with the expected ones. Raises
+    """Read files of a folder in several threads, and compare them with the expected digests in `files`. Raises
     DamagedModel."""
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(partial(check_digest, folder=folder), files, files.values()))
@@ -185,7 +186,7 @@ def check_digest(path: Path, expected: Digest, folder: Path) -> None:
 
 
 def cure(folder: Path, name: str) -> str:
-    """Return advice to the user about a file of a model folder that was changed."""
+    """Return what a user can do about the changed file `name` of a model folder, as the end of an error message."""
     again = "copy the whole folder again"
     if (folder.parent / "config.yaml").is_file():
         again = "start its run again, which writes it anew from its checkpoint"
@@ -194,7 +195,8 @@ def cure(folder: Path, name: str) -> str:
 
 
 def seal(folder: Path, said: Mapping[str, Any]) -> None:
-    """Write the notes of a folder: the entries `said`, and size and digest of every file in the folder."""
+    """Write `llava_fsdp.json` into a model folder: the entries `said`, and size and digest of every file in the
+    folder."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     (folder / NOTES).write_bytes(render(said, digests(folder, (name for name in names if name != NOTES))))
 
@@ -207,8 +209,8 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
 
 
 def render(said: Mapping[str, Any], files: Mapping[str, Digest]) -> bytes:
-    """Return the content of a notes file: the entries `said`, the files' sizes and digests, and at the end a digest of
-    this content."""
+    """Return the content of `llava_fsdp.json`: the entries `said`, size and digest of each file in `files`, and at the
+    end a digest of this content itself."""
     found = {name: {"bytes": own.bytes, "xxh128": own.xxh128} for name, own in files.items()}
     plain = {key: value for key, value in said.items() if key != DIGEST}
     return sealed(json.dumps({**plain, FILES: found}, indent=1).removesuffix("\n}").encode())

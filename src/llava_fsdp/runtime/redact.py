@@ -62,8 +62,8 @@ def redact(text: str, known: Iterable[str] = ()) -> str:
 
 
 def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[str, Any]:
-    """Replace secrets in configuration values by `***`. If a key is named like a secret, its whole value is
-    replaced."""
+    """Replace secrets in configuration values by `***`, as `redact` does. If a key is named like a secret, its whole
+    value is replaced."""
     known = list(known)
 
     def clean(value: Any, is_secret: bool) -> Any:

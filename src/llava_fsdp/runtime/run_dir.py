@@ -44,9 +44,9 @@ WRITTEN = frozenset({
 LOCK: dict[str, Kinds] = {"pid": (int,), "host": (str,), "since": (str,), "launch": (str, NONE)}
 BEGUN: dict[str, Kinds] = {"wish": (str,), "step": (int,), "launch": (str,), "time": (float,)}
 HANDOVER = 30
-"""Seconds that a restarted rank 0 waits for the previous rank 0 to end and release the lock."""
+"""Seconds that rank 0, after torchrun has restarted it, waits for its previous process to release the lock."""
 CLAIMING = 15
-"""Seconds that the other ranks wait for rank 0 to lock the folder."""
+"""Seconds that the other ranks wait until rank 0 has locked the run's folder."""
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{6,})")
@@ -106,7 +106,7 @@ def open_lock(folder: Path) -> int:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise ConfigError if a file or folder that a run writes is a symbolic link."""
+    """Raise ConfigError if `folder` contains a symbolic link with the name of a file or folder that a run writes."""
     links = sorted(entry.name for entry in os.scandir(folder) if entry.name in WRITTEN and entry.is_symlink())
     if links:
         raise ConfigError(
@@ -135,7 +135,7 @@ def make_run_folder(folder: Path, private: bool) -> None:
 
 
 def await_claim(folder: Path) -> None:
-    """Wait up to 15 seconds until rank 0 of the same launch has locked the folder."""
+    """Wait up to 15 seconds until rank 0 of the same launch of torchrun has locked the run's folder."""
     until = time.monotonic() + CLAIMING
     while launch_id() is not None and time.monotonic() < until:
         if (object_or_none(folder / LOCK_FILE, LOCK) or {}).get("launch") == launch_id():
@@ -174,7 +174,7 @@ def refuse_in_use(folder: Path) -> None:
 
 
 def sign_lock(handle: int) -> None:
-    """Write into the lock file that this process holds the lock: process id, host, time and launch."""
+    """Write into the lock file which process holds the lock: this process's id, host, time and launch of torchrun."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "launch": launch_id()}
     os.ftruncate(handle, 0)
@@ -189,22 +189,22 @@ def holder_of(handle: int) -> dict[str, Any]:
 
 
 def held_by(folder: Path) -> dict[str, Any] | None:
-    """Return information about the process that has locked the run's folder; None if the folder is not locked, or this
-    cannot be found out. Must not be called in the process that holds the lock, because closing the lock file would
-    release its lock."""
+    """Return information about the process that has locked the run's folder; None if the folder is not locked, or if
+    that is unknown. Must not be called in the process that holds the lock, because closing the lock file would release
+    its lock."""
     is_held, holder = look_at_lock(folder)
     return holder if is_held else None
 
 
 def is_known_free(folder: Path) -> bool:
-    """Return whether it is certain that no run uses the folder. Must not be called in the process that holds the lock;
-    see `held_by`."""
+    """Return whether it is certain that no run has locked the folder. Must not be called in the process that holds the
+    lock, which would be released (see `held_by`)."""
     return look_at_lock(folder)[0] is False
 
 
 def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
-    """Return whether the run's folder is locked (None: unknown), and the information about the process that holds the
-    lock."""
+    """Return whether the run's folder is locked (None: unknown), and what the lock file says about the process that
+    holds the lock."""
     try:
         # opened read-only, because the folder may be mounted read-only
         handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -248,11 +248,12 @@ def warn_of_killed(folder: Path) -> None:
 
 
 def mark_begun(folder: Path, wish: str, step: int) -> None:
-    """Record for restarts that the run has begun as the user asked (from the start, or from a given checkpoint folder).
+    """Record that the run has begun as the user asked: from the start, or from a given checkpoint folder. Restarts read
+    this record.
 
     Args:
         wish: what the user asked for.
-        step: number of finished steps at that moment.
+        step: number of finished steps when the run began.
     """
     if launch_id() is None or begun_at(folder, wish) is not None:
         return
@@ -261,9 +262,9 @@ def mark_begun(folder: Path, wish: str, step: int) -> None:
 
 
 def begun_at(folder: Path, wish: str) -> int | None:
-    """Return the step at which an earlier attempt of the same launch began as the user asked (recorded by
-    `mark_begun`), or None if no attempt did. A job that a scheduler starts again under the same name (RDZV_ID) counts
-    as the same launch."""
+    """Return the step at which the run began as the user asked, if an earlier attempt (a start of the ranks by the same
+    launch of torchrun) has recorded it by `mark_begun`; else None. A job that a scheduler starts again under the same
+    name (RDZV_ID) counts as the same launch."""
     try:
         begun = read_object(folder / BEGUN_FILE, BEGUN)
     except MissingJson:

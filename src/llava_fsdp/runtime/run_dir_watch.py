@@ -14,7 +14,7 @@ from llava_fsdp.runtime.run_dir import LOCK_FILE, make_run_folder, open_lock, si
 from llava_fsdp.runtime.status_file import put_status
 
 AGAIN = 0.2
-"""Seconds until a missing folder is checked a second time, because a network file system may show a folder late."""
+"""Seconds until a missing folder is looked for again, because a network file system may show a folder late."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Loss:
     """Describes what happened to a run's folder that was deleted, moved or taken by another run."""
 
     what: str
-    """The part of the error message that follows `output_dir=...`."""
+    """Text that follows `output_dir=...` in the error message."""
     can_be_remade: bool = False
     """Whether the folder can be created again: its path is free, and its file system is still mounted."""
 
 
 class Hold:
-    """Holds rank 0's lock on the run's folder, and checks that the folder is still the same. `look` may be called from
-    two threads."""
+    """Holds rank 0's lock on the run's folder, and checks that the path still leads to the same folder. Two threads may
+    call `look`."""
 
     def __init__(self, folder: Path, handle: int, private: bool = True):
         """Record the folder's identity (device and inode) and the content of its lock file.
@@ -37,7 +37,7 @@ class Hold:
         Args:
             handle: descriptor of the lock file. Its number stays the same if the lock file is replaced and opened
                 again.
-            private: whether only the owner can read a folder that is created again.
+            private: whether only the owner can read the folder if it has to be created again.
         """
         self.folder, self.handle, self.private = folder, handle, private
         self.content = os.pread(handle, 4096, 0)
@@ -46,8 +46,9 @@ class Hold:
         self.is_warned = False
 
     def look(self) -> Loss | None:
-        """Check the run's folder with two calls of stat. Returns what happened to the folder; None if it is intact, has
-        been locked again, or cannot be checked.
+        """Check with two calls of stat that the run's folder and its lock file are the same as before. Returns what
+        happened to the folder; None if the folder is intact (a replaced lock file is locked again), or if it cannot be
+        checked.
 
         Some file systems (FUSE, overlays) may change a folder's inode number. Then the content of the lock file
         decides.
@@ -75,7 +76,8 @@ class Hold:
             return identity(os.stat(self.folder))
 
     def look_closer(self, found: tuple[int, int]) -> Loss | None:
-        """Check by the content of its lock file whether the folder is still this run's, and lock that file again."""
+        """Check by the lock file's content whether the folder, now with the identity `found`, is still this run's, and
+        lock the file again."""
         if found != self.place and not self.says_ours():
             return Loss("is another folder now than the one that this run began in")
         if os.path.islink(self.folder / LOCK_FILE):
@@ -89,7 +91,7 @@ class Hold:
             return None
 
     def says_ours(self) -> bool:
-        """Return whether the lock file that is there now has the content which this run wrote."""
+        """Return whether the lock file that is now in the folder has the content which this run wrote."""
         with contextlib.suppress(OSError):
             handle = os.open(self.folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -99,8 +101,9 @@ class Hold:
         return False
 
     def open_lock(self) -> None:
-        """Open the lock file that is there now, under the number of the old descriptor. The second descriptor is closed
-        before the file is locked, because closing any descriptor of a file releases its POSIX locks."""
+        """Open the lock file that is now in the folder, under the descriptor number that the earlier lock file had. The
+        descriptor that `open` returned is closed before the file is locked, because closing any descriptor of a file
+        releases its POSIX locks."""
         handle = open_lock(self.folder)
         os.dup2(handle, self.handle, inheritable=False)
         os.close(handle)

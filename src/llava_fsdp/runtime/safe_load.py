@@ -81,8 +81,8 @@ def refuse_model_code(fields: dict[str, Any], path: Path) -> None:
 
 
 def beside(path: Path, name: object) -> Path:
-    """Return the path of a file whose name is given in another file (such as an index of weights), and which must be in
-    the same folder as that file. Raises ModelError if the name is not a plain file name."""
+    """Return the path of a file that another file (at `path`, such as an index of weights) names, and which must be in
+    the same folder. Raises ModelError if the name is not a plain file name."""
     plain = isinstance(name, str) and re.fullmatch(r"[\w.+=-][\w.+= -]*", name) and name not in (".", "..")
     if not plain:
         raise ModelError(f"{path} names {str(name)[:200]!r}, which is not a file beside it")
@@ -90,8 +90,8 @@ def beside(path: Path, name: object) -> Path:
 
 
 def refuse_yaml_bombs(path: Path, largest: int = MiB) -> str:
-    """Read the text of a YAML file. Raises ConfigError if it is too large, is not YAML, or contains an alias, with
-    which the parsed content could grow without limit."""
+    """Return the text of a YAML file. Raises ConfigError if it is too large, is not YAML, or contains an alias: aliases
+    can make the parsed content grow without limit."""
     text = read_text(path, ConfigError, largest)
     try:
         aliases = [

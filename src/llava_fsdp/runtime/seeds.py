@@ -1,11 +1,12 @@
-"""Compute random seeds from their purpose, so that the state of random generators need not be stored or shared."""
+"""Compute each random seed from what it is used for, so that the states of random generators need not be stored or
+shared."""
 
 import hashlib
 import json
 
 
 def derive(*purpose: str | int) -> int:
-    """Return a 63-bit random seed that depends only on the arguments, and is the same on every machine and in every
-    version."""
+    """Return a 63-bit random seed that depends only on the arguments, which say what the seed is used for. It is the
+    same on every machine and in every version."""
     digest = hashlib.sha256(json.dumps(purpose).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

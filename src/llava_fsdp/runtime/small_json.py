@@ -1,4 +1,4 @@
-"""Read small JSON files. The result is an object with values of the expected types; otherwise BadJson is raised."""
+"""Read small JSON files and check the types of their values; BadJson is raised if a file is not as expected."""
 
 import json
 import math
@@ -18,7 +18,8 @@ Kinds = tuple[type, ...]
 
 
 class BadJson(ValueError):
-    """Error: a file or text is not the expected JSON. The message says why and, from `read_object`, names the file."""
+    """Error: a file or text is not the expected JSON. The message says why; if `read_object` raises the error, it also
+    names the file."""
 
 
 class MissingJson(BadJson):
@@ -54,11 +55,11 @@ def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None)
     """Parse a JSON object and check the types of its values.
 
     Args:
-        kinds: the allowed types of each key; a key that may be missing has `type(None)` among them. An integer is also
-            allowed where a float is, and has at most 63 bits; True and False do not count as numbers.
+        kinds: the allowed types of the value of each key. If `type(None)` is among them, the key may be missing. An
+            integer is also allowed where a float is, and has at most 63 bits; True and False do not count as numbers.
 
     Raises:
-        BadJson: the content is not such an object.
+        BadJson: the content is not a JSON object, is nested too deeply, or has a value of another type.
     """
     found = require_kinds(parse(content), kinds or {})
     if not is_flat(found):
@@ -67,8 +68,8 @@ def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None)
 
 
 def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
-    """Check that a value is a dict whose values have the types that `kinds` lists by key, and return it. Raises
-    BadJson, naming the key."""
+    """Check that `found` is a dict whose values have the types that `kinds` lists by key; return it. Raises BadJson,
+    whose message names the wrong key."""
     if not isinstance(found, dict):
         raise BadJson(f"it holds a {type(found).__name__}, not an object")
     for key, allowed in kinds.items():
@@ -81,8 +82,8 @@ def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
 
 
 def kinds_of(schema: type) -> dict[str, Kinds]:
-    """Return the allowed types of each field of a dataclass, from its annotations (such as `int`, `float | None`, or
-    `list[str]`, which allows any list), for checking a JSON object."""
+    """Return the allowed types of the values of a JSON object that has the fields of a dataclass as keys. They are
+    taken from the annotations, such as `int`, `float | None`, or `list[str]`, which allows any list."""
     found = {}
     for own in fields(schema):
         choices = get_args(own.type) if isinstance(own.type, UnionType) else (own.type,)
@@ -102,8 +103,8 @@ def is_flat(tree: Any) -> bool:
 
 
 def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST) -> dict[str, Any]:
-    """Read a JSON object from a file and check the types of its values. Raises BadJson, naming the file; MissingJson if
-    the file does not exist."""
+    """Read a JSON object of at most `largest` bytes from a file and check the types of its values. Raises MissingJson
+    if the file does not exist, else BadJson if it is not as expected; the message names the file."""
     try:
         return parse_object(read_bytes(path, largest), kinds)
     except BadJson as error:
@@ -111,8 +112,8 @@ def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: i
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Read a regular file; a pipe or device is refused and does not block. Raises BadJson, without the name of the
-    file."""
+    """Return the content of a regular file. Raises BadJson if it cannot be read, has more than `largest` bytes, or is a
+    pipe or device (this does not block). The message does not name the file."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
@@ -130,8 +131,8 @@ def read_bytes(path: Path, largest: int) -> bytes:
 def object_or_none(
     path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST
 ) -> dict[str, Any] | None:
-    """Read a JSON object from a file and check the types of its values; return None if the file is missing or cannot be
-    read."""
+    """Read a JSON object from a file and check the types of its values; return None if the file is missing, cannot be
+    read or is not as expected."""
     try:
         return read_object(path, kinds, largest)
     except BadJson:

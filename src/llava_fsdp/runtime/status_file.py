@@ -1,5 +1,5 @@
-"""Read and write `run_status.json`: the state of a run or, at its end, how it ended, written by the rank that failed
-first. Imports no torch."""
+"""Read and write `run_status.json`: the state of a run and, once it has ended, how it ended. If ranks failed, the rank
+that failed first writes the end. Imports no torch."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ RESERVED = 4096
 """Size in bytes to which `run_status.json` is padded, so that the run's end can be written into it even on a full
 disk."""
 LONGEST_BEFORE = 1000
-"""Maximum number of characters that are kept of the reason why the previous start of the run ended."""
+"""When a run is started again, the reason why its previous start ended is kept, cut to this many characters."""
 KILLED = "killed"
 """Status that is reported for a run that recorded no end and has no process anymore. The run itself never writes it."""
 STEPPED_FILE = ".stepped"
@@ -38,13 +38,13 @@ WORD: dict[str, Kinds] = {
     "step": (int, NONE), "rank": (int, NONE), "pid": (int, NONE), "host": (str, NONE), "attempt": (int, NONE),
     "launch": (str, NONE), "time": (float, NONE),
 }  # fmt: skip
-"""Allowed types of the values in `run_status.json`, and in each status nested in it."""
+"""Allowed types of the values in `run_status.json`, and in the statuses nested in it (`before`, `refused`)."""
 FAILURE: dict[str, Kinds] = {
     "incarnation": (str,), "rank": (int,), "class": (str,), "exit_code": (int,), "reason": (str,),
 }  # fmt: skip
 PATIENCE = 2
-"""Seconds that a rank which lost contact waits for another rank's failure report before it ends itself, because
-torchrun reports the rank that ends first as the cause."""
+"""Seconds that a rank which lost contact with the others waits for another rank's failure report before it ends itself,
+because torchrun reports the rank that ends first as the cause."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def is_without_end(said: dict[str, Any]) -> bool:
 
 
 def came_before(folder: Path, is_claiming: bool = False) -> dict[str, Any] | None:
-    """Return the status of the last earlier start of the run that finished a step or the run. It is kept until the
-    current start has finished a step; afterwards, or if there was no earlier start, None is returned.
+    """Return the status of the run's previous start, passing over starts that finished neither a step nor the run; None
+    if there was no such start, or if the current start has finished a step.
 
     Args:
         is_claiming: whether the current start has written nothing yet, so that `run_status.json` is from an earlier
@@ -88,9 +88,8 @@ def came_before(folder: Path, is_claiming: bool = False) -> dict[str, Any] | Non
 
 
 def note_steps(folder: Path) -> None:
-    """Record that the current start of the run has finished a step, so that the status of the start before it need no
-    longer be kept. The record is a file of its own, because another rank may be writing `run_status.json` at the same
-    time."""
+    """Record that the current start of the run has finished a step; the previous start's status need then no longer be
+    kept. The record is a file of its own, because another rank may be writing `run_status.json` at the same time."""
     os.close(os.open(folder / STEPPED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 
@@ -101,11 +100,12 @@ def put_status(
     mode: int | None = None,
     before: dict[str, Any] | None = None,
 ) -> None:
-    """Write `run_status.json`, with details of this process.
+    """Write a run's status, with details of this process, into `run_status.json`.
 
     Args:
         mode: permissions before the umask; None: those of the existing file.
-        before: status of the previous start, if the current start has finished no step (see `came_before`).
+        before: status of the run's previous start, as long as the current start has finished no step (see
+            `came_before`).
     """
     said = {
         "status": status,
@@ -138,8 +138,8 @@ def put_status(
 
 
 def status_of_latest_start(said: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a status that the latest start of the run wrote: `refused` if that start failed in the folder
-    of a finished run, otherwise the whole status."""
+    """Return the part of a run's status that the run's latest start wrote. If the run was already finished and the
+    latest start failed, this part is `refused`; otherwise it is the whole status."""
     refused = said.get("refused")
     if not isinstance(refused, dict):
         return said
@@ -164,7 +164,8 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 def status_of(folder: Path) -> dict[str, Any]:
     """Return the content of `run_status.json` in a run's folder. Its entry `before`, the status of the previous start,
-    is None once the current start has finished a step. Raises BadJson; MissingJson if the file does not exist."""
+    is None once the current start has finished a step. Raises MissingJson if the file does not exist, BadJson if it
+    cannot be read."""
     path = folder / STATUS_FILE
     said = read_object(path, WORD)
     for own in (said, said.get("before"), said.get("refused")):
@@ -176,7 +177,7 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 def check_word(said: Any, path: Path) -> None:
-    """Raise BadJson if a status has values of wrong types."""
+    """Raise BadJson, naming the file `path`, if a status read from it has values of wrong types."""
     try:
         require_kinds(said, WORD)
     except BadJson as error:
@@ -186,7 +187,7 @@ def check_word(said: Any, path: Path) -> None:
 
 
 def drop_stale_failure(folder: Path) -> None:
-    """Remove a failure report that an earlier start wrote or that cannot be read."""
+    """Remove the failure report in a run's folder if an earlier start of the run wrote it, or if it cannot be read."""
     unreadable = None
     try:
         if failure_of(folder)["incarnation"] == incarnation():
@@ -227,7 +228,8 @@ def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def log_write_errors(path: Path) -> Iterator[None]:
-    """Context manager for writing a file about the end of the run; an error in its body is only logged."""
+    """Context manager in which the file `path`, about the end of the run, is written; an error is logged and not
+    raised."""
     try:
         yield
     except Exception as error:
@@ -236,11 +238,11 @@ def log_write_errors(path: Path) -> Iterator[None]:
 
 
 def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
-    """Record in `run_status.json` how the run ended. A rank that lost contact first waits for another rank's report.
-    Errors of writing are only logged.
+    """Record in `run_status.json` how the run ended. A rank that lost contact with the others first waits for another
+    rank's failure report. Errors of writing are only logged.
 
     Returns:
-        The report of the first failure if another rank wrote it, else None.
+        The report of the rank that failed first, if that is another rank; else None.
     """
     rank, ending = env_rank(), outcome.ending
     is_done = ending.name == "done"
@@ -273,8 +275,8 @@ def is_absent(folder: Path) -> bool:
 
 
 def fail_first(folder: Path, outcome: Outcome) -> bool:
-    """Write this rank's failure report if no other rank has written one; return whether this was the first report. Only
-    one rank can create the file."""
+    """Write this rank's failure report, unless another rank has written one; return whether this rank's is the first.
+    All ranks use the same file, which only one of them can create."""
     drop_stale_failure(folder)
     said = {
         "incarnation": incarnation(),
@@ -302,16 +304,16 @@ def fail_first(folder: Path, outcome: Outcome) -> bool:
 
 
 def is_of_this_launch(said: dict[str, Any]) -> bool:
-    """Return whether a status was written by an earlier attempt of the same launch; attempts are torchrun's restarts of
-    the ranks."""
+    """Return whether a status was written in the current launch of torchrun, by this or an earlier attempt (a start of
+    the ranks, which torchrun can restart)."""
     if launch_id() is None or said.get("launch") != launch_id():
         return False
     return (said.get("time") or 0.0) >= started(os.getppid())  # an older status is from a job of the same name
 
 
 def settled(folder: Path) -> dict[str, Any] | None:
-    """Return the status of an earlier attempt of the same launch if another attempt cannot help or is not wanted; else
-    None."""
+    """Return the status of an earlier attempt (torchrun can restart the ranks) if the ranks should not run again,
+    because another attempt cannot help or is not wanted; else None."""
     said = read_status(folder)
     said = status_of_latest_start(said) if said is not None else None
     if said is None or not is_of_this_launch(said):

@@ -21,8 +21,8 @@ OBEYED = (
 IN_NAMES = re.compile(f"[{OBEYED}\t\n\r\u200c\u200d]")
 IN_TEXTS = re.compile(rf"[{OBEYED}]|\r(?!\n)")  # the joiners are allowed: they are used in Persian, Hindi and emoji
 MOVES = re.compile(r"\r|\n*(?:\x1b\[A)+\Z")
-"""Pattern for what tqdm's progress bars write before a line: a move to the beginning of the line, or up several
-lines."""
+"""Pattern for what tqdm's progress bars write before a line: a move of the cursor to the beginning of the line, or up
+several lines."""
 
 
 def shown_name(name: object) -> str:

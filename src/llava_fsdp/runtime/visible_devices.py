@@ -11,8 +11,8 @@ def visible_gpus(gpus: Sequence[str], visible: str) -> list[tuple[str, str]]:
         visible: GPU indices, UUIDs or beginnings of UUIDs, separated by commas; also UUIDs of MIG instances.
 
     Returns:
-        For each visible GPU a pair: its name in `visible`, and its UUID, or the name again if no UUID in `gpus`
-            matches.
+        For each visible GPU a pair: its name in `visible`, and its UUID. If no UUID in `gpus` matches, the name is
+            repeated.
     """
     found = []
     for name in (own.strip() for own in visible.split(",")):

@@ -1,10 +1,10 @@
 """The watchdog: a background thread in each rank that handles signals, writes heartbeats, and ends the process when
 other ranks end or stall. Imports no torch.
 
-A thread does this because the main thread may be blocked in a collective or a read that never returns. Python runs
-signal handlers in the main thread, so they would be blocked too. The watchdog's thread therefore reads signals from the
-pipe to which Python's signal handler in C writes their numbers. At the end of every step, the main thread and those of
-all other ranks agree on what was requested (`Votes` in consensus.py).
+The main thread cannot do this, because it may be blocked in a collective or a read that never returns. Python's signal
+handlers run in the main thread, so they would be blocked too. The watchdog therefore reads signals from the pipe to
+which Python's handler in C writes their numbers. At the end of every step, the main threads of all ranks agree on which
+requests (to stop or to save) have come (`Votes` in consensus.py).
 """
 
 import contextlib
@@ -45,23 +45,23 @@ BEAT = 1.0
 FROZEN = 5.0
 """Seconds without a heartbeat after which a process counts as frozen."""
 HEARING = 3.0
-"""Seconds that the handling of a signal may take on a busy machine."""
+"""Seconds that may pass on a busy machine until the watchdog has handled a signal."""
 ONE_WISH = 0.5
 """Seconds within which two SIGINT signals count as a single Ctrl-C, because a launcher may forward the signal that the
 terminal has already sent to all processes."""
 SETTLE = 0.3
-"""Seconds before a SIGTERM is treated as a request to stop, because torchrun also sends SIGTERM when another rank has
-failed."""
+"""Seconds that the watchdog waits before it takes a SIGTERM for a request to stop, because torchrun also sends SIGTERM
+when another rank has failed."""
 STACKS = "stacks"
 TOGETHER = (Phase.AGREEING, Phase.COMPUTE, Phase.OPTIMIZER)
-"""Phases in which ranks wait only for other ranks. If all ranks stay in one of these phases for long, the network is
-the cause."""
+"""Phases in which a rank waits only for other ranks. If all ranks stay in these phases for long, the network is the
+cause."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Run:
-    """Functions that the watchdog calls from its thread. This base class is for processes without a run; its methods do
-    nothing."""
+    """Functions of a run that the watchdog calls from its thread. This base class is for processes that have no run:
+    its methods do nothing."""
 
     def check_folder(self) -> None:
         """Check that the run's folder still exists and is locked. Called every second."""
@@ -91,12 +91,12 @@ class Watchdog:
         warn_after: int | None = None,
         run: Run | None = None,
     ):
-        """Set the limits of the watchdog, in seconds.
+        """Set up the watchdog of rank `rank`. Times are in seconds.
 
         Args:
             limit: how long a collective may wait for other ranks; may be changed later.
-            warn_after: how long ranks wait before they report which ranks they wait for; None: the progress of ranks is
-                not compared.
+            warn_after: how long this rank waits before it reports which ranks it waits for; None: the progress of ranks
+                is not compared.
         """
         self.folder = folder or Path()
         self.rank = rank
@@ -113,7 +113,7 @@ class Watchdog:
         self.saves = 0
         """Number of SIGUSR1 signals received, each of which requests a checkpoint. Counted by the watchdog's thread."""
         self.saves_taken = 0
-        """Number of these SIGUSR1 signals that the main thread has handled."""
+        """Number of SIGUSR1 signals that the main thread has handled."""
         self.step = 0
         self.phase = Phase.LOADING
         self.stepping = False
@@ -149,9 +149,9 @@ class Watchdog:
         return self.saves_taken > before
 
     def wants_stop_soon(self) -> bool:
-        """Return whether a stop was requested, after waiting for a request for up to `HEARING` seconds. Called when a
-        child process, such as a compiler, has ended: a signal to the whole process group may have ended it before the
-        watchdog's thread has handled the same signal."""
+        """Return whether a stop was requested; waits up to `HEARING` seconds for the request. Called when a child
+        process, such as a compiler, has ended: the cause may be a signal to the whole process group that the watchdog's
+        thread has not handled yet."""
         until = time.monotonic() + HEARING
         while not self.stop and time.monotonic() < until:
             time.sleep(0.05)
@@ -159,9 +159,9 @@ class Watchdog:
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
-        """Context manager of the training steps. Within it, a signal to stop takes effect at the end of a step. In the
-        first step it takes effect at once: no work would be lost, and the step may compile for longer than torchrun
-        waits before it kills its ranks."""
+        """Context manager around the training steps. A signal to stop takes effect at the end of a step, but in the
+        first step at once: no work would be lost, and the first step may compile for longer than torchrun waits before
+        it kills its ranks."""
         try:
             yield
         finally:
@@ -219,8 +219,8 @@ class Watchdog:
 
     @contextlib.contextmanager
     def among(self, ranks: list[tuple[int, str, int]]) -> Iterator[None]:
-        """Context manager in which the other `ranks` (rank, host, process id) are watched; it ends at the run's last
-        barrier."""
+        """Context manager in which this rank watches the other ranks; it ends at the run's last barrier. `ranks` has
+        (rank, host, process id) of every rank."""
         self.size = len(ranks)
         here = socket.gethostname()
         for rank, host, pid in ranks:
@@ -294,15 +294,15 @@ class Watchdog:
                     put_status(self.folder, "stopping", Outcome(ENDINGS["stopped"], name, step=self.step))
 
     def is_second_interrupt(self) -> bool:
-        """Return whether there was an earlier SIGINT more than `ONE_WISH` seconds ago; remember the time of the first
-        one."""
+        """Return whether this SIGINT is a second Ctrl-C: the first SIGINT came more than `ONE_WISH` seconds ago.
+        Remember the time of the first SIGINT."""
         first, now = self.interrupted_at, time.monotonic()
         self.interrupted_at = now if first is None else first
         return first is not None and now - first > ONE_WISH
 
     def end_with_peer(self, pidfd: int, rank: int, pid: int) -> None:
-        """End this process because another rank on this machine has ended, which wrote a failure report if it still
-        could."""
+        """End this process because the process `pid` of rank `rank`, on this machine, has ended. If there is no failure
+        report, record how that process ended."""
         how = ending_of(pidfd, pid)
         if first_failure(self.folder) is None:
             reason = f"rank {rank} (process {pid} on {socket.gethostname()}) {how}"
@@ -361,8 +361,8 @@ class Watchdog:
                 log().warning("waiting for %.0f seconds: %s", waiting, each)
 
     def give_up(self, beat: Beat, waiting: float, late: list[Late]) -> None:
-        """End the run because ranks have waited too long. This happens before the timeout of the process group, whose
-        error would name the waiting rank instead of the late one."""
+        """Record which ranks are late, and end this process, because ranks have waited too long. This happens before
+        the timeout of the process group, whose error would name the waiting rank instead of the late one."""
         faulthandler.dump_traceback(self.stacks, all_threads=True)
         if not late:
             late = self.watcher.late(beat, list(range(self.size)))
@@ -380,8 +380,8 @@ class Watchdog:
         )
 
     def end_after_failure(self) -> None:
-        """End this process, without a report of its own, because another rank has reported a failure. It waits first,
-        so that torchrun notices the other rank's end before this one."""
+        """End this process, without a failure report of its own, because another rank has written one. This process
+        waits first, so that torchrun notices the other rank's end earlier."""
         time.sleep(PATIENCE)
         first = first_failure(self.folder)
         self.kill_frozen()
@@ -404,7 +404,7 @@ class Watchdog:
         self.exit(int(outcome.ending.exit_code if first is None else first["exit_code"]))
 
     def kill_frozen(self) -> None:
-        """Kill the frozen ranks of this machine, because torchrun would wait half a minute for them."""
+        """Kill the frozen ranks on this machine, because torchrun would otherwise wait half a minute for them."""
         for handle, (rank, _) in self.peers.items():
             with contextlib.suppress(OSError):
                 if beat_age(self.folder, rank) > FROZEN:

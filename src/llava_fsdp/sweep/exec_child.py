@@ -1,7 +1,8 @@
-"""Run a command that ends when the calling process ends: `python -m llava_fsdp.sweep.exec_child PARENT COMMAND...`.
+"""Run a command that gets SIGTERM when its parent process ends: `python -m llava_fsdp.sweep.exec_child PARENT
+COMMAND...`.
 
-This process receives SIGTERM when process PARENT ends. It also restores the default handling of SIGINT and SIGTERM:
-workers of a Hydra launcher ignore these signals, which a command that they start would inherit.
+PARENT is the parent's process id. First restores the default handling of SIGINT and SIGTERM: a worker of a Hydra
+launcher ignores both signals, and a command that it starts would inherit this.
 """
 
 import os

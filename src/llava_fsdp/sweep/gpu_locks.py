@@ -1,8 +1,7 @@
-"""File locks with which trainings that run side by side on a machine each get their own GPUs, whichever Hydra launcher
-starts them.
+"""File locks that give each of several trainings on one machine its own GPUs, with every Hydra launcher.
 
-A lock is on a file named after the GPU, and is released whenever the process ends. The files are in a folder of the
-user on this machine, so that two sweeps can share a machine as well. Imports no torch.
+A lock is on a file named after a GPU, and is released when its process ends, even if that is killed. The files are in a
+folder of the user on this machine, so that two sweeps can share the machine as well. Imports no torch.
 """
 
 import contextlib
@@ -40,7 +39,8 @@ class Device:
 
 
 def list_devices(listed: str, visible: str | None) -> list[Device]:
-    """The GPUs that a process would see, from the output of `nvidia-smi -L` and CUDA_VISIBLE_DEVICES (`visible`)."""
+    """Return the GPUs that a process would see, from the output of `nvidia-smi -L` (`listed`) and the value of
+    CUDA_VISIBLE_DEVICES (`visible`; None if it is not set)."""
     gpus: list[str] = []
     parts: dict[int, list[str]] = {}
     for line in listed.splitlines():
@@ -65,7 +65,8 @@ def devices_here() -> list[Device]:
 
 
 def check_devices(devices: list[Device], count: int) -> None:
-    """Raise ConfigError if a training with `count` ranks needs more GPUs than there are, or several MIG instances."""
+    """Raise ConfigError if a training with `count` ranks needs more GPUs than `devices` has, or several MIG
+    instances."""
     if devices and count > len(devices):
         raise ConfigError(
             f"launch.nproc_per_node={count}: a job needs as many GPUs, and there are {len(devices)}; "
@@ -82,13 +83,13 @@ def check_devices(devices: list[Device], count: int) -> None:
 def locked(
     devices: list[Device], count: int, name: str, level: Callable[[], int]
 ) -> Iterator[tuple[list[Device], list[int]]]:
-    """Context that holds locks on `count` GPUs, so that no other job uses them; waits until so many are free.
+    """Context manager that locks `count` of the GPUs in `devices` for one job; first waits until so many are free.
 
     Args:
-        level: returns the level of the stop request; above 0, waiting ends and no GPU is locked.
+        level: returns the level of the sweep's stop request; above 0, waiting ends and no GPU is locked.
 
     Yields:
-        The devices, and the open files that are their locks.
+        The locked GPUs, and the file descriptors of their locks.
     """
     if not devices:
         yield [], []
@@ -110,8 +111,9 @@ def locked(
 
 
 def take(devices: list[Device], count: int, folder: Path) -> list[tuple[Device, int]]:
-    """Lock the first `count` free GPUs; return an empty list if fewer are free. Only one process at a time does this:
-    otherwise two could each lock half of the GPUs and wait for the other half."""
+    """Lock the first `count` free GPUs and return them with their locks; return an empty list if fewer are free. Only
+    one process at a time can do this: otherwise two jobs could each lock half of the GPUs and wait for the other
+    half."""
     with contextlib.ExitStack() as stack:
         door = open_lock(folder / "door")
         stack.callback(os.close, door)
@@ -136,7 +138,7 @@ def open_lock(path: Path) -> int:
 
 
 def lock_folder() -> Path:
-    """Create and return this user's folder of GPU locks. Raises ConfigError if it belongs to another user."""
+    """Create and return this user's folder of GPU locks. Raises ConfigError if the folder belongs to another user."""
     folder = Path(tempfile.gettempdir()) / f"llava_fsdp-devices-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     state = folder.lstat()

@@ -1,4 +1,5 @@
-"""Process of a sweep that runs Hydra with its launcher and sweeper, separate from the process that the user started."""
+"""The process of a sweep that runs Hydra with its launcher and sweeper, a child of the process that the user
+started."""
 
 import contextlib
 import io
@@ -21,8 +22,8 @@ from llava_fsdp.sweep.torchrun import JobFailed
 
 
 def main() -> None:
-    """Run all jobs of a sweep, write and print the results, and exit with the code of the first job that failed. The
-    arguments begin with the stop file's path and the sweep's folder (empty for a single job)."""
+    """Run all jobs of a sweep, write and print their results, and exit with the exit code of the first job that failed.
+    In `sys.argv`, the stop file's path and the sweep's folder (empty for a single job) precede Hydra's arguments."""
     setup_logging()
     stop, folder = StopRequest(Path(sys.argv[1])), sys.argv[2]
     del sys.argv[1:3]
@@ -36,7 +37,8 @@ def main() -> None:
 
 
 def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
-    """Run all jobs. Returns those that ran in this process, whether all succeeded, and Hydra's error messages."""
+    """Run all jobs with Hydra. Returns the jobs that ran in this process (Hydra's launcher may start others), whether
+    all jobs succeeded, and Hydra's error messages."""
     jobs: list[Job] = []
     errors = io.StringIO()
 
@@ -52,10 +54,9 @@ def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
 
 
 def run_hydra(program: Callable[[], object], errors: io.StringIO) -> bool:
-    """Run Hydra with its error messages collected in `errors`; return whether Hydra and all jobs succeeded.
-
-    Hydra runs every job of a batch before it raises the first job's error, which has been printed already.
-    """
+    """Run Hydra's main function `program` and collect its error messages in `errors`; return whether all jobs
+    succeeded. If a job fails, Hydra still runs the other jobs of its batch, and then raises the error, which is printed
+    already."""
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
         with contextlib.nullcontext() if full else contextlib.redirect_stderr(errors):
@@ -68,8 +69,8 @@ def run_hydra(program: Callable[[], object], errors: io.StringIO) -> bool:
 
 
 def end(jobs: list[Job], succeeded: bool, was_stopped: bool, errors: str) -> None:
-    """Exit with the code of the first job that failed; with 75 if the sweep was stopped and the same command continues
-    it."""
+    """Exit with the exit code of the first job that failed. If none failed, exit with 75 if the sweep was stopped (the
+    same command continues it), with another code if Hydra itself failed, and else return."""
     failed = [job.exit_code for job in jobs if job.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)]
     if failed:
         sys.exit(failed[0])

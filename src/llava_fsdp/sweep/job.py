@@ -43,20 +43,20 @@ class Job:
     folder: str
     command: str = ""
     devices: list[str] = field(default_factory=list)
-    """The GPUs of the job, as in CUDA_VISIBLE_DEVICES; empty if there are no GPUs or the job could use all."""
+    """The job's GPUs, as in CUDA_VISIBLE_DEVICES; empty if there are no GPUs, or if the job may use all of them."""
     status: str = RUNNING
     exit_code: int = ExitCode.BUG
     reason: str = ""
     metric: str = SweepMetric.loss.value
     value: float | None = None
-    """The value that the sweeper minimises."""
+    """The value that Hydra's sweeper minimises (see `value_of`); None until the job is done."""
     last_steps: int = WINDOW
-    """Number of steps over which the loss is averaged."""
+    """Number of steps, at the end of the training, over which the loss is averaged."""
     numbers: Results = field(default_factory=Results)
     seconds: float = 0.0
-    """Seconds from the start of the job's processes to their end, in this start of the sweep."""
+    """Seconds from the start of the job's processes to their end, in the latest start of the sweep."""
     has_own_run: bool = True
-    """False if the job ended before its first step: the folder may then hold the run of a job with other overrides."""
+    """False if the job ended before its first step: its folder may then hold an earlier run with other overrides."""
     private: bool = True
     """Whether files about this job can be read only by their owner, like the files of the training."""
 
@@ -69,13 +69,14 @@ class Job:
         return 0o600 if self.private else 0o666
 
     def write(self) -> None:
-        """Write job.json in one step, as other processes read this file."""
+        """Replace job.json atomically, because other processes read it."""
         content = json.dumps(asdict(self), indent=2) + "\n"
         replace_file(Path(self.folder) / JOB_FILE, content.encode(), self.file_mode)
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """Read the jobs of a sweep's folder, ordered by number. One that is still `running` was killed with its process."""
+    """Read the jobs in a sweep's folder, ordered by number. A job still recorded as `running` was killed: its status is
+    changed to `lost`."""
     jobs = []
     for path in job_files(folder):
         try:
@@ -92,7 +93,8 @@ def read_jobs(folder: Path) -> list[Job]:
 
 
 def run_job(node: DictConfig, stop: StopRequest) -> Job:
-    """Run one training of a sweep to its end. A failure is logged, recorded and returned, not raised."""
+    """Run one training of a sweep to its end. If it fails, the failure is logged and recorded in the returned job, not
+    raised."""
     if not log().handlers:  # a launcher has started a process for the job
         setup_logging()
     settings = HydraConfig.get()
@@ -133,16 +135,15 @@ def run_job(node: DictConfig, stop: StopRequest) -> Job:
 
 
 def value_of(results: Results, metric: SweepMetric) -> float | None:
-    """The value that the sweeper minimises; None if the run has no such result."""
+    """Return the value that Hydra's sweeper minimises: the result named `metric`, negated for val_score; None if it is
+    missing."""
     value = getattr(results, metric.value)
     return -value if metric is SweepMetric.val_score and value is not None else value
 
 
 def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
-    """Create a job's folder, readable only by its owner if `private`. A folder that already holds a run is not changed.
-
-    Hydra has created the folder of a sweep's job a moment before, with default permissions.
-    """
+    """Create a job's folder. In a sweep, Hydra has created it already, with default permissions, which are corrected.
+    If `private`, only its owner can read it. A folder that already holds a run is not changed."""
     has_run = any((folder / name).exists() for name in (LOG_FILE, STATUS_FILE))
     make_run_folder(folder, private)
     if is_sweep and private and not has_run:
@@ -150,11 +151,12 @@ def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
 
 
 def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
-    """Record why a job did not finish, and its results so far, if it took a step in this start of the sweep.
+    """Record in `job` why it did not finish, and its results so far if it took a step in the current start of the
+    sweep.
 
     Args:
-        is_stopping: whether a stop was requested; a job that had not begun then counts as stopped, and runs at the next
-            start of the sweep.
+        is_stopping: whether a stop of the sweep was requested. If the job had not begun by then, it is recorded as
+            stopped, and runs when the sweep is started again.
     """
     code, job.reason = error.exit_code, str(error)
     if isinstance(error, JobFailed) and not job.command and is_stopping:
@@ -168,8 +170,8 @@ def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
 
 
 def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
-    """Run a job's training with torchrun on free GPUs. Raises JobFailed if the training failed, or a stop was requested
-    before it began."""
+    """Run a job's training with torchrun on free GPUs. Raises JobFailed if the training fails, or if the stop request
+    (its level is `level()`, 0 for none) came before the training began."""
     folder, count, name = Path(job.folder), config.launch.nproc_per_node, f"job {job.number}"
     devices = devices_here() if config.launch.devices is Devices.own else []
     check_devices(devices, count)
@@ -197,7 +199,7 @@ def report_end(job: Job) -> None:
 
 
 def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None:
-    """Raise ConfigError if a configuration cannot be a job of a sweep."""
+    """Raise ConfigError if a configuration is not possible in a job of a sweep, such as several machines."""
     at_least("launch.nproc_per_node", config.launch.nproc_per_node, 1)
     if config.launch.nnodes != 1:
         raise ConfigError(
@@ -218,8 +220,8 @@ def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None
 
 
 def train_command(config: SweepConfig, overrides: list[str], folder: Path, config_folders: list[str]) -> list[str]:
-    """The torchrun command of one job: with the job's overrides except the sweep's own keys, and its output folder.
-    `config_folders` are those of `--config-dir`."""
+    """Return the torchrun command of a job, with the job's `overrides` except the sweep's own (launch.*, sweep.*), and
+    with `folder` as output_dir. `config_folders` are the folders that the user gave with `--config-dir`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(config.launch.nproc_per_node), "-m", "llava_fsdp.train"]
     for path in config_folders:

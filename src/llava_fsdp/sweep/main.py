@@ -1,8 +1,8 @@
 """Run several trainings with different settings: `python -m llava_fsdp.sweep -m stage=finetune optim.lr=1e-5,2e-5`.
 
-Hydra composes the jobs and its launcher starts them; each job is a torchrun of its own. Several jobs in one process
-group do not work: the second finds the first job's addresses in torchrun's store, and hangs. Imports neither torch nor
-transformers.
+Hydra composes the configurations of the jobs and its launcher starts the jobs, each with a torchrun of its own. Several
+jobs in one torchrun do not work: the second job finds the first one's addresses in torchrun's store, and hangs. Imports
+neither torch nor transformers.
 """
 
 import re
@@ -22,7 +22,7 @@ from llava_fsdp.sweep.stop import STOP_FILE, StopRequest, supervise
 
 
 def main() -> None:
-    """Run Hydra and all jobs, and exit with their exit code."""
+    """Run the sweep in a child process (hydra_process.py), and exit with its exit code."""
     setup_logging()
     try:
         check_command_line(sys.argv[1:])
@@ -46,10 +46,8 @@ def main() -> None:
 
 
 def sweep_folder() -> Path | None:
-    """The output folder of the sweep; None without `-m`. Results of an earlier sweep in the folder are removed.
-
-    The folder is chosen before Hydra starts, so that the jobs' results are found in it with every launcher.
-    """
+    """Return the sweep's output folder; None for a single job (without `-m`). Removes an earlier sweep's results from
+    it. If the user gave no folder, one is chosen here, before Hydra starts, so that every launcher uses the same."""
     if not {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(sys.argv[1:]):
         return None
     given = [a.partition("=")[2].strip("'\"") for a in sys.argv[1:] if a.startswith("hydra.sweep.dir=")]
@@ -65,7 +63,7 @@ def sweep_folder() -> Path | None:
 
 
 def refuse_maximizing(words: list[str]) -> None:
-    """Raise ConfigError if a Hydra sweeper is configured to maximise: it receives values to be minimised."""
+    """Raise ConfigError if the command line tells a Hydra sweeper to maximise: jobs return a value to be minimised."""
     for word in words:
         key, _, value = word.partition("=")
         if re.fullmatch(r"[+~]*hydra\.sweeper\.direction", key) and "maximize" in value.lower():

@@ -23,7 +23,7 @@ from llava_fsdp.sweep.torchrun import LOG_FILE
 
 RESULTS_FILE = "results.json"
 PRINTED = ("steps", "loss", "lowest val loss", "best val score", "tokens/s", "memory", "training")
-"""Results of the printed table, for which a terminal has room."""
+"""Columns of results in the printed table; a terminal has no room for the others."""
 
 
 @restored_umask()
@@ -48,7 +48,7 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> None:
 
 
 def write_page(folder: Path) -> None:
-    """Write the report page that compares all jobs. An error is logged and changes nothing else."""
+    """Write the report page that compares all jobs. An error is only logged."""
     path = folder / REPORT_FILE
     try:
         put_page(path, comparison_page(runs_in(folder)), folder)
@@ -58,7 +58,8 @@ def write_page(folder: Path) -> None:
 
 
 def best_of(jobs: Sequence[Job]) -> Job | None:
-    """The finished job with the lowest value of the sweep's metric; the first of several equals."""
+    """Return the finished job with the lowest `value`, the first one if several have it; None if no job has
+    finished."""
     done = [job for job in jobs if job.is_done and job.value is not None]
     return min(done, key=lambda job: job.value or 0.0, default=None)
 

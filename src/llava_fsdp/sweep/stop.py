@@ -1,10 +1,10 @@
 """Stop a sweep on a signal, with every Hydra launcher.
 
-A signal to the sweep writes a stop file that every job watches: running jobs end their torchrun, which saves a
-checkpoint first, and other jobs do not begin. Hydra's launchers cannot do this: joblib kills its workers and their
-child processes as soon as joblib or a worker is interrupted, and Ctrl-C in a terminal goes to every foreground process.
-Therefore Hydra and its launcher run in a session of their own, and the process that the user started only handles
-signals and waits.
+A signal to the sweep's main process creates a stop file, which every job watches: a running job ends its torchrun,
+which saves a checkpoint first, and a job that has not begun never begins. Hydra's launchers cannot do this: joblib
+kills its workers and their child processes as soon as joblib or a worker is interrupted, and Ctrl-C in a terminal goes
+to every foreground process. Therefore Hydra and its launcher run in a session of their own, and the main process, which
+the user started, only handles signals and waits.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ MEANING = {
 
 
 class StopRequest:
-    """A stop file in a folder that all jobs see. The object is pickled and sent to wherever jobs run."""
+    """A request to stop a sweep, written to a stop file in a folder that all jobs see. Hydra's launcher pickles the
+    object and sends it to the jobs."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -42,7 +43,7 @@ class StopRequest:
         return self.main == (socket.gethostname(), os.getpid())
 
     def is_abandoned(self) -> bool:
-        """Whether the process that runs Hydra has ended, as far as this machine can tell."""
+        """Return whether the process that runs Hydra has ended; False if that process is on another machine."""
         host, pid = self.main
         with contextlib.suppress(PermissionError):
             try:
@@ -52,7 +53,7 @@ class StopRequest:
         return False
 
     def level(self) -> int:
-        """The level of the stop request: 0 continue, 1 save a checkpoint and end, 2 end at once."""
+        """Return the level of the stop request: 0 none, 1 save a checkpoint and end, 2 end at once."""
         with contextlib.suppress(OSError, ValueError):
             return int(self.path.read_text())
         return SAVE if self.is_abandoned() else 0
@@ -66,7 +67,7 @@ class StopRequest:
         self.path.unlink(missing_ok=True)
 
     def take_signals(self) -> None:
-        """Install signal handlers that ask all jobs to end, in the process that runs Hydra."""
+        """Install handlers that ask all jobs to stop on SIGINT or SIGTERM; called in the process that runs Hydra."""
         for number in SIGNALS:
             signal.signal(number, lambda *_: self.raise_to(SAVE))
 
@@ -79,8 +80,9 @@ def ignore_signals() -> None:
 
 
 def supervise(words: Sequence[str], stop: StopRequest) -> int:
-    """Run a Python module (`words`: its name and arguments) in a session of its own and wait for it; each signal raises
-    the level of the stop request. Returns the exit code; minus the signal's number if the process was killed."""
+    """Run a Python module (`words`: its name and arguments) in a session of its own and wait for it. Each SIGINT or
+    SIGTERM raises the level of the stop request. Returns the module's exit code, or minus the number of the signal that
+    killed it."""
     start = [sys.executable, "-m", "llava_fsdp.sweep.exec_child", str(os.getpid()), sys.executable, "-m", *words]
     child = subprocess.Popen(start, start_new_session=True)
 

@@ -1,4 +1,4 @@
-"""Run one torchrun of a sweep to its end."""
+"""Run the torchrun command of one job of a sweep to its end."""
 
 import contextlib
 import io
@@ -27,8 +27,8 @@ class JobFailed(LlavaFsdpError):
     """Error: one training of a sweep did not finish."""
 
     def __init__(self, reason: str, code: ExitCode = ExitCode.BUG, took_steps: bool = False):
-        """`code` is that of the rank that failed first. The folder may hold an earlier run unless this start
-        `took_steps`."""
+        """`code` is the exit code of the rank that failed first. `took_steps`: whether this start of the job took a
+        step; if not, the job's folder may hold an earlier run."""
         super().__init__(reason)
         self.code = code
         self.took_steps = took_steps
@@ -42,18 +42,19 @@ def run_torchrun(
     visible: str | None = None,
     held: Sequence[int] = (),
 ) -> None:
-    """Run a torchrun command to its end; its output goes to `train.log`, and every 10 seconds a step's line is logged.
+    """Run a job's torchrun command to its end. Its output goes to `train.log` in `folder`. Every 10 seconds this
+    process logs the latest step.
 
     The ranks write to the file directly: with a pipe, this process would wait for a rank that outlives torchrun. The
     command runs in a session of its own, so that a Ctrl-C reaches it only once, through this process.
 
     Args:
-        level: returns the level of the stop request: 0 continue, 1 save and end, 2 end at once.
+        level: returns the level of the stop request: 0 none, 1 save a checkpoint and end, 2 end at once.
         visible: value of CUDA_VISIBLE_DEVICES for the command; None: unchanged.
-        held: file descriptors of locks that the command inherits.
+        held: file descriptors of GPU locks that the command inherits.
 
     Raises:
-        JobFailed: the command returned an error; the message has the reason that a rank recorded.
+        JobFailed: the command failed; the message is the reason that a rank recorded, if there is one.
     """
     earlier = read_status(folder)
     environment = without_launcher(os.environ)
@@ -88,7 +89,8 @@ def run_torchrun(
 
 
 def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, level: Callable[[], int]) -> None:
-    """Wait for the torchrun process, pass a stop request on to it, and log its latest step every 10 seconds."""
+    """Wait for the torchrun process `child`, end it when a stop is requested, and log the latest step every 10
+    seconds."""
     next_line, sent = 0.0, 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -105,13 +107,14 @@ def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, level: Cal
 
 
 def status_after(folder: Path, earlier: dict[str, Any] | None) -> dict[str, Any]:
-    """The run status that this start wrote; empty if it wrote none."""
+    """Return the run status that the ended torchrun wrote; empty if there is none. `earlier` is the status before its
+    start."""
     status = read_status(folder)
     return {} if status is None or status == earlier else status_of_latest_start(status)
 
 
 def failure_code(status: dict[str, Any]) -> ExitCode:
-    """Exit code of the rank that failed first; BUG if no rank could record it."""
+    """Return the exit code in a run status, that of the rank that failed first; BUG if none is recorded."""
     try:
         return ExitCode(status.get("exit_code") or ExitCode.BUG)
     except ValueError:
