@@ -36,7 +36,7 @@ from llava_fsdp.export.verify_logits import CLOSE, Adapted, prove_merge, relativ
 from llava_fsdp.model.lora_files import find_adapter
 from llava_fsdp.model.lora_merge import merged
 from llava_fsdp.model.lora_names import is_adapter, without_base
-from llava_fsdp.model.weight_names import in_adapter, ours, theirs
+from llava_fsdp.model.weight_names import in_adapter, ours
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.train import final_export
 from llava_fsdp.train import main as train
@@ -202,11 +202,11 @@ def test_another_scale_is_not_merged(made: Callable[[str], Made]) -> None:
 
 
 def test_merged_weights_are_rounded_once(made: Callable[[str], Made], tmp_path: Path) -> None:
-    exact = {theirs(n): whole(t) for n, t in made("plain").opened.sources.items()}
+    exact = {n: whole(t) for n, t in made("plain").opened.sources.items()}
     merged = export(conversion(made("plain").adapter, tmp_path / "to", "dtype=bf16"))
     rows = made("plain").opened.source.vocabulary
     for name, tensor in weights(merged).items():
-        assert torch.equal(tensor[:rows], exact[name].bfloat16()[:rows]) and tensor.dtype is torch.bfloat16, name
+        assert torch.equal(tensor[:rows], exact[ours(name)].bfloat16()[:rows]) and tensor.dtype is torch.bfloat16, name
 
 
 def test_only_the_adapter_where_nothing_is_merged(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:

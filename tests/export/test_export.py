@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forged import forge_facts, forge_notes
+from forged import forge_facts, forge_notes, swap_in_exports
 from reference import EXPORTED, outcome
 from safetensors.torch import save_file
 from small import conversion, make_config, write_json, write_parts
@@ -342,10 +342,11 @@ def test_the_proof_can_fail(form: str, llava: Path, tmp_path: Path, monkeypatch:
         monkeypatch.setattr(
             weights_writer, "save_file", lambda t, f, metadata: save_file({n: -v for n, v in t.items()}, f)
         )
+    elif form == "hf":
+        swap_in_exports(monkeypatch, q, k)
     else:
-        function = "theirs" if form == "hf" else "original"
-        rename = getattr(formats, function)
-        monkeypatch.setattr(formats, function, lambda n, *a, **kw: rename({q: k, k: q}.get(n, n), *a, **kw))
+        rename = formats.original
+        monkeypatch.setattr(formats, "original", lambda n, *a, **kw: rename({q: k, k: q}.get(n, n), *a, **kw))
     with pytest.raises(ModelError, match=r"but its logits differ by(.|\n)*was not made; .*made\.tmp has what was wri"):
         export(conversion(llava, tmp_path / "made", f"format={form}"))
     assert not (tmp_path / "made").exists()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forged import forge_notes
+from forged import forge_notes, swap_in_exports
 from harness import CPU, RankPool, single_world
 from PIL import Image
 from reference import EXPORTED, outcome, run_ranks, train_on
@@ -36,9 +36,10 @@ from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.export import formats, weights_writer
 from llava_fsdp.export.formats import source_of_run
 from llava_fsdp.export.main import export
-from llava_fsdp.export.weights_writer import Weights, publish_folder
+from llava_fsdp.export.weights_writer import Weights, plan_files, publish_folder, renamed
 from llava_fsdp.model.attention import choose_kernel
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
+from llava_fsdp.model.lazy_tensor import LazyTensor
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, load_weights
 from llava_fsdp.model.pretrained import find_parts
@@ -150,9 +151,7 @@ def test_export_in_another_dtype_is_made_again(noise: Path, parts: Path, dataset
 
 def test_broken_export_is_refused(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof can fail: a run whose export has two weights swapped does not count as done."""
-    first, second, theirs = "lm_head.weight", "language_model.embed_tokens.weight", formats.theirs
-    swapped = {first: second, second: first}
-    monkeypatch.setattr(formats, "theirs", lambda name: theirs(swapped.get(name, name)))
+    swap_in_exports(monkeypatch, "lm_head.weight", "language_model.embed_tokens.weight")
     cfg = make_config(parts, dataset, tmp_path, *EXPORTED, "export.verify=true", "max_steps=1")
     with pytest.raises(ModelError, match="its logits differ"):
         train.train(cfg)
@@ -285,7 +284,7 @@ def test_weights_from_another_model(noise: Path, parts: Path, dataset: Path, tmp
         write_json(folder / "config.json", config)
         forge_notes(folder)
         with pytest.raises(
-            ModelError, match=rf"mlp\.gate_proj\.weight has shape \[50, 36\] in .*model\.safetensors.*\[{rows}, 36\]"
+            ModelError, match=rf"layers\.0\.mlp\.down_proj\.weight has shape \[36, 50\] in .*other, .*\[36, {rows}\]"
         ):
             train.train(make_config(parts, dataset, tmp_path / "run", *start(folder)))
     tensors = weights(noise / "export")
@@ -318,7 +317,18 @@ def test_files_of_weights_are_filled_up_to_their_bound(monkeypatch: pytest.Monke
     monkeypatch.setattr(weights_writer, "SHARD_BYTES", 100)
     shapes = {"a": (10,), "b": (15,), "c": (1,), "d": (30,), "e": (24,), "f": (2,)}
     to_write = Weights(shapes, dict.fromkeys(shapes, torch.float32), torch.zeros)
-    assert weights_writer.plan_shards(to_write) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+
+    def planned(outputs: dict[str, LazyTensor]) -> list[list[str]]:
+        return [[n for group in file for n in group.outputs] for file in plan_files(outputs, to_write)]
+
+    def nothing(name: str, box: object) -> torch.Tensor:
+        raise AssertionError("a plan reads no values")
+
+    outputs = renamed(shapes, str.upper, nothing)
+    assert planned(outputs) == [["A", "B"], ["C"], ["D"], ["E"], ["F"]]
+    # what shares a parameter is in one file; "c" and "f" share none
+    joined = {"x": torch.cat([outputs["A"], outputs["F"]]), "y": outputs["C"], "z": outputs["F"][:1]}
+    assert planned(joined) == [["x", "z", "y"]]  # type: ignore[arg-type]
 
 
 def test_rows_that_were_not_trained_are_the_mean_of_those_that_were() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small import write_json
+from small import config_of, write_json
 
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.preprocess import read_preprocessor
 from llava_fsdp.export import weights_writer
-from llava_fsdp.export.formats import SourceModel, config_of_original, write_notes
+from llava_fsdp.export.formats import SourceModel, config_of_original, source_of_run, write_notes
 from llava_fsdp.export.processor import as_older_release, write_preprocessor, write_tokenizer
-from llava_fsdp.export.weights_writer import Weights, write_shards
+from llava_fsdp.export.weights_writer import Weights, renamed, write_shards
+from llava_fsdp.model.llava import Llava
 
 
 def source(whole: Path | None = None) -> SourceModel:
@@ -53,6 +55,24 @@ def test_notes_say_all_of_it(tmp_path: Path) -> None:
         "special_tokens": "parse", "max_length": 55, "vocab_size": 77, "image_start_end": True,
         "language": "a/language", "vision": "b/vision",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["data.template=v0", "data.pixels=fast"], "v0 anyres text exact"),
+        (["data.template=v0", "labels=llava_v1_5"], "v1 anyres parse exact"),
+        (["data.template=plain", "data.special_tokens=parse"], "plain anyres parse exact"),
+        (["data.template=v1", "data.pixels=llava_v1_5"], "v1 square text llava_v1_5"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_run_exports_what_it_trained_with(keys: list[str], said: str) -> None:
+    """That is not always what its keys say: some mean another value beside the original's."""
+    cfg = config_of(["data.image_aspect_ratio=anyres", "data.max_length=99", *keys])
+    found = source_of_run(object.__new__(Llava), cfg, "r", 3)
+    values = found.template, found.aspect.value, found.special_tokens.value, found.pixels.value
+    assert (" ".join(values), found.max_length) == (said, 99)
 
 
 def test_an_originals_configuration_is_kept_but_for_what_has_changed(tmp_path: Path) -> None:
@@ -113,7 +133,7 @@ def test_files_of_weights_are_listed_with_all_that_is_in_them(tmp_path: Path, mo
     held = {name: torch.full((2, 3), float(number)) for number, name in enumerate("abc")}
     dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.bfloat16}
     weights = Weights({name: (2, 3) for name in held}, dtypes, held.__getitem__)
-    write_shards(weights, tmp_path, lambda name: f"x.{name}", 9, 9)
+    write_shards(weights, tmp_path, partial(renamed, weights.shapes, lambda name: f"x.{name}"), 9, 9)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
     weight_map = {"x.a": first, "x.b": second, "x.c": second}

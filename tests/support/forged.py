@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
+from llava_fsdp.export import formats
 from llava_fsdp.runtime.digests import sealed
 from llava_fsdp.runtime.provenance import NOTES, seal
 
@@ -34,3 +36,15 @@ def forge_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
 def forge_notes(folder: Path, **said: object) -> None:
     """Other notes in an export or an adapter's folder, which agree with all of its files as they are."""
     seal(folder, json.loads((folder / NOTES).read_text()) | said)
+
+
+def swap_in_exports(monkeypatch: pytest.MonkeyPatch, first: str, second: str) -> None:
+    """Exports for transformers put the values of two parameters in each other's place."""
+    plan = formats.plan_save
+
+    def swapped(*arguments: Any) -> dict[str, Any]:
+        outputs = plan(*arguments)
+        one, other = (next(n for n, x in outputs.items() if x.sources == (name,)) for name in (first, second))
+        return {**outputs, one: outputs[other], other: outputs[one]}
+
+    monkeypatch.setattr(formats, "plan_save", swapped)

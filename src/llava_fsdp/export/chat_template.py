@@ -68,9 +68,9 @@ def find_gap(theirs: Any, ours: Tokenizer) -> Gap:
     """Return the rule for spaces with which transformers' tokenizer gives text after an image's special token the same
     ids as training.
 
-    Such spaces are needed since a Llama tokenizer with `legacy=false` puts one space before each text that it encodes:
-    training encodes every stretch of text separately, and transformers the whole conversation as one text. If no rule
-    gives equal ids, the rule without spaces is returned; `rehearse` then reports the difference.
+    A Llama tokenizer with `legacy=false` puts one space before each text that it encodes. Training encodes every
+    stretch of text between images separately, but transformers the whole conversation as one text, so that spaces are
+    missing. If no rule gives equal ids, the rule without spaces is returned; `rehearse` then reports the difference.
 
     Args:
         theirs: the export's tokenizer, opened with transformers.

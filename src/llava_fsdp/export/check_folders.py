@@ -27,8 +27,8 @@ from llava_fsdp.runtime.provenance import (
 )
 
 LOGGED = 1 << 30
-"""Total size in bytes of the files to compare from which `check_artifacts` logs that it compares them, as it then takes
-seconds."""
+"""Minimum total size in bytes of the compared files with which `check_artifacts` logs a message, since comparing them
+takes seconds."""
 
 
 def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int = 1, is_first: bool = True) -> None:
@@ -78,12 +78,12 @@ def warn_of_older(paths: Iterable[Path]) -> None:
 
 
 def accept(folder: Path, names: list[str]) -> None:
-    """Record new digests of files in a model folder that a user changed, added or removed on purpose.
+    """Record new digests of files that a user changed, added or removed on purpose in a model folder.
 
     Args:
-        names: relative paths of these files. `llava_fsdp.json`, the file with the digests, may be among them: it is
-            then accepted as it is now; and if it has no digests, as an earlier version of llava_fsdp wrote it, digests
-            of all files of the folder are recorded.
+        names: paths of these files, relative to the folder. `llava_fsdp.json`, the file with the digests, may be among
+            them: its present content is then accepted. If it has no digests, because an earlier version of llava_fsdp
+            wrote it, digests of all files of the folder are recorded.
 
     Raises:
         ConfigError: the folder has no `llava_fsdp.json`, or a name is not a file of the folder.

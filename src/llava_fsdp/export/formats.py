@@ -25,7 +25,8 @@ from llava_fsdp.export.processor import (
     write_processor,
     write_tokenizer,
 )
-from llava_fsdp.export.weights_writer import Weights, write_projector, write_shards
+from llava_fsdp.export.weights_writer import Weights, renamed, write_projector, write_shards
+from llava_fsdp.model.conversions import plan_save
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.llava_v1_5_config import (
     TOWER,
@@ -38,7 +39,7 @@ from llava_fsdp.model.llava_v1_5_config import (
 )
 from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.model.pretrained import PACKAGE, Parts, read_json
-from llava_fsdp.model.weight_names import original, theirs
+from llava_fsdp.model.weight_names import original
 from llava_fsdp.runtime.durable_files import make_empty
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.log import log
@@ -88,7 +89,7 @@ class SourceModel:
 
 
 def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceModel:
-    """Return the description of the model that a run has after `step` steps, for exporting it."""
+    """Return the description of a run's model after `step` steps, for exporting it."""
     assert isinstance(model, Llava)  # also with FSDP, which gives the model a subclass of Llava
     return SourceModel(
         model=model,
@@ -127,11 +128,12 @@ def write_folder(
     on_first_rank(lambda: make_empty(staged), failing)
     if form is FolderFormat.hf:
         rows = on_first_rank(lambda: begin_hf(source, weights.widest, staged), failing)
-        write_shards(weights, staged, theirs, source.vocabulary, rows)
+        config = hf_config(source, weights.widest, rows)
+        write_shards(weights, staged, partial(plan_save, config), source.vocabulary, rows)
     elif form is FolderFormat.llava:
         on_first_rank(lambda: write_configs(source, weights.widest, staged), failing)
         on_first_rank(lambda: copy_or_convert_tokenizer(source, staged), failing)
-        write_shards(weights, staged, rename, source.vocabulary, source.vocabulary)
+        write_shards(weights, staged, partial(renamed, weights.shapes, rename), source.vocabulary, source.vocabulary)
     else:
         on_first_rank(lambda: begin_projector(source, weights, staged), failing)
         write_projector(weights, staged, rename)
@@ -140,7 +142,7 @@ def write_folder(
 
 def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> None:
     """Write the folder's notes (`llava_fsdp.json`): settings that the other files do not contain, and digests of all
-    other files, which must therefore be complete."""
+    other files. Called last, when those files are complete."""
     notes = {
         **source.history,
         **notes,
@@ -172,19 +174,8 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     image_id, pad_id, rows = write_tokenizer(
         parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end
     )
-    text = type(parts.language).from_dict({**parts.language.to_dict(), "vocab_size": rows, "use_cache": True})
-    config = LlavaConfig(
-        vision_config=copy.deepcopy(parts.vision),  # a copy, as LlavaConfig changes it
-        text_config=text,
-        image_token_index=image_id,
-        image_seq_length=model.image_tokens,
-        vision_feature_layer=model.cfg.select_layer,
-        vision_feature_select_strategy="default" if model.probe.drops_cls else "full",
-        tie_word_embeddings=bool(parts.language.tie_word_embeddings),
-        architectures=["LlavaForConditionalGeneration"],
-        dtype=dtype_name(dtype),
-    )
-    config.pad_token_id = pad_id
+    config = hf_config(source, dtype, rows)
+    config.image_token_index, config.pad_token_id = image_id, pad_id
     config.save_pretrained(staged)
     check_template(parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end)
     write_processor(parts.vision_folder, staged, config, source.aspect)
@@ -196,6 +187,21 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
         (staged / KEPT).mkdir()
         copy_files(came_from, staged / KEPT, (*KEPT_FILES, *TOKENIZER_FILES))
     return rows
+
+
+def hf_config(source: SourceModel, dtype: torch.dtype, rows: int) -> LlavaConfig:
+    """Return transformers' configuration of a model whose embeddings have `rows` rows, without its special tokens."""
+    model, parts = source.model, source.model.parts
+    return LlavaConfig(
+        vision_config=copy.deepcopy(parts.vision),  # a copy, as LlavaConfig changes it
+        text_config=type(parts.language).from_dict({**parts.language.to_dict(), "vocab_size": rows, "use_cache": True}),
+        image_seq_length=model.image_tokens,
+        vision_feature_layer=model.cfg.select_layer,
+        vision_feature_select_strategy="default" if model.probe.drops_cls else "full",
+        tie_word_embeddings=bool(parts.language.tie_word_embeddings),
+        architectures=["LlavaForConditionalGeneration"],
+        dtype=dtype_name(dtype),
+    )
 
 
 def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None:
@@ -221,8 +227,8 @@ def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None
 
 
 def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
-    """Write the tokenizer for the original LLaVA: a copy of the files that the source has from the original LLaVA, or
-    else a conversion of the language model's tokenizer."""
+    """Write the tokenizer for the original LLaVA. If the source model came with tokenizer files of the original LLaVA,
+    they are copied; otherwise the language model's tokenizer is converted."""
     parts, came_from = source.model.parts, originals_files(source.model.parts)
     if came_from is not None and has_tokenizer(came_from):
         copy_files(came_from, staged, TOKENIZER_FILES)
@@ -240,8 +246,8 @@ def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None
 
 
 def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the contents of config.json for the original LLaVA. If the source has a config.json of the original LLaVA,
-    its values are kept except for those that changed."""
+    """Return the contents of config.json for the original LLaVA. If the source model came with such a file, its values
+    are kept, except for settings in which the model now differs from it."""
     model, parts = source.model, source.model.parts
     came_from = originals_files(parts)
     if came_from is not None:

@@ -30,14 +30,15 @@ from llava_fsdp.runtime.provenance import NOTES
 
 @torch.no_grad()
 def export(cfg: ConversionConfig) -> Path:
-    """Convert the model `cfg.source` into the folder `cfg.to`, and return that folder. It gets its final name after its
-    logits were compared with the source's (unless `cfg.verify` is false).
+    """Convert the model `cfg.source` into the folder `cfg.to`, and return that folder. The folder gets its final name
+    after the logits of the written model were compared with the source's (unless `cfg.verify` is false).
 
-    If `cfg.accept` is set, only record new digests of these files of `cfg.source`, and return `cfg.source`.
+    If `cfg.accept` names files, nothing is converted: new digests of these files in the folder `cfg.source` are
+    recorded, and that folder is returned.
 
     Raises:
-        ConfigError: a key is wrong, or `to` exists and may not be replaced.
-        ModelError: the source cannot be read, the format has no such model, or the logits differ.
+        ConfigError: a setting is wrong, or `to` exists and may not be replaced.
+        ModelError: the source cannot be read, the format does not support the model, or the logits differ.
         CheckpointError: a checkpoint cannot be read, or `to` cannot be written.
     """
     if cfg.accept:

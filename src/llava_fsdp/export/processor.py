@@ -105,8 +105,8 @@ def from_file(folder: Path) -> Any:
 
 
 def keep_llama(folder: Path, staged: Path) -> None:
-    """Copy the SentencePiece model (`tokenizer.model`) from `folder` to `staged`, and add the values of its
-    configuration that transformers 5 does not write to `tokenizer_config.json`."""
+    """Copy the SentencePiece model (`tokenizer.model`) from `folder` to `staged`. Also set in the
+    `tokenizer_config.json` of `staged` those values that transformers 5 does not write there."""
     old, path = read_optional(folder / "tokenizer_config.json"), staged / "tokenizer_config.json"
     config = {**read_optional(path), "legacy": is_legacy(old), "add_bos_token": old.get("add_bos_token", True)}
     config["tokenizer_class"] = old.get("tokenizer_class", "LlamaTokenizer")
@@ -122,7 +122,7 @@ def copy_sentencepiece(folder: Path, staged: Path, added: dict[str, int]) -> Non
 
 def check_template(folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
     """Compare the token ids that an export's chat template gives with those of training, and log a warning if they
-    differ. They are no error, since llava_fsdp's own programs do not use the chat template.
+    differ. A difference is no error, since llava_fsdp's own programs do not use the chat template.
 
     Args:
         folder: the language model's folder.
@@ -140,7 +140,7 @@ def check_template(folder: Path, staged: Path, language: PretrainedConfig, form:
     if differs is not None:
         log().warning(
             "the export's chat template for the tokenizer of %s does not make the ids of training: %s; "
-            "use the exported model with llava_fsdp.chat and llava_fsdp.evaluate", folder, differs,
+            "use the exported model with llava-fsdp chat and llava-fsdp evaluate", folder, differs,
         )  # fmt: skip
 
 
@@ -245,8 +245,8 @@ def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: Asp
 
 
 def convert_tokenizer_to_original(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
-    """Write the tokenizer for the original LLaVA, which uses transformers 4.37, without the tokens whose ids are not
-    less than `vocab_size`."""
+    """Write the tokenizer for the original LLaVA, which uses transformers 4.37. Tokens with ids of `vocab_size` or more
+    are left out."""
     if lacks_tokenizer(folder, staged):
         return
     old = read_optional(folder / "tokenizer_config.json")
@@ -269,8 +269,8 @@ def convert_tokenizer_to_original(folder: Path, staged: Path, vocab_size: int, m
 
 
 def as_older_release(frozen: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the contents of a tokenizer.json converted for tokenizers 0.15: each merge is one string, and tokens whose
-    ids are not less than `vocab_size` are removed. `frozen` is changed in place."""
+    """Return the contents of a tokenizer.json converted for tokenizers 0.15: each merge is one string, and tokens with
+    ids of `vocab_size` or more are removed. `frozen` is changed in place."""
     frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if t["id"] < vocab_size]
     merges = frozen["model"].get("merges")
     if merges and isinstance(merges[0], list) and not any(" " in part for pair in merges for part in pair):

@@ -58,7 +58,7 @@ class Opened:
 
     Attributes:
         source: architecture and settings.
-        sources: stored values of every parameter, by name; of a model with adapters, after merging them.
+        sources: stored values of every parameter, by name. If the model has adapters, they are merged in these values.
         folder: the folder that was opened.
         adapted: the model before its adapters are merged; None if it has no adapters.
     """
@@ -95,8 +95,8 @@ def open_source(cfg: ConversionConfig) -> Opened:
 
 
 def open_run(run: Path, cfg: ConversionConfig) -> Opened:
-    """Open the newest valid checkpoint of a run. The run's `export` folder is opened instead if it is of the same step,
-    is undamaged and has the dtype that `cfg` asks for."""
+    """Open the newest valid checkpoint of a run; or the run's `export` folder, if it was written at the same step, is
+    undamaged and has the dtype that `cfg` asks for."""
     newest = newest_alone(run / FOLDER)
     if newest is None:
         return open_final_folder(run, cfg)
@@ -111,8 +111,8 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
 
 
 def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
-    """Open the model that a run without checkpoints wrote at its end: the adapter folder, unless the `export` folder is
-    of the same step or there is no adapter folder; then the `export` folder.
+    """Open the model that a run without checkpoints wrote at its end: the adapter folder; or the `export` folder, if
+    there is no adapter folder or both were written at the same step.
 
     Raises:
         CheckpointError: the run has neither folder.
@@ -192,8 +192,8 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
 
 
 def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -> None:
-    """Raise ModelError if neither the adapter folder nor the base model has a projector, as random weights would be
-    exported then.
+    """Raise ModelError if neither the adapter folder nor the base model has a projector: the export would have a random
+    one.
 
     Args:
         found: the adapter folder.
@@ -243,8 +243,8 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
 
 
 def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg: ConversionConfig) -> SourceModel:
-    """Return the description, for exporting it, of a model in a folder. Settings such as the conversation template come
-    from the folder's `llava_fsdp.json` or `config.json`, and from `cfg` if neither has them."""
+    """Return the description of the model in a folder, for exporting it. Settings such as the conversation template
+    come from the folder's `llava_fsdp.json` or `config.json`, and from `cfg` if neither has them."""
     has_config = (folder / "config.json").is_file()
     raw = read_json(folder / "config.json", f"source={folder}") if has_config else {}
     notes = read_notes(folder)
@@ -277,8 +277,8 @@ def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder
 
 
 def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> AspectRatio:
-    """Return how a model makes images square, from the first of these that says it: the folder's `llava_fsdp.json`
-    (`notes`), the original LLaVA's config.json (`raw`), transformers' preprocessor_config.json."""
+    """Return how a model makes images square. This is read from the first of these that contains it: the folder's
+    `llava_fsdp.json` (`notes`), the original LLaVA's config.json (`raw`), transformers' preprocessor_config.json."""
     value = notes.get("image_aspect_ratio")
     if value is None and is_original(raw):
         value = raw.get("image_aspect_ratio", "square")

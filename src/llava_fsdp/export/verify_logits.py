@@ -28,7 +28,7 @@ from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 
 CLOSE = 1e-4
-"""Largest accepted difference between logits computed in fp32, relative to the largest logit. Differences arise since
+"""Largest accepted difference between logits computed in fp32, relative to the largest logit. They may differ because
 transformers may sum in another order."""
 CLOSE_BF16 = 0.05
 CLOSE_FP8 = 0.3
@@ -40,7 +40,7 @@ TEXT = 24
 
 @dataclass(frozen=True)
 class Rounded:
-    """A stored parameter whose values are converted to another dtype, the export's, when they are read."""
+    """A stored parameter whose values are converted to the export's dtype when they are read."""
 
     stored: Stored
     dtype: torch.dtype
@@ -74,8 +74,8 @@ class Adapted:
 
 
 def prove_merge(model: Llava, adapted: Adapted) -> float:
-    """Check that merging adapters into a model keeps its logits: compare the logits of the model with adapters with
-    those of the merged weights before these are rounded to the export's dtype.
+    """Check that merging adapters into a model keeps its logits. Compared are the logits of the model with adapters and
+    those of the merged weights, before the merged weights are rounded to the export's dtype.
 
     Returns:
         The largest difference, relative to the largest logit.
@@ -100,7 +100,8 @@ def prove(
 ) -> float:
     """Load an exported folder and compare its logits with those of the source's weights rounded to the export's dtypes.
 
-    If llava_fsdp's model can load the format, the logits must be equal; if transformers' model loads it, close.
+    The logits must be equal if llava_fsdp's model class loads the export, and close if transformers' model class loads
+    it.
 
     Args:
         model: a model of the source's architecture; its weights are not used.
@@ -140,7 +141,8 @@ def relative_difference(written: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def compute_dtype(model: Llava) -> torch.dtype:
-    """Return the dtype for computing logits on the CPU: fp32 if host or container has the memory for it, else bf16."""
+    """Return the dtype for computing logits on the CPU: fp32 if the host (or container) has enough memory for it, else
+    bf16."""
     size = 4 * sum(p.numel() for p in model.parameters())
     if read_host().free > 1.2 * size:
         return torch.float32
@@ -176,8 +178,8 @@ def load_copy(
     adapted: Adapted | None = None,
     device: torch.device | str = "cpu",
 ) -> Llava:
-    """Return a model on a device, with weights loaded from `sources`. While it is loaded, host memory holds only one
-    further parameter at a time.
+    """Return a model on a device, with weights loaded from `sources`. During loading, host memory holds the model and
+    only one other parameter at a time.
 
     Args:
         shapes: a model with the architecture to build, which may be on the meta device.

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -12,10 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from llava_fsdp.distributed.consensus import on_first_rank
+from llava_fsdp.model.lazy_tensor import Box, LazyTensor
 from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.runtime.durable_files import sync_folder, sync_tree
 
 SHARD_BYTES = 5 * 10**9
+ReadPart = Callable[[str, Box], torch.Tensor]
+"""Reads a part of a parameter, given llava_fsdp's name of it."""
 
 
 @dataclass(frozen=True)
@@ -31,57 +34,104 @@ class Weights:
 
     @property
     def widest(self) -> torch.dtype:
-        """Narrowest dtype that can represent the values of all weights."""
+        """Narrowest dtype that can represent the values of all the weights' dtypes."""
         return reduce(torch.promote_types, self.dtypes.values())
 
 
-def write_shards(weights: Weights, staged: Path, rename: Callable[[str], str], trained: int, rows: int) -> None:
+def write_shards(
+    weights: Weights, staged: Path, plan: Callable[[ReadPart], dict[str, LazyTensor]], trained: int, rows: int
+) -> None:
     """Write all weights as safetensors files of at most 5 GB, with an index file if there are several. Rank 0 has the
-    tensors of only one file in memory at a time.
+    tensors of only one file in memory at a time. A collective.
 
     Args:
-        rename: function from llava_fsdp's parameter name to the name in the files.
+        plan: returns what each tensor of the files is made of, by its name there, given a function that reads a part of
+            a parameter by llava_fsdp's name.
         trained: number of rows of the embeddings that are trained; `lm_head` counts as an embedding.
         rows: number of rows of the embeddings to write; rows after the trained ones are the trained rows' mean.
     """
-    plan = plan_shards(weights)
+    held: dict[str, torch.Tensor] = {}
+    outputs = plan(lambda name, box: held[name][tuple(slice(*span) for span in box)])
+    files = plan_files(outputs, weights)
+    names = iter(weights.watch([group.outputs[0] for file in files for group in file]))
     index: dict[str, str] = {}
-    names = iter(weights.watch(name for shard in plan for name in shard))
     total = 0
-    for number, shard in enumerate(plan, start=1):
-        file = "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
+    for number, file in enumerate(files, start=1):
+        path = staged / (
+            "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        )
         tensors: dict[str, torch.Tensor] = {}
-        for name in (next(names) for _ in shard):
-            tensor = weights.read(name)
+        for group in file:
+            next(names)
+            for name in group.parameters:
+                tensor = weights.read(name)
+                if weights.is_first_rank:
+                    held[name] = with_rows(name, tensor, trained, rows)
             if weights.is_first_rank:
-                tensors[rename(name)] = with_rows(name, tensor, trained, rows).to(weights.dtypes[name]).contiguous()
-        index |= dict.fromkeys(tensors, file)
+                for name in group.outputs:
+                    values = outputs[name].rows(0, outputs[name].shape[0])
+                    tensors[name] = values.to(group.dtype).contiguous()
+            held.clear()
+        index |= dict.fromkeys(tensors, path.name)
         total += sum(t.nbytes for t in tensors.values())
-        path = staged / file
         on_first_rank(lambda t=tensors, p=path: save_file(t, p, metadata={"format": "pt"}), f"cannot write {path}")
-    if len(plan) > 1:
+    if len(files) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
         on_first_rank(
             lambda: (staged / "model.safetensors.index.json").write_text(text), "cannot write the index of shards"
         )
 
 
-def plan_shards(weights: Weights) -> list[list[str]]:
-    plan: list[list[str]] = [[]]
+@dataclass
+class Group:
+    """Tensors of the files that are written together, because they are made of the same parameters.
+
+    Attributes:
+        parameters: llava_fsdp's names of these parameters.
+        outputs: names of the tensors in the files.
+        dtype: dtype of the tensors in the files.
+        nbytes: size of the tensors in the files.
+    """
+
+    parameters: list[str]
+    outputs: list[str]
+    dtype: torch.dtype
+    nbytes: int
+
+
+def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[Group]]:
+    """Divide the tensors to write into groups, and the groups into files of at most 5 GB (or of one group)."""
+    groups: dict[str, Group] = {}  # by each of its parameters
+    for name, output in outputs.items():
+        dtype = reduce(torch.promote_types, [weights.dtypes[source] for source in output.sources])
+        group = Group([*output.sources], [name], dtype, output.numel() * dtype.itemsize)
+        for other in {id(groups[s]): groups[s] for s in output.sources if s in groups}.values():
+            group.parameters = list(dict.fromkeys(other.parameters + group.parameters))
+            group.outputs = other.outputs + group.outputs
+            group.nbytes += other.nbytes
+        groups |= dict.fromkeys(group.parameters, group)
+    files: list[list[Group]] = [[]]
     filled = 0
-    for name, shape in weights.shapes.items():
-        size = torch.Size(shape).numel() * weights.dtypes[name].itemsize
-        if plan[-1] and filled + size > SHARD_BYTES:
-            plan.append([])
+    for group in {id(group): group for group in groups.values()}.values():
+        if files[-1] and filled + group.nbytes > SHARD_BYTES:
+            files.append([])
             filled = 0
-        plan[-1].append(name)
-        filled += size
-    return plan
+        files[-1].append(group)
+        filled += group.nbytes
+    return files
+
+
+def renamed(shapes: Mapping[str, Sequence[int]], rename: Callable[[str], str], read: ReadPart) -> dict[str, LazyTensor]:
+    """Return a plan for `write_shards` in which every parameter is one tensor of the files, under another name."""
+    return {
+        rename(name): LazyTensor(shape, [name], lambda box, name=name: read(name, box))
+        for name, shape in shapes.items()
+    }
 
 
 def with_rows(name: str, tensor: torch.Tensor, trained: int, rows: int) -> torch.Tensor:
-    """Return a parameter as it is to be written: of an embedding or `lm_head`, the first `trained` rows, followed by
-    copies of their mean up to `rows` rows; other parameters unchanged."""
+    """Return a parameter as it is to be written. Of an embedding or `lm_head`, these are its first `trained` rows,
+    followed by copies of their mean until there are `rows` rows; other parameters are unchanged."""
     if not name.startswith(("language_model.embed", "lm_head.")):
         return tensor
     mean = tensor[:trained].float().mean(dim=0, keepdim=True)

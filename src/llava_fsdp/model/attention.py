@@ -1,8 +1,8 @@
-"""Attention within each sample of a packed row, and checks that a language model can use it.
+"""Attention for packed rows, in which each sample attends only to itself; and checks that a language model supports it.
 
-The implementations are registered with transformers' `AttentionInterface` under our own names, for which transformers
-builds no mask (masking_utils.py, `_preprocess_mask_arguments`). The boundaries of samples are passed as keyword
-arguments through the language model to the attention of every layer.
+The implementations are registered with transformers' `AttentionInterface` under llava_fsdp's own names. For these names
+transformers builds no mask (masking_utils.py, `_preprocess_mask_arguments`). The sample boundaries are passed as
+keyword arguments through the language model to the attention of every layer.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ lengths."""
 
 @dataclass(frozen=True, eq=False)
 class Continued:
-    """New tokens of rows whose earlier keys and values are in a key-value cache; the rows are padded on the left."""
+    """Input for generation: new tokens of rows whose earlier tokens are in a key-value cache. Rows are padded on the
+    left."""
 
     position_ids: torch.Tensor
-    """int64 [rows, length]"""
+    """Positions of the new tokens, int64 [rows, length]."""
     mask: torch.Tensor
-    """bool [rows, cached + length]: False at padding tokens"""
+    """False at padding tokens, bool [rows, cached + length]."""
     kept: Cache
 
     @property
     def allowed(self) -> torch.Tensor:
-        """Causal mask without padding, bool [rows, 1, length, cached + length].
+        """Attention mask, bool [rows, 1, length, cached + length]: True at the token itself and at earlier tokens that
+        are not padding.
 
-        A padding token attends to itself, because attending to nothing gives NaN.
+        A padding token attends to itself too, because attending to nothing gives NaN.
         """
         length, total = self.position_ids.shape[1], self.mask.shape[1]
         keys = torch.arange(total, device=self.mask.device)
@@ -55,12 +57,14 @@ NAMES = {
     Attention.varlen: "llava_fsdp_varlen",
     Attention.flash: "llava_fsdp_dao",  # transformers would look up a name with "flash" on the hub
 }
-"""Name under which each of our attention implementations is registered in transformers' AttentionInterface."""
+"""Names under which llava_fsdp's attention implementations for packed rows are registered in transformers'
+AttentionInterface."""
 CURE = "set pack=false"
 PADDED = "llava_fsdp_padded"
-"""Name of the attention implementation for padded rows: transformers' SDPA, without transformers' masks."""
+"""Name of llava_fsdp's attention implementation for padded rows. It calls transformers' SDPA, but transformers builds
+no mask for it."""
 OURS = frozenset({PADDED, *NAMES.values()})
-"""Names of our attention implementations, for which transformers builds no mask."""
+"""Names of llava_fsdp's attention implementations, for which transformers builds no mask."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,11 @@ class Kernel:
 def choose_kernel(
     attention: Attention, language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype
 ) -> Kernel:
-    """Choose the attention implementation for packed rows: the one that `attention=` names, or with `auto` the best
-    that can run here.
+    """Choose the attention implementation for packed rows: the one that `attention` names or, if it is `auto`, the best
+    one that can run this model on this device in this dtype.
 
     Raises:
-        ConfigError: the named kernel cannot run here.
+        ConfigError: the named implementation cannot run this model here.
     """
     if attention is Attention.auto:
         lack = varlen_missing(language, device, compute_dtype)
@@ -97,7 +101,7 @@ def choose_kernel(
 
 
 def varlen_missing(language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> str | None:
-    """Say why torch's varlen_attn cannot run here; None if it can."""
+    """Return why torch's varlen_attn cannot run this model on this device in this dtype; None if it can."""
     lack = flash_kernel_missing(language, device, compute_dtype, "varlen_attn")
     if lack is None and importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return f"torch {torch.__version__} has no varlen_attn"
@@ -105,7 +109,7 @@ def varlen_missing(language: PretrainedConfig, device: torch.device, compute_dty
 
 
 def flash_missing(language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> str | None:
-    """Say why the flash-attn package cannot run here; None if it can."""
+    """Return why the flash-attn package cannot run this model on this device in this dtype; None if it can."""
     lack = flash_kernel_missing(language, device, compute_dtype, "flash-attn")
     if lack is None and importlib.util.find_spec("flash_attn") is None:
         return "flash-attn is not installed (pip install llava-fsdp[flash])"
@@ -115,7 +119,8 @@ def flash_missing(language: PretrainedConfig, device: torch.device, compute_dtyp
 def flash_kernel_missing(
     language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype, what: str
 ) -> str | None:
-    """Say why FlashAttention-2, which both varlen_attn and flash-attn run, cannot run here; None if it can."""
+    """Return why FlashAttention-2 cannot run this model on this device in this dtype; None if it can. The message names
+    `what`: varlen_attn or flash-attn, which both run FlashAttention-2."""
     if device.type != "cuda":
         return f"{what} needs CUDA, and this run is on {device.type}"
     lack = not_for_flash(language, compute_dtype, what)
@@ -125,7 +130,8 @@ def flash_kernel_missing(
 
 
 def not_for_flash(language: PretrainedConfig, compute_dtype: torch.dtype, what: str) -> str | None:
-    """Say why FlashAttention-2 cannot run this model in this dtype, whatever the GPU; None if it can."""
+    """Return why FlashAttention-2 cannot run this model in this dtype on any GPU; None if it can. The message names
+    `what`: varlen_attn or flash-attn, which both run FlashAttention-2; only flash-attn has dropout."""
     if compute_dtype not in (torch.bfloat16, torch.float16):
         return f"{what} computes in 16 bits, and this run in {str(compute_dtype).removeprefix('torch.')}"
     head = head_size(language)
@@ -141,7 +147,7 @@ def head_size(language: PretrainedConfig) -> int:
 
 
 def register_attention() -> None:
-    """Register our attention implementations with transformers; calling this again changes nothing."""
+    """Register llava_fsdp's attention implementations with transformers; calling this again changes nothing."""
     varlen = make_varlen() if importlib.util.find_spec("torch.nn.attention.varlen") is not None else None
     kernels = {Attention.sdpa: each_alone, Attention.varlen: varlen, Attention.flash: flash}
     for attention, kernel in kernels.items():
@@ -150,11 +156,11 @@ def register_attention() -> None:
 
 
 def padded_attention(language: PretrainedConfig) -> str:
-    """Choose the attention implementation for padded rows and return its name: SDPA under a name for which transformers
-    builds no mask.
+    """Return the name of the attention implementation for padded rows: `PADDED`, for which transformers builds no mask,
+    or "sdpa" for a language model without full causal attention in every layer.
 
-    Under the name "sdpa" transformers searches the positions of every micro-batch for packed samples, for which the
-    host waits for the device. A model whose attention is not causal over the whole sample keeps "sdpa".
+    With "sdpa", transformers searches the position ids of every micro-batch for packed samples, for which the host
+    waits for the device.
     """
     try:
         check_full_attention(language)
@@ -173,10 +179,10 @@ def attend_padded(
     allowed: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute a layer's attention of padded rows, or of rows that continue cached ones, with transformers' SDPA.
+    """Compute a layer's attention with transformers' SDPA, for padded rows or for generation with a key-value cache.
 
     Args:
-        allowed: bool mask of rows that continue cached ones (`Continued.allowed`); None for padded rows.
+        allowed: the mask for generation (`Continued.allowed`); None for padded rows.
     """
     return sdpa_attention_forward(module, query, key, value, attention_mask if allowed is None else allowed, **others)
 
@@ -185,7 +191,7 @@ def attend_padded(
 class Lengths:
     """Lengths of the samples in a packed row, kept on the host so that no layer waits for the device.
 
-    An object, because a tuple in the arguments of a compiled layer would recompile it for every number of samples.
+    This is a class, because torch.compile would recompile a layer for every number of samples if it got a tuple.
     """
 
     each: tuple[int, ...]
@@ -197,7 +203,7 @@ class Row:
     """Sample boundaries of a packed row, and the scaling and dropout of a layer's attention."""
 
     cu_seqlens: torch.Tensor
-    """int32 [samples + 1]"""
+    """Cumulative sample lengths, int32 [samples + 1]."""
     lengths: Lengths
     scaling: float | None
     dropout: float
@@ -223,12 +229,12 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
         allowed: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Compute a layer's attention: causal within every sample of a packed row; for other rows, transformers' causal
-        SDPA.
+        """Compute a layer's attention: for a packed row, causal attention within each sample; for other rows,
+        transformers' causal SDPA.
 
         Args:
-            allowed: bool mask of rows that continue cached ones (`Continued.allowed`).
-            visits: if given, the modules called with a packed row are appended to it.
+            allowed: the mask for generation with a key-value cache (`Continued.allowed`).
+            visits: list to which `module` is appended if it gets a packed row; None: nothing is recorded.
         """
         refuse_other_attention(module, others, attention_mask)
         if cu_seqlens is None or segment_lengths is None:
@@ -241,7 +247,8 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
 
 
 CHANGES_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias", "sinks")
-"""Arguments that layers of some models pass to their attention, and that our implementations do not support."""
+"""Names of arguments that some models' layers pass to their attention, and that llava_fsdp's implementations do not
+support."""
 
 
 def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torch.Tensor | None) -> None:
@@ -260,7 +267,7 @@ def each_alone(
 ) -> torch.Tensor:
     """Compute the attention of a packed row by one call of transformers' SDPA for each sample.
 
-    The row is `split`, because the backward pass of slices would fill a whole row with zeros for every sample.
+    The row is divided with `split`: with slices, the backward pass would fill a whole row with zeros for every sample.
     """
     options = {"dropout": row.dropout, "scaling": row.scaling}
     parts = zip(*(part.split(row.lengths.each, dim=2) for part in (query, key, value)), strict=True)
@@ -268,10 +275,9 @@ def each_alone(
 
 
 def make_varlen() -> Attend:
-    """Return an attention implementation that calls torch's varlen_attn, with the arguments that the installed torch
-    has.
+    """Return an attention implementation that calls torch's varlen_attn, whose arguments depend on torch's version.
 
-    torch 2.11 has no `enable_gqa`; 2.10 has `is_causal` instead of a window.
+    In torch 2.11 it has no `enable_gqa`; in 2.10 it has `is_causal` instead of `window_size`.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -321,11 +327,12 @@ def flash(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torc
 
 
 def attention_arguments(segments: Segments | Continued | None, implementation: str | None = None) -> dict[str, Any]:
-    """Keyword arguments of a language model's forward pass for packed or continued rows; empty for padded rows.
+    """Return the keyword arguments that a language model's forward pass needs for packed rows or for generation with a
+    key-value cache; none for padded rows.
 
     Args:
-        implementation: name of the model's attention implementation; for ours, this function builds the mask of
-            continued rows.
+        implementation: name of the model's attention implementation. If it is one of llava_fsdp's, the mask for
+            generation is built here, otherwise by transformers.
     """
     if segments is None:
         return {}
@@ -338,7 +345,7 @@ def attention_arguments(segments: Segments | Continued | None, implementation: s
 
 
 def check_full_attention(language: PretrainedConfig) -> None:
-    """Check from a language model's configuration that every layer has full causal attention, as packed rows need.
+    """Check in a language model's configuration that every layer has full causal attention, as packed rows need.
 
     Raises:
         ConfigError: a layer has another kind of attention.
@@ -371,10 +378,10 @@ def check_full_attention(language: PretrainedConfig) -> None:
 
 
 def check_sdpa(language: PretrainedConfig, but: str = "") -> None:
-    """Raise ConfigError for a language model that padded rows cannot train: transformers has no SDPA attention for it.
+    """Raise ConfigError if transformers has no SDPA attention for a language model, as padded rows need.
 
     Args:
-        but: why it cannot be packed either, for the message.
+        but: why the model cannot use packed rows either, for the message; may be empty.
     """
     if not getattr(MODEL_MAPPING[type(language)], "_supports_sdpa", False):
         raise ConfigError(
@@ -384,10 +391,11 @@ def check_sdpa(language: PretrainedConfig, but: str = "") -> None:
 
 
 def check_reaches_all_layers(model: PreTrainedModel) -> None:
-    """Check on the meta device that every layer of a language model separates the samples of a packed row.
+    """Check on the meta device that every layer of a language model keeps the samples of a packed row apart.
 
     Raises:
-        ConfigError: a layer mixes tokens without our attention implementation, or does not get the samples' boundaries.
+        ConfigError: a layer mixes tokens outside llava_fsdp's attention implementation, or does not get the sample
+            boundaries.
     """
     config: Any = model.config
     mixers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)})

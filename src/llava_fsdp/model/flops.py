@@ -14,23 +14,23 @@ from llava_fsdp.model.quantization import weight_shape
 
 
 class Flops(NamedTuple):
-    """FLOPs of a model's forward and backward pass per token, image tile, ...; a multiplication and an addition count
-    as two."""
+    """FLOPs of a model's forward and backward pass: per token, pair of tokens, label and image tile. A multiplication
+    and an addition count as two."""
 
     token: float
     """FLOPs per token in the language model's blocks, without attention."""
     pair: float
     """FLOPs of the language model's attention over a sample, divided by the square of the sample's length."""
     label: float
-    """FLOPs per label in the output layer, which runs for labels only."""
+    """FLOPs per label in the output layer, which is computed only where there are labels."""
     tile: float
     """FLOPs per image tile in the vision tower and the projector."""
 
     def of(self, tokens: float, pairs: float, labels: float, tiles: float) -> float:
-        """Return the FLOPs of a set of samples, from their totals.
+        """Return the FLOPs for a set of samples.
 
         Args:
-            tokens, labels, tiles: their numbers in all samples.
+            tokens, labels, tiles: number of tokens, labels and image tiles in all the samples.
             pairs: sum of the squares of the samples' lengths.
         """
         return self.token * tokens + self.pair * pairs + self.label * labels + self.tile * tiles
@@ -39,14 +39,15 @@ class Flops(NamedTuple):
 def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = False) -> Flops:
     """Count the FLOPs of a model's forward and backward pass.
 
-    A weight costs, per token, 2 forward, 2 for the gradient of its input, 2 for its own gradient if it trains, and 2 if
-    activation checkpointing recomputes it. With adapters, the adapters' weights train. DoRA's work on whole weights,
-    once a micro-batch, is not counted; the gradient of a part's input always is. The gradient always passes the whole
-    language model, because the projector is before it. All experts of a mixture are counted. A block is recomputed
-    without its last product, which nothing needs. In fp16 the logits are always recomputed (`model/loss.py`).
+    A weight costs, per token: 2 in the forward pass, 2 for the gradient of its input, 2 for its own gradient if it is
+    trained (with adapters, only the adapters' weights are), and 2 if activation checkpointing recomputes it. The
+    gradient passes through the whole language model even if that is frozen, because the projector comes before it. All
+    experts of a mixture of experts are counted. DoRA's work on whole weights, once per micro-batch, is not counted.
+    Recomputing a block leaves out its last matrix product, whose output nothing needs. With activation checkpointing in
+    fp16, the logits too count as recomputed (`model/loss.py`).
 
     Args:
-        compiled: the language model's blocks are compiled; these are recomputed to the end.
+        compiled: whether the language model's blocks are compiled; compiled blocks are recomputed to the end.
     """
     trains = {part: part in model.cfg.train for part in Part}
     language: Any = model.language_model.config
@@ -68,9 +69,11 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
 
 
 def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> float:
-    """Count the FLOPs per image tile of the vision tower's layers that run; a frozen vision tower runs forward only.
+    """Count the FLOPs per image tile of those layers of the vision tower that run; if it is frozen, only their forward
+    pass.
 
-    Every token attends to every other. Pixels have no gradient. The patch embedding, a convolution, runs once a patch.
+    Every token attends to every other. No gradient of the pixels is computed. The patch embedding, a convolution, runs
+    once per patch.
     """
     vision, tokens = model.parts.vision, model.probe.tokens
     stack = list(find_blocks(model.vision_tower))
@@ -106,13 +109,13 @@ def matrix_weights(*modules: nn.Module) -> int:
 
 
 def sizes_of_matrices(module: nn.Module) -> list[int]:
-    """Return the number of weights of each matrix of a module, in order of registration; for a quantized matrix, the
+    """Return the number of weights in each matrix of a module, in order of registration; of a quantized matrix, the
     number before quantization."""
     return [math.prod(weight_shape(module, name)) for name, p in module.named_parameters() if p.ndim > 1]
 
 
 def trained_weights(*modules: nn.Module) -> int:
-    """Return the number of weights in matrices that train."""
+    """Return the number of trained weights, counting only matrices."""
     return sum(p.numel() for module in modules for p in module.parameters() if p.ndim > 1 and p.requires_grad)
 
 
@@ -122,6 +125,6 @@ def rows_looked_up(module: nn.Module) -> int:
 
 
 def last_products(blocks: nn.ModuleList | list[nn.Module]) -> int:
-    """Return the number of weights of each block's last matrix product, summed over blocks; transformers' blocks
-    register it last."""
+    """Return the number of weights in each block's last matrix product, summed over the blocks. It is the matrix that a
+    block registers last, as transformers' blocks do."""
     return sum(sizes_of_matrices(block)[-1] for block in blocks)

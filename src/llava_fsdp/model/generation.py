@@ -1,4 +1,4 @@
-"""Answers written token by token: choosing the next token, the loop over tokens, and the key-value cache over turns."""
+"""Generate answers token by token, with a key-value cache that is kept from one turn of a conversation to the next."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ ImageInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings of an answer: its greatest length, temperature and top-p."""
+    """Settings for generating an answer: maximum number of new tokens, temperature and top-p."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -33,7 +33,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator 
 
     Args:
         logits: float32 [rows, vocabulary]
-        generator: on the logits' device; None: torch's default.
+        generator: random generator on the logits' device; None: torch's default generator.
 
     Returns:
         int64 [rows]
@@ -58,15 +58,17 @@ def write_tokens(
     sampling: Sampling,
     generator: torch.Generator | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Generate the tokens after a prompt, yielding one per row at a time; the caller ends generation by taking no more.
+    """Generate the tokens that follow a prompt: yield the next token of all rows until the caller stops iterating or
+    `sampling.max_new_tokens` are generated.
 
-    When a token is yielded, the cache holds all tokens before it, but not yet the token itself. Under FSDP every pass
-    is a collective: all ranks must take equally many tokens.
+    When a token is yielded, the cache holds all tokens before it, but not yet the token itself. Under FSDP every
+    forward pass is a collective: all ranks must take equally many tokens.
 
     Args:
         model: a Llava in evaluation mode, without gradients.
-        ids: int64 [rows, length], padded on the left: the tokens that the cache does not hold yet.
+        ids: int64 [rows, length], padded on the left: the prompt's tokens that are not in the cache yet.
         mask: bool [rows, cached + length]: False at padding.
+        images: image inputs of the tokens in `ids`.
 
     Yields:
         chosen token ids, int64 [rows]
@@ -89,15 +91,19 @@ def write_tokens(
 
 @dataclass
 class PrefixCache:
-    """Key-value cache of the last conversation, so that its next turn only has to read the new tokens."""
+    """Key-value cache of the last conversation, so that the model only has to process the new tokens of its next
+    turn."""
 
     cache: DynamicCache | None = None
     tokens: list[int] = field(default_factory=list)
-    """Token ids that the cache holds; for image tokens, negative numbers that no other image has."""
+    """Ids of the tokens in the cache; image tokens have negative ids that no other image has."""
 
     def reuse(self, model: Llava, tokens: list[int]) -> tuple[DynamicCache, int]:
-        """Return the cache cropped to the longest prefix that it shares with `tokens`, and that prefix's length; at
-        least the last token is never part of it."""
+        """Crop the cache to the longest prefix that its tokens share with `tokens`; return it and the prefix's length.
+
+        The prefix never includes the last token of `tokens`, as the model has to process at least one token. A cache
+        that cannot be cropped or is incomplete is replaced by an empty one.
+        """
         pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, tokens[:-1], strict=False))
         common = sum(1 for _ in pairs)
         surplus = len(self.tokens) - common
@@ -126,10 +132,10 @@ def check_answers(model: nn.Module, device: torch.device, size: int) -> None:
     """Check that the model can generate, by generating two tokens without an image. A collective.
 
     Args:
-        size: width and height of an image.
+        size: width and height of an image tile.
 
     Raises:
-        ConfigError: the language model does not take the key-value cache that answers need.
+        ConfigError: the language model cannot generate with a key-value cache.
     """
     assert isinstance(model, Llava)
     ids = torch.zeros((1, 2), dtype=torch.int64, device=device)

@@ -1,4 +1,5 @@
-"""Random initial weights that depend only on seed and parameter name, and buffers that no file has."""
+"""Initialise what no file contains: random weights that depend only on seed and parameter name, and computed
+buffers."""
 
 import copy
 import math
@@ -30,7 +31,8 @@ class DrawRule:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A randomly initialised parameter; generated whole on the CPU, so that its values do not depend on sharding."""
+    """A parameter with random initial values. They are generated for the whole parameter, on the CPU, so that they do
+    not depend on sharding."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,8 +61,8 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Scale:
-    """Standard deviations for initialising a part of the model: that of its embeddings, and that of its matrices times
-    sqrt(fan-in)."""
+    """Scales of the random initialisation of a part of the model: `embedding` is the standard deviation of its
+    embeddings, `matrix` that of its matrices times sqrt(fan-in)."""
 
     embedding: float
     matrix: float
@@ -71,8 +73,8 @@ SCALES = {"vision_tower": Scale(0.2, 0.3), "language_model": Scale(0.5, 1.0), "l
 
 
 def draw_rule(model: nn.Module, name: str) -> DrawRule:
-    """Choose how a parameter is initialised: norms as the identity, matrices with the variance that keeps that of their
-    input.
+    """Choose how a parameter is initialised: norms as the identity, biases as 0, matrices with a standard deviation
+    proportional to 1 / sqrt(fan-in).
 
     The projector is initialised like `nn.Linear`, as in LLaVA (multimodal_projector/builder.py:39-44).
     """
@@ -94,10 +96,11 @@ def draw_rule(model: nn.Module, name: str) -> DrawRule:
 
 
 def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a meta-device model's buffers that transformers computes (rotary frequencies, position ids), with values.
+    """Return the buffers of a meta-device model that transformers computes (rotary frequencies, position ids), on the
+    CPU, by name.
 
     No file has them, and materialising the model leaves them uninitialised. transformers computes them in
-    `_init_weights`, which is called here on copies of the modules that own them.
+    `_init_weights`, which is called here on copies of the modules that have such buffers.
     """
     buffers: dict[str, torch.Tensor] = {}
     for part_name, part in model.named_children():
@@ -115,8 +118,8 @@ def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
-    """Compute the named buffers of a module as transformers does; twice from different initial values, to prove that
-    all are set."""
+    """Compute the named buffers of a module with transformers' `_init_weights`. This is done twice, from different
+    initial values, to prove that it sets all of them."""
     results = []
     for filling in (1, 2):
         twin = copy.deepcopy(module).to_empty(device="cpu")
@@ -130,7 +133,7 @@ def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> di
 
 
 def restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Copy buffers by name into a model that was materialised from the meta device."""
+    """Copy buffers, given by name, into a model that was materialised from the meta device."""
     left = dict(buffers)
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedLinear):

@@ -29,7 +29,8 @@ from llava_fsdp.runtime.safe_load import foreign
 
 
 class Llava(nn.Module):
-    """Language model whose image tokens are embedded as projected features of the vision tower.
+    """A LLaVA model: a language model in which projected features of the vision tower are the embeddings of image
+    tokens.
 
     Parameter names are those of transformers' LlavaForConditionalGeneration without its leading `model.`.
     """
@@ -88,16 +89,16 @@ class Llava(nn.Module):
             input_ids: int64 [rows, length], padded on the right: causal attention keeps padding out. A packed row is
                 int64 [1, tokens].
             segments: None for padded rows. For a packed row: position ids int64 [1, tokens] that begin at 0 in every
-                sample, begins of the samples and end of the last int32 [samples + 1], and the samples' lengths. For
-                rows that continue cached ones: their positions, mask and cache.
-            image_positions: int64 [image tokens], into the flattened rows.
-            image_rows: int64 [image tokens], into the features of all tiles one after another; the index after the
-                last selects the learned end-of-line vector (`image_newline`).
+                sample, cumulative sample lengths int32 [samples + 1], and the samples' lengths. For generation with a
+                key-value cache: positions and mask of the new tokens, and the cache.
+            image_positions: int64 [image tokens]: index of each image token in the flattened rows.
+            image_rows: int64 [image tokens]: index of each image token's feature in the concatenated features of all
+                tiles; the index after the last feature selects the learned end-of-line vector (`image_newline`).
             images: float32 [tiles, 3, size, size], normalised; None if no rank has any.
             seeds: dropout seeds, int64 [samples] and int64 [tiles]; used in training with dropout.
-            label_positions: int64 [labels], into the flattened rows: where each label is predicted.
+            label_positions: int64 [labels]: index in the flattened rows of the token at which each label is predicted.
             label_ids: int64 [labels]; not used with `return_logits`.
-            each: collects the loss of every label, if the loss kernel computes them.
+            each: gets the loss of every single label, if the loss kernel computes these losses.
 
         Returns:
             float32 scalar, or float32 [labels, vocabulary].
@@ -157,8 +158,7 @@ class Llava(nn.Module):
             return features[: len(images)]
 
     def blocks(self) -> list[nn.ModuleList]:
-        """Return the transformer blocks of the language model and, if it trains, of the vision tower; one list for
-        each."""
+        """Return one list of transformer blocks for the language model and, if the vision tower trains, one for it."""
         stacks = [find_blocks(self.language_model)]
         if Part.vision in self.cfg.train:
             stacks.append(find_blocks(self.vision_tower))
@@ -172,8 +172,9 @@ class Llava(nn.Module):
         return [self.vision_tower]
 
     def freeze(self) -> None:
-        """Freeze all parameters but those that train: the parts in `model.train` or their adapters, without parameters
-        that can get no gradient."""
+        """Freeze all parameters except those that train. These are the parts in `model.train`, or in parts with
+        adapters only the adapters and the biases that `model.lora.bias` selects; but no parameter that cannot get a
+        gradient."""
         self.requires_grad_(False)
         modules = {
             Part.projector: [self.multi_modal_projector],
@@ -201,16 +202,16 @@ def build_llava(
     kernel: Kernel | None = None,
     loss: LossConfig | None = None,
 ) -> Llava:
-    """Build the model on the meta device, with adapters and quantized layers if configured, and with `requires_grad`
-    set.
+    """Build a model on the meta device, with the adapters and quantized layers that `cfg` asks for, and freeze what
+    does not train.
 
     Args:
         kernel: attention kernel for packed rows; None: the model takes padded rows only.
         loss: loss configuration; None: the loss is computed from the logits of all labels at once.
 
     Raises:
-        ConfigError: the language model cannot separate the samples of a packed row, or `loss.kernel`, the adapters or
-            the quantized base are not supported.
+        ConfigError: the language model cannot keep the samples of a packed row apart, or does not support adapters or
+            quantization; or `loss.kernel` is not supported.
     """
     if kernel is not None:
         register_attention()

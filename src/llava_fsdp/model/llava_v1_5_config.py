@@ -12,13 +12,15 @@ from llava_fsdp.config import Feature, ModelConfig, PatchMerge
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 TOWER = "vision_tower"
-"""Keys that we add to the original's config.json: the vision tower's configuration and image preparation. The original
-only names a tower and looks the rest up there."""
+"""Name of a subfolder that llava_fsdp adds to model folders for the original LLaVA, with the vision tower's
+configuration and image preprocessing. The original's config.json only names a vision tower, whose own folder has the
+rest."""
 FIRST_NAME = "llava"
-"""The original's model_type before it was renamed to llava_llama; transformers has another model of that name."""
+"""`model_type` of the first models of the original LLaVA, later renamed to llava_llama. transformers uses this
+model_type for another model class."""
 FEATURES = {Feature.patch: "patch", Feature.full: "cls_patch"}
 NEEDED = {"s2": False}
-"""Fields whose other values mean a model that is not supported."""
+"""Fields of the original LLaVA's config.json, each with the only value that is supported."""
 LANGUAGE_KEYS = (
     "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id", "hidden_act", "hidden_size",
     "initializer_range", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
@@ -34,13 +36,13 @@ CLIP_336 = {
 
 
 def is_original(raw: dict[str, Any]) -> bool:
-    """Return whether a config.json was written by the original LLaVA; transformers has a model with a similar name."""
+    """Return whether a config.json was written by the original LLaVA, not by transformers for its own LLaVA models."""
     return "mm_vision_tower" in raw or str(raw.get("model_type")) in ("llava_llama", "llava_mpt", "llava_mistral")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Projector and vision feature settings in an original's config.json."""
+    """Settings of projector and vision features in a config.json of the original LLaVA."""
 
     projector_type: str
     select_layer: int
@@ -50,10 +52,10 @@ class Selection:
 
 
 def read_selection(raw: dict[str, Any], folder: Path) -> Selection:
-    """Read projector and vision feature settings as the original does.
+    """Read the settings of projector and vision features from a config.json of the original LLaVA, with its defaults.
 
     Raises:
-        ModelError: the model is not supported, or the file does not name the selected vision layer.
+        ModelError: the model is not supported, or the file does not say which layer of the vision tower is selected.
     """
     check_supported(raw, folder)
     if "mm_vision_select_layer" not in raw:
@@ -68,7 +70,8 @@ def read_selection(raw: dict[str, Any], folder: Path) -> Selection:
 
 
 def read_feature(raw: dict[str, Any], folder: Path) -> Feature:
-    """Read which tokens of the vision tower an original was trained with; patch if its config.json does not say."""
+    """Return with which tokens of the vision tower a model of the original LLaVA was trained: all (`full`), or all but
+    the CLS token (`patch`, if its config.json does not say)."""
     names = {name: feature for feature, name in FEATURES.items()}
     feature = raw.get("mm_vision_select_feature", "patch")
     if feature not in names:
@@ -91,11 +94,11 @@ def check_supported(raw: dict[str, Any], folder: Path) -> None:
 
 
 def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
-    """Check that an original's config.json has the projector and features of this configuration.
+    """Check that a config.json of the original LLaVA has the same projector and vision feature settings as `cfg`.
 
     Raises:
         ConfigError: a value differs; the message has the key and both values.
-        ModelError: it is a model that we do not have.
+        ModelError: the model is not supported.
     """
     check_supported(raw, folder)
     kind = raw.get("mm_projector_type", "linear")
@@ -125,7 +128,8 @@ def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
 
 
 def language_config(raw: dict[str, Any]) -> PretrainedConfig:
-    """Return the language model's configuration, whose fields are at the top level of the original's config.json."""
+    """Return the language model's configuration from a config.json of the original LLaVA, which has it at the top
+    level."""
     fields = {key: raw[key] for key in (*LANGUAGE_KEYS, "rope_theta", "pretraining_tp") if key in raw}
     if raw.get("rope_scaling") is not None:
         fields["rope_scaling"] = dict(raw["rope_scaling"])  # transformers writes into it
@@ -135,15 +139,15 @@ def language_config(raw: dict[str, Any]) -> PretrainedConfig:
 def original_config(
     language: PretrainedConfig, features: int, cfg: ModelConfig, tower: str, max_length: int, drops_cls: bool
 ) -> dict[str, Any]:
-    """Build the original's config.json for a model that was not read from one.
+    """Build a config.json of the original LLaVA, for a model that does not come with one.
 
     Args:
-        features: width of the tower.
+        features: width of the vision tower.
         drops_cls: whether the vision tower's CLS token is left out.
-        tower: name or folder of the vision tower, as the original will load it.
+        tower: name or folder of the vision tower, as the original LLaVA will load it.
 
     Raises:
-        ModelError: the original has no such language model.
+        ModelError: the original LLaVA does not support the language model.
     """
     config = {key: getattr(language, key, None) for key in LANGUAGE_KEYS}
     return {
@@ -171,10 +175,11 @@ def original_config(
 
 
 def rope(language: PretrainedConfig) -> dict[str, Any]:
-    """Return the rotary embedding fields in the form of transformers 4, which the original uses.
+    """Return the rotary embedding fields for a config.json in the form of transformers 4, which the original LLaVA
+    uses.
 
     Raises:
-        ModelError: the Llama of the original's transformers has no such model.
+        ModelError: the Llama class in the original LLaVA's version of transformers does not support the language model.
     """
     heads, width = language.num_attention_heads, language.hidden_size
     plain = {"model_type": "llama", "mlp_bias": False, "head_dim": width // heads}
@@ -199,8 +204,8 @@ def known_tower(vision: PretrainedConfig) -> str | None:
 
 
 def generation_config(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a generation config that transformers can save. Vicuna's has sampling values without `do_sample`, which
-    transformers refuses to save (LLaVA#1144)."""
+    """Return the generation config `given`, without its sampling values unless it has `do_sample`. transformers refuses
+    to save sampling values without `do_sample`, and Vicuna's config has them (LLaVA#1144)."""
     if given.get("do_sample"):
         return given
     return {k: v for k, v in given.items() if k not in ("temperature", "top_p", "top_k", "typical_p")}

@@ -1,5 +1,6 @@
 """Load weights into a sharded model, from files or randomly initialised, one parameter's rows at a time."""
 
+import copy
 import hashlib
 import json
 import math
@@ -10,26 +11,35 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from llava_fsdp.config import ModelConfig
+from llava_fsdp.model.conversions import (
+    LoadPlan,
+    language_model_of,
+    names_of_parts,
+    plan_load,
+    vision_tower_of,
+    whole_model_of,
+)
 from llava_fsdp.model.init_weights import Drawn, DrawRule, Rule, draw_rule
-from llava_fsdp.model.llava_v1_5_config import TOWER
+from llava_fsdp.model.llava_v1_5_config import TOWER, is_original
 from llava_fsdp.model.lora import start_of_a
 from llava_fsdp.model.lora_files import find_adapter, open_adapter, started_from
 from llava_fsdp.model.lora_merge import BASE_WEIGHT, RowLengths
 from llava_fsdp.model.lora_names import LORA_A, LORA_B, MAGNITUDE, is_adapter, without_base
-from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.model.pretrained import Parts, read_config, read_json
 from llava_fsdp.model.quantization import QuantizedLinear, weight_shape
 from llava_fsdp.model.tensor_files import Stored, StoredTensor, open_tensors
-from llava_fsdp.model.weight_names import COMPUTED, ours, ours_in_language, ours_in_vision
+from llava_fsdp.model.weight_names import COMPUTED, ORIGINAL_TOWER, projector_name
 from llava_fsdp.runtime.errors import ModelError
 
 PROJECTOR_PREFIX = "multi_modal_projector."
 NEWLINE = "image_newline"
 DIGESTING = 4
-"""Threads of a rank that compute digests of frozen weights."""
+"""Number of threads per rank that compute digests of frozen weights."""
 DIGESTED_BYTES = 16 << 20
-"""Bytes of a weight that each such thread reads at once."""
+"""Number of bytes of a weight that a thread reads at once to compute the weight's digest."""
 
 
 class Rows(Protocol):
@@ -43,8 +53,8 @@ class Rows(Protocol):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor with the shard's values, in any dtype, such as fp32 master weights and their copy for
-        computing."""
+        """All tensors that hold the shard's values, such as the fp32 master weights and their copy in the compute
+        dtype."""
         ...
 
 
@@ -57,14 +67,15 @@ def find_weights(
         projector: folder or file of the projector; None initialises it randomly.
 
     Raises:
-        ModelError: a parameter is in no file, or has another shape there.
+        ModelError: no file has a parameter, or a file has it in another shape.
     """
     found: dict[str, Stored] = {}
     if parts.whole is not None:
-        found |= whole_model(parts.whole, parts.vision_folder, model)
+        found |= whole_model(parts, model)
     elif not cfg.random_weights:
-        found |= renamed(open_tensors(parts.vision_folder), ours_in_vision)
-        found |= renamed(open_tensors(parts.language_folder), ours_in_language)
+        found |= vision_tower(open_tensors(parts.vision_folder), parts, model)
+        language = read_config(parts.language_folder, "model.language")
+        found |= language_model(open_tensors(parts.language_folder), language, parts.language_folder, model)
     if parts.whole is None and projector is not None:
         found |= projector_alone(projector)
     adapter: dict[str, Stored] = {}
@@ -120,11 +131,11 @@ def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
 def adapter_sources(
     model: nn.Module, base: dict[str, Stored], given: dict[str, Stored], seed: int
 ) -> dict[str, Stored]:
-    """Find where the values of the adapters' parameters come from: the tensors in `given`, or else peft's initial
-    values.
+    """Find where the initial values of the adapters' parameters come from: the tensors in `given` (of the adapter that
+    the run continues), or else peft's initial values.
 
     Raises:
-        ModelError: a tensor in `given` has another shape.
+        ModelError: a tensor in `given` has another shape than the parameter.
     """
     sources: dict[str, Stored] = {}
     for name, parameter in model.named_parameters():
@@ -148,49 +159,148 @@ def adapter_sources(
     return sources
 
 
-def whole_model(folder: Path, vision_folder: Path, model: nn.Module) -> dict[str, Stored]:
-    """Open the tensors of a model folder by our parameter names; those of the vision tower from `vision_folder` if the
-    folder has none.
+def vision_tower(tensors: Mapping[str, StoredTensor], parts: Parts, model: nn.Module) -> dict[str, Stored]:
+    """Open the tensors of a vision tower's folder, which may be a whole CLIP or SigLIP, by llava_fsdp's parameter
+    names."""
+    plan = plan_load(lambda: vision_tower_of(parts.vision), tensors, parts.vision_folder)
+    return by_our_names(plan, {"": "vision_tower."}, model, parts.vision_folder)
+
+
+def language_model(
+    tensors: Mapping[str, StoredTensor], config: PretrainedConfig, folder: Path, model: nn.Module
+) -> dict[str, Stored]:
+    """Open the tensors of a language model by llava_fsdp's parameter names.
+
+    Args:
+        config: the folder's configuration: that of a language model, or of a vision-language model, of which only the
+            language model is taken.
+    """
+    plan = plan_with_all_rows(language_model_of, config, tensors, folder)
+    return by_our_names(plan, names_of_parts(plan.model), model, folder)
+
+
+def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
+    """Open the tensors of a model folder by llava_fsdp's parameter names; those of the vision tower from
+    `parts.vision_folder` if the model folder has none.
 
     Raises:
         ModelError: the folder has a tensor that is no parameter of this model.
     """
-    found = renamed(open_tensors(folder), ours)
-    wanted = {without_base(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    unknown = sorted(n for n in found if n not in wanted and not COMPUTED.search(n))
+    folder = parts.whole
+    assert folder is not None
+    tensors = open_tensors(folder)
+    if is_original(read_json(folder / "config.json", f"model.checkpoint={folder}")):
+        return original_model(tensors, parts, folder, model)
+    plan = plan_with_all_rows(whole_model_of, read_config(folder, "model.checkpoint"), tensors, folder)
+    refuse_unused(plan.unused, folder)
+    return by_our_names(plan, {"model.": "", "lm_head.": "lm_head."}, model, folder)
+
+
+def original_model(
+    tensors: Mapping[str, StoredTensor], parts: Parts, folder: Path, model: nn.Module
+) -> dict[str, Stored]:
+    """Open the tensors of a folder of the original LLaVA by llava_fsdp's parameter names."""
+    found: dict[str, Stored] = {}
+    tower: dict[str, StoredTensor] = {}
+    language: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        own = projector_name(name)
+        if own is not None:
+            found[own] = tensor
+        elif name.startswith(ORIGINAL_TOWER):
+            tower[name.removeprefix(ORIGINAL_TOWER)] = tensor
+        else:
+            language[name] = tensor
+    refuse_unused(sorted(found.keys() - parameter_names(model)), folder)
+    plan = plan_with_all_rows(language_model_of, parts.language, language, folder)
+    refuse_unused(plan.unused, folder)
+    found |= by_our_names(plan, names_of_parts(plan.model), model, folder)
+    if tower:
+        plan = plan_load(lambda: vision_tower_of(parts.vision), tower, folder)
+        refuse_unused(plan.unused, folder)
+        return found | by_our_names(plan, {"": "vision_tower."}, model, folder)
+    if parts.vision_folder == folder / TOWER:  # a configuration without weights
+        return found
+    return found | vision_tower(open_tensors(parts.vision_folder), parts, model)
+
+
+def plan_with_all_rows(
+    build: Callable[[PretrainedConfig], PreTrainedModel],
+    config: PretrainedConfig,
+    tensors: Mapping[str, StoredTensor],
+    folder: Path,
+) -> LoadPlan:
+    """Plan the loading of a model whose files may have more rows of the vocabulary than its configuration says."""
+    plan = plan_load(lambda: build(config), tensors, folder)
+    vocabulary = config.get_text_config().vocab_size
+    shapes = list(plan.misshapen.values())
+    rows = {got[0] for got, expected in shapes if expected[0] == vocabulary < got[0] and got[1:] == expected[1:]}
+    if len(rows) != 1:
+        return plan
+    config = copy.deepcopy(config)
+    config.get_text_config().vocab_size = rows.pop()
+    return plan_load(lambda: build(config), tensors, folder)
+
+
+def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, folder: Path) -> dict[str, Stored]:
+    """Return a plan's sources by llava_fsdp's parameter names.
+
+    Args:
+        prefixes: beginnings of names in transformers' model, and what they are here; the first that fits is taken, and
+            a name that begins otherwise is left out.
+
+    Raises:
+        ModelError: a parameter has another shape in the files, or `model` does not have it.
+    """
+    for name, (got, expected) in plan.misshapen.items():
+        raise ModelError(
+            f"{name} has shape {list(got)} in {folder}, and this model needs {list(expected)}; it is from another model"
+        )
+    found: dict[str, Stored] = {}
+    for name, source in plan.sources.items():
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is not None:
+            found[prefixes[prefix] + name.removeprefix(prefix)] = source
+    homeless = sorted(found.keys() - parameter_names(model))
+    if homeless:
+        raise ModelError(
+            f"{folder} has {homeless[0]}, which a {plan.model.config.model_type} model needs and llava_fsdp does not "
+            "train or keep: this kind of model is not supported yet"
+        )
+    return found
+
+
+def parameter_names(model: nn.Module) -> set[str]:
+    return {without_base(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def refuse_unused(names: list[str], folder: Path) -> None:
+    unknown = [name for name in names if not COMPUTED.search(name)]
     if unknown:
         raise ModelError(
             f"{folder} has {len(unknown)} weights that this model has no place for, {unknown[0]} for one; is it the "
             "model that its configuration says?"
         )
-    if vision_folder not in (folder, folder / TOWER) and not any(n.startswith("vision_tower.") for n in found):
-        named = renamed(open_tensors(vision_folder), ours_in_vision)
-        found |= {n: t for n, t in named.items() if n in wanted}  # without CLIP's text half
-    return found
 
 
 def projector_alone(path: Path) -> dict[str, Stored]:
-    """Open the projector's tensors in a file or folder of a projector or a whole model, by our parameter names.
+    """Open the projector's tensors in a file or folder of a projector or a whole model, by llava_fsdp's parameter
+    names.
 
     Raises:
         ModelError: the projector was trained together with rows of the vocabulary (LLaVA's mm_use_im_start_end).
     """
     tensors = open_tensors(path, projector_only=True)
-    given = renamed(tensors, ours)
-    found = {n: t for n, t in given.items() if n.startswith(PROJECTOR_PREFIX) or n == NEWLINE}
-    others = sorted(tensors[n].name for n in tensors if ours(n) not in found)
+    named = {projector_name(name): tensor for name, tensor in tensors.items()}
+    others = sorted(name for name in tensors if projector_name(name) is None)
     if others and any(t.file.stem == "mm_projector" for t in tensors.values()):
         raise ModelError(f"{path} holds {others[0]} beside a projector; mm_use_im_start_end=True is not supported")
-    return found
-
-
-def renamed(tensors: dict[str, StoredTensor], rename: Callable[[str], str]) -> dict[str, Stored]:
-    return {rename(name): tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in named.items() if name is not None}
 
 
 def check_shape(name: str, expected: tuple[int, ...], stored: Stored, parts: Parts) -> None:
-    """Raise ModelError if a stored tensor has another shape than the parameter; embeddings may have more rows, which
-    exports add."""
+    """Raise ModelError if a stored tensor has another shape than its parameter. Embeddings of a whole model may have
+    more rows, since exports add some."""
     got = stored.shape
     more_rows = parts.whole is not None and got[:1] > expected[:1] and got[1:] == expected[1:]
     if got == expected or (more_rows and name.startswith(("language_model.embed", "lm_head."))):
@@ -204,8 +314,8 @@ def check_shape(name: str, expected: tuple[int, ...], stored: Stored, parts: Par
 def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
     """Return a hash of a training run's model: names and shapes of all parameters, and the values of the frozen ones.
 
-    Trained parameters are in every checkpoint; frozen ones must be the same when a run resumes. Quantized parameters
-    count by their values before quantization.
+    It shows when a run resumes whether the frozen parameters are the same; the trained ones are in the checkpoint. A
+    quantized parameter is hashed by its values before quantization.
 
     Args:
         digests: digests of the frozen parameters, by name.
@@ -218,10 +328,11 @@ def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
 
 
 def base_fingerprint(digests: Mapping[str, str], apart: Collection[str]) -> str:
-    """Return a hash of the weights of an adapter's base model: all that are not saved with the adapter.
+    """Return a hash of those weights of an adapter's base model that are not saved with the adapter.
 
     Args:
-        digests: digests of these weights, and possibly of others, by names with or without adapters.
+        digests: digests of these weights, and possibly of others. Names may be those of the model with adapters or
+            without.
         apart: names of the weights that are saved with the adapter.
     """
     without = {without_base(name) for name in apart}
@@ -238,7 +349,7 @@ def frozen_digests(
     gather: Callable[[list[tuple[str, str]]], list[tuple[str, str]]] = list,
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> dict[str, str]:
-    """Compute digests of all frozen parameters, by name; the ranks divide the parameters between them.
+    """Compute digests of all frozen parameters, by name; each rank computes a part of them.
 
     Args:
         gather: returns the (name, digest) pairs of all ranks, given this rank's.
@@ -253,7 +364,8 @@ def frozen_digests(
 
 
 def digest_of(source: Stored, shape: tuple[int, ...]) -> str:
-    """Return the digest of a parameter's stored values; for a random one, its distribution and seed."""
+    """Return the digest of a parameter's stored values. For a randomly initialised parameter, return its distribution
+    and seed instead."""
     if isinstance(source, Drawn):
         return f"{source.rule.rule.value} {source.rule.scale!r} {source.seed}"
     digest = hashlib.sha256(str(source.dtype).encode())

@@ -1,8 +1,8 @@
 """Low-rank adapters with peft: which modules get them, and which of their parameters train.
 
-LLaVA names targets by the last part of their names (train.py:169-182), which peft matches anywhere: a loaded vision
-tower gets adapters too, but runs without gradients, so that they never train. Here targets are named by their full
-paths, and they are modules of blocks that run.
+The original LLaVA names target modules only by the last part of their names (train.py:169-182), and peft matches that
+part anywhere. So a vision tower that is already loaded gets adapters too. It runs without gradients, so that they never
+train. Here target modules are named by their full paths, and are all in blocks that run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 class Adaptable(Protocol):
-    """Protocol of the attributes of `Llava` that adapters need; llava.py imports this module, not the reverse."""
+    """Protocol with the attributes of `Llava` that this module uses. It cannot import `Llava`, since llava.py imports
+    it."""
 
     cfg: Any
     parts: Any
@@ -43,7 +44,8 @@ class Adaptable(Protocol):
 
 
 def targets(model: Adaptable) -> list[str]:
-    """Return the full paths of the linear layers that get adapters: those in the blocks of each adapted part.
+    """Return the full paths of the linear layers that get adapters: those in the blocks of the parts in
+    `model.cfg.adapted`.
 
     Heads, embeddings and the vision tower's layers after `model.select_layer` get none.
     """
@@ -53,8 +55,8 @@ def targets(model: Adaptable) -> list[str]:
 
 
 def linear_layers(model: Adaptable, part: Part) -> list[str]:
-    """Return the full paths of the linear layers in the blocks of a part (language model or vision tower) without
-    adapters."""
+    """Return the full paths of the linear layers in the blocks of a part (language model or vision tower), which must
+    not have adapters yet."""
     root_name = {Part.language: "language_model", Part.vision: "vision_tower"}[part]
     root = model.get_submodule(root_name)
     in_blocks = {module for block in find_blocks(root) for module in block.modules()}
@@ -66,7 +68,7 @@ def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str
     """Add adapters with peft to the configured layers of a meta-device model, in place.
 
     Args:
-        keys: hashes from which the dropout masks are made.
+        keys: hashes of the micro-batch's tokens, from which the adapters make their dropout masks.
 
     Returns:
         Full paths of the modules that got an adapter.
@@ -113,7 +115,7 @@ def put_adapters(model: Any, cfg: LoraConfig, names: list[str]) -> None:
 
 
 def import_peft() -> Any:
-    """Import peft, which takes seconds; raises ConfigError if it is not installed."""
+    """Import peft, which takes seconds; raise ConfigError if it is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -124,8 +126,8 @@ def import_peft() -> Any:
 
 
 def trained_with_adapters(model: Adaptable) -> list[nn.Parameter]:
-    """Return the parameters that train in parts with adapters: the adapters' own, and the biases that `model.lora.bias`
-    names."""
+    """Return the trained parameters of the parts that have adapters: those of the adapters, and the biases that
+    `model.lora.bias` selects."""
     roots = {Part.language: (model.language_model, model.lm_head), Part.vision: (model.vision_tower,)}
     trained = [p for n, p in model.named_parameters() if is_adapter(n)]
     bias = model.cfg.lora.bias
@@ -138,7 +140,7 @@ def trained_with_adapters(model: Adaptable) -> list[nn.Parameter]:
 
 
 def check_gradients(model: Adaptable) -> None:
-    """Check on the meta device that every parameter of the language model and the vision tower that is to train gets a
+    """Check on the meta device that every parameter to train in the language model and the vision tower gets a
     gradient.
 
     Raises:
@@ -170,8 +172,8 @@ def check_gradients(model: Adaptable) -> None:
 
 @contextmanager
 def tried(model: str) -> Iterator[None]:
-    """Context manager that raises ConfigError if the model cannot run on the meta device within it, as some mixtures of
-    experts cannot."""
+    """Context manager for running a model with adapters on the meta device, where some mixtures of experts cannot run.
+    If it fails, raises ConfigError with the name `model`."""
     try:
         yield
     except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -190,8 +192,8 @@ def without_gradient(part: str, module: nn.Module, out: torch.Tensor) -> list[st
 
 
 def start_of_a(parent: nn.Module) -> float:
-    """Return the bound of the uniform distribution of peft's initial A (`kaiming_uniform_` with a = sqrt(5)); B begins
-    at 0."""
+    """Return the bound of the uniform distribution from which peft initialises the weight of `parent`, an adapter's
+    matrix A (`kaiming_uniform_` with a = sqrt(5)). Matrix B is initialised as 0."""
     assert isinstance(parent, nn.Linear)
     return parent.in_features**-0.5
 

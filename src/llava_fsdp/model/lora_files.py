@@ -1,7 +1,8 @@
-"""Read adapter folders written by peft, by the original LLaVA, and by us (which both can load).
+"""Read adapter folders written by peft, by the original LLaVA, or by llava_fsdp; the first two can load those of the
+last.
 
-A folder holds `adapter_config.json` and `adapter_model.safetensors` (or `.bin`), peft's, and what else was trained in
-`non_lora_trainables.safetensors` or `.bin` (LLaVA train.py:974-984): the projector, biases.
+A folder contains peft's files `adapter_config.json` and `adapter_model.safetensors` (or `.bin`). Other trained
+parameters (the projector, biases) are in `non_lora_trainables.safetensors` or `.bin` (LLaVA train.py:974-984).
 """
 
 from __future__ import annotations
@@ -29,30 +30,30 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 OTHERS_FILES = ("non_lora_trainables.safetensors", "non_lora_trainables.bin")
 FOLDER = "adapter"
-"""Name of the adapter's folder in a run and in each of its checkpoints."""
+"""Name of the adapter folder in a run's output folder and in each of its checkpoints."""
 TOWER = "vision_tower."
 OTHER_MEANINGS = (
     "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save", "layer_replication", "lora_bias",
     "use_qalora", "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
 )  # fmt: skip
-"""Keys of peft's adapter_config.json with which the weights mean something that is not supported."""
+"""Keys of peft's adapter_config.json for features that change what the weights mean and are not supported."""
 OTHER_BASES = ("pissa", "olora", "corda", "loftq")
-"""peft's `init_lora_weights` values that change the base's weights first."""
+"""Values of peft's `init_lora_weights` with which peft changes the base model's weights before training."""
 NAMED = 8
-"""Most modules that a message names."""
+"""Maximum number of modules that a message lists by name."""
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter folder; its tensors have not been read."""
+    """An opened adapter folder. The values of its tensors are read only when they are needed."""
 
     folder: Path
     settings: dict[str, Any]
     """Contents of adapter_config.json."""
     lora: LoraConfig
-    """The LoRA settings that determine what the weights mean."""
+    """LoRA settings read from adapter_config.json, such as rank and scale."""
     tensors: dict[str, StoredTensor]
-    """All tensors by the names of our parameters."""
+    """All tensors of the folder, by llava_fsdp's parameter names."""
 
     @property
     def modules(self) -> list[str]:
@@ -65,12 +66,14 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def adapter_folders(name: str) -> tuple[Path, Path]:
-    """Return the folders where an adapter of this name may be; they need not exist."""
+    """Return the two folders that can be the adapter folder if a setting is `name`: `name` itself, or `adapter` in it,
+    as in a run's output folder. They need not exist."""
     return Path(name), Path(name) / FOLDER
 
 
 def find_adapter(name: str, key: str) -> Path:
-    """Return the folder of an adapter; for the output folder of a run, its final adapter.
+    """Return the adapter folder that the setting `key` names: the folder `name` itself, or the final adapter in it if
+    it is a run's output folder.
 
     Raises:
         ConfigError: there is no adapter in the folder.
@@ -90,7 +93,7 @@ def open_adapter(folder: Path) -> AdapterFolder:
     """Open an adapter folder.
 
     Raises:
-        ModelError: it is no LoRA adapter, a file of it is missing or damaged, or it adapts what has no adapters here.
+        ModelError: it has no LoRA adapter or one of an unsupported form, or a file of it is missing or damaged.
     """
     check_folder(folder)
     settings = read_json(folder / ADAPTER_CONFIG)
@@ -111,8 +114,9 @@ def open_adapter(folder: Path) -> AdapterFolder:
 
 
 def check_meaning(folder: Path, lora: LoraConfig) -> None:
-    """Check that adapter_config.json agrees with our notes on how the adapter was trained. A user may correct the path
-    of the base model, but nothing that changes the meaning of the weights.
+    """Check that the LoRA settings read from adapter_config.json (`lora`) are still those of the training, which
+    llava_fsdp wrote into the folder's notes (`llava_fsdp.json`). A user may change other settings in
+    adapter_config.json, such as the path of the base model.
 
     Raises:
         ModelError: a setting of adapter_config.json differs from the notes.
@@ -128,7 +132,8 @@ def check_meaning(folder: Path, lora: LoraConfig) -> None:
 
 
 def check_kind(settings: dict[str, Any], folder: Path) -> None:
-    """Raise ModelError unless the weights are plain LoRA with one rank and one scale for all modules."""
+    """Raise ModelError unless an adapter_config.json (`settings`) describes plain LoRA with one rank and one scale for
+    all modules."""
     kind = settings.get("peft_type")
     if kind != "LORA":
         raise ModelError(f"{folder} is a {kind} adapter; only LoRA is read")
@@ -144,7 +149,7 @@ def check_kind(settings: dict[str, Any], folder: Path) -> None:
 
 
 def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
-    """Read the LoRA settings.
+    """Return the LoRA settings that an adapter_config.json (`settings`) contains.
 
     Raises:
         ModelError: rank or scale is not a valid number; the message has the key and its value.
@@ -168,11 +173,12 @@ def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
 
 
 def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dict[str, StoredTensor]:
-    """Return initial values for a training that starts from an adapter: of adapters, and of weights trained with them.
+    """Return the initial values for a run that continues an adapter: those of the adapter, and of the other weights
+    that were trained with it, by parameter name.
 
     Raises:
-        ConfigError: the configuration has another rank or scale.
-        ModelError: the adapter is of another model, or of other modules.
+        ConfigError: the run's configuration has another rank or scale.
+        ModelError: the adapter belongs to another model, or adapts other modules than the run.
     """
     keys = ("r", "alpha", "use_dora", "use_rslora")
     different = {key: getattr(found.lora, key) for key in keys if getattr(found.lora, key) != getattr(cfg, key)}
@@ -197,11 +203,14 @@ def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dic
 
 
 def check_strangers(found: AdapterFolder, names: set[str]) -> None:
-    """Check adapters of modules that have none in this model: they may be ignored only if B is 0, so that they do
-    nothing. The original adds such adapters to vision towers that run without gradients.
+    """Check the tensors of an adapter folder that the model has no parameters for. Adapters whose matrix B is 0 have no
+    effect and are ignored with a warning. The original LLaVA adds such adapters to vision towers.
+
+    Args:
+        names: names of these tensors.
 
     Raises:
-        ModelError: such an adapter has a B that is not 0, and would be lost.
+        ModelError: an adapter has a B that is not 0, or a tensor is not part of an adapter; either would be lost.
     """
     for name in sorted(names):
         if not is_adapter(name):
@@ -217,7 +226,8 @@ def check_strangers(found: AdapterFolder, names: set[str]) -> None:
 
 
 def without_idle_tower(found: AdapterFolder) -> AdapterFolder:
-    """Return the adapter without the untrained adapters that the original adds to the vision tower (LLaVA#1647)."""
+    """Return the adapter folder without those adapters of the vision tower that were never trained. The original LLaVA
+    adds them (LLaVA#1647)."""
     idle = {module for module in unchanged_modules(found.tensors) if module.startswith(TOWER)}
     if not idle:
         return found
@@ -241,7 +251,7 @@ def check_fits(found: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base
         base: name of the base model, for messages.
 
     Raises:
-        ModelError: a module, or a weight of an adapter, is missing, or has another shape.
+        ModelError: the model has no such module, the adapter lacks a weight, or a weight has another shape.
     """
     for module in found.modules:
         shape = shapes.get(f"{module}.weight")
@@ -281,9 +291,10 @@ def check_changed(tensors: Mapping[str, Any], what: str, cure: str) -> None:
     Args:
         tensors: the stored parameters of an adapter, by name.
         what: name of the adapter, for messages.
+        cure: what the user can do, for the error's message.
 
     Raises:
-        ModelError: B is 0 in every module, as adapters begin.
+        ModelError: the LoRA matrix B is still 0 in every module.
     """
     unchanged = unchanged_modules(tensors)
     modules = sum(name.endswith(LORA_B) for name in tensors)

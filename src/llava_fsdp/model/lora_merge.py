@@ -16,8 +16,8 @@ BASE_WEIGHT = f"{BASE}weight"
 
 @dataclass(frozen=True)
 class Merged:
-    """A weight with its adapter merged: W + scaling * B A; with DoRA, rows scaled to the magnitudes. Computed when rows
-    are read."""
+    """A weight with its adapter merged: W + scaling * B A; with DoRA, its rows are scaled to DoRA's magnitudes. It is
+    computed when rows are read."""
 
     weight: Stored
     """W: [out, in]"""
@@ -49,10 +49,11 @@ class Merged:
 
 
 def merged(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
-    """Return the sources of all parameters of the model without adapters, by name, with the adapters merged.
+    """Merge a model's adapters into its weights. Return where the value of each parameter comes from, by its name in
+    the model without adapters.
 
     Args:
-        sources: sources of the parameters of the model with adapters.
+        sources: where the value of each parameter of the model with adapters comes from, by name.
     """
     result: dict[str, Stored] = {}
     for name, source in sources.items():
@@ -68,7 +69,7 @@ def merged(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Source of DoRA's initial magnitudes: the norms of a weight's rows."""
+    """Source of the initial values of DoRA's magnitudes: the norms of a weight's rows."""
 
     weight: Stored
     """Source of the weight."""

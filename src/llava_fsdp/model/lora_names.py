@@ -6,7 +6,7 @@ BASE = ".base_layer."
 """Text that peft inserts between the name of an adapted module and that of the module's own parameter."""
 LORA_A, LORA_B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"
-"""Ending of the names of DoRA's magnitudes, which begin as the norms of a weight's rows."""
+"""Ending of the names of DoRA's magnitude parameters, which are initialised as the norms of a weight's rows."""
 ENDINGS = (LORA_A, LORA_B, MAGNITUDE)
 """Endings of the names of an adapter's parameters."""
 
@@ -17,7 +17,7 @@ def is_adapter(name: str) -> bool:
 
 
 def without_base(name: str) -> str:
-    """Return the name that an adapted module's own parameter has in a model without adapters."""
+    """Return a parameter's name in the model without adapters: the name without `.base_layer`."""
     return name.replace(BASE, ".")
 
 

@@ -1,9 +1,9 @@
-"""The loss from hidden states and the output layer's weight, a chunk of labels at a time.
+"""Compute the loss from hidden states and the output layer's weight, a chunk of labels at a time.
 
 The logits of all labels together would be the largest tensor of a training step. The loss and the gradients of each
 chunk are computed in the forward pass, so that its logits are computed once (as in Liger Kernel's fused linear cross
-entropy, arXiv 2410.10989). There are no collectives: the weight is gathered while the model's forward runs, so ranks
-may have different numbers of chunks.
+entropy, arXiv 2410.10989). There are no collectives here, since FSDP has gathered the weight for the model's forward
+pass. So ranks may have different numbers of chunks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 class Each:
-    """Collector of the losses of single labels, without gradients.
+    """Collector for the losses of single labels, without gradients; the loss function appends to it.
 
-    A class, because FSDP passes copies of lists to the model.
+    This is a class and not a list, because FSDP passes copies of lists to the model.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,8 @@ def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
     measurements.
 
     Raises:
-        ConfigError: torch has no such kernel, or it would round the loss.
+        ConfigError: with `loss.kernel=torch`, the installed torch has no such kernel, or would round the loss to 16
+            bits.
     """
     if cfg.kernel is not LossKernel.torch:
         loss = recomputed_loss if compute_dtype == torch.float16 else chunked_loss
@@ -72,7 +73,8 @@ def whole_loss(
 
 
 def note_each(each: Each | None, logs: torch.Tensor, label_ids: torch.Tensor) -> None:
-    """Append the losses of single labels to `each`, from log-probabilities [labels, vocabulary]."""
+    """Append the loss of every label to the collector `each`, if there is one. `logs` are log-probabilities [labels,
+    vocabulary]."""
     if each is not None:
         each.chunks.append(-logs.detach().gather(1, label_ids[:, None])[:, 0])
 
@@ -84,10 +86,10 @@ def chunked_loss(
     chunk_tokens: int,
     each: Each | None = None,
 ):
-    """Compute the cross entropy a chunk of labels at a time; logits are computed in the compute dtype and cast to
+    """Compute the cross entropy a chunk of labels at a time. Logits are computed in the compute dtype and cast to
     float32.
 
-    With one chunk it equals `whole_loss` bit for bit.
+    With one chunk, the result equals that of `whole_loss` bit for bit.
     """
     if not torch.is_grad_enabled():
         return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens, each)
@@ -101,11 +103,12 @@ def recomputed_loss(
     chunk_tokens: int,
     each: Each | None = None,
 ):
-    """Compute the cross entropy a chunk of labels at a time, recomputing each chunk's logits in the backward pass; for
-    fp16.
+    """Compute the cross entropy for fp16, a chunk of labels at a time; the backward pass computes each chunk's logits
+    again.
 
-    Unscaled gradients leave the range of fp16: probabilities of rare words vanish below 6e-8, and the sum over the
-    labels of a frequent word overflows at 65504. The loss scale prevents both, but is known only in the backward pass.
+    In fp16 the gradients cannot be computed in the forward pass, because the loss scale is known only in the backward
+    pass. Without it, gradients leave the range of fp16: probabilities of rare words vanish below 6e-8, and the sum over
+    the labels of a frequent word overflows at 65504.
     """
     total = hidden.new_zeros((), dtype=torch.float32)
     if not len(label_ids):  # every rank needs a gradient to reduce, also without labels
@@ -120,11 +123,11 @@ def recomputed_loss(
 
 class ChunkedLoss(torch.autograd.Function):
     """Autograd function of the chunked cross entropy: the forward pass computes the gradients for an upstream gradient
-    of 1, the backward pass scales them.
+    of 1, and the backward pass multiplies them by the actual one.
 
-    The weight's gradient of several chunks is summed in float32 and then rounded: a sum in bf16 would lose chunks that
-    are small beside it. With one chunk it is not summed. The gradient of the hidden states is in the compute
-    dtype, because each row belongs to one chunk. A frozen weight costs nothing.
+    The output layer's weight gradient is summed over chunks in float32 and then rounded: a sum in bf16 would lose
+    chunks that are small beside it. With one chunk there is no sum. The gradient of the hidden states is in the compute
+    dtype, because each row belongs to one chunk. For a frozen weight no gradient is computed.
     """
 
     @staticmethod
@@ -177,7 +180,7 @@ class ChunkedLoss(torch.autograd.Function):
         chunk_tokens: int,
         each: Each | None,
     ):
-        """Compute the loss alone, without gradients."""
+        """Compute only the loss, for passes without gradients."""
         total = hidden.new_zeros((), dtype=torch.float32)
         for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
             total += loss_and_gradient(chunk, weight, ids, False, each)[0]
@@ -187,8 +190,8 @@ class ChunkedLoss(torch.autograd.Function):
 def loss_and_gradient(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, differentiate: bool, each: Each | None = None
 ) -> tuple[torch.Tensor, Any]:
-    """Return the sum of the labels' losses, and its gradient with respect to their logits in the compute dtype (None if
-    not wanted)."""
+    """Return the sum of the labels' losses, and if `differentiate` its gradient with respect to the logits, in the
+    compute dtype (else None)."""
     logits = functional.linear(hidden, weight)
     wide = logits.float()
     del logits  # each of these tensors is large; only one is kept at a time
@@ -204,7 +207,7 @@ def loss_and_gradient(
 
 
 def add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return total + left @ right, in place; left @ right if `total` is None."""
+    """Add left @ right to `total` in place and return it; return left @ right if `total` is None."""
     if total is None:
         return left @ right
     if total.dtype == left.dtype:
@@ -219,8 +222,8 @@ def torch_loss(
     chunk_tokens: int,
     each: Each | None = None,
 ) -> torch.Tensor:
-    """Compute the cross entropy with torch's linear_cross_entropy, which gives only the sum, not the losses of single
-    labels."""
+    """Compute the cross entropy with torch's linear_cross_entropy. It gives only the sum of the losses, so that nothing
+    is appended to `each`."""
     if not len(label_ids):  # the kernel divides by the number of labels
         return (hidden.sum() + weight.sum()) * 0.0
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)

@@ -1,4 +1,4 @@
-"""Find a model's parts (folders or hub names) and read their configurations."""
+"""Find the folders of a model's parts (language model, vision tower, projector), and read their configurations."""
 
 import re
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ PACKAGE = "package:"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.model", "*.safetensors", "*.bin", "*.jinja", "*.txt"]
 CHECKPOINT_FILE = "manifest.json"
-"""File in every checkpoint of a run, by which its folder is recognized."""
+"""Name of a file that every checkpoint of a run contains, and no model folder; checkpoints are recognized by it."""
 EXPORT = "export"
 MOST = {
     "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12,
@@ -36,19 +36,21 @@ class Parts:
     """A model's folders, and the configurations that give its shapes."""
 
     language_folder: Path
-    """Folder of the tokenizer and, without `whole`, of the language model's weights."""
+    """Folder of the tokenizer; and of the language model's weights, if `whole` is None."""
     vision_folder: Path
-    """Folder of the preprocessor and, without `whole`, of the vision tower's weights."""
+    """Folder of the image preprocessor; and of the vision tower's weights, if `whole` is None."""
     language: PretrainedConfig
     vision: PretrainedConfig
     whole: Path | None
     """Folder of a whole model (`model.checkpoint`); None if language model and vision tower are given separately."""
     trained_feature: Feature | None = None
-    """Tokens of the vision tower that `model.checkpoint` was trained with, patch or full; None without a checkpoint."""
+    """With which tokens of the vision tower `model.checkpoint` was trained: `patch` (without the CLS token) or `full`;
+    None without `model.checkpoint`."""
 
 
 def find_parts(cfg: ModelConfig) -> Parts:
-    """Resolve names to folders and read their configurations.
+    """Find the folders of the language model and the vision tower that `cfg` names, and read their configurations.
+    Folders on the hub are downloaded.
 
     Raises:
         ConfigError: a name is neither a folder nor a hub name.
@@ -79,7 +81,7 @@ def find_parts(cfg: ModelConfig) -> Parts:
 
 
 def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:
-    """Return the folders and files that a training reads weights, tokenizer and image preprocessor from.
+    """Return the folders and files from which a run reads weights, tokenizer and image preprocessor.
 
     Args:
         projector: the path that `find_projector` returned, or None.
@@ -91,7 +93,8 @@ def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list
 
 
 def refuse_unread_weights(folders: dict[str, Path]) -> None:
-    """Raise ConfigError if a named folder has weights, and model.random_weights=true would not read them."""
+    """Raise ConfigError if one of the folders, given by the settings that name them, has weights. Called with
+    `model.random_weights=true`, with which these weights would not be read."""
     for key, folder in folders.items():
         if any((folder / name).is_file() for name in WHOLE_MODEL):
             raise ConfigError(
@@ -101,9 +104,9 @@ def refuse_unread_weights(folders: dict[str, Path]) -> None:
 
 
 def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
-    """Parts of a folder of the original LLaVA: language model fields at the top level of config.json, the vision tower
-    given by name only. Folders that we wrote have the tower's configuration too.
-    """
+    """Return the parts of a model in a folder of the original LLaVA. Its config.json (`raw`) has the language model's
+    fields at the top level, and only the name of the vision tower. If llava_fsdp wrote the folder, it also has the
+    vision tower's configuration."""
     with foreign(f"model.checkpoint={folder}: its config.json is damaged"):
         check_agrees(raw, cfg, folder)
         language = language_config(raw)
@@ -115,10 +118,11 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
 
 
 def read_llava_config(folder: Path, key: str) -> Any:
-    """Read a LlavaConfig. The types in transformers are narrower than the values of its fields, hence the casts.
+    """Read the LlavaConfig in a model folder of transformers. The result is typed as Any, because the types of its
+    fields in transformers are too narrow.
 
     Raises:
-        ModelError: it is another model, or has a projector or features that ours has not.
+        ModelError: the folder has another kind of model, or a projector or vision features that are not supported.
     """
     config = read_config(folder, key)
     if not isinstance(config, LlavaConfig):
@@ -156,9 +160,9 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
 
 
 def trained_vocabulary(folder: Path, config: Any) -> int:
-    """Return the number of trained rows of the embeddings. Exports add rows for the image tag and a padding token, and
-    pad to a multiple of 64; an added row would take part in every softmax, so they are dropped when read back.
-    """
+    """Return the number of trained rows of the embeddings. Exports add untrained rows: for the image token, for a
+    padding token, and to reach a multiple of 64. They are dropped when a model is loaded, as each would take part in
+    every softmax."""
     notes = read_notes(folder)
     if notes:
         rows = notes.get("vocab_size")
@@ -176,18 +180,20 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def vision_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a vision tower, which may stand inside that of a whole CLIP or SigLIP model."""
+    """Return the configuration of a vision tower, which may be a part of the configuration of a whole CLIP or SigLIP
+    model."""
     return getattr(config, "vision_config", None) or config
 
 
 def resolve(name: str, key: str) -> Path:
-    """Find a folder: shipped with the package, on this machine, or downloaded from the hub. For a folder that we wrote,
-    small files are compared with their digests and all files with their sizes; `check_artifacts` reads the weights too.
+    """Return the folder that a setting names: one shipped with the package, one on this machine, or one downloaded from
+    the hub. If llava_fsdp wrote the folder, the digests of its small files and the sizes of all its files are checked;
+    `check_artifacts` checks the weights' digests too.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the name is none of these.
         ModelError: the hub could not be read.
-        DamagedModel: a file is not what was written.
+        DamagedModel: a file differs from what was written.
     """
     folder = find_folder(name, key)
     check_folder(folder, SMALL)
@@ -226,7 +232,8 @@ def download(name: str, key: str) -> Path:
 
 
 def resolve_model(name: str, key: str) -> Path:
-    """Return the folder of a whole model; for the output folder of a run, the export in it."""
+    """Return the folder of the whole model that a setting names: the folder `name` itself, or the export in it if it is
+    a run's output folder."""
     folder = Path(name)
     if (folder / EXPORT / "config.json").is_file() or read_notes(folder / EXPORT):
         return resolve(str(folder / EXPORT), key)
@@ -252,7 +259,7 @@ def read_config(folder: Path, key: str) -> PretrainedConfig:
     """Read the `config.json` of a model folder with transformers.
 
     Raises:
-        ModelError: the folder has none, or transformers does not know it.
+        ModelError: the folder has no config.json, or one that transformers cannot read.
     """
     if not (folder / "config.json").is_file():
         raise ModelError(f"{key}={folder} has no config.json; is it a model folder?")
@@ -264,7 +271,8 @@ def read_config(folder: Path, key: str) -> PretrainedConfig:
 
 
 def check_sizes(config: Any, folder: Path) -> None:
-    """Raise ModelError for a size that no model can have: building it would fail elsewhere or never end."""
+    """Raise ModelError if a configuration has a size that no model can have. Building it would fail elsewhere or never
+    end."""
     for own in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
         for name, most in MOST.items():
             value = getattr(own, name, None)
@@ -275,10 +283,10 @@ def check_sizes(config: Any, folder: Path) -> None:
 
 
 def read_json(path: Path, what: str) -> dict:
-    """Read a JSON object of a model folder.
+    """Read a JSON file of a model folder.
 
     Raises:
-        ModelError: it is none, or names code that would come with the model.
+        ModelError: it contains no JSON object, or names Python code in the model folder.
     """
     try:
         found = read_any_json(path)
@@ -289,10 +297,11 @@ def read_json(path: Path, what: str) -> dict:
 
 
 def find_projector(cfg: Config) -> Path | None:
-    """Return the path of the projector to start from; None if it is random or part of `model.checkpoint`.
+    """Return the path of the projector with which a run starts; None if it is initialised randomly, or is part of
+    `model.checkpoint` or of the adapter folder.
 
     Raises:
-        ConfigError: there is no projector, or it belongs to another model; the message says how to train one.
+        ConfigError: there is no projector (the message says how to train one), or it belongs to another model.
     """
     given = cfg.model.projector
     if cfg.model.checkpoint is not None and given not in ("auto", "random"):

@@ -17,7 +17,7 @@ from llava_fsdp.runtime.safe_load import foreign
 
 
 def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:
-    """Return the `model` part of a configuration for a folder of this project, transformers or the original LLaVA.
+    """Return the `model` part of a configuration for a model folder of llava_fsdp, transformers or the original LLaVA.
 
     Args:
         language: the language model, for a folder that holds a projector alone.
@@ -60,12 +60,12 @@ def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> Mod
     """Return the `model` part of a configuration for the base model of an adapter.
 
     Args:
-        base: a language model or a whole LLaVA model; None: what the adapter's files say.
+        base: a language model or a whole LLaVA model; None: the base model that the adapter's files name.
         vision: the vision tower, if the one that the adapter's files name is not on this machine.
 
     Raises:
-        ConfigError: neither `base` nor the files name a base model, or it is not on this machine.
-        ModelError: the named base is no model to which an adapter can be applied.
+        ConfigError: neither `base` nor the files name a base model, or the named one is not on this machine.
+        ModelError: an adapter cannot be applied to the named base model.
     """
     notes = read_notes(found.folder)
     if "model" in notes:
@@ -98,14 +98,15 @@ def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> Mod
 
 
 def on_base(cfg: ModelConfig, folder: Path) -> ModelConfig:
-    """Return the configuration with another base: a whole LLaVA model, or a language model."""
+    """Return a configuration that differs from `cfg` in the base model: the whole LLaVA model or language model in
+    `folder`."""
     whole = is_whole(folder)
     checkpoint, language = (str(folder), cfg.language) if whole else (None, str(folder))
     return replace(cfg, checkpoint=checkpoint, language=language, random_weights=False)
 
 
 def said_base(found: AdapterFolder) -> Path:
-    """Return the base model that peft's `adapter_config.json` names.
+    """Return the folder of the base model that peft's `adapter_config.json` names.
 
     Raises:
         ConfigError: the file names no base model, or one that is not on this machine.
@@ -128,8 +129,8 @@ def is_whole(folder: Path) -> bool:
 
 
 def find_tower(raw: dict, folder: Path) -> str:
-    """Find the vision tower named in the config.json of an original LLaVA folder: a local folder, also one beside the
-    LLaVA folder, or a hub name."""
+    """Return the folder or hub name of the vision tower that a config.json (`raw`) of the original LLaVA names. The
+    tower may also be in a folder beside the LLaVA folder."""
     name = str(raw.get("mm_vision_tower") or raw.get("vision_tower") or "")
     if (folder / TOWER / "config.json").is_file() or (name and Path(name).is_dir()):
         return name

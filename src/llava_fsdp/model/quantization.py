@@ -1,16 +1,18 @@
-"""Frozen linear layers whose weights are kept in 4 or 8 bits, by bitsandbytes, and unpacked for each product.
+"""Frozen linear layers whose weights are stored in 4 or 8 bits by bitsandbytes, and dequantized for each matrix
+product.
 
-A packed weight is an ordinary parameter of the dtype that the model computes in: FSDP2's mixed precision would cast any
-other on its way into an all-gather, and its bits mean nothing as numbers. So it is sharded, gathered and freed as every
-frozen weight is. What it is unpacked with are buffers, whole on every rank.
+The bits of a quantized weight are stored in an ordinary parameter of the compute dtype, which FSDP2 shards, gathers and
+frees like every frozen weight. Before an all-gather, FSDP2's mixed precision would cast a parameter of another dtype,
+and so destroy the bits. The scales are buffers, whole on every rank.
 
-Both kinds unpack the weight and multiply in the compute dtype, so that a position's result depends on nothing else that
-runs beside it. `LLM.int8()` also quantises the inputs, apart from columns in which any position of the micro-batch has
-a large value; bitsandbytes itself leaves that out where it trains on a CPU (`MatMul8bitFp`), and this does everywhere.
+The weight is dequantized and multiplied in the compute dtype, also with 8 bits, so that the result at a position does
+not depend on other positions. `LLM.int8()` would also quantize the inputs, except columns in which any position of the
+micro-batch has a large value. bitsandbytes leaves that out in training on a CPU (`MatMul8bitFp`), and this module
+everywhere.
 
-Of what `prepare_model_for_kbit_training` does (peft), nothing is left to do: `Llava.freeze` freezes, norms compute in
-`precision.norm_dtype`, lm_head stays in the compute dtype, and checkpointing is the non-reentrant kind, which needs no
-input that requires a gradient.
+peft's `prepare_model_for_kbit_training` is not needed: `Llava.freeze` freezes, norms compute in `precision.norm_dtype`,
+lm_head stays in the compute dtype, and activation checkpointing is the non-reentrant kind, which needs no input that
+requires a gradient.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ BLOCK = 64
 NESTED_BLOCK = 256
 """Number of scales that share a second scale with `model.quantize.double`."""
 CODES = 256
-"""Number of values that an 8-bit scale can take."""
+"""Number of different values that an 8-bit scale can have."""
 OLDEST = (6, 0)
-"""Least CUDA compute capability of bitsandbytes' 4-bit kernels (its installation guide)."""
+"""Minimum CUDA compute capability for bitsandbytes' 4-bit kernels (its installation guide)."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,15 @@ class Packing:
 
 
 class QuantizedLinear(nn.Module):
-    """Linear layer with a quantized weight [elements, 1] of the compute dtype, and the buffers that unpack it."""
+    """Linear layer with a quantized weight, whose bits are a tensor [elements, 1] of the compute dtype, and with the
+    buffers that are needed to dequantize it."""
 
     def __init__(self, linear: nn.Linear, cfg: QuantizeConfig, dtype: torch.dtype):
-        """
+        """Create the layer that replaces a linear layer; its weight is not quantized yet.
+
         Args:
             linear: the layer to replace, on the meta device; its bias is kept.
-            dtype: the dtype that the layer computes in.
+            dtype: the compute dtype.
 
         Raises:
             ValueError: the bits of the weight do not fill whole elements of `dtype`.
@@ -99,7 +103,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def statistics(self) -> list[torch.Tensor]:
-        """Buffers with which the weight is dequantized, by name; whole on every rank."""
+        """Buffers with which the weight is dequantized, in the order of `Packing.statistics`; whole on every rank."""
         return [getattr(self, name) for name in self.packing.statistics]
 
     @property
@@ -112,8 +116,8 @@ class QuantizedLinear(nn.Module):
         """Quantize a weight on the device of the buffers, and set the buffers.
 
         Args:
-            weight: [out_features, in_features], on any device and in any dtype; rounded to the compute dtype first, as
-                the field does.
+            weight: [out_features, in_features], on any device and in any dtype. It is rounded to the compute dtype
+                before it is quantized, as is usual.
 
         Returns:
             The packed weight, with the shape and dtype of this layer's parameter.
@@ -128,7 +132,8 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def draw_scales(self, scale: float) -> None:
-        """Set buffers so that any bits unpack to weights of at most `scale`, for runs in which only shapes matter."""
+        """Set the buffers so that any bits are dequantized to weights of at most `scale`. For runs in which only shapes
+        matter."""
         for name, tensor in zip(self.packing.statistics, self.statistics, strict=True):
             is_scale = name in ("scales", "offset") or (name == "absmax" and not self.packing.double)
             tensor.fill_(scale if is_scale else 0)
@@ -138,7 +143,8 @@ class QuantizedLinear(nn.Module):
 
 
 class UnpackedProduct(torch.autograd.Function):
-    """x W^T + b for a quantized W, which is unpacked again for the gradient so that only its bits are kept."""
+    """Autograd function of x W^T + b for a quantized W. The backward pass dequantizes W again, so that only its bits
+    are kept in between."""
 
     @staticmethod
     def forward(
@@ -163,7 +169,7 @@ class UnpackedProduct(torch.autograd.Function):
 
 
 def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Quantize a weight and return its bits and statistics.
+    """Quantize a weight; return its bits and the statistics (such as scales) that are needed to dequantize it.
 
     Args:
         weight: [out_features, in_features]
@@ -221,10 +227,10 @@ def quantize_layers(model: nn.Module, names: list[str], cfg: QuantizeConfig, dty
     """Replace linear layers of a meta-device model by quantized ones, in place; parameters keep their names.
 
     Args:
-        names: full names of the layers; for a layer with an adapter, the name of the adapted layer inside.
+        names: full paths of the layers; if a layer has an adapter, the base layer in it is replaced.
 
     Raises:
-        ConfigError: bitsandbytes is not installed, or the bits of a weight do not fill whole elements.
+        ConfigError: bitsandbytes is not installed, or the bits of a weight do not fill whole elements of `dtype`.
     """
     import_bitsandbytes(cfg.mode)
     if not names:
@@ -286,7 +292,7 @@ def check_quantizer(cfg: QuantizeConfig, device: torch.device) -> None:
 
 
 def import_bitsandbytes(mode: Quantizer) -> Any:
-    """Import bitsandbytes, or raise ConfigError if it is not installed. Takes seconds, so not at the top."""
+    """Import bitsandbytes, which takes seconds; raise ConfigError if it is not installed."""
     try:
         import bitsandbytes
     except ImportError as error:

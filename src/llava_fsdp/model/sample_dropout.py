@@ -14,7 +14,8 @@ from torch import nn
 from llava_fsdp.runtime.seeds import derive
 
 BITS = 24
-"""Number of bits of the hash that are compared with the dropout probability, which is exact to 2**-24."""
+"""Number of bits of the hash that are compared with the dropout probability, which is rounded to a multiple of
+2**-24."""
 MULTIPLIERS = (0x7FEB352D, 0x2C1B3C6D)
 """Multipliers of the hash: odd numbers below 2**31 that mix 32 bits well (found by Ettinger and Wellons)."""
 
@@ -41,7 +42,8 @@ class TokenKeys:
         Args:
             seeds: int64 [samples], below 2**31.
             tile_seeds: int64 [tiles], below 2**31.
-            shape: [rows, length]; without segments, every row is one sample.
+            shape: [rows, length]
+            segments: sample boundaries of a packed row; None: every row is one sample.
             vision_tokens: tokens of a tile in the vision tower.
         """
         if segments is None:
@@ -57,8 +59,8 @@ class TokenKeys:
 
 
 class SampleDropout(nn.Module):
-    """Dropout whose mask depends only on sample, token, channel and layer; kept values are divided by the probability
-    to be kept."""
+    """Dropout whose mask depends only on sample, token, channel and layer. Values that are kept are divided by the
+    probability of being kept."""
 
     def __init__(self, p: float, name: str, keys: TokenKeys):
         """Create the dropout of one module.
@@ -66,6 +68,7 @@ class SampleDropout(nn.Module):
         Args:
             p: probability to drop a value.
             name: name of the module; every module has its own masks.
+            keys: hashes of the current micro-batch's tokens.
         """
         super().__init__()
         self.p = p

@@ -19,7 +19,7 @@ CODES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file; its values are read only by `rows`."""
+    """A tensor in a file; its values are read only when they are asked for."""
 
     file: Path
     name: str
@@ -33,8 +33,8 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in the file; ModelError unless it is a float of at least 16 bits, as quantized models have other
-        dtypes."""
+        """Dtype of the tensor in the file. Raises ModelError if it is not a float of at least 16 bits, as in quantized
+        models."""
         if isinstance(self.handle, dict):
             found: Any = self.handle[self.name].dtype
         else:
@@ -50,9 +50,22 @@ class StoredTensor:
             return self.handle[self.name][begin:end]
         return self.handle.get_slice(self.name)[begin:end]
 
+    def part(self, box: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        """Read the part between two indices in each dimension."""
+        sizes = [last - first for first, last in box]
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=self.dtype)
+        if not box:
+            return self.handle[self.name] if isinstance(self.handle, dict) else self.handle.get_tensor(self.name)
+        values = self.handle[self.name] if isinstance(self.handle, dict) else self.handle.get_slice(self.name)
+        return values[tuple(slice(*span) for span in box)]
+
 
 def open_tensors(path: Path, projector_only: bool = False) -> dict[str, StoredTensor]:
     """Open all tensors of a file or a model folder, by their names in the file; values are not read yet.
+
+    Args:
+        projector_only: open the file with the projector alone, if the folder has one beside the whole model.
 
     Raises:
         ModelError: there are no weights, a shard is missing, or a file cannot be read.
@@ -119,7 +132,8 @@ def is_plain_archive(path: Path) -> bool:
 
 
 def why_unreadable(path: Path, message: str) -> str:
-    """Return the message for a file that torch.load cannot read, without torch's advice to set weights_only=False."""
+    """Return the error message for a file that torch.load cannot read: a cause that is found in torch's own `message`,
+    without torch's advice to set weights_only=False."""
     code = re.search(r"GLOBAL (\S+)", message)
     if code:
         return (
@@ -133,7 +147,8 @@ def why_unreadable(path: Path, message: str) -> str:
 
 
 class Stored(Protocol):
-    """Protocol of a source of a parameter's values, which are read by rows of dimension 0."""
+    """Protocol of what a parameter's values are read from: a tensor whose rows of dimension 0 can be read
+    separately."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

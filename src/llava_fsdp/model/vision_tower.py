@@ -1,4 +1,4 @@
-"""Hidden states of any vision tower of transformers, without running the layers after them."""
+"""Compute a hidden state of any of transformers' vision towers, without running the layers after it."""
 
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ class Probe(NamedTuple):
     drops_cls: bool
     """Whether the vision tower's first token, the CLS token, is left out."""
     leftovers: list[str]
-    """Names of the parameters after the selected hidden state. They never get a gradient and are frozen, or optimizers
-    and checkpoints would disagree about them."""
+    """Names of the parameters that are used only after the selected hidden state. They never get a gradient and are
+    frozen; otherwise optimizers and checkpoints would disagree about them."""
     layers: int
     """Number of layers up to the selected hidden state."""
     last_layer: str | None

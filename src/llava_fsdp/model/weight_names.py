@@ -1,7 +1,7 @@
-"""Translate between our parameter names and those in other programs' files.
+"""Translate between llava_fsdp's parameter names and those in other programs' files.
 
-Ours are those of transformers' LlavaForConditionalGeneration without the leading `model.`, and without the
-`vision_model.` that some releases and files have inside the vision tower.
+llava_fsdp's names are those of transformers' LlavaForConditionalGeneration without the leading `model.`, and without
+the `vision_model.` that some releases and files have inside the vision tower.
 """
 
 import re
@@ -21,12 +21,15 @@ RENAMES: list[tuple[re.Pattern[str], str]] = [
     ]
 ]
 COMPUTED = re.compile(r"(^|\.)(position_ids|rotary_emb\.inv_freq)$")
-"""Pattern of the names of buffers that some releases save with the weights."""
+"""Pattern for names of buffers that some releases of transformers save with the weights, although they are computed."""
+ORIGINAL_TOWER = "model.vision_tower.vision_tower."
+"""Beginning of the names of a vision tower's tensors in files of the original LLaVA."""
 SEQUENTIAL = re.compile(r"^mm_projector\.(\d+)\.")
 
 
 def ours(name: str) -> str:
-    """Return our parameter name for a tensor of a full-model checkpoint (not an adapter) in any supported format."""
+    """Return llava_fsdp's parameter name for a tensor of a full-model checkpoint (not an adapter) in any supported
+    format."""
     for pattern, replacement in RENAMES:
         if pattern.search(name):
             name = pattern.sub(replacement, name)
@@ -36,21 +39,16 @@ def ours(name: str) -> str:
     return name.replace("vision_tower.vision_model.", "vision_tower.")
 
 
-def ours_in_language(name: str) -> str:
-    """Translate the name of a tensor in a language model's file, which may have no prefix, to our parameter name."""
-    renamed = ours(name)
-    return renamed if renamed.startswith(("language_model.", "lm_head.")) else f"language_model.{name}"
-
-
-def ours_in_vision(name: str) -> str:
-    """Translate the name of a tensor in a file of a vision tower, or of a whole CLIP or SigLIP, to our parameter
-    name."""
-    return "vision_tower." + name.removeprefix("vision_model.")
+def projector_name(name: str) -> str | None:
+    """Return llava_fsdp's parameter name for a tensor of a projector in any supported format; None for other
+    tensors."""
+    own = ours(name)
+    return own if own == "image_newline" or own.startswith("multi_modal_projector.") else None
 
 
 def original(name: str, projector_type: str) -> str:
-    """Translate our parameter name to the original LLaVA's; its projector is one Linear, or a Sequential in which every
-    second module has weights."""
+    """Translate llava_fsdp's parameter name to the original LLaVA's. The original's projector is one Linear, or a
+    Sequential in which every second module has weights."""
     if name.startswith("language_model."):
         return name.replace("language_model.", "model.", 1)
     if name.startswith("lm_head."):
@@ -64,29 +62,19 @@ def original(name: str, projector_type: str) -> str:
     return f"model.mm_projector.{place}{kind}"
 
 
-def theirs(name: str) -> str:
-    """Translate our parameter name to that of the hub's LLaVA models (llava-hf), which every release of transformers
-    loads."""
-    if name.startswith("language_model."):
-        return name.replace("language_model.", "language_model.model.", 1)
-    if name.startswith("lm_head."):
-        return f"language_model.{name}"
-    return name.replace("vision_tower.", "vision_tower.vision_model.", 1)
-
-
 PEFT = "base_model.model."
 """Prefix of every name in an adapter's files."""
 
 
 def in_adapter(name: str, projector_type: str) -> str:
-    """Translate our parameter name to that in adapter files of LLaVA and peft, which omit peft's name of the
-    adapter."""
+    """Translate llava_fsdp's parameter name to that in adapter files of LLaVA and peft. These files omit `default`, the
+    adapter's name in peft."""
     name = PEFT + original(name, projector_type)
     return name.replace(".default.weight", "" if ".lora_magnitude_vector." in name else ".weight")
 
 
 def ours_in_adapter(name: str) -> str:
-    """Translate the name of a tensor in an adapter's files to our parameter name."""
+    """Translate the name of a tensor in an adapter's files to llava_fsdp's parameter name."""
     name = ours(name.removeprefix(PEFT))
     name = re.sub(r"\.(lora_[AB])\.weight$", r".\1.default.weight", name)
     return re.sub(r"\.lora_magnitude_vector(\.weight)?$", ".lora_magnitude_vector.default.weight", name)

@@ -1,0 +1,178 @@
+"""Names and layouts of weights in files of transformers' models, by transformers' own conversion rules.
+
+For each class of models, transformers 5 has rules that connect the tensors in files with the parameters of its modules.
+They rename tensors, and they merge, split or transpose them, such as all experts of a layer into one tensor.
+`from_pretrained` and `save_pretrained` apply these rules. Here the same code runs on LazyTensors, so that nothing is
+read: it tells where each parameter's values lie (`plan_load`), and what each tensor of a saved model is made of
+(`plan_save`).
+
+The functions of transformers that this calls are not public. They are called only here
+(transformers.core_model_loading, transformers.conversion_mapping; 5.17 to 5.23).
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
+
+from llava_fsdp.model.lazy_tensor import Box, LazyTensor
+from llava_fsdp.model.tensor_files import Stored, StoredTensor
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.safe_load import foreign
+
+
+@dataclass(frozen=True)
+class ConvertedTensor:
+    """A parameter whose values are rearranged from one or several tensors in files."""
+
+    lazy: LazyTensor
+    parts: list[StoredTensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.lazy.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return reduce(torch.promote_types, [part.dtype for part in self.parts])
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        """Read rows [begin, end) of dimension 0, and nothing else than what they need."""
+        return self.lazy.rows(begin, end).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Where the weights of one of transformers' models come from.
+
+    Attributes:
+        sources: stored values of parameters and of buffers that files have, by their names in the model; tied
+            parameters under each of their names.
+        unused: names of the files' tensors that the model has no place for, as transformers renames them.
+        misshapen: shapes in the files and in the model, by name, of the parameters for which the two differ; these are
+            not in `sources`.
+        model: the model that was planned for. Its parameters are used up; its modules are as they were.
+    """
+
+    sources: dict[str, Stored]
+    unused: list[str]
+    misshapen: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    model: PreTrainedModel
+
+
+def language_model_of(config: PretrainedConfig) -> PreTrainedModel:
+    """Build transformers' model for a language model's configuration, with its output layer, on the meta device. A
+    whole vision-language model's configuration gives that model."""
+    is_whole = getattr(config, "text_config", None) is not None
+    return on_meta(AutoModelForImageTextToText if is_whole else AutoModelForCausalLM, config)
+
+
+def vision_tower_of(config: PretrainedConfig) -> PreTrainedModel:
+    """Build transformers' model for a vision tower's configuration on the meta device."""
+    return on_meta(AutoModel, config)
+
+
+def whole_model_of(config: PretrainedConfig) -> PreTrainedModel:
+    """Build transformers' vision-language model for a configuration on the meta device."""
+    return on_meta(AutoModelForImageTextToText, config)
+
+
+def on_meta(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"), foreign(f"transformers cannot build a {config.model_type} model"):
+        return kind.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
+
+
+def names_of_parts(model: Any) -> dict[str, str]:
+    """Return, for a model with a language model in it, the beginnings of parameter names in transformers' model and
+    here: of the language model without its output layer, and of the output layer."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    return {f"{paths[id(decoder)]}.": "language_model.", f"{paths[id(head)]}.": "lm_head."}
+
+
+def plan_load(build: Callable[[], PreTrainedModel], tensors: Mapping[str, StoredTensor], folder: Path) -> LoadPlan:
+    """Find where each weight of a model comes from, as `from_pretrained` does, without reading values.
+
+    Args:
+        build: builds one of transformers' models on the meta device.
+        tensors: tensors in files, by their names there.
+        folder: where the files are, for error messages.
+
+    Raises:
+        ModelError: transformers cannot convert the files' tensors to those of the model.
+    """
+    plan = converted(build(), tensors, folder)
+    if not plan.sources and any(name.startswith("vision_model.") for name in tensors):
+        # the vision tower of a whole model for which transformers has no rule (AIMv2): it would find nothing
+        plan = converted(build(), tensors, folder, {r"^vision_model\.": ""})
+    return plan
+
+
+def converted(
+    model: Any, tensors: Mapping[str, StoredTensor], folder: Path, renames: dict[str, str] | None = None
+) -> LoadPlan:
+    reads = {name: tensor.part for name, tensor in tensors.items()}
+    lazy = {name: LazyTensor(tensor.shape, [name], reads[name]) for name, tensor in tensors.items()}
+    rules: Any = get_model_conversion_mapping(model, renames)
+    plan = model._get_dtype_plan(torch.float32)
+    config = LoadStateDictConfig(dtype=torch.float32, dtype_plan=plan, weight_mapping=rules)
+    transformers_logging.disable_progress_bar()
+    failing = f"{folder} has weights that cannot be converted to those of a {model.config.model_type} model"
+    with foreign(failing):
+        info, _ = convert_and_load_state_dict_in_model(model, lazy, config)
+    if info.conversion_errors:
+        name, why = next(iter(info.conversion_errors.items()))
+        raise ModelError(f"{failing}: {name}: {why}")
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    sources: dict[str, Stored] = {}
+    for name, value in named:
+        if isinstance(value, LazyTensor):
+            parts = [tensors[source] for source in value.sources]
+            as_stored = len(parts) == 1 and value.read is reads[value.sources[0]]
+            sources[name] = parts[0] if as_stored else ConvertedTensor(value, parts)
+    for target, source in model.all_tied_weights_keys.items():  # files have one of the two names, or both
+        for one, other in ((target, source), (source, target)):
+            if one not in sources and other in sources:
+                sources[one] = sources[other]
+    misshapen = {name: (tuple(got), tuple(expected)) for name, got, expected in sorted(info.mismatched_keys)}
+    return LoadPlan(sources, sorted(info.unexpected_keys), misshapen, model)
+
+
+def plan_save(config: PretrainedConfig, read: Callable[[str, Box], torch.Tensor]) -> dict[str, LazyTensor]:
+    """Find what each tensor of a whole model's files is made of, as `save_pretrained` does, by its name there.
+
+    Names of vision towers are those that transformers writes for a model that it has read from files, with the
+    `vision_model.` that all releases understand.
+
+    Args:
+        config: configuration of a vision-language model.
+        read: reads a part of a parameter, given the parameter's name here: that of transformers' model, without the
+            leading `model.`.
+    """
+    model: Any = whole_model_of(config)
+    left_out = {*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys}
+    held: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        own = name.removeprefix("model.")
+        if name not in left_out:
+            held[name] = LazyTensor(value.shape, [own], lambda box, own=own: read(own, box))
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    with foreign(f"transformers cannot write a {config.model_type} model with these parts"):
+        outputs: Any = revert_weight_conversion(model, held)
+    return outputs

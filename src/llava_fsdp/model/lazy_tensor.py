@@ -1,0 +1,248 @@
+"""Tensors that are not in memory: operations on them are recorded, and a part of the result can be read later.
+
+transformers converts names and layouts of weights by running operations such as `torch.cat` and `transpose` on whole
+tensors. Run on LazyTensors, the same code reads nothing. Its results can read any part of themselves, so that a rank
+reads only its own rows, from as many files as they come from.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+Box = tuple[tuple[int, int], ...]
+"""A part of a tensor: first and last index (exclusive) of each dimension."""
+Read = Callable[[Box], torch.Tensor]
+"""Reads a part of a tensor's values."""
+aten = torch.ops.aten
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor with a shape and without values in memory.
+
+    It claims to be float32 on the CPU, whatever the files hold, so that no conversion of transformers casts it: what is
+    read has the dtype of the files.
+
+    Attributes:
+        sources: names of the tensors that its values come from, in order, each once.
+        read: reads a part of it.
+    """
+
+    sources: tuple[str, ...]
+    read: Read
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], sources: Sequence[str], read: Read) -> "LazyTensor":
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32, device=torch.device("cpu"))
+        self.sources = tuple(dict.fromkeys(sources))
+        self.read = read
+        return self
+
+    def __init__(self, shape: Sequence[int], sources: Sequence[str], read: Read) -> None:
+        pass
+
+    def __repr__(self, **_: Any) -> str:
+        return f"LazyTensor({list(self.shape)}, {', '.join(self.sources)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        record = OPERATIONS.get(func.overloadpacket, None)
+        result = NotImplemented if record is None else record(*args, **(kwargs or {}))
+        return compute_later(func, args, kwargs or {}) if result is NotImplemented else result
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        """Read rows [begin, end) of dimension 0; of a tensor without dimensions, its value."""
+        return self.read(((begin, end), *whole(self.shape[1:])) if self.ndim else ())
+
+
+def whole(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def same(x: LazyTensor, *_: Any, **__: Any) -> LazyTensor:
+    return LazyTensor(x.shape, x.sources, x.read)
+
+
+def cast(x: LazyTensor, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    return same(x) if dtype in (None, torch.float32) else NotImplemented
+
+
+def part(x: LazyTensor, dim: int, begin: int, end: int) -> LazyTensor:
+    """Record `x` with only the indices [begin, end) of dimension `dim`."""
+
+    def read(box: Box) -> torch.Tensor:
+        first, last = box[dim]
+        return x.read((*box[:dim], (first + begin, last + begin), *box[dim + 1 :]))
+
+    return LazyTensor([*x.shape[:dim], end - begin, *x.shape[dim + 1 :]], x.sources, read)
+
+
+def slice_of(x: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    if step != 1:
+        return NotImplemented
+    dim %= x.ndim
+    first, last, _ = slice(start, end).indices(x.shape[dim])
+    return part(x, dim, first, max(first, last))
+
+
+def select(x: LazyTensor, dim: int, index: int) -> LazyTensor:
+    dim %= x.ndim
+    index %= x.shape[dim]
+    return view(part(x, dim, index, index + 1), [*x.shape[:dim], *x.shape[dim + 1 :]])
+
+
+def unbind(x: LazyTensor, dim: int = 0) -> list[LazyTensor]:
+    return [select(x, dim, index) for index in range(x.shape[dim])]
+
+
+def split(x: LazyTensor, sizes: int | list[int], dim: int = 0) -> list[LazyTensor]:
+    dim %= x.ndim
+    size = x.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, size - begin) for begin in range(0, size, sizes)]
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    return [part(x, dim, end - length, end) for end, length in zip(ends, sizes, strict=True)]
+
+
+def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> Any:
+    if not all(isinstance(x, LazyTensor) for x in tensors):
+        return NotImplemented
+    dim %= tensors[0].ndim
+    sizes = [x.shape[dim] for x in tensors]
+    others = {(*x.shape[:dim], *x.shape[dim + 1 :]) for x in tensors}
+    if len(others) > 1:  # as torch.cat does: a tensor of a group is missing, such as one expert's
+        raise RuntimeError(f"sizes of tensors must match except in dimension {dim}: {[list(x.shape) for x in tensors]}")
+
+    def read(box: Box) -> torch.Tensor:
+        found, begin = [], 0
+        for x, size in zip(tensors, sizes, strict=True):
+            first, last = max(box[dim][0] - begin, 0), min(box[dim][1] - begin, size)
+            if first < last:
+                found.append(x.read((*box[:dim], (first, last), *box[dim + 1 :])))
+            begin += size
+        return found[0] if len(found) == 1 else torch.cat(found, dim)
+
+    shape = [*tensors[0].shape[:dim], sum(sizes), *tensors[0].shape[dim + 1 :]]
+    return LazyTensor(shape, [name for x in tensors for name in x.sources], nonempty(read, tensors[0]))
+
+
+def nonempty(read: Read, like: LazyTensor) -> Read:
+    """Return `read` for parts of any size: where it has no values to put together, a part of `like` gives the dtype."""
+
+    def read_any(box: Box) -> torch.Tensor:
+        if all(first < last for first, last in box):
+            return read(box)
+        empty = like.read(tuple((0, 0) for _ in like.shape))
+        return empty.new_empty([last - first for first, last in box])
+
+    return read_any
+
+
+def stack(tensors: Sequence[LazyTensor], dim: int = 0) -> Any:
+    if not all(isinstance(x, LazyTensor) for x in tensors):
+        return NotImplemented
+    return cat([unsqueeze(x, dim) for x in tensors], dim % (tensors[0].ndim + 1))
+
+
+def unsqueeze(x: LazyTensor, dim: int) -> LazyTensor:
+    dim %= x.ndim + 1
+    return view(x, [*x.shape[:dim], 1, *x.shape[dim:]])
+
+
+def squeeze(x: LazyTensor, dim: int | Sequence[int] | None = None) -> LazyTensor:
+    dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    gone = {number % x.ndim for number in dims if x.shape[number] == 1}
+    return view(x, [size for number, size in enumerate(x.shape) if number not in gone])
+
+
+def permute(x: LazyTensor, order: Sequence[int]) -> LazyTensor:
+    order = [number % x.ndim for number in order]
+
+    def read(box: Box) -> torch.Tensor:
+        inner = [box[order.index(number)] for number in range(len(order))]
+        return x.read(tuple(inner)).permute(order)
+
+    return LazyTensor([x.shape[number] for number in order], x.sources, read)
+
+
+def transpose(x: LazyTensor, first: int = 0, second: int = 1) -> LazyTensor:
+    order = list(range(x.ndim))
+    if order:  # `.t()` of a vector leaves it as it is
+        second = min(second, x.ndim - 1)
+        order[first], order[second] = order[second], order[first]
+    return permute(x, order)
+
+
+def view(x: LazyTensor, shape: Sequence[int], *_: Any, **__: Any) -> LazyTensor:
+    shape = list(shape)
+    if -1 in shape:
+        shape[shape.index(-1)] = x.numel() // max(1, -prod(shape))
+    if prod(shape) != x.numel():
+        raise RuntimeError(f"shape {shape} is invalid for a tensor of shape {list(x.shape)}")
+    return LazyTensor(shape, x.sources, nonempty(lambda box: read_view(x, shape, box), x))
+
+
+def read_view(x: LazyTensor, shape: Sequence[int], box: Box) -> torch.Tensor:
+    """Read a part of `x` in another shape, and as little else as possible.
+
+    Dimensions of size 1 that come or go, and leading dimensions that both shapes have, cost nothing. Otherwise the rows
+    of `x` that hold the part are read.
+    """
+    sizes = [last - first for first, last in box]
+    if [size for size in shape if size != 1] == [size for size in x.shape if size != 1]:
+        wanted = iter(span for span, size in zip(box, shape, strict=True) if size != 1)
+        return x.read(tuple((0, 1) if size == 1 else next(wanted) for size in x.shape)).reshape(sizes)
+    shared = 0
+    while shared < min(len(shape), x.ndim) and shape[shared] == x.shape[shared]:
+        shared += 1
+    if shared:
+        values = x.read((*box[:shared], *whole(x.shape[shared:]))).reshape(sizes[:shared] + list(shape[shared:]))
+        return values[(slice(None),) * shared + tuple(slice(*span) for span in box[shared:])]
+    if not shape or not x.ndim:
+        return x.read(whole(x.shape)).reshape(shape)[tuple(slice(*span) for span in box)]
+    row, row_of_x = prod(shape[1:]), prod(x.shape[1:])
+    begin, end = box[0][0] * row, box[0][1] * row
+    first, last = begin // row_of_x, -(-end // row_of_x)
+    values = x.read(((first, last), *whole(x.shape[1:]))).reshape(-1)
+    values = values[begin - first * row_of_x : end - first * row_of_x].reshape(-1, *shape[1:])
+    return values[(slice(None), *(slice(*span) for span in box[1:]))]
+
+
+def compute_later(func: Any, args: Any, kwargs: Any) -> Any:
+    """Record any other operation: reading a part of its result reads all of its inputs and computes it."""
+
+    def on_meta(value: Any) -> Any:
+        return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
+
+    def in_memory(value: Any) -> Any:
+        return value.read(whole(value.shape)) if isinstance(value, LazyTensor) else value
+
+    inputs = (args, kwargs)
+    meta_args, meta_kwargs = tree_map(on_meta, inputs)
+    shapes = func(*meta_args, **meta_kwargs)
+    sources = [name for x in tree_leaves(inputs) if isinstance(x, LazyTensor) for name in x.sources]
+
+    def reader(number: int | None) -> Read:
+        def read(box: Box) -> torch.Tensor:
+            read_args, read_kwargs = tree_map(in_memory, inputs)
+            result = func(*read_args, **read_kwargs)
+            result = result if number is None else result[number]
+            return result[tuple(slice(*span) for span in box)]
+
+        return read
+
+    if isinstance(shapes, torch.Tensor):
+        return LazyTensor(shapes.shape, sources, reader(None))
+    return [LazyTensor(result.shape, sources, reader(number)) for number, result in enumerate(shapes)]
+
+
+OPERATIONS: dict[Any, Callable[..., Any]] = {
+    aten.detach: same, aten.alias: same, aten.clone: same, aten.contiguous: same, aten.lift_fresh: same,
+    aten._to_copy: cast, aten.view: view, aten._unsafe_view: view, aten.reshape: view, aten._reshape_copy: view,
+    aten.transpose: transpose, aten.t: transpose, aten.permute: permute, aten.cat: cat, aten.stack: stack,
+    aten.unsqueeze: unsqueeze, aten.squeeze: squeeze, aten.slice: slice_of, aten.select: select, aten.unbind: unbind,
+    aten.split: split, aten.split_with_sizes: split,
+}  # fmt: skip
+"""The operations that only move values. A function returns NotImplemented for arguments that it does not handle."""
