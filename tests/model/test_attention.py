@@ -14,11 +14,12 @@ from llava_fsdp.config import Attention
 from llava_fsdp.model.attention import (
     NAMES,
     Continued,
+    Form,
     Kernel,
     Lengths,
     Row,
     attention_arguments,
-    check_full_attention,
+    check_can_be_packed,
     check_reaches_all_layers,
     choose_kernel,
     each_alone,
@@ -40,7 +41,7 @@ def examine(kind: str, **values: object) -> None:
     """All that the door asks of a language model."""
     register_attention()
     config: PretrainedConfig = AutoConfig.for_model(kind, **{**SMALL, **values})
-    check_full_attention(config)
+    check_can_be_packed(config)
     with torch.device("meta"):
         check_reaches_all_layers(AutoModel.from_config(config, attn_implementation=Kernel(Attention.sdpa, "").name))
 
@@ -54,12 +55,18 @@ CAN = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "gpt_neox": {},
     "phi": {},
-    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 3},
+    "gemma2": {"head_dim": 8, "sliding_window": 3, "attn_logit_softcapping": 0.5},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {"head_dim": 8, "sliding_window": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "cohere2": {"head_dim": 8, "sliding_window": 3},
 }
+WINDOWS = {
+    "mistral": {"sliding_window": 3},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+}
+"""Further values for kinds in `CAN`."""
 CANNOT = {
-    "mistral": ({"sliding_window": 4096}, "mistral has a sliding window of 4096"),
-    "qwen2": ({"use_sliding_window": True, "max_window_layers": 1}, "qwen2 has layers of sliding_attention"),
-    "gemma2": ({"head_dim": 8}, "it has layers of sliding_attention"),
     "llama4_text": ({}, "llama4_text has layers of chunked_attention"),
     "minimax": ({"num_local_experts": 4}, "minimax has layers of linear_attention"),
     "lfm2": ({"full_attn_idxs": [1]}, "lfm2 has layers of conv"),
@@ -75,19 +82,45 @@ CANNOT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", CAN)
-def test_models_that_can_be_packed(kind: str) -> None:
-    """And what they compute of a packed row is what they compute of each sample alone."""
-    examine(kind, **CAN[kind])
-    config = AutoConfig.for_model(kind, **{**SMALL, **CAN[kind]})
-    torch.manual_seed(0)
-    model = AutoModel.from_config(config, attn_implementation=Kernel(Attention.sdpa, "").name).eval()
-    embeds, lengths = torch.randn(1, 9, SMALL["hidden_size"]), (4, 5)
-    segments = torch.tensor([[*range(4), *range(5)]]), torch.tensor([0, 4, 9], dtype=torch.int32), lengths
-    with torch.no_grad():
-        packed = model(inputs_embeds=embeds, use_cache=False, **attention_arguments(segments)).last_hidden_state
-        alone = [model(inputs_embeds=e, use_cache=False).last_hidden_state for e in embeds.split(lengths, dim=1)]
-    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(
+    ("kind", "values"), [*CAN.items(), *WINDOWS.items()], ids=[*CAN, *(f"{k} window" for k in WINDOWS)]
+)
+def test_models_that_can_be_packed(kind: str, values: dict[str, object]) -> None:
+    """And what they compute of a packed row is what transformers' own eager attention computes of each sample alone,
+    with its gradients; and token by token from a key-value cache."""
+    examine(kind, **values)
+    models = []
+    for implementation in (Kernel(Attention.sdpa, "").name, "eager"):
+        config = AutoConfig.for_model(kind, **{**SMALL, **values})
+        torch.manual_seed(0)
+        models.append(AutoModel.from_config(config, attn_implementation=implementation).eval())
+    for name, value in models[0].named_parameters():
+        if name.endswith("sinks"):  # as a trained model has them; transformers draws them near zero
+            nn.init.normal_(value, generator=torch.Generator().manual_seed(len(name)))
+    models[1].load_state_dict(models[0].state_dict())
+    embeds, lengths = torch.randn(1, 12, SMALL["hidden_size"]), (4, 7, 1)
+    bounds = torch.tensor([0, 4, 11, 12], dtype=torch.int32)
+    segments = torch.tensor([[*range(4), *range(7), 0]]), bounds, lengths
+    packed = models[0](inputs_embeds=embeds, use_cache=False, **attention_arguments(segments)).last_hidden_state
+    alone = [models[1](inputs_embeds=e, use_cache=False).last_hidden_state for e in embeds.split(lengths, dim=1)]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
+    for output in (packed, torch.cat(alone, dim=1)):
+        (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+    for (name, own), (_, theirs) in zip(*(model.named_parameters() for model in models), strict=True):
+        assert (own.grad is None) == (theirs.grad is None), name
+        if own.grad is not None and theirs.grad is not None:
+            torch.testing.assert_close(own.grad, theirs.grad, rtol=1e-3, atol=1e-5, msg=name)
+    if models[0].main_input_name == "input_ids":
+        written = []
+        cache, mask = DynamicCache(config=models[0].config), torch.ones((1, 7), dtype=torch.bool)
+        for begin, end in ((0, 4), (4, 5), (5, 7)):
+            positions = torch.arange(begin, end)[None]
+            arguments = attention_arguments(
+                Continued(positions, mask[:, :end], cache), models[0].config._attn_implementation
+            )
+            with torch.no_grad():
+                written.append(models[0](inputs_embeds=embeds[:, 4 + begin : 4 + end], **arguments).last_hidden_state)
+        torch.testing.assert_close(torch.cat(written, dim=1), alone[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", CANNOT)
@@ -95,7 +128,7 @@ def test_models_that_cannot_are_refused_with_the_cure(kind: str) -> None:
     values, message = CANNOT[kind]
     with pytest.raises(ConfigError, match=message) as caught:
         examine(kind, **values)
-    assert str(caught.value).endswith("set pack=false") == (kind != "gemma2"), "which has no SDPA for padded rows"
+    assert str(caught.value).endswith("set pack=false")
 
 
 def test_a_run_with_a_model_that_cannot_is_refused_and_trains_padded(
@@ -106,9 +139,9 @@ def test_a_run_with_a_model_that_cannot_is_refused_and_trains_padded(
         for file in (parts / part).iterdir():
             (tmp_path / part / file.name).write_bytes(file.read_bytes())
     path = tmp_path / "language" / "config.json"
-    raw = json.loads(path.read_text()) | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-    path.write_text(json.dumps(raw | {"sliding_window": 64}))
-    with pytest.raises(ConfigError, match="pack=true: mistral has a sliding window of 64"):
+    raw = json.loads(path.read_text()) | {"model_type": "stablelm", "architectures": ["StableLmForCausalLM"]}
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match="pack=true: transformers' stablelm does not attend through"):
         train.train(make_config(tmp_path, dataset, tmp_path / "run", "max_steps=1"))
     train.train(make_config(tmp_path, dataset, tmp_path / "padded", "max_steps=1", "pack=false"))
     assert len((tmp_path / "padded" / "metrics.jsonl").read_text().splitlines()) == 1
@@ -192,7 +225,7 @@ def test_a_packed_row_attends_as_its_samples_alone(key_heads: int) -> None:
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = 4 // key_heads, True
     bounds = torch.tensor([0, 5, 6, 9], dtype=torch.int32)
-    found = each_alone(module, query, key, value, Row(bounds, Lengths(lengths, 5), None, 0.0))
+    found = each_alone(module, query, key, value, Row(bounds, Lengths(lengths, 5), Form()))
     whole = [part.repeat_interleave(4 // key_heads, dim=1) for part in (key, value)]
     begin = 0
     for length in lengths:
@@ -209,7 +242,7 @@ def test_a_packed_row_drops_and_scales_as_its_samples_do() -> None:
     module = nn.Module()
     module.is_causal = True  # type: ignore[assignment]
     query, key, value = torch.randn(3, 1, 4, 8, 5, generator=torch.Generator().manual_seed(0)).unbind()
-    row = Row(torch.tensor([0, 3, 8], dtype=torch.int32), Lengths((3, 5), 5), 0.7, 0.5)
+    row = Row(torch.tensor([0, 3, 8], dtype=torch.int32), Lengths((3, 5), 5), Form(0.7, 0.5))
     torch.manual_seed(1)
     found = each_alone(module, query, key, value, row)
     torch.manual_seed(1)
@@ -232,7 +265,7 @@ def test_what_a_layer_may_hand_to_its_attention() -> None:
     causal, other = nn.Module(), nn.Module()
     for module in (causal, other):
         setattr(module, "is_causal", module is causal)  # noqa: B010  no field of nn.Module
-    names = ("sliding_window", "softcap", "s_aux", "position_bias", "sinks")
+    names = ("position_bias", "sinks")
     refuse_other_attention(nn.Module(), dict.fromkeys(names), None)
     refuse_other_attention(causal, {"is_causal": True, "output_attentions": False}, None)
     for name in names:
@@ -275,11 +308,11 @@ def test_gpus_of_flash_kernels(capability: tuple[int, int], runs: bool, monkeypa
         ({}, True),
         ({"sliding_window": 9, "use_sliding_window": False}, True),
         ({"layer_types": ["full_attention"] * 2}, True),
-        ({"sliding_window": 9}, False),
-        ({"sliding_window": 0}, False),
+        ({"sliding_window": 9}, True),
         ({"attention_chunk_size": 9}, False),
         ({"alibi": True}, False),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, False),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, True),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, False),
         ({"rope_parameters": {"rope_type": "longrope"}}, False),
     ],
 )
@@ -289,7 +322,7 @@ def test_what_a_configuration_says_of_attention(values: dict[str, object], full:
     for name, value in values.items():
         setattr(language, name, value)
     if full:
-        check_full_attention(language)
+        check_can_be_packed(language)
         return
     with pytest.raises(ConfigError):
-        check_full_attention(language)
+        check_can_be_packed(language)

@@ -41,6 +41,8 @@ def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 1
     if not isinstance(tensor, DTensor):
         return 0, tensor.shape[0]
+    if not tensor.numel():  # FSDP gives no rank a row of it
+        return 0, len(tensor.to_local())
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return (offset[0], offset[0] + shape[0]) if shape[0] else (0, 0)
 

@@ -271,7 +271,7 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
         # without this the original LLaVA replaces the trained vision tower by the pretrained one
         config["unfreeze_mm_vision_tower"] = True
     if source.aspect is AspectRatio.anyres:
-        sizes = grid_sizes(source.grid_pinpoints, parts.vision.image_size)
+        sizes = grid_sizes(source.grid_pinpoints, parts.image_size)
         config["image_grid_pinpoints"] = [list(size) for size in sizes]
     return {**config, "image_aspect_ratio": source.aspect.value, "torch_dtype": dtype_name(dtype)}
 

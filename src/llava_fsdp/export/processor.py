@@ -14,6 +14,7 @@ from llava_fsdp.data.images.preprocess import preprocessor_fields, read_preproce
 from llava_fsdp.data.text.templates import IMAGE_TAG, template
 from llava_fsdp.data.text.tokenizer import SPACE, LlamaTokenizer, added_tokens, is_legacy, open_tokenizer, read_optional
 from llava_fsdp.export.chat_template import chat_template, find_gap, rehearse
+from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json
@@ -232,11 +233,11 @@ def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: Asp
         return
     write_preprocessor(folder, staged, aspect is AspectRatio.pad)
     vision: Any = config.vision_config
-    grid = (vision.image_size // vision.patch_size) ** 2
+    grid = (image_size(vision) // patch_size(vision)) ** 2
     default = config.vision_feature_select_strategy == "default"
     processor = {
         "processor_class": "LlavaProcessor",
-        "patch_size": vision.patch_size,
+        "patch_size": patch_size(vision),
         "vision_feature_select_strategy": config.vision_feature_select_strategy,
         "num_additional_image_tokens": 1 if default else config.image_seq_length - grid,
         "image_token": IMAGE_TAG,

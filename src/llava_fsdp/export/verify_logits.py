@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlavaForConditionalGeneration
+from transformers import AutoConfig, LlavaForConditionalGeneration
 from transformers.utils import logging as transformers_logging
 
 from llava_fsdp.config import FolderFormat, LoraConfig, PatchMerge
@@ -14,6 +14,7 @@ from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.distributed.local_shards import local_shards
 from llava_fsdp.distributed.parallelize import materialize
 from llava_fsdp.distributed.precision import MasterWeights
+from llava_fsdp.model.attention import attention_of_transformers
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import find_weights, load_weights
@@ -153,7 +154,7 @@ def compute_dtype(model: Llava) -> torch.dtype:
 def random_rows(model: Llava) -> MicroBatch:
     """Return a random micro-batch of two rows, one with an image and one without, in which every token is a label."""
     dice = torch.Generator().manual_seed(0)
-    size = model.parts.vision.image_size
+    size = model.parts.image_size
     length = model.image_tokens + TEXT
     # only ids of the lower half of the vocabulary, as the <image> token may be one of the last
     ids = torch.randint(model.parts.language.vocab_size // 2, (2, length), generator=dice)
@@ -230,10 +231,11 @@ def reloaded_logits(folder: Path, micro: MicroBatch, images: torch.Tensor, dtype
     """Load an exported folder with transformers, and return its logits for the labels of a micro-batch: float32
     [labels, vocabulary rows]."""
     transformers_logging.disable_progress_bar()
+    language = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).get_text_config()
     model: Any = LlavaForConditionalGeneration.from_pretrained(
         folder,
         dtype=dtype,
-        attn_implementation="sdpa",
+        attn_implementation=attention_of_transformers(language),
         trust_remote_code=False,
         local_files_only=True,
         weights_only=True,

@@ -53,7 +53,7 @@ class Continued:
 
 
 NAMES = {
-    Attention.sdpa: "llava_fsdp_sdpa",
+    Attention.sdpa: "llava_fsdp_each_alone",
     Attention.varlen: "llava_fsdp_varlen",
     Attention.flash: "llava_fsdp_dao",  # transformers would look up a name with "flash" on the hub
 }
@@ -157,17 +157,27 @@ def register_attention() -> None:
 
 def padded_attention(language: PretrainedConfig) -> str:
     """Return the name of the attention implementation for padded rows: `PADDED`, for which transformers builds no mask,
-    or "sdpa" for a language model without full causal attention in every layer.
+    where every layer has full causal attention; otherwise transformers' "sdpa" or, where a model has none, "eager".
 
-    With "sdpa", transformers searches the position ids of every micro-batch for packed samples, for which the host
-    waits for the device.
+    With "sdpa" and "eager", transformers searches the position ids of every micro-batch for packed samples, for which
+    the host waits for the device.
     """
+    if attention_of_transformers(language) == "eager":
+        return "eager"
     try:
-        check_full_attention(language)
+        check_can_be_packed(language)
     except ConfigError:
+        return "sdpa"
+    if layers_with_window(language):
         return "sdpa"
     AttentionInterface.register(PADDED, attend_padded)
     return PADDED
+
+
+def attention_of_transformers(language: PretrainedConfig) -> str:
+    """Return the name of transformers' own attention implementation for a language model: "sdpa", or "eager" if it has
+    no SDPA for it."""
+    return "sdpa" if getattr(MODEL_MAPPING[type(language)], "_supports_sdpa", False) else "eager"
 
 
 def attend_padded(
@@ -199,14 +209,33 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class Form:
+    """How a layer's attention is computed, besides being causal."""
+
+    scaling: float | None = None
+    """Factor of the scores; None: one over the square root of the head's size."""
+    dropout: float = 0.0
+    window: int | None = None
+    """Number of latest tokens, the token itself included, that a token attends to; None: all."""
+    softcap: float | None = None
+    """Scores are limited to this size by tanh (Gemma 2, arXiv:2408.00118 section 2); None: no limit."""
+    sinks: torch.Tensor | None = None
+    """Scores of a further token without a value, [heads], which takes part in each softmax (GPT-OSS); None: none."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether transformers' SDPA, given a mask, can compute it."""
+        return self.softcap is None and self.sinks is None
+
+
+@dataclass(frozen=True)
 class Row:
-    """Sample boundaries of a packed row, and the scaling and dropout of a layer's attention."""
+    """Sample boundaries of a packed row, and the form of a layer's attention."""
 
     cu_seqlens: torch.Tensor
     """Cumulative sample lengths, int32 [samples + 1]."""
     lengths: Lengths
-    scaling: float | None
-    dropout: float
+    form: Form
 
 
 Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, Row], torch.Tensor]
@@ -223,30 +252,93 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
         attention_mask: torch.Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         segment_lengths: Lengths | None = None,
-        visits: list[nn.Module] | None = None,
+        visits: list[tuple[nn.Module, int | None]] | None = None,
         allowed: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Compute a layer's attention: for a packed row, causal attention within each sample; for other rows,
-        transformers' causal SDPA.
+        """Compute a layer's attention: for a packed row, causal attention within each sample; for other rows, causal
+        attention.
 
         Args:
+            sliding_window, softcap, s_aux: `window`, `softcap` and `sinks` of `Form`, as transformers calls them.
             allowed: the mask for generation with a key-value cache (`Continued.allowed`).
-            visits: list to which `module` is appended if it gets a packed row; None: nothing is recorded.
+            visits: list to which `module` and its window are appended if it gets a packed row; None: nothing is
+                recorded.
         """
         refuse_other_attention(module, others, attention_mask)
+        form = Form(scaling, dropout, sliding_window, softcap, s_aux)
         if cu_seqlens is None or segment_lengths is None:
-            return sdpa_attention_forward(module, query, key, value, allowed, dropout=dropout, scaling=scaling)
+            return attend_alone(module, query, key, value, form, allowed), None
         if visits is not None:
-            visits.append(module)
-        return kernel(module, query, key, value, Row(cu_seqlens, segment_lengths, scaling, dropout)), None
+            visits.append((module, sliding_window))
+        chosen = kernel if form.is_plain else each_alone  # no other kernel has soft caps and sinks
+        return chosen(module, query, key, value, Row(cu_seqlens, segment_lengths, form)), None
 
     return attend
 
 
-CHANGES_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias", "sinks")
+def attend_alone(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    form: Form,
+    allowed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute causal attention of rows that hold one sample each, [rows, tokens, heads, size].
+
+    Args:
+        query: [rows, heads, tokens, size]; of the last tokens only, if `key` and `value` have earlier ones too.
+        allowed: mask, bool [rows, 1, tokens, all earlier tokens and these]; a cache may hold fewer of the earlier ones.
+    """
+    length, total = query.shape[2], key.shape[2]
+    if allowed is not None:
+        allowed = allowed[..., allowed.shape[-1] - total :]
+    if form.window is not None and total > form.window:
+        within = in_window(length, total, form.window, query.device)
+        allowed = within if allowed is None else allowed & within
+    if form.is_plain:
+        options = {"dropout": form.dropout, "scaling": form.scaling}
+        return sdpa_attention_forward(module, query, key, value, allowed, **options)[0]
+    if allowed is None:
+        allowed = in_window(length, total, total, query.device)
+    return attend_in_steps(query, key, value, form, allowed)
+
+
+def in_window(length: int, total: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return the mask of the last `length` of `total` tokens, bool [length, total]: True at the token itself and at the
+    `window - 1` tokens before it."""
+    keys = torch.arange(total, device=device)
+    distance = keys[total - length :, None] - keys
+    return (distance >= 0) & (distance < window)
+
+
+def attend_in_steps(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: Form, allowed: torch.Tensor
+) -> torch.Tensor:
+    """Compute attention as transformers' eager implementations of Gemma 2 and GPT-OSS do, with the softmax in fp32,
+    [rows, tokens, heads, size]. It holds the scores of all pairs of tokens."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if form.scaling is None else form.scaling)
+    if form.softcap is not None:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    scores = scores.float().masked_fill(~allowed, -torch.inf)
+    if form.sinks is not None:
+        sinks = form.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        shares = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    else:
+        shares = scores.softmax(-1)
+    shares = nn.functional.dropout(shares.to(value.dtype), p=form.dropout)
+    return (shares @ value).transpose(1, 2).contiguous()
+
+
+CHANGES_ATTENTION = ("position_bias", "sinks")
 """Names of arguments that some models' layers pass to their attention, and that llava_fsdp's implementations do not
 support."""
 
@@ -265,13 +357,12 @@ def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torc
 def each_alone(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row
 ) -> torch.Tensor:
-    """Compute the attention of a packed row by one call of transformers' SDPA for each sample.
+    """Compute the attention of a packed row sample by sample, with transformers' SDPA where that can compute it.
 
     The row is divided with `split`: with slices, the backward pass would fill a whole row with zeros for every sample.
     """
-    options = {"dropout": row.dropout, "scaling": row.scaling}
     parts = zip(*(part.split(row.lengths.each, dim=2) for part in (query, key, value)), strict=True)
-    return torch.cat([sdpa_attention_forward(module, q, k, v, None, **options)[0] for q, k, v in parts], dim=1)
+    return torch.cat([attend_alone(module, q, k, v, row.form) for q, k, v in parts], dim=1)
 
 
 def make_varlen() -> Attend:
@@ -282,18 +373,21 @@ def make_varlen() -> Attend:
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    has_scale, has_groups = "scale" in known, "enable_gqa" in known
+    has_window, has_scale, has_groups = "window_size" in known, "scale" in known, "enable_gqa" in known
 
     def varlen(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row
     ) -> torch.Tensor:
-        assert not row.dropout, "choose_kernel refuses it"
-        options = dict(causal)
+        form = row.form
+        assert not form.dropout, "choose_kernel refuses it"
+        if form.window is not None and not has_window:
+            return each_alone(module, query, key, value, row)
+        before = -1 if form.window is None else form.window - 1
+        options: dict[str, Any] = {"window_size": (before, 0)} if has_window else {"is_causal": True}
         if has_scale:
-            options["scale"] = row.scaling
-        elif row.scaling is not None:
-            query = query * (row.scaling * query.shape[-1] ** 0.5)
+            options["scale"] = form.scaling
+        elif form.scaling is not None:
+            query = query * (form.scaling * query.shape[-1] ** 0.5)
         groups = query.shape[1] // key.shape[1]
         if has_groups:
             options["enable_gqa"] = groups > 1
@@ -319,9 +413,10 @@ def flash(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torc
         row.cu_seqlens,
         longest,
         longest,
-        dropout_p=row.dropout,
-        softmax_scale=row.scaling,
+        dropout_p=row.form.dropout,
+        softmax_scale=row.form.scaling,
         causal=True,
+        window_size=(-1, -1) if row.form.window is None else (row.form.window - 1, 0),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )[None]
 
@@ -344,8 +439,9 @@ def attention_arguments(segments: Segments | Continued | None, implementation: s
     return {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "segment_lengths": Lengths(lengths, max(lengths))}
 
 
-def check_full_attention(language: PretrainedConfig) -> None:
-    """Check in a language model's configuration that every layer has full causal attention, as packed rows need.
+def check_can_be_packed(language: PretrainedConfig) -> None:
+    """Check in a language model's configuration that every layer has causal attention, in full or in a sliding window,
+    so that the samples of a packed row can be kept apart.
 
     Raises:
         ConfigError: a layer has another kind of attention.
@@ -355,14 +451,12 @@ def check_full_attention(language: PretrainedConfig) -> None:
             f"pack=true: transformers' {language.model_type} does not attend through its AttentionInterface, so the "
             f"samples of a row could not be kept apart; {CURE}"
         )
-    kinds = sorted({kind for kind in getattr(language, "layer_types", None) or [] if kind != "full_attention"})
-    window = getattr(language, "sliding_window", None)
+    known = ("full_attention", "sliding_attention")
+    kinds = sorted({kind for kind in getattr(language, "layer_types", None) or [] if kind not in known})
     rope = getattr(language, "rope_parameters", None) or {}
     other = None
     if kinds:
         other = f"layers of {', '.join(kinds)}"
-    elif window is not None and getattr(language, "use_sliding_window", True):
-        other = f"a sliding window of {window}"
     elif getattr(language, "attention_chunk_size", None) is not None:
         other = f"chunks of {language.attention_chunk_size}"
     elif getattr(language, "alibi", False):
@@ -370,24 +464,19 @@ def check_full_attention(language: PretrainedConfig) -> None:
     elif rope.get("rope_type") == "longrope":
         other = "rotary frequencies (longrope) that depend on the longest sample of a batch"
     if other is not None:
-        check_sdpa(language, f"has {other}, so that samples cannot be packed into a row")
         raise ConfigError(
-            f"pack=true: {language.model_type} has {other}, and a packed row needs full attention within each sample; "
-            f"{CURE}"
+            f"pack=true: {language.model_type} has {other}, and a packed row needs causal attention within each "
+            f"sample; {CURE}"
         )
 
 
-def check_sdpa(language: PretrainedConfig, but: str = "") -> None:
-    """Raise ConfigError if transformers has no SDPA attention for a language model, as padded rows need.
-
-    Args:
-        but: why the model cannot use packed rows either, for the message; may be empty.
-    """
-    if not getattr(MODEL_MAPPING[type(language)], "_supports_sdpa", False):
-        raise ConfigError(
-            f"a language model of type {language.model_type} is not supported yet: "
-            f"{f'it {but}, and ' if but else ''}transformers has no SDPA attention for it, which padded rows need"
-        )
+def layers_with_window(language: PretrainedConfig) -> int:
+    """Return how many layers of a language model attend in a sliding window, as its configuration says."""
+    kinds = getattr(language, "layer_types", None)
+    if kinds:
+        return sum(kind == "sliding_attention" for kind in kinds)
+    has_window = getattr(language, "sliding_window", None) is not None and getattr(language, "use_sliding_window", True)
+    return language.num_hidden_layers if has_window else 0
 
 
 def check_reaches_all_layers(model: PreTrainedModel) -> None:
@@ -401,7 +490,7 @@ def check_reaches_all_layers(model: PreTrainedModel) -> None:
     mixers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)})
     if mixers:
         raise ConfigError(f"pack=true: {config.model_type} mixes neighbouring tokens ({', '.join(mixers)}); {CURE}")
-    visits: list[nn.Module] = []
+    visits: list[tuple[nn.Module, int | None]] = []
     segments = torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 1, 2], dtype=torch.int32), (1, 1)
     inputs = {"inputs_embeds": torch.zeros((1, 2, config.hidden_size), dtype=torch.bfloat16), "use_cache": False}
     # in bf16, which some kernels of mixtures of experts require
@@ -414,7 +503,13 @@ def check_reaches_all_layers(model: PreTrainedModel) -> None:
             functional_call(model, weights, kwargs={**inputs, **attention_arguments(segments), "visits": visits})
     except (TypeError, NotImplementedError, RuntimeError) as error:
         raise ConfigError(f"pack=true: {config.model_type} does not run on a packed row ({error}); {CURE}") from error
-    if len({id(module) for module in visits}) != config.num_hidden_layers:
+    windows, expected = sum(window is not None for _, window in visits), layers_with_window(config)
+    if windows != expected:
+        raise ConfigError(
+            f"pack=true: {expected} layers of {config.model_type} attend in a sliding window, and {windows} of them "
+            f"pass it to their attention; {CURE}"
+        )
+    if len({id(module) for module, _ in visits}) != config.num_hidden_layers:
         raise ConfigError(
             f"pack=true: {len(visits)} of the {config.num_hidden_layers} layers of {config.model_type} attend through "
             f"transformers' AttentionInterface, and the others would mix the samples of a row; {CURE}"

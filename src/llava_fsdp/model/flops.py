@@ -11,6 +11,7 @@ from llava_fsdp.model.attention import head_size
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.quantization import weight_shape
+from llava_fsdp.model.vision_tower import image_size, patch_size
 
 
 class Flops(NamedTuple):
@@ -82,7 +83,7 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
     others = sum(p.numel() for p in needed if p.ndim > 1) - rows_looked_up(model.vision_tower)
     stack = stack[: model.probe.layers]
     blocks = matrix_weights(*stack)
-    patches = (vision.image_size // vision.patch_size) ** 2
+    patches = (image_size(vision) // patch_size(vision)) ** 2
     attention = 4 * len(stack) * vision.hidden_size * tokens**2
     forward = 2 * tokens * blocks + attention
     again = forward - 2 * tokens * last_products(stack) if trains and activation_checkpointing else 0

@@ -10,9 +10,8 @@ from llava_fsdp.model.attention import (
     Kernel,
     Segments,
     attention_arguments,
-    check_full_attention,
+    check_can_be_packed,
     check_reaches_all_layers,
-    check_sdpa,
     padded_attention,
     register_attention,
 )
@@ -191,7 +190,7 @@ class Llava(nn.Module):
             self.image_newline.requires_grad_(Part.projector in self.cfg.train)
         leftovers = set(self.probe.leftovers)
         for name, parameter in self.vision_tower.named_parameters():
-            if name in leftovers:
+            if name in leftovers or not parameter.numel():  # DINOv3 without registers has an empty parameter for them
                 parameter.requires_grad_(False)
 
 
@@ -215,9 +214,7 @@ def build_llava(
     """
     if kernel is not None:
         register_attention()
-        check_full_attention(parts.language)
-    else:
-        check_sdpa(parts.language)
+        check_can_be_packed(parts.language)
     if not hasattr(parts.vision, "image_size"):
         raise ModelError(
             f"model.vision={parts.vision_folder}: a vision tower of type {parts.vision.model_type} is not supported "

@@ -369,7 +369,7 @@ def digest_of(source: Stored, shape: tuple[int, ...]) -> str:
     if isinstance(source, Drawn):
         return f"{source.rule.rule.value} {source.rule.scale!r} {source.seed}"
     digest = hashlib.sha256(str(source.dtype).encode())
-    step = max(1, DIGESTED_BYTES // (math.prod(shape[1:]) * source.dtype.itemsize))
+    step = max(1, DIGESTED_BYTES // max(1, math.prod(shape[1:]) * source.dtype.itemsize))
     for begin in range(0, shape[0], step):
         rows = source.rows(begin, min(shape[0], begin + step)).contiguous()
         digest.update(rows.reshape(-1).view(torch.uint8).numpy().data)

@@ -147,7 +147,7 @@ def check_gradients(model: Adaptable) -> None:
         ConfigError: a parameter that trains can never get a gradient.
     """
     language, vision_tower = model.language_model, model.vision_tower
-    size = model.parts.vision.image_size
+    size = model.parts.image_size
     was_training = model.training
     model.eval()  # without dropout, which needs the seeds of samples
     with torch.enable_grad(), torch.device("meta"), tried(type(language).__name__):

@@ -11,6 +11,7 @@ from llava_fsdp.config import Config, Feature, ModelConfig
 from llava_fsdp.model.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
 from llava_fsdp.model.lora_files import find_adapter, is_adapter_folder
 from llava_fsdp.model.tensor_files import WHOLE_MODEL
+from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
@@ -46,6 +47,11 @@ class Parts:
     trained_feature: Feature | None = None
     """With which tokens of the vision tower `model.checkpoint` was trained: `patch` (without the CLS token) or `full`;
     None without `model.checkpoint`."""
+
+    @property
+    def image_size(self) -> int:
+        """Width and height of an image tile, in pixels."""
+        return image_size(self.vision)
 
 
 def find_parts(cfg: ModelConfig) -> Parts:
@@ -150,7 +156,7 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
     ours = {"model.select_layer": cfg.select_layer, "select strategy": strategy}
     if theirs != ours:
         raise ConfigError(f"model.checkpoint={folder} was trained with {theirs}, this configuration says {ours}")
-    grid = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+    grid = (image_size(config.vision_config) // patch_size(config.vision_config)) ** 2
     expected = grid if strategy == "default" else None
     if expected is not None and config.image_seq_length != expected:
         raise ModelError(
@@ -276,6 +282,8 @@ def check_sizes(config: Any, folder: Path) -> None:
     for own in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
         for name, most in MOST.items():
             value = getattr(own, name, None)
+            if isinstance(value, list | tuple) and len(set(value)) == 1:  # width and height
+                value = value[0]
             if value is not None and (type(value) is not int or not 1 <= value <= most):
                 raise ModelError(
                     f"{folder / 'config.json'} has {name}={value!r}, which is no whole number of 1 to {most:,}"

@@ -1,5 +1,6 @@
 """Compute a hidden state of any of transformers' vision towers, without running the layers after it."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,21 @@ class Probe(NamedTuple):
     last_layer: str | None
     """Name of the layer whose output is the selected hidden state; None if it is no layer's output, so that the whole
     vision tower has to run."""
+
+
+def image_size(vision: PretrainedConfig) -> int:
+    """Return the width and height, in pixels, of the images that a vision tower takes. Some configurations have it as a
+    pair of equal numbers."""
+    return side(vision.image_size)
+
+
+def patch_size(vision: PretrainedConfig) -> int:
+    """Return the width and height of a vision tower's patches, in pixels."""
+    return side(vision.patch_size)
+
+
+def side(size: int | Sequence[int]) -> int:
+    return size if isinstance(size, int) else size[0]
 
 
 class Reached(Exception):
@@ -79,7 +95,7 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
             f"model.select_layer={select_layer}: {vision.model_type} has {depth} layers; give 1 to {depth}, or "
             f"-{depth} to -1 counted from the last"
         )
-    pixels = torch.zeros((1, 3, vision.image_size, vision.image_size), device="meta")
+    pixels = torch.zeros((1, 3, image_size(vision), image_size(vision)), device="meta")
     names, parameters = zip(*vision_tower.named_parameters(), strict=True)
     layers = {
         f"{name}.{number}": layer
@@ -98,7 +114,7 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
         gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
     for handle in handles:
         handle.remove()
-    tokens, grid = features.shape[1], (vision.image_size // vision.patch_size) ** 2
+    tokens, grid = features.shape[1], (image_size(vision) // patch_size(vision)) ** 2
     has_cls = tokens == grid + 1
     if feature is Feature.patch and not has_cls:
         raise ConfigError(

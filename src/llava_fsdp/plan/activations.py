@@ -141,7 +141,7 @@ def with_depth(parts: Parts, depth: int) -> Parts:
 
 def inputs_of(model: Llava, micro: MicroBatch, packed: bool) -> tuple[Any, ...]:
     """Make the arguments of the model's forward pass, on the meta device, for a micro-batch with the sizes `micro`."""
-    size = model.parts.vision.image_size
+    size = model.parts.image_size
     with torch.device("meta"):
         ids = torch.zeros((micro.rows, micro.length), dtype=torch.int64)
         segments = None

@@ -311,7 +311,7 @@ class Planner:
         A GPU holds only the micro-batch that runs, with its pixels in fp32. A CPU machine holds all micro-batches with
         pixels in uint8, and in addition the fp32 pixels of the one that runs.
         """
-        pixels = [micro.tiles * 3 * self.parts.vision.image_size**2 for micro in micros]
+        pixels = [micro.tiles * 3 * self.parts.image_size**2 for micro in micros]
         numbers = [2 * m.tokens + 2 * m.tiles * self.model.image_tokens + 2 * m.labels for m in micros]
         if self.machine.device != "cpu":
             return max(4 * p + 8 * n for p, n in zip(pixels, numbers, strict=True))

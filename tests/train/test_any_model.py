@@ -1,0 +1,134 @@
+"""Each language model with one vision tower, and each vision tower with one language model: read from the files that
+transformers writes, packed, trained in all parts, exported, and loaded by transformers with equal logits; or refused
+before the first step. The table in docs/models.md says the same."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool
+from reference import EXPORTED, outcome, train_on
+from safetensors.torch import load_file
+from small import make_config
+from tiers import slow_after
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from llava_fsdp.runtime.errors import LlavaFsdpError
+from llava_fsdp.train import main as train
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+TEXT: dict[str, Any] = {
+    "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+IMAGE: dict[str, Any] = {
+    "hidden_size": 24, "intermediate_size": 30, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+LANGUAGE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [0]},
+    "gemma2": {"sliding_window": 9}, "gpt_oss": {**EXPERTS, "sliding_window": 9},
+    "mistral": {"sliding_window": 9}, "gemma3_text": {"sliding_window": 9, "sliding_window_pattern": 2},
+    "llama": {}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}, "gemma": {}, "phi3": {}, "smollm3": {},
+    "olmo2": {}, "granite": {}, "glm4": {}, "starcoder2": {}, "cohere2": {"sliding_window": 9}, "exaone4": {},
+    "mixtral": EXPERTS, "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+}  # fmt: skip
+VISION: dict[str, dict[str, Any]] = {
+    "dinov2": {"use_swiglu_ffn": True}, "aimv2_vision_model": {},
+    "internvl_vision": {"image_size": [28, 28], "patch_size": [14, 14]}, "clip_vision_model": {},
+    "siglip_vision_model": {}, "dinov2_with_registers": {}, "dinov3_vit": {}, "vit": {}, "pixtral": {},
+}  # fmt: skip
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "stablelm": ({}, "does not attend through its AttentionInterface"),
+    "llama4_text": (EXPERTS, "layers of chunked_attention"),
+    "deepseek_v3": ({"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 8,
+                     "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+                     "moe_intermediate_size": 24, "first_k_dense_replace": 1, "head_dim": 8,
+                     "num_experts_per_tok": 2}, "e_score_correction_bias"),
+    "phi": ({"num_attention_heads": 2, "head_dim": 20}, "lm_head.bias"),
+    "siglip2_vision_model": ({"num_patches": 4}, "no image_size"),
+}  # fmt: skip
+"""Kinds with the reason for which they are refused."""
+BOTH = ["model.random_weights=false", "model.select_feature=auto", "model.train=[projector,language,vision]"]
+
+
+@pytest.fixture
+def saved(parts: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Parts in which the language model or the vision tower is of the named kind, as transformers saves it."""
+
+    def save(kind: str) -> Path:
+        is_vision = kind in VISION or "vision" in kind
+        folder = tmp_path / "parts"
+        shutil.copytree(parts, folder)
+        values = VISION.get(kind) or LANGUAGE.get(kind) or (REFUSED[kind][0] if kind in REFUSED else {})
+        pairs = {
+            "language": (
+                "llama" if is_vision else kind,
+                AutoModelForCausalLM,
+                TEXT | {"vocab_size": vocabulary(parts)},
+            ),
+            "vision": (kind if is_vision else "clip_vision_model", AutoModel, IMAGE),
+        }
+        for part, (name, auto, common) in pairs.items():
+            if name == "siglip2_vision_model":
+                common = {key: value for key, value in common.items() if key != "image_size"}
+            config = AutoConfig.for_model(name, **(common | (values if name == kind else {})))
+            torch.manual_seed(1)
+            auto.from_config(config, dtype=torch.float32).save_pretrained(folder / part)
+        return folder
+
+    return save
+
+
+def vocabulary(parts: Path) -> int:
+    return json.loads((parts / "language" / "config.json").read_text())["vocab_size"]
+
+
+@pytest.mark.parametrize("kind", slow_after(2, [*VISION]) + slow_after(3, [*LANGUAGE]))
+def test_trains_packed_and_exports(kind: str, saved: Callable[[str], Path], dataset: Path, tmp_path: Path) -> None:
+    """`export.verify` loads the export with transformers and compares logits."""
+    folder = saved(kind)
+    values = [*BOTH, "export.enabled=true", "export.verify=true", "export.dtype=fp32", "max_steps=2"]
+    train.train(make_config(folder, dataset, tmp_path / "run", *values))
+    before = load_file(folder / ("vision" if kind in VISION else "language") / "model.safetensors")
+    after = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    names = {name.rpartition("vision_tower.")[2].removeprefix("vision_model.") for name in after}
+    if kind in VISION:  # none of the tower's tensors has another name than in its own files
+        assert names >= {name.removeprefix("vision_model.") for name in before}
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "gemma2", "dinov2", "dinov3_vit", "aimv2_vision_model"])
+def test_equal_on_two_ranks_and_padded(
+    kind: str, saved: Callable[[str], Path], dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    folder = saved(kind)
+    runs = {}
+    for name, size, values in (("one", 1, []), ("two", 2, []), ("padded", 1, ["pack=false"])):
+        cfg = make_config(folder, dataset, tmp_path / name, *BOTH, *EXPORTED, "sharding=zero3", "max_steps=4", *values)
+        runs[name] = outcome(train_on(size, cfg, pools))
+    assert runs["two"].losses == pytest.approx(runs["one"].losses, rel=1e-5)
+    assert runs["padded"].losses == pytest.approx(runs["one"].losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_does_not_work_is_refused_before_the_first_step(
+    kind: str, saved: Callable[[str], Path], dataset: Path, tmp_path: Path
+) -> None:
+    folder = saved(kind)
+    with pytest.raises(LlavaFsdpError, match=REFUSED[kind][1]):
+        train.train(make_config(folder, dataset, tmp_path / "run", *BOTH, "max_steps=1"))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_page_says_what_was_tried() -> None:
+    page = PAGE.read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    said = {row.split("`")[1]: "refused" in row for row in rows}
+    assert said == dict.fromkeys([*LANGUAGE, *VISION], False) | dict.fromkeys(REFUSED, True)
