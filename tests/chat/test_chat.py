@@ -417,6 +417,18 @@ def test_an_answer_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
+    ("answer", "told"),
+    [(["", " "], "(the model gave no text)"), (["yes"], "(cut at max_new_tokens=512, or at the most that the model")],
+)
+def test_an_empty_answer_is_told(answer: list[str], told: str, caplog: pytest.LogCaptureFixture) -> None:
+    talk = SimpleNamespace(assistant=SimpleNamespace(device="cpu"), ask=lambda *_: iter(answer), was_cut=True)
+    with caplog.at_level("INFO", "llava_fsdp"):
+        chat.Terminal(talk, configured()).answer("what is it")  # pyright: ignore[reportArgumentType]
+    [line] = caplog.messages
+    assert line.startswith(told)
+
+
+@pytest.mark.parametrize(
     "keys",
     ["temperature=-1", "top_p=0", "port=0", "seed=-1", "max_new_tokens=0", "max_images=0", "serve=true question=x",
      "question=' '"],

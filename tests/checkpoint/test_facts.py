@@ -116,9 +116,9 @@ def test_a_key_of_one_side_alone_has_changed() -> None:
     then = {"seed": 1, "optim.lr": 0.25, "data.old": "x", "log_every": 4, "epochs": 2}
     changed = [line.partition(":")[0] for line in changed_settings(then, now)]
     assert changed == ["data.old", "model.new", "optim.lr"]
-    feature = "model.select_feature"
-    assert changed_settings({feature: "full"}, {feature: "patch"})
-    assert not changed_settings({feature: "patch"}, {feature: "auto"})
+    for key, then, now in (("model.select_feature", "full", "patch"), ("data.template", "v1", "chatml")):
+        assert changed_settings({key: then}, {key: now})
+        assert not changed_settings({key: then}, {key: "auto"}), "it may mean the same"
     older = settings_then({"model": {"name": "a", "lora": {"r": 7}}})
     assert (
         older["model.lora.r"] == 7 and older["model.lora.enabled"] is False and older["model.quantize.mode"] == "none"

@@ -135,6 +135,7 @@ THREE = torch_of(A100, A100, A100)
         (lambda: software.judge_python((3, 13, 0)), {"Python": "FAIL"}, ""),
         (lambda: software.judge_python((3, 12, 1)), {"Python": "OK"}, ""),
         (lambda: software.judge_optional({"peft": "0.21"}.get), {"extras": "OK"}, "peft 0.21; not installed: flash"),
+        (lambda: software.judge_optional({}.get), {"extras": "OK"}, "none; not installed: flash"),
         (
             lambda: software.judge_environment({NCCL: "x", "NCCL_P2P_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "0"}),
             {"NCCL_P2P_DISABLE": "WARN"}, "unset NCCL_P2P_DISABLE",
@@ -239,6 +240,12 @@ def test_only_gpus_that_ranks_run_on_are_judged(
     assert any("GPU 1: " in row.result for row in rows_of("memory by the plan", context)) == (1 in seen)
 
 
+def test_ranks_are_as_many_as_train_starts() -> None:
+    found = [context_of(*words, torch=torch_of(*gpus)).ranks
+             for words, gpus in (([], []), ([], [A100, A100]), (["gpus=3"], []))]  # fmt: skip
+    assert found == [1, 2, 3]
+
+
 def test_packages_in_the_declared_versions() -> None:
     declared = ["torch<2.16,>=2.11", "numpy>=1.26", "peft>=0.17; extra == 'lora'", "gone>=1"]
     found = {"torch": "2.9.1+cu128", "numpy": "2.4.6"}
@@ -293,7 +300,7 @@ def test_room_is_asked_for_one_checkpoint_more_than_are_kept(part: float, level:
 def test_the_dataset_is_read(tmp_path: Path) -> None:
     records, images = tmp_path / "records.json", tmp_path / "images" / "coco"
     records.write_text("[]" * 100)
-    assert "no index yet" in only(disk.judge_records("data.path", records), Level.OK).result
+    assert "or llava-fsdp prepare alone" in only(disk.judge_records("data.path", records), Level.OK).result
     (tmp_path / "records.json.index").mkdir()
     assert "index" not in only(disk.judge_records("data.path", records), Level.OK).result
     records.write_text("")

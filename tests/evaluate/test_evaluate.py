@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from commands import TORCHRUN
+from forged import forge_notes
 from PIL import Image
 from small import command_config, write_json
 from transformers import AutoProcessor, LlavaForConditionalGeneration
@@ -228,6 +229,21 @@ def test_answers_are_kept_in_order_and_continued(keys: list[str], tmp_path: Path
     counted.clear()
     evaluate(cfg)
     assert file.read_bytes() == whole and not counted, "all is answered: no model is needed"
+
+
+def test_a_model_is_asked_as_it_was_trained(noise: Path, keys: list[str], tmp_path: Path, counted: list[str]) -> None:
+    """Template and image fitting are the model's own, whatever the keys say, and so are those that are recorded."""
+    shutil.copytree(noise / "export", tmp_path / "export")
+    forge_notes(tmp_path / "export", template="chatml", image_aspect_ratio="square")
+    words = [*keys, f"model.checkpoint={tmp_path / 'export'}", "task=vqa", f"questions={questions(tmp_path)}"]
+    evaluate(config(*words))
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    how = [(row["metadata"]["how"]["template"], row["metadata"]["how"]["image_aspect_ratio"]) for row in rows]
+    assert how == [("chatml", "square")] * 5 and len(counted) == 5
+    evaluate(config(*words, "data.template=chatml_direct"))
+    assert len(counted) == 5, "an alias of the same: it continues"
+    with pytest.raises(ConfigError, match=r"data.template=v1: .*export was trained with data.template=chatml"):
+        evaluate(config(*words, "data.template=v1"))
 
 
 def test_any_number_of_processes_makes_the_same_file(

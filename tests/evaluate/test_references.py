@@ -94,7 +94,9 @@ def test_questions_are_shared_out_and_each_process_has_a_file(tmp_path: Path) ->
 def test_what_answers_depend_on_is_kept_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that changes an answer to the same question: else a file of other answers would be continued."""
     monkeypatch.setattr(evaluate, "model_digest", lambda _: "digest")
-    data = SimpleNamespace(template="v1", image_aspect_ratio=AspectRatio.pad)
+    own = SimpleNamespace(source=SimpleNamespace(template="v1", aspect=AspectRatio.pad))
+    monkeypatch.setattr(evaluate, "open_model", lambda *_: own)
+    data = SimpleNamespace(template="auto", image_aspect_ratio=AspectRatio.square)
     cfg: Any = SimpleNamespace(answers="a.jsonl", max_new_tokens=9, data=data, model=SimpleNamespace(checkpoint="m"))
     assert evaluate.AnswerGenerator(cfg, [], Shard()).settings == {
         "model": "digest", "max_new_tokens": 9, "template": "v1", "image_aspect_ratio": "pad",

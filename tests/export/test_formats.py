@@ -69,7 +69,7 @@ def test_notes_say_all_of_it(tmp_path: Path) -> None:
 )
 def test_a_run_exports_what_it_trained_with(keys: list[str], said: str) -> None:
     """That is not always what its keys say: some mean another value beside the original's."""
-    cfg = config_of(["data.image_aspect_ratio=anyres", "data.max_length=99", *keys])
+    cfg = config_of(["export.enabled=false", "data.image_aspect_ratio=anyres", "data.max_length=99", *keys])
     found = source_of_run(object.__new__(Llava), cfg, "r", 3)
     values = found.template, found.aspect.value, found.special_tokens.value, found.pixels.value
     assert (" ".join(values), found.max_length) == (said, 99)

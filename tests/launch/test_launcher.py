@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiers import slow_after
@@ -19,7 +20,9 @@ from llava_fsdp.completion import completions
 from llava_fsdp.config import Config
 from llava_fsdp.config.help import asked_help, meanings, render_help
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train.launcher import TORCHRUN_PROGRAM, TORCHRUN_WITH_VALUE, TORCHRUN_WITHOUT_VALUE, split
+from llava_fsdp.runtime.exit_codes import ENDINGS
+from llava_fsdp.runtime.status_file import Outcome, came_before, put_status
+from llava_fsdp.train.launcher import TORCHRUN_PROGRAM, TORCHRUN_WITH_VALUE, TORCHRUN_WITHOUT_VALUE, Launch, split
 
 QUICK = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -118,6 +121,34 @@ def test_completions() -> None:
     assert completions("train", "stage=pre") == ["stage=pretrain"]
     assert completions("train", "optim.l") == ["optim.lr="]
     assert "sharding=" in completions("plan", "sh") and completions("report", "x") == []
+
+
+def test_a_refused_start_leaves_a_finished_run_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And the last line says so."""
+    put_status(tmp_path, "done", Outcome(ENDINGS["done"]))
+    launch = Launch(tmp_path)
+    launch.agent = SimpleNamespace(returncode=1)  # pyright: ignore[reportAttributeAccessIssue]
+    refused = Outcome(ENDINGS["config"], "global_batch_size: 256 -> 32")
+    put_status(tmp_path, "failed", refused, before=came_before(tmp_path))
+    with caplog.at_level("INFO", "llava_fsdp"):
+        assert launch.end({}) == 2
+    assert "the run stays done; this start failed (exit code 2) global_batch_size: 256 -> 32" in caplog.text
+
+
+@pytest.mark.parametrize("before", ["done", "stopped", "numeric"])
+def test_the_end_of_an_earlier_run_is_not_this_ones(before: str, tmp_path: Path) -> None:
+    """Ranks that die, or are stopped, before they write a status."""
+    put_status(tmp_path, "failed", Outcome(ENDINGS[before]))
+    launch = Launch(tmp_path)
+    launch.agent = SimpleNamespace(returncode=1)  # pyright: ignore[reportAttributeAccessIssue]
+    assert launch.end({"reason": "killed by signal 9", "code": 5}) == 5
+    assert launch.end({}) == 1
+    launch.stopped_by, launch.stopped_in = signal.SIGTERM, launch.before
+    assert launch.end({"code": 5}) == 75
+    launch.is_at_once = True
+    assert launch.end({"code": 5}) == 130
+    put_status(tmp_path, "failed", Outcome(ENDINGS["config"]))
+    assert launch.end({"code": 5}) == 2, "its own"
 
 
 class Launched:

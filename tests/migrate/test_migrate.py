@@ -815,6 +815,29 @@ def test_accelerates_own_file_of_defaults(tmp_path: Path) -> None:
     assert printed["base_job_name"] == "2024-01-01"
 
 
+@pytest.mark.parametrize(
+    ("machines", "flags", "gpus", "found"),
+    [
+        (1, "", None, (1, 8)),
+        (2, "", None, (2, 4)),
+        (4, "", None, (4, 2)),
+        (2, "", 16, (2, 8)),
+        (2, "", 7, (1, 7)),
+        (4, "--num_machines 2", None, (2, 4)),
+    ],
+)
+def test_accelerate_counts_the_processes_of_all_machines(
+    machines: int, flags: str, gpus: int | None, found: tuple[int, int], tmp_path: Path
+) -> None:
+    file = f"num_machines: {machines}\nnum_processes: 8\n"
+    run = read(tmp_path, f"accelerate launch {flags} llava/train/train.py {FINETUNE}", accelerate=file, gpus=gpus)
+    done = table_of(run)
+    assert ((run.ranks.nodes, run.ranks.per_node), run.gpus) == (found, gpus or 8)
+    assert done.decided["global_batch_size"] == 4 * (gpus or 8)
+    command = " ".join(done.words)
+    assert (f"--nnodes {found[0]} " in command) == (found[0] > 1) and f"--nproc-per-node {found[1]} " in command
+
+
 def test_files_of_another_kind_are_named(tmp_path: Path) -> None:
     done = finetune(tmp_path, zero={"architectures": ["LlavaLlama"], "model_type": "llava"})
     assert "no key of zero.json is one of DeepSpeed's; is it another file?" in done.cautions

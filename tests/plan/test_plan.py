@@ -23,6 +23,7 @@ from llava_fsdp.config import (
     config_dir,
     load,
 )
+from llava_fsdp.distributed.memory import bytes_per_rank
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.pretrained import find_parts
@@ -120,6 +121,30 @@ def test_host_memory_is_said(wide_parts: Path, capsys: pytest.CaptureFixture[str
     width, depth = shapes_of(cfg.model).language.hidden_size, shapes_of(cfg.model).language.num_hidden_layers
     inputs = 2 * width * depth * by["zero3", "offload", "none"]["tokens_per_micro_batch"]
     assert by["zero3", "offload", "none"]["host_bytes"] == pytest.approx(inputs, rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", [Strategy.SHARD_GRAD_OP, Strategy.FULL_SHARD])
+@pytest.mark.parametrize("gpu", ["a100-80gb", None])
+def test_a_state_is_on_the_device_or_off_it(
+    gpu: str | None, strategy: Strategy, wide_parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """And not in both: offloaded is all but the frozen weights that every rank holds whole."""
+    cfg = make_config(wide_parts, dataset, tmp_path, "precision=bf16", "model.train=[projector]")
+    machine = Machine(None, "test", 1 << 40, 1e9) if gpu is None else machine_named(gpu, 4)
+    planner, shards = Planner(cfg, machine, SAMPLES, find_parts(cfg.model)), SHARD_PLANS[strategy]
+    sharded = [w for w in planner.weights if w.trainable or (shards.shards_frozen and not w.whole)]
+    assert any(not w.trainable for w in sharded) == shards.shards_frozen and len(sharded) < len(planner.weights)
+    for mode in OffloadMode:
+        args = strategy, cfg.precision, 4, 4, 0, mode, True
+        stored, away = bytes_per_rank(planner.weights, *args), bytes_per_rank(sharded, *args)
+        off = stored.optimizer
+        if mode is not OffloadMode.optimizer:
+            off = 0 if mode is OffloadMode.none else away.parameters + away.gradients + away.optimizer
+        off *= mode is OffloadMode.nvme or gpu is not None
+        assert planner.off_device(mode, shards, stored) == ((0, off) if mode is OffloadMode.nvme else (off, 0))
+        states = planner.on_device(mode, shards, stored, 0)
+        on = states.parameters + states.gradients + states.optimizer
+        assert on + off == stored.parameters + stored.gradients + stored.optimizer, mode
 
 
 def test_for_people(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:

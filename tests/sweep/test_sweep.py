@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -498,6 +499,30 @@ def test_files_of_a_sweep_are_private(
     os.chmod("s/0", 0o750)
     make_job_folder(Path("s/0"), True, True)
     assert mode_of(Path("s/0")) == 0o750, "one that a run has been in stays as it is"
+
+
+@pytest.mark.usefixtures("hydra_here")
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_loss_of_a_job_is_that_of_its_last_steps(
+    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as sweep.last_steps says, also of a job that fails."""
+
+    def train_here(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
+        rows = [{"step": n, "loss": float(loss), "label_tokens": 1} for n, loss in enumerate((90, 80, 3, 2, 1), 1)]
+        write_jsonl(Path(job.folder) / "metrics.jsonl", *rows)
+        if not ends:
+            raise torchrun.JobFailed("its own", ExitCode.NUMERIC, took_steps=True)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("llava_fsdp.sweep.job.train", train_here)
+    monkeypatch.setattr(sys, "argv", ["sweep", "-m", "stage=pretrain", "sweep.last_steps=3", "hydra.sweep.dir=s"])
+    setup_logging()
+    (job,), *_ = run_jobs(StopRequest(tmp_path / ".stop"))
+    assert (job.numbers.loss, job.numbers.lowest_loss, job.value) == (2.0, 2.0, 2.0 if ends else None)
+    (written,), (shown,) = read_jobs(Path("s")), runs_in(Path("s"))
+    assert (written.last_steps, written.numbers, written.value) == (3, job.numbers, job.value)
+    assert shown.history.loss == 2.0
 
 
 def test_a_job_that_was_stopped_before_it_began(tmp_path: Path) -> None:

@@ -1,21 +1,35 @@
 """What a training refuses before it reads anything, and that a named backbone is not trained by the toy's recipe."""
 
 import logging
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from small import Configure, config_of, make_config
+from forged import forge_notes
+from small import Configure, changed_parts, config_of, make_config, write_json
 
 from llava_fsdp.config import Config, cli, load
 from llava_fsdp.doctor.checks import CHECKS, run_check
 from llava_fsdp.doctor.context import Context
-from llava_fsdp.doctor.findings import Level, result_and_cure
-from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
+from llava_fsdp.doctor.findings import Finding, Level, result_and_cure
+from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 from llava_fsdp.train import main as train
-from llava_fsdp.train.preflight import preflight, warn_if_refused, warn_of_template
+from llava_fsdp.train import preflight as checks
+from llava_fsdp.train.preflight import (
+    check_run,
+    few_steps,
+    find_sources,
+    foreign_prompts,
+    preflight,
+    warn_if_refused,
+    with_template,
+)
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *words: str, schema: type = Config, name: str = "train"):
@@ -54,12 +68,99 @@ def test_what_is_typed_wins_and_the_embedded_default_stays(monkeypatch: pytest.M
     ("llama", 32000, "v1", ""), ("llama", 128256, "v1", "Llama 3"), ("qwen3", 151936, "v1", "chatml"),
     ("gemma3_text", 9, "v1", "gemma3_text"), ("qwen3", 9, "chatml", ""), ("qwen3", 9, "plain", ""),
 ])  # fmt: skip
-def test_another_models_prompts_are_told(
-    kind: str, vocabulary: int, template: str, named: str, caplog: pytest.LogCaptureFixture
+def test_another_models_prompts_are_told(kind: str, vocabulary: int, template: str, named: str) -> None:
+    told = foreign_prompts(config_of([f"data.template={template}"]), kind, vocabulary)
+    assert [named in warning for warning in told] == ([True] if named else [])
+
+
+@pytest.mark.parametrize(("kind", "trained", "template"), [
+    ("qwen3", None, "chatml"), ("mistral", None, "mistral_instruct"), ("llama", None, "v1"),
+    ("gemma3_text", None, "v1"), ("qwen2", "v1", "v1"), ("qwen2", "plain", "chatml"),
+])  # fmt: skip
+def test_parts_choose_the_template(kind: str, trained: str | None, template: str, tmp_path: Path) -> None:
+    """Unless it is given; a whole model brings the one that it was trained with."""
+    if trained is not None:
+        write_json(tmp_path / "llava_fsdp.json", {"template": trained})
+    parts: Any = SimpleNamespace(language=SimpleNamespace(model_type=kind), whole=tmp_path if trained else None)
+    assert with_template(config_of(["data.template=auto"]), parts).data.template == template
+    given = config_of(["data.template=v0"])
+    assert with_template(given, parts) is given
+
+
+@pytest.mark.parametrize(("stage", "template"), [
+    ("pretrain", "plain"), ("finetune", "auto"), ("finetune_qlora", "auto"), ("finetune_task_lora", "auto"),
+])  # fmt: skip
+def test_named_parts_have_their_own_template(stage: str, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert typed(monkeypatch, "model.language=some/lm", f"stage={stage}").data.template == template
+
+
+def test_a_run_records_the_template_that_it_used(
+    parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        warn_of_template(config_of([f"data.template={template}"]), kind, vocabulary)
-    assert (named in caplog.text) if named else not caplog.text
+    """In its configuration and its checkpoints; and it continues, if the same may be meant."""
+    own = changed_parts(parts, tmp_path / "qwen", {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]})
+    with caplog.at_level(logging.INFO, "llava_fsdp"):
+        train.train(make_config(own, dataset, tmp_path / "out", "data.template=auto", "max_steps=1"))
+    assert "auto: data.template=chatml, for the language model qwen2" in caplog.text
+    assert "template: chatml" in (tmp_path / "out" / "config.yaml").read_text()
+    for word in ("auto", "chatml"):
+        check_run(make_config(own, dataset, tmp_path / "out", f"data.template={word}"))
+    with pytest.raises(ConfigError, match=r"data.template: chatml -> v1"):
+        check_run(make_config(own, dataset, tmp_path / "out", "data.template=v1"))
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "told"),
+    [
+        (["max_steps=null"], 5, "5 steps of 12 samples will hardly change the model.* for 1 of them; .*epochs"),
+        (["max_steps=null"], 20, ""),
+        (["max_steps=5"], 5, ""),
+        (["max_steps=1"], 1, "1 step of 12 .*; raise max_steps"),
+        (["max_steps=1", "optim.warmup_ratio=0"], 1, ""),
+    ],
+)
+def test_few_steps_are_told(words: list[str], steps: int, told: str, configure: Configure) -> None:
+    warnings = few_steps(configure(*words), steps)
+    assert len(warnings) == bool(told)
+    assert all(re.search(told, warning) for warning in warnings)
+
+
+def test_doctor_warns_as_train_does(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Of another model's prompts, and of few steps: its file of records is small and can be counted."""
+    own = changed_parts(parts, tmp_path / "qwen", {"model_type": "qwen2"})
+    rows = doctor_rows(make_config(own, dataset, tmp_path / "out", "max_steps=null"))
+    assert [(row.level.value, row.name) for row in rows] == [("WARN", "train"), ("WARN", "train"), ("OK", "train")]
+    assert rows[0].cure == "data.template=chatml has those of its instruct models"
+    assert rows[1].result.startswith("12 steps of 12 samples"), "three epochs of 44 records"
+
+
+def test_a_projector_of_other_parts_names_them(
+    noise: Path, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it does not fit. One that fits is taken, wherever its parts were."""
+    shutil.copytree(noise / "export", tmp_path / "stage1" / "export")
+    forge_notes(tmp_path / "stage1" / "export", language="old/lm", vision="old/tower")
+    words = [f"model.projector={tmp_path / 'stage1'}", "model.random_weights=true"]
+    preflight(make_config(parts, dataset, tmp_path / "out", *words), torch.device("cpu"))
+    wide = changed_parts(parts, tmp_path / "wide", None, {"hidden_size": 24})
+    with pytest.raises(ModelError, match=r"has shape .* was trained with model.language=old/lm model.vision=old/tower"):
+        preflight(make_config(wide, dataset, tmp_path / "out", *words), torch.device("cpu"))
+
+    def fails(*_: object) -> None:
+        raise ModelError("the language model has no weights")
+
+    monkeypatch.setattr(checks, "find_weights", fails)
+    model: Any = SimpleNamespace(parts=None)
+    with pytest.raises(ModelError, match=r"has no weights$"):
+        find_sources(make_config(parts, dataset, tmp_path / "out", *words), model, tmp_path / "stage1" / "export")
+
+
+def doctor_rows(cfg: Any) -> list[Finding]:
+    context = Context.__new__(Context)
+    context.cfg, context.is_missing = cfg, False
+    context.__dict__["torch"] = type("NoGpus", (), {"devices": []})()
+    (check,) = [check for check in CHECKS if check.name == "train"]
+    return run_check(check, context)
 
 
 WRONG = [
@@ -81,11 +182,7 @@ def test_doctor_says_what_train_says(
     with pytest.raises(LlavaFsdpError) as at_preflight:
         preflight(cfg, torch.device("cpu"))
     assert (type(at_preflight.value), str(at_preflight.value)) == (type(refused.value), str(refused.value))
-    context = Context.__new__(Context)
-    context.cfg, context.is_missing = cfg, False
-    context.__dict__["torch"] = type("NoGpus", (), {"devices": []})()
-    (check,) = [check for check in CHECKS if check.name == "train"]
-    (found,) = run_check(check, context)
+    (found,) = doctor_rows(cfg)
     assert (found.level, found.result, found.cure) == (Level.FAIL, *result_and_cure(refused.value))
 
 

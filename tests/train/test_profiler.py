@@ -74,7 +74,7 @@ def test_steps_that_do_not_come_are_refused(configure: Configure, monkeypatch: p
         ConfigError, match=r"profile_steps=\[10, 12\]: this run has 4 steps; name earlier ones, or null"
     ):
         configure(*keys)
-    monkeypatch.delattr(build_state, "find_weights")
+    monkeypatch.delattr(build_state, "find_sources")
     with pytest.raises(ConfigError, match=r"profile_steps=\[10, 12\]: this run has 4 steps"):
         train.train(configure(*keys, "max_steps=null", "epochs=1"))
     assert not configure("profile_steps=[10,12]").profile, "nobody is to record them"

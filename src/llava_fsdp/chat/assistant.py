@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llava_fsdp.chat.open_model import choose_dtype, config_of, leaves_padding_open, open_model
+from llava_fsdp.chat.open_model import choose_dtype, config_of, open_model
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.images.anyres import NEWLINE_ROW, grid_sizes
 from llava_fsdp.data.images.check import read_size
@@ -21,6 +21,7 @@ from llava_fsdp.data.text.detokenize import AnswerText, stops_of
 from llava_fsdp.data.text.encode import encode_prompt
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template, template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.export.source_model import Opened
 from llava_fsdp.export.verify_logits import load_copy
 from llava_fsdp.model.generation import DynamicCache, ImageInputs, PrefixCache, Sampling, write_tokens
 from llava_fsdp.model.llava import Llava
@@ -29,7 +30,8 @@ from llava_fsdp.runtime.errors import DataError, OutOfMemory
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation that ends with a question, with a tag for each of its images, and its name in error messages."""
+    """A question with the turns before it. `turns` contain an image tag for each of `images`; error messages begin with
+    `where`."""
 
     turns: list[Turn]
     images: list[Path]
@@ -41,9 +43,9 @@ class LoadedImage:
     """An image that was read and prepared for the vision tower.
 
     Attributes:
-        number: no other image of the same assistant has it.
+        number: unique among all images that one assistant has read.
         tiles: pixels, uint8 [tiles, 3, size, size].
-        rows: for each image token the row of the tiles' features that it takes, int64 [image tokens].
+        rows: for each image token in the prompt, the row of this image's features that it takes, int64 [image tokens].
     """
 
     number: int
@@ -56,19 +58,25 @@ class Assistant:
     """A model in memory with its tokenizer, its image preprocessing and its conversation template."""
 
     def __init__(
-        self, checkpoint: str, default_template: str, default_aspect: AspectRatio, device: torch.device | None = None
+        self,
+        checkpoint: str,
+        default_template: str,
+        default_aspect: AspectRatio,
+        device: torch.device | None = None,
+        opened: Opened | None = None,
     ):
-        """Load a model, of whatever kind `open_model` reads.
+        """Load a model from a run, a checkpoint or a model folder: anything that `open_model` can open.
 
         Args:
-            default_template: template of a model whose folder does not name one.
-            default_aspect: how images are made square if the model's folder does not say.
-            device: None: the GPU if there is one.
+            default_template: conversation template to use if the model's folder does not name one.
+            default_aspect: how to make images square if the model's folder does not say.
+            device: where the model computes; None: the GPU if there is one, else the CPU.
+            opened: the result of `open_model` for `checkpoint`; None: `open_model` is called here.
 
         Raises:
             ConfigError, ModelError, CheckpointError: the model cannot be found or read.
         """
-        opened = open_model(checkpoint, default_template)
+        opened = opened or open_model(checkpoint, default_template, default_aspect)
         source, shapes = opened.source, opened.source.model
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.checkpoint = checkpoint
@@ -77,10 +85,10 @@ class Assistant:
         self.reader = ImageReader(
             folder=None,
             preprocessor=read_preprocessor(shapes.parts.vision_folder),
-            aspect=default_aspect if leaves_padding_open(opened.folder) else source.aspect,
+            aspect=source.aspect,
             pixels=source.pixels,
             image_tokens=shapes.image_tokens,
-            sizes=tuple(grid_sizes(source.grid_pinpoints, shapes.parts.vision.image_size)),
+            sizes=tuple(grid_sizes(source.grid_pinpoints, shapes.parts.image_size)),
             merge=shapes.cfg.patch_merge,
         )
         self.special_tokens = source.special_tokens
@@ -127,18 +135,18 @@ class Assistant:
     def stream(
         self, turns: Sequence[Turn], images: Sequence[LoadedImage], sampling: Sampling, generator: torch.Generator
     ) -> Generator[str, None, bool]:
-        """Answer a conversation's last question, token by token. Only tokens after the prefix shared with the
-        previously answered conversation are read.
+        """Answer a conversation's last question, token by token. What the conversation's beginning shares with the
+        previously answered conversation is not computed again: its keys and values are cached.
 
         Args:
-            images: in the order of their tags in the turns.
-            generator: on `device`.
+            images: in the order of their image tags in `turns`.
+            generator: draws the sampled tokens; must be on the assistant's `device`.
 
         Yields:
-            the new final text after every token; it may be empty.
+            after every token, the new piece of the answer that can no longer change; it may be empty.
 
         Returns:
-            whether the model ended the answer itself.
+            whether the model ended the answer; False if the answer was cut at the maximum number of tokens.
 
         Raises:
             DataError: tags and images do not match, or the conversation is longer than the model can read.
@@ -167,7 +175,7 @@ class Assistant:
         return False
 
     def load_image(self, path: Path, where: str) -> LoadedImage:
-        """Read an image file.
+        """Read an image file and prepare it for the vision tower. Error messages begin with `where`.
 
         Raises:
             ImageError: the file cannot be read; the error's `kind` says why.
@@ -178,7 +186,7 @@ class Assistant:
         return LoadedImage(next(self._numbers), path, self.reader.load(path, where), rows)
 
     def encode(self, turns: Sequence[Turn], images: Sequence[LoadedImage], where: str) -> np.ndarray:
-        """Return the token ids of a conversation's prompt, int64 [length], with IMAGE_ID at image tokens.
+        """Return the token ids of a conversation's prompt, int64 [length]. The ids of image tokens are IMAGE_ID.
 
         Raises:
             DataError: tags and images do not match, or the prompt is longer than the model can read.
@@ -201,7 +209,8 @@ class Assistant:
         """Return token ids and image inputs on the device, as `Llava.forward` takes them.
 
         Args:
-            ids: int64 [rows, length]; IMAGE_ID at image tokens, in the order of `images`.
+            ids: int64 [batch, length]; the ids of image tokens are IMAGE_ID, and their order is that of `images`.
+            blank: replace all images with the mean color.
         """
         features = sum(len(image.tiles) for image in images) * self.reader.image_tokens
         starts = itertools.accumulate((len(i.tiles) * self.reader.image_tokens for i in images), initial=0)
@@ -216,15 +225,16 @@ class Assistant:
         )
 
     def find_stops(self, folder: Path) -> frozenset[int]:
-        """Return the token ids that end an answer, from generation_config.json if it names them, else from the language
-        model's config."""
+        """Return the ids of the tokens that end an answer: those in the model folder's generation_config.json if it has
+        some, else those in the language model's config."""
         eos = config_of(folder, "generation_config.json").get("eos_token_id")
         eos = self.model.parts.language.eos_token_id if eos is None else eos
         return stops_of(self.tokenizer, self.template.stop, eos)
 
 
 def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[LoadedImage]:
-    """Return the images whose tokens are not all in `tokens`; of one that is partly in it, the rest."""
+    """Return the images that are needed after `tokens`, the beginning of a prompt. Images whose image tokens are all in
+    `tokens` are left out; an image that is partly in `tokens` keeps only its remaining `rows`."""
     before = int((tokens == IMAGE_ID).sum())
     rest = []
     for image in images:
@@ -235,7 +245,8 @@ def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[Load
 
 
 def with_image_numbers(tokens: np.ndarray, images: Sequence[LoadedImage]) -> list[int]:
-    """Return token ids with a negative number for every IMAGE_ID: unique to the image and the token's place in it."""
+    """Replace every IMAGE_ID in token ids with a negative number that is unique to the image and the token's position
+    in it. Two conversations then share a prefix only if their images are the same."""
     numbered = tokens.copy()
     places = [-(1 << 40) - image.number * (1 << 24) - np.arange(len(image.rows)) for image in images]
     numbered[tokens == IMAGE_ID] = np.concatenate([np.zeros(0, np.int64), *places])

@@ -16,8 +16,8 @@ class Conversation:
     """The turns and images of a chat. An added image is shown with the next question, and stays in the conversation.
 
     Args:
-        max_images: most images; None: any number.
-        seed: of sampled answers; None: another one every time.
+        max_images: maximum number of images; None: no limit.
+        seed: for sampling the answers; None: a different seed every time.
     """
 
     def __init__(self, assistant: Assistant, max_images: int | None = None, seed: int | None = None):
@@ -29,17 +29,18 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all turns and images: those shown, in the order of their tags, and those for the next question."""
+        """Remove all turns and images. `images` are those already shown, in the order of their tags; `next_images` will
+        be shown with the next question."""
         self.turns: list[Turn] = []
         self.images: list[LoadedImage] = []
         self.next_images: list[LoadedImage] = []
 
     def add(self, path: Path, where: str) -> None:
-        """Read an image file, to show it with the next question; error messages begin with `where`.
+        """Read an image file, to show it with the next question. Error messages begin with `where`.
 
         Raises:
             ImageError: the image cannot be read.
-            DataError: the path is not a file, or there are too many images already.
+            DataError: the path is not a file, or the conversation already has `max_images` images.
         """
         if not path.is_file():
             raise DataError(f"{where}: {path} is not a file; give an image file")
@@ -48,10 +49,10 @@ class Conversation:
         self.next_images.append(self.assistant.load_image(path, where))
 
     def ask(self, text: str, sampling: Sampling) -> Generator[str, None, None]:
-        """Ask a question and yield its answer in pieces, one after every token, some of them empty.
+        """Ask a question and yield its answer in pieces: one piece after every token, which may be empty.
 
-        Closing the generator stops the answer, and what was generated of it stays. After any other error the
-        conversation is as it was before.
+        Closing the generator stops the answer; the text generated so far stays in the conversation. If an error is
+        raised, the conversation is again as it was before the question.
 
         Raises:
             DataError: the question is not valid text, has the wrong number of image tags, or is too long.
@@ -79,10 +80,10 @@ class Conversation:
             raise
 
     def with_tags(self, text: str) -> str:
-        """Return the question with an image tag for each new image, in front unless the question has tags.
+        """Return the question with one image tag for each new image. Tags are added in front if the question has none.
 
         Raises:
-            DataError: the question has tags, but not one for each image, or is not valid text.
+            DataError: the question has image tags, but not one for each new image; or it is not valid text.
         """
         try:
             text.encode()
@@ -97,7 +98,7 @@ class Conversation:
         return text if tags else f"{IMAGE_TAG}\n" * len(self.next_images) + text
 
     def exchanges(self) -> list[tuple[str, list[Path], str]]:
-        """Return each question (without image tags), the files of the images shown with it, and its answer."""
+        """Return (question without image tags, files of the images shown with it, answer) for each question."""
         rest = iter(self.images)
         found = []
         for question, answer in zip(self.turns[::2], self.turns[1::2], strict=True):
@@ -106,8 +107,8 @@ class Conversation:
         return found
 
     def undo(self) -> bool:
-        """Remove the last question and its answer, and show its images with the next question; False if there is no
-        question."""
+        """Remove the last question and its answer. Its images will be shown with the next question. Return False if
+        there is no question to remove."""
         if not self.turns:
             return False
         kept = len(self.images) - self.tags(self.turns[-2])

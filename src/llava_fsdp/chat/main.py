@@ -45,10 +45,11 @@ def chat(cfg: ChatConfig) -> None:
 
 
 def image_files(image: str | None) -> list[Path]:
-    """Return the files of `image=FILE` or `image=[FILE,FILE]`, where a name with a comma is in double quotes.
+    """Return the image files named by `image=FILE` or `image=[FILE,FILE]`. In a list, a name with a comma is in double
+    quotes.
 
     Raises:
-        ConfigError: one of them is not a file.
+        ConfigError: one of the names is not a file.
     """
     if image is None:
         return []
@@ -67,7 +68,8 @@ class Terminal:
         self.sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
 
     def run(self) -> None:
-        """Read and answer lines until the end of the input or /quit; errors of a line are logged."""
+        """Read and answer lines until the end of the input or /quit. An error in one line is logged, and reading
+        continues."""
         if sys.stdin.isatty():
             assistant = self.conversation.assistant
             log().info("%s, template %s; /help lists all commands", assistant.checkpoint, assistant.template_name)
@@ -83,20 +85,23 @@ class Terminal:
 
     def answer(self, question: str, stopped: threading.Event | None = None) -> None:
         """Print the answer to a question while it is generated, until `stopped` is set."""
-        pieces = self.conversation.ask(question, self.sampling)
+        pieces, text = self.conversation.ask(question, self.sampling), ""
         for piece in pieces:
+            text += piece
             print(shown_text(piece), end="", flush=True)
             if stopped is not None and stopped.is_set():
                 pieces.close()
         print(flush=True)
         if stopped is not None and stopped.is_set():
             log().info("(stopped)")
+        elif not text.strip():
+            log().info("(the model gave no text)")
         elif self.conversation.was_cut:
             limit = self.sampling.max_new_tokens
             log().info("(cut at max_new_tokens=%d, or at the most that the model can read)", limit)
 
     def run_command(self, line: str) -> bool:
-        """Run a command line such as /image FILE; return True for the command that ends the program."""
+        """Run a command line such as /image FILE. Return True if the command ends the program."""
         command, _, rest = line.partition(" ")
         match command:
             case "/quit" | "/exit":
@@ -123,7 +128,8 @@ class Terminal:
 
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[threading.Event]:
-    """Context manager with an event that the first Ctrl-C sets; the second Ctrl-C raises KeyboardInterrupt."""
+    """Context manager that yields an event, which is set by the first Ctrl-C. The second Ctrl-C raises
+    KeyboardInterrupt."""
     stopped = threading.Event()
 
     def interrupt(*_: object) -> None:
@@ -139,7 +145,7 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield the lines of standard input that are not empty; on a terminal with line editing and history."""
+    """Yield the non-empty lines of standard input. On a terminal the user can edit lines and recall earlier ones."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):

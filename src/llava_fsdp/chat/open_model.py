@@ -1,11 +1,12 @@
 """Open the model folder, run or checkpoint that `chat` and `evaluate` are given."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from llava_fsdp.config import ConversionConfig, FolderFormat, KeptDType
+from llava_fsdp.config import AspectRatio, ConversionConfig, FolderFormat, KeptDType
 from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.export.verify_logits import compute_dtype
@@ -18,12 +19,16 @@ from llava_fsdp.runtime.provenance import NOTES, read_notes
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
 
 
-def open_model(checkpoint: str, default_template: str) -> Opened:
-    """Open a model for chat or evaluation: a run's export if it has one, else whatever `llava-fsdp export`
-    can read.
+def open_model(checkpoint: str, default_template: str, default_aspect: AspectRatio = AspectRatio.pad) -> Opened:
+    """Open a model for chat or evaluation. If `checkpoint` is a run with an exported model, the export is opened;
+    anything else is opened as `llava-fsdp export` does.
+
+    Args:
+        default_template: conversation template to use if the model's folder does not name one.
+        default_aspect: how to make images square if the model's folder does not say.
 
     Raises:
-        ConfigError, ModelError, CheckpointError: the model of `model.checkpoint` cannot be found or read.
+        ConfigError, ModelError, CheckpointError: the model cannot be found or read.
     """
     exported = Path(checkpoint) / EXPORT
     source = str(exported) if (exported / "config.json").is_file() else checkpoint
@@ -34,7 +39,7 @@ def open_model(checkpoint: str, default_template: str) -> Opened:
         language=None, vision=None, template=default_template, image_aspect_ratio=None, overwrite=False, verify=False,
     )  # fmt: skip
     try:
-        return open_source(cfg)
+        opened = open_source(cfg)
     except DamagedModel:  # its message says what to do
         raise
     except (ConfigError, ModelError) as error:
@@ -42,6 +47,9 @@ def open_model(checkpoint: str, default_template: str) -> Opened:
         if any(f"{key}=" in message for key in ("base", "vision", "language", "image_aspect_ratio")):
             message += f"; run llava-fsdp export source={checkpoint} to=FOLDER with it, and chat with FOLDER"
         raise type(error)(message) from error
+    if leaves_padding_open(opened.folder):
+        return replace(opened, source=replace(opened.source, aspect=default_aspect))
+    return opened
 
 
 def warn_of_later_checkpoint(run: Path) -> None:
@@ -53,7 +61,8 @@ def warn_of_later_checkpoint(run: Path) -> None:
 
 
 def leaves_padding_open(folder: Path) -> bool:
-    """Return whether a model folder does not say if images are padded to a square; many of transformers' do not."""
+    """Return whether a model folder does not say if images are padded to a square. Many folders in transformers' format
+    do not."""
     raw = config_of(folder, "config.json")
     if not raw or is_original(raw) or (folder / NOTES).is_file():
         return False
@@ -61,12 +70,13 @@ def leaves_padding_open(folder: Path) -> bool:
 
 
 def config_of(folder: Path, name: str) -> dict[str, Any]:
-    """Read a JSON file of a model folder; empty if there is none."""
+    """Return the content of the JSON file `name` in a model folder; empty if there is no such file."""
     return read_json(folder / name, str(folder)) if (folder / name).is_file() else {}
 
 
 def choose_dtype(model: Llava, device: torch.device) -> torch.dtype:
-    """Choose the dtype to compute in: on a GPU bf16, or fp16 if it has no bf16; on a CPU as `compute_dtype`."""
+    """Choose the dtype in which a model computes: on a GPU bf16, or fp16 if the GPU has no bf16; on a CPU what
+    `compute_dtype` returns."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     return compute_dtype(model)

@@ -1,4 +1,4 @@
-"""Check single configuration values, and combinations of keys of a training that contradict each other."""
+"""Check the values of single configuration keys, and find keys of a training that contradict each other."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ AUTO = "auto"
 
 
 def at_least(key: str, value: int | None, least: int, why: str = "") -> None:
-    """Raise ConfigError if a value is below `least`. None is accepted."""
+    """Raise ConfigError if a key's value is below `least`. None is accepted."""
     if value is not None and value < least:
         raise ConfigError(f"{key}={value} must be at least {least}" + (f": {why}" if why else ""))
 
 
 def above_zero(key: str, value: float | None, hint: str = "") -> None:
-    """Raise ConfigError if a value is not a finite number above 0. None is accepted."""
+    """Raise ConfigError if a key's value is not a finite number above 0. None is accepted."""
     if value is not None and not 0 < value < math.inf:
         raise ConfigError(f"{key}={value} must be a finite number above 0{hint}")
 
@@ -93,7 +93,7 @@ def check_packing(cfg: Config) -> None:
 
 
 def check_base(cfg: Config) -> None:
-    """Raise ConfigError for settings that cannot be used with quantized or frozen weights of the language model."""
+    """Raise ConfigError for settings that cannot be used if the language model's weights are quantized or frozen."""
     mode = cfg.model.quantize.mode
     if cfg.model.lora.enabled and cfg.precision.linear is LinearKind.fp8:
         raise ConfigError(
@@ -187,7 +187,8 @@ def check_dry_run(cfg: Config) -> None:
 
 
 def check_original(cfg: Config) -> None:
-    """Raise ConfigError for settings that the labels or the sampler of the original LLaVA do not support."""
+    """Raise ConfigError for settings that labels=llava_v1_5 or sampler=llava_v1_5 does not support: these make labels
+    and micro-batches as the original LLaVA does."""
     if cfg.labels is Parity.llava_v1_5 and cfg.data.too_long is not TooLong.truncate:
         raise ConfigError(
             f"labels=llava_v1_5 truncates what is too long, as the original does; data.too_long="
@@ -229,14 +230,14 @@ def check_anyres(cfg: Config) -> None:
 
 
 def check_export(cfg: Config) -> None:
-    """Raise ConfigError if the run exports a model at its end that transformers' LLaVA cannot represent."""
+    """Raise ConfigError if the run would end with the export of a model that transformers' LLaVA cannot represent."""
     if not cfg.exports_model:
         return
     cure = "export.merge=false" if cfg.model.lora.enabled else "export.enabled=false"
     if cfg.data.trained_aspect is AspectRatio.anyres:
         raise ConfigError(
             "data.image_aspect_ratio=anyres has no equal in transformers' LLaVA, so the run could not be exported "
-            f"at its end; set {cure}, and use llava_fsdp.export format=llava"
+            f"at its end; set {cure}, and use llava-fsdp export format=llava"
         )
     if cfg.model.projector_type != "mlp2x_gelu":
         raise ConfigError(

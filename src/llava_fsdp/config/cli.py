@@ -49,7 +49,7 @@ LITERAL = frozenset({
     "track.name", "track.project",
 })  # fmt: skip
 PATH_KEYS = {"chat": "model.checkpoint", "evaluate": "model.checkpoint", "export": "source"}
-"""By program: the key for which the first command-line argument is the value, if it is a folder without `key=`."""
+"""Command -> key that its first argument sets, if this argument is a path without `key=`."""
 BACKBONES = ("model.language", "model.vision", "model.checkpoint")
 WITH_VALUES = frozenset({
     *FLAGS, "--config-name", "-cn", "--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun",
@@ -87,12 +87,11 @@ def reader_has_left() -> bool:
 
 
 def start_process(config_name: str, schema: type) -> None:
-    """Prepare the process of a training: let it end together with torchrun, and end it at once after an error that a
-    restart cannot fix.
+    """Prepare the process of one rank of a training. From now on the process ends when torchrun ends, and at once after
+    a signal, because before the first step there is nothing to save.
 
-    torchrun restarts its workers after any exit code. If an earlier attempt ended with an error that a restart cannot
-    fix, a restarted worker ends at once with the same exit code. Signals also end the process at once, because before
-    the first step there is nothing to save.
+    torchrun restarts its workers after any exit code. If this process is such a restart, and an earlier attempt ended
+    with an error that a restart cannot fix, it ends at once with the same exit code.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitCode.STOPPED))
     signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
@@ -120,7 +119,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
 
     Args:
         on_exit: called as `on_exit(output_dir, outcome)` as soon as the outcome is known. If another rank failed
-            before, it returns that rank's status, and this rank then reports nothing.
+            earlier, `on_exit` returns the status of that rank, and this rank does not report its own error.
     """
     setup_logging()
     folder = typed_output_dir()
@@ -176,19 +175,19 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
 
 
 def await_folder(folder: Path) -> None:
-    """Wait at most `FOLDER_SECONDS` seconds until rank 0 has created the run's folder, because this rank may have
-    failed long before rank 0 creates it."""
+    """Wait at most `FOLDER_SECONDS` seconds until rank 0 has created the run's folder. This rank may have failed long
+    before that."""
     until = time.monotonic() + FOLDER_SECONDS
     while is_absent(folder) and time.monotonic() < until:
         time.sleep(0.2)
 
 
 def stop_restarts(ends_torchrun: bool, is_permanent: bool) -> None:
-    """End torchrun or the agent if restarting this rank cannot help.
+    """End torchrun or the agent, which would restart this rank, if a restart cannot help.
 
     Args:
-        ends_torchrun: end torchrun on this machine.
-        is_permanent: whether the failure would happen again; the agent (train/agent.py) is then ended.
+        ends_torchrun: whether to end torchrun on this machine.
+        is_permanent: whether the failure would happen again; if so, the agent (train/agent.py) is ended.
     """
     if ends_torchrun or (is_permanent and is_later_rank()):
         time.sleep(PATIENCE)  # the other ranks of this machine report the error and end first
@@ -199,7 +198,8 @@ def stop_restarts(ends_torchrun: bool, is_permanent: bool) -> None:
 
 
 def write_outcome(folder: Path | None, outcome: Outcome, on_exit: Status) -> dict[str, Any] | None:
-    """Call `on_exit`, unless there is no run folder or it belongs to another launch. Never raises an error."""
+    """Call `on_exit` to record how this rank ended, and return its result. Nothing is called if there is no run folder
+    or it belongs to another launch. Errors are logged and not raised."""
     if folder is not None and not is_others(folder):
         with log_write_errors(folder):
             return on_exit(folder, outcome)
@@ -222,7 +222,7 @@ def typed_output_dir() -> Path | None:
 def write_torchrun_error(message: str) -> None:
     """Write the error file from which torchrun prints the root cause of a failure.
 
-    torch's own decorator `@record` would add a traceback to the message about a user's mistake.
+    torch's own decorator `@record` is not used, because it adds a traceback even to the message about a user's mistake.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = shown_text(redact(message, secrets_of()))
@@ -287,19 +287,20 @@ def compose_with_flags(config_name: str, schema: type) -> DictConfig | None:
 
 
 def name_folder(words: list[str], key: str | None) -> list[str]:
-    """Return the words of a command line with `key=` put before the first word, if that is a plain word: the folder of
-    a model."""
+    """Return the words of a command line. If the first word is not written `key=value`, it is the path of a model, and
+    `key=` is put in front of it."""
     if key is None or not words or "=" in words[0] or words[0].startswith(("-", "~")):
         return words
     return [f"{key}={words[0]}", *words[1:]]
 
 
 def with_own_model(words: list[str]) -> list[str]:
-    """Append `model=own` to the words of a command line that name a backbone or a checkpoint but not `model=`. Without
-    it, the model would be trained by the recipe of `model=tiny`, whose learning rate is for two million parameters.
+    """Append `model=own` to the words of a command line that sets model.language, model.vision or model.checkpoint, but
+    does not choose `model=`. Otherwise the default `model=tiny` would apply, whose learning rate is for two million
+    parameters.
 
     Raises:
-        ConfigError: a vision tower is named without a language model.
+        ConfigError: of these keys, only model.vision is set.
     """
     given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words if "=" in word}
     named = {key for key in BACKBONES if given.get(key, "null") != "null" and not given[key].startswith("package:")}
@@ -315,8 +316,9 @@ def with_own_model(words: list[str]) -> list[str]:
 
 
 def refuse_unknown(words: list[str], schema: type) -> None:
-    """Raise ConfigError for a key or choice that does not exist, suggesting the nearest one that does. Hydra would need
-    seconds to find it. With `--config-dir` the choices are not known here, and the check is left to Hydra."""
+    """Raise ConfigError for a key or choice that does not exist, suggesting the nearest one that does. Hydra would find
+    this error too, but needs seconds. With `--config-dir` the choices are not known here, so the check is left to
+    Hydra."""
     if any(word.startswith("--config-dir") or word == "-cd" for word in words):
         return
     keys = schema_keys(schema)
@@ -337,8 +339,8 @@ def refuse_unknown(words: list[str], schema: type) -> None:
 
 
 def taken_literally(argument: str) -> str:
-    """Quote the value of an argument `key=value` for Hydra, if the key takes text or a path and the value is not quoted
-    yet."""
+    """Return an argument `key=value` with its value quoted for Hydra, if the value of this key is text or a path and is
+    not quoted yet."""
     key, equals, value = argument.partition("=")
     if key.startswith(SOURCES):  # the user chose the source's name, and Hydra adds a new key only with ++
         name, literal = f"++{key}", key.endswith((".path", ".images"))
@@ -366,7 +368,8 @@ def refuse_multirun(config_name: str) -> None:
 
 
 def refuse_bare_words(words: list[str], config_name: str) -> None:
-    """Raise ConfigError for a command-line argument without `key=`. Hydra's own error message would be about quotes."""
+    """Raise ConfigError for a command-line argument without `key=`. Hydra's own message would speak of quotes
+    instead."""
     flag = ""
     for word in words:
         if not word.startswith(("-", "~")) and "=" not in word and flag not in WITH_VALUES:

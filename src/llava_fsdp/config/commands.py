@@ -24,7 +24,7 @@ class SweepKeys:
     metric: SweepMetric
     """Metric by which a sweep compares its runs."""
     last_steps: int
-    """Number of last steps of a run whose mean loss counts as the loss of the run."""
+    """Number of steps at the end of a run whose mean loss counts as the loss of the run."""
 
     def __post_init__(self) -> None:
         at_least("sweep.last_steps", self.last_steps, 1)
@@ -32,7 +32,7 @@ class SweepKeys:
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig(Config):
-    """Keys of `sweep`: those of a training, of its launch, and of the comparison between runs."""
+    """Keys of `sweep`: those of a training, those of its launch, and those of the comparison between runs."""
 
     launch: LaunchConfig
     sweep: SweepKeys
@@ -55,7 +55,8 @@ class PrepareConfig(Config):
     report: str | None
     """Folder for the report; null: the folder of the dataset's index."""
     verify: bool = False
-    """Whether to read every record and image again and compare them with the index, without writing anything."""
+    """Whether to read every record and image again and compare them with the dataset's index, without writing
+    anything."""
 
     def __post_init__(self) -> None:
         super(PrepareConfig, self).__post_init__()
@@ -74,7 +75,7 @@ class PlanConfig(Config):
     """Number of ranks on each node."""
     nodes: int
     gpu: str
-    """Name of a GPU in the table of `plan/hardware.py`; auto: this machine's GPU."""
+    """Name of a GPU in the table of `plan/hardware.py`; auto: the GPU of this machine."""
     rows: int
     """Maximum number of rows of the printed table."""
     page: str
@@ -92,7 +93,7 @@ class DoctorConfig(Config):
     """Keys of `doctor`: those of the training for which the machine is checked, and a few more."""
 
     gpus: int | None
-    """Number of ranks on this machine; null: the number of its GPUs, or 2 without GPUs."""
+    """Number of ranks on this machine; null: the number of its GPUs, or 1 without GPUs."""
     nodes: int
 
     def __post_init__(self) -> None:
@@ -124,13 +125,14 @@ class EvaluateConfig:
     """Files with the right answers, if the file of questions does not contain them: VQAv2's or TextVQA's annotations,
     POPE's label file or the folder of all its label files, ScienceQA's problems.json or its folder."""
     suffix: bool
-    """Whether to end every question with the last line that the original LLaVA uses for the task."""
+    """Whether to append to every question the instruction that the original LLaVA appends for the task, such as to
+    answer with a single word."""
     answers: str | None
-    """JSON Lines file to which each answer is written when it is complete, and which an interrupted evaluation
-    continues; null: no file."""
+    """JSON Lines file to which every complete answer is appended; an interrupted evaluation continues from this file;
+    null: no file."""
     submission: str | None
-    """File for the answers in the format of the VQAv2 and VizWiz test servers: a JSON list of answers that are
-    normalized as the original LLaVA does."""
+    """File for the answers in the format of the VQAv2 and VizWiz test servers: a JSON list of answers, normalized as in
+    the original LLaVA."""
     limit: int | None
     """Maximum number of questions to answer; null: all."""
     batch_size: int
@@ -178,7 +180,7 @@ class ChatConfig:
     temperature: float
     """Temperature of sampling; 0: always the most likely token."""
     top_p: float
-    """Probability mass to sample from: only the most likely tokens whose probabilities add up to this; needs a
+    """Probability mass to sample from: the most likely tokens whose probabilities add up to this number; needs a
     temperature above 0."""
     seed: int | None
     """Seed of sampling; null: a different seed every time."""
@@ -219,21 +221,22 @@ class ConversionConfig:
     to: str | None
     """Folder to which the converted model is written."""
     accept: list[str]
-    """Paths, within `source`, of files that were changed on purpose; only their recorded digests are updated."""
+    """Files within `source`, as relative paths, that were changed on purpose: their recorded digests are updated, and
+    nothing is converted."""
     format: FolderFormat
-    """Program for which the folder is written."""
+    """Program that will read the written folder."""
     dtype: KeptDType
     """Dtype of the written weights; keep: the same as in the source."""
     base: str | None
-    """Language model or whole LLaVA model to which the source's adapters belong; null: the model that the source
+    """Language model or whole LLaVA model to which the adapters in `source` belong; null: the model that `source`
     names."""
     language: str | None
-    """Language model to use if the source contains only a projector."""
+    """Language model to use if `source` contains only a projector."""
     vision: str | None
-    """Vision tower to use instead of the one that the source names, if the source is in the original LLaVA's format; to
-    write a folder in that format, the vision tower to name in it."""
+    """If `source` is in the original LLaVA's format: vision tower to use instead of the one that `source` names; with
+    format=llava: vision tower to name in the written folder."""
     template: str
-    """Conversation template to record if the source does not name one."""
+    """Conversation template to record in the written folder if `source` does not name one."""
     image_aspect_ratio: AspectRatio | None
     """How images are fitted into the square input of the vision tower; null: the same as in the source."""
     overwrite: bool

@@ -21,21 +21,22 @@ from llava_fsdp.config.enums import (
 from llava_fsdp.runtime.errors import ConfigError
 
 MOST_EPOCHS = 1000
-"""Maximum value of `epochs` of a data source."""
+"""Maximum value of the key `epochs` of a data source."""
 HELDOUT = "heldout.json"
-"""File name of the embedded dataset's validation records."""
+"""Name of the file with the validation records of the embedded dataset (data=shapes)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class StageConfig:
     name: str
     corpus: str
-    """File of the embedded dataset to train on: captions, instructions or heldout; other datasets ignore this key."""
+    """File of the embedded dataset (data=shapes) to train on: captions, instructions or heldout; other datasets ignore
+    this key."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SourceConfig:
-    """Keys of one of several sources of a dataset."""
+    """Keys of one data source, if a dataset has several (data.sources.NAME)."""
 
     path: str
     """File of records, in one of the formats of data.path."""
@@ -44,8 +45,8 @@ class SourceConfig:
     epochs: float | None = None
     """How many times each record of the source occurs in an epoch; null: once."""
     weight: float | None = None
-    """Share of an epoch's samples that come from this source, relative to the weights of the other sources; an epoch
-    then has as many samples as all sources together have records."""
+    """Weight of this source: its share of an epoch's samples, relative to the weights of the other sources; with
+    weights an epoch has as many samples as all sources together have records."""
 
     def __post_init__(self) -> None:
         above_zero(f"data.sources: source of {self.path}: epochs", self.epochs)
@@ -62,13 +63,13 @@ class DataConfig:
     source: Source
     """Kind of dataset: shapes (the embedded dataset) or llava_json (records in files)."""
     root: str | None
-    """Folder in which the files of the embedded dataset are generated; other datasets ignore this key."""
+    """Folder in which the files of the embedded dataset (data=shapes) are generated; other datasets ignore this key."""
     path: str | None
     """File of LLaVA records: a JSON list, JSON Lines or Parquet."""
     images: str | None
-    """Folder to which the image paths in records are relative."""
+    """Folder of the images; the image paths in records are relative to it."""
     sources: dict[str, SourceConfig]
-    """Several data sources by name, instead of `path`."""
+    """Several data sources by name, instead of the single file data.path."""
     index: str | None
     """Folder of the dataset's index; null: the path of the (first) file of records with `.index` appended."""
     examine: Examine
@@ -83,7 +84,8 @@ class DataConfig:
     """Maximum number of records that data.bad_records=skip skips: a share of all records (`0.1%`, rounded down) or a
     number (`20`)."""
     template: str
-    """Name of the conversation template."""
+    """Name of the conversation template; auto is the one that model.checkpoint was trained with, or that of the
+    language model's type."""
     image_aspect_ratio: AspectRatio
     """How an image is fitted into the square input of the vision tower."""
     grid_pinpoints: list[list[int]]
@@ -98,23 +100,24 @@ class DataConfig:
     too_long: TooLong
     """What happens with samples of more than data.max_length tokens."""
     special_tokens: SpecialTokens | None = None
-    """How special tokens in a record's text (`</s>`) are tokenized. text: as any other text; parse: as the special
-    tokens; null: text, but with labels=llava_v1_5 parse, as in the original LLaVA."""
+    """How special tokens that occur in a record's text (`</s>`) are tokenized. text: as ordinary text; parse: as
+    special tokens; null: parse with labels=llava_v1_5, as in the original LLaVA, else text."""
     max_record_bytes: int = 4 << 20
     """Maximum number of bytes of one record in its file; a larger record is skipped without being parsed, because
     parsing would take too much memory (docs/data.md)."""
     workers: int | None
-    """Number of processes that prepare batches on each rank; 0: batches are prepared between steps; null: up to 4,
-    depending on the number of cores."""
+    """Number of processes that prepare batches for each rank; 0: the rank itself prepares them between steps; null: up
+    to 4, depending on the number of cores."""
     prefetch: int
     """Number of steps that each worker process prepares ahead."""
     stall: int
-    """Seconds without progress on one record after which a worker process that training waits for counts as stalled."""
+    """Seconds that a worker process may spend on one record while training waits for it; after that it counts as
+    stalled."""
 
     @property
     def trained_aspect(self) -> AspectRatio:
-        """The image aspect ratio that is used: `image_aspect_ratio`, except that data.pixels=llava_v1_5 replaces anyres
-        by square as the original LLaVA does (LLaVA train.py:702-718)."""
+        """The image aspect ratio that is really used. It is `image_aspect_ratio`, but data.pixels=llava_v1_5 turns
+        anyres into square, as the original LLaVA does (LLaVA train.py:702-718)."""
         as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Pixels.llava_v1_5
         return AspectRatio.square if as_square else self.image_aspect_ratio
 
@@ -129,7 +132,7 @@ class DataConfig:
         return list(self.sources) or [Path(str(self.path)).stem]
 
     def budget(self, records: int) -> int:
-        """Return the maximum number of records that may be skipped, of `records` records."""
+        """Return how many of `records` records may be skipped at most."""
         if self.max_bad_records.endswith("%"):
             return math.floor(Fraction(self.max_bad_records[:-1]) * records / 100)
         return int(self.max_bad_records)
@@ -180,7 +183,7 @@ class SamplerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class HeldOutConfig:
-    """Keys of one of several files of validation records."""
+    """Keys of one file of validation records, if there are several (val.sources.NAME)."""
 
     path: str
     images: str | None = None
@@ -189,18 +192,19 @@ class HeldOutConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ValConfig:
-    """Keys of the validation records, on which a model is measured during its training. They do not change the
+    """Keys of validation: the records on which the model is measured during training. Validation does not change the
     training."""
 
     every: int | None
-    """Number of steps between two validations; one more follows the last step; null: no validation."""
+    """Number of steps between two validations; the last step is followed by one in any case; null: no validation."""
     path: str | None
-    """File of validation records, in one of the formats of data.path; null: with data=shapes the embedded validation
+    """File of validation records, in one of the formats of data.path; null: with data=shapes, the embedded validation
     set."""
     images: str | None
     """Folder of the validation records' images; null: data.images."""
     sources: dict[str, HeldOutConfig]
-    """Several files of validation records by name, instead of `path`; the loss is computed for each file."""
+    """Several files of validation records by name, instead of the single file val.path; the loss is computed for each
+    file."""
     index: str | None
     """Folder of the validation records' index; null: the path of the (first) file with `.index` appended."""
     limit: int | None
@@ -209,8 +213,8 @@ class ValConfig:
     """Number of questions that the model answers and that are scored, spread evenly over the records; 0: only the loss
     is computed."""
     batch_size: int
-    """Maximum number of answers that a rank generates at once; fewer if they would need more than half of the tokens of
-    a micro-batch."""
+    """Maximum number of answers that a rank generates at once; it generates fewer if they would need more than half of
+    the tokens of a micro-batch."""
     max_new_tokens: int
     """Maximum number of tokens of an answer."""
     metric: Metric

@@ -11,16 +11,17 @@ WORDS = {
     "tokens_per_micro_batch": "a number of tokens, auto or null",
     "profile_steps": "the first and the last step to profile, as [10, 12], or null",
 }
-"""Descriptions of the accepted values of keys for which the type is not enough."""
+"""Key -> description of the values that it accepts, for keys whose type does not tell this."""
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 MANY = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def takes(schema: Any, key: str) -> str | None:
-    """Describe in words the values that a configuration key accepts; None for a group of keys, or for a name that the
-    user chooses.
+    """Describe in words the values that a configuration key accepts. Return None if `key` is a group of keys, or a name
+    that the user chooses.
 
     Args:
+        schema: configuration class.
         key: dotted name of the key; followed by `[index]` for an item of a list.
     """
     kind: Any = schema

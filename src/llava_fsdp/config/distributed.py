@@ -24,9 +24,10 @@ class ShardingConfig:
     node."""
     prefetch: int | None = None
     """Number of following FSDP units whose all-gathers are started when a unit begins to run, in forward and backward;
-    null: FSDP2's default, which prefetches the next unit."""
+    null: the default of FSDP2, which prefetches one unit."""
     blocks_per_unit: int = 1
-    """Number of blocks that are gathered and reduced together as one FSDP unit."""
+    """Number of transformer blocks that form one FSDP unit, whose weights are gathered and gradients reduced
+    together."""
 
     def __post_init__(self) -> None:
         at_least("sharding.blocks_per_unit", self.blocks_per_unit, 1)
@@ -76,10 +77,10 @@ class PrecisionConfig:
     reduce_dtype: DType
     """Dtype in which gradients are summed over micro-batches and ranks."""
     norm_dtype: DType
-    """Dtype in which norms compute; if it is not param_dtype, their weights are also stored in it."""
+    """Dtype in which norm layers compute; if it is not param_dtype, their weights are also stored in it."""
     master_dtype: MasterDType
-    """Dtype in which trainable weights are stored and updated, and of their gradients at the update; bf16 weights are
-    rounded stochastically, so that small updates are not lost on average."""
+    """Dtype in which trainable weights are stored and updated, and in which their gradients are at the update; bf16
+    weights are rounded stochastically, so that small updates are not lost on average."""
     moment_dtype: MomentDType
     """Dtype in which the optimizer's two moments are stored between steps; they are updated in fp32."""
     linear: LinearKind
@@ -114,7 +115,7 @@ class PrecisionConfig:
 @dataclass(kw_only=True, slots=True)
 class ActivationCheckpointingConfig:
     mode: ActivationCheckpointing
-    """Which of its activations a block keeps for the backward pass."""
+    """Which activations a transformer block keeps for the backward pass."""
     budget: float | None
     """budget only: share of a compiled block's activations that is kept, from 0 (only the block's input) to 1
     (everything that saves recomputation)."""
@@ -157,7 +158,7 @@ class CommConfig:
     """Seconds that a collective waits before the first step is finished, while weights are loaded and kernels are
     compiled."""
     warn_after: int
-    """Seconds of waiting after which a rank logs for which ranks it waits."""
+    """Seconds of waiting in a collective after which a rank logs for which other ranks it waits."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "init_timeout", "warn_after"):

@@ -1,11 +1,11 @@
-"""Choices of configuration keys: enums whose values are what users type."""
+"""Enums of the values that users can choose for configuration keys. An enum's values are what users type."""
 
 from enum import Enum
 
 
 class Strategy(Enum):
-    """Sharding strategies, by their names in `torch.distributed.fsdp.ShardingStrategy`. SHARD_OPTIMIZER (ZeRO-1) has no
-    name there."""
+    """Sharding strategies. Their names are those of `torch.distributed.fsdp.ShardingStrategy`, except SHARD_OPTIMIZER
+    (ZeRO-1), which torch does not have."""
 
     NO_SHARD = "NO_SHARD"
     SHARD_OPTIMIZER = "SHARD_OPTIMIZER"
@@ -14,7 +14,7 @@ class Strategy(Enum):
     HYBRID_SHARD = "HYBRID_SHARD"
     _HYBRID_SHARD_ZERO2 = "_HYBRID_SHARD_ZERO2"
     auto = "auto"
-    """The planner chooses a strategy when a training begins, and the run records it."""
+    """The planner (`llava-fsdp plan`) chooses a strategy when a training begins, and the run records the choice."""
 
 
 class Part(Enum):
@@ -57,7 +57,7 @@ class AspectRatio(Enum):
 
 
 class Parity(Enum):
-    """Whether to be exact, or bit-compatible with the original LLaVA trainer, including its bugs."""
+    """Whether labels are exact, or the same as those of the original LLaVA trainer to the bit, including its bugs."""
 
     exact = "exact"
     llava_v1_5 = "llava_v1_5"
@@ -89,7 +89,8 @@ class CompatName(Enum):
 
 
 class PatchMerge(Enum):
-    """How the tiles of an image are joined to a sequence (`mm_patch_merge_type` of the original LLaVA)."""
+    """How the tiles of an image are joined into one sequence of tokens (`mm_patch_merge_type` of the original
+    LLaVA)."""
 
     flat = "flat"
     spatial = "spatial"
@@ -127,12 +128,12 @@ class LinearKind(Enum):
     """Number format of the matrix products in the linear layers of the language model's blocks."""
 
     same = "same"
-    """Products in precision.param_dtype."""
+    """The products are in precision.param_dtype."""
     fp8 = "fp8"
 
 
 class ActivationCheckpointing(Enum):
-    """Which tensors of the forward pass a block keeps for the backward pass."""
+    """Which tensors of the forward pass a transformer block keeps for the backward pass."""
 
     none = "none"
     """Keeps all activations; nothing is computed again."""
@@ -141,11 +142,12 @@ class ActivationCheckpointing(Enum):
     selective = "selective"
     """Keeps the block's input and the results of its matrix products and its attention; the rest is computed again."""
     budget = "budget"
-    """Keeps the activations that torch's partitioner chooses within a share of the memory; the block is compiled."""
+    """Keeps as many activations as a given share of the memory allows, chosen by torch's partitioner; the block is
+    compiled."""
     offload = "offload"
     """Keeps the block's input in host memory; the whole block is computed again."""
     auto = "auto"
-    """The planner chooses a mode when a training begins, and the run records it."""
+    """The planner (`llava-fsdp plan`) chooses a mode when a training begins, and the run records the choice."""
 
 
 class OffloadMode(Enum):
@@ -178,10 +180,10 @@ class Normalize(Enum):
 
 
 class LossKernel(Enum):
-    """Implementation of the loss, which is computed from hidden states and the output layer."""
+    """Implementation of the loss, which is computed from hidden states and the output layer instead of from logits."""
 
     auto = "auto"
-    """The fastest one as measured: chunked."""
+    """The implementation that was measured to be fastest: chunked."""
     chunked = "chunked"
     """This project's own implementation, computed in chunks of label tokens."""
     torch = "torch"
@@ -201,14 +203,14 @@ class Attention(Enum):
 
 
 class FolderFormat(Enum):
-    """Program for which a folder is exported."""
+    """Program that will read an exported folder."""
 
     hf = "hf"
     """Folder for the transformers library."""
     llava = "llava"
     """Folder for the original LLaVA code."""
     projector = "projector"
-    """Folder for the second training stage of the original LLaVA: mm_projector.bin."""
+    """Folder from which the original LLaVA starts its second training stage: mm_projector.bin."""
 
 
 OnSaveError = Enum("OnSaveError", {"raise": "raise", "warn": "warn"})  # `raise` is a keyword of Python
@@ -236,7 +238,7 @@ class SweepMetric(Enum):
     loss = "loss"
     val_loss = "val_loss"
     val_score = "val_score"
-    """For this metric higher is better, so the sweeper minimizes its negative."""
+    """Higher is better for this metric, so the sweeper minimizes its negative."""
 
 
 class Metric(Enum):
@@ -245,7 +247,7 @@ class Metric(Enum):
     exact = "exact"
     """Score 1 if both texts are equal except for case and surrounding white space, else 0."""
     vqa = "vqa"
-    """VQAv2's accuracy of answers, which are normalized by its rules."""
+    """VQAv2's accuracy; before it is computed, answers are normalized by VQAv2's rules."""
 
 
 class Format(Enum):
@@ -269,7 +271,7 @@ class Task(Enum):
 
 
 class LoraBias(Enum):
-    """Which biases are trained in addition to the adapters, by peft's names."""
+    """Which biases are trained in addition to the adapters. The choices are named as in peft."""
 
     none = "none"
     all = "all"
@@ -279,7 +281,7 @@ class LoraBias(Enum):
 
 
 class Quantizer(Enum):
-    """Format of the frozen linear layers of the language model's blocks."""
+    """Number format of the weights of the frozen linear layers in the language model's blocks."""
 
     none = "none"
     """Unquantized weights in precision.param_dtype."""

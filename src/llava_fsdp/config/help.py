@@ -39,8 +39,8 @@ EXAMPLES = {
 
 
 def asked_help(words: list[str]) -> str | None:
-    """Return the group of keys for which a command line asks for help; empty for all keys, None if it does not ask for
-    help."""
+    """Return the group of keys for which a command line asks for help, or an empty text if it asks for help on all
+    keys. Return None if it does not ask for help."""
     for word, behind in itertools.zip_longest(words, words[1:], fillvalue=""):
         if word in FLAGS:
             return "" if "=" in behind or behind.startswith("-") else behind
@@ -48,10 +48,10 @@ def asked_help(words: list[str]) -> str | None:
 
 
 def render_help(config_name: str, schema: type, words: list[str], group: str = "") -> str:
-    """Return the text of the help of a command, or of one group of its keys such as `data` or `model.lora`.
+    """Return the help text of a command, or of one group of its keys such as `data` or `model.lora`.
 
     Args:
-        words: keys and choices of the command line; the shown values include them.
+        words: keys and choices that the command line sets; the shown values include them.
 
     Raises:
         ConfigError: the group does not exist, or the values contradict each other.
@@ -82,7 +82,7 @@ def render_help(config_name: str, schema: type, words: list[str], group: str = "
 
 
 def groups_of(schema: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the classes of all groups of keys, by dotted name."""
+    """Return {dotted name: class} of all groups of keys in the configuration class `schema`."""
     found: dict[str, Any] = {}
     for key in fields(schema):
         if is_dataclass(key.type):
@@ -97,7 +97,8 @@ def about(group: str, schema: Any) -> list[str]:
 
 
 def choices_of(schema: Any, only: str = "") -> list[str]:
-    """Return a line for each `group=choice` of a command. The choices are the YAML files in the folders of `conf/`."""
+    """Return a line for each group for which a command offers choices (`group=choice`). The choices of a group are the
+    YAML files in its folder in `conf/`."""
     names = [only] if only else [key.name for key in fields(schema)]
     lines = []
     for name in names:

@@ -1,7 +1,7 @@
-"""Check a command line before Hydra uses it: it must contain no secrets, and no Python that Hydra would call.
+"""Check a command line before Hydra uses it: it must not contain secrets, or name Python that Hydra would call.
 
 Hydra instantiates classes that are named in its own `hydra` node (launcher, sweeper, callbacks, logging) before a
-program sees its configuration. Arguments that set this node, and all YAML files of a `--config-dir`, are therefore
+program sees its configuration. Therefore arguments that set this node, and all YAML files of a `--config-dir`, are
 checked first. Imports neither Hydra nor torch.
 """
 
@@ -22,21 +22,22 @@ FOLDER_FLAGS = ("--config-dir", "-cd")
 PATH_FLAGS = ("--config-path", "-cp")
 FLAGS = (*FOLDER_FLAGS, *PATH_FLAGS)
 SETTABLE = ("mode", "verbose", "sweep", "launcher", "sweeper")
-"""Keys below `hydra` that users may set; their groups are hydra/launcher, hydra/sweeper and hydra/sweeper/..."""
+"""Keys below `hydra` that users may set. The config groups hydra/launcher, hydra/sweeper and hydra/sweeper/... are also
+allowed."""
 CALLS = re.compile(rf"(?<!\w)(?:{'|'.join(TARGETS)}|custom_search_space)(?!\w)|oc\.(?:create|decode)\b")
-"""Pattern for the keys by which Hydra or its Optuna plugin calls Python, and for resolvers that could create such a key
+"""Pattern of the keys by which Hydra or its Optuna plugin calls Python, and of resolvers that could create such a key
 from a text."""
 
 
 def check_command_line(words: list[str], texts: Collection[str] = ()) -> None:
-    """Check command-line arguments for secrets, for settings that are fixed, and for Python that Hydra would call.
+    """Check command-line arguments for secrets, for keys that users must not set, and for Python that Hydra would call.
 
     Args:
-        texts: keys whose values Hydra gets as quoted text, so that they may contain anything but `${...}`.
+        texts: keys whose values are given to Hydra as quoted text, so that they may contain anything but `${...}`.
 
     Raises:
-        ConfigError: an argument contains a secret or sets a fixed key, or Hydra would call Python that an argument or a
-            YAML file names.
+        ConfigError: an argument contains a secret or sets a key that users must not set, or Hydra would call Python
+            that an argument or a YAML file names.
     """
     refuse_secrets(words)
     flags = flag_values(words)
@@ -57,7 +58,8 @@ def check_command_line(words: list[str], texts: Collection[str] = ()) -> None:
 
 
 def flag_values(words: list[str]) -> dict[str, str]:
-    """Return the values of the folder and path flags on a command line (`--flag value` or `--flag=value`), by flag."""
+    """Return {flag: value} of --config-dir, --config-path and their short forms on a command line. They may be written
+    `--flag value` or `--flag=value`."""
     values = {}
     for word, behind in itertools.zip_longest(words, words[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
@@ -79,20 +81,18 @@ def refuse_secrets(words: list[str]) -> None:
 
 
 def refuse_calls(text: str, shown: str) -> None:
-    """Raise ConfigError if a setting could make Hydra call Python."""
+    """Raise ConfigError if the setting `text` could make Hydra call Python. The message names the setting as
+    `shown`."""
     if CALLS.search(text):
         raise ConfigError(f"{shown}: no configuration may name Python to call; take it out")
 
 
 def check_hydra_key(key: str, value: str, shown: str) -> None:
-    """Check that a setting is not a key of Hydra's own `hydra` node, unless users may set that key.
+    """Raise ConfigError if a setting belongs to Hydra's own `hydra` node, unless users may set its key.
 
     Args:
         key: dotted key or group name, which may be followed by `@` and a package.
-        shown: the setting as it is named in the error message.
-
-    Raises:
-        ConfigError: the key is fixed.
+        shown: how the error message names the setting.
     """
     parts = re.split(r"[./@:]", key)
     if "hydra" not in parts:
@@ -124,10 +124,10 @@ def check_yaml(path: Path, inside: Path) -> None:
     """Check one YAML file of a --config-dir.
 
     Args:
-        inside: path of the file within that folder, which determines the group of which the file is a choice.
+        inside: path of the file relative to the --config-dir. It tells which config group the file is a choice of.
 
     Raises:
-        ConfigError: the file is not YAML, sets a fixed key, or names Python that Hydra would call.
+        ConfigError: the file is not YAML, sets a key that users must not set, or names Python that Hydra would call.
     """
     text = refuse_yaml_bombs(path)
     try:
@@ -149,7 +149,7 @@ def check_yaml(path: Path, inside: Path) -> None:
 
 
 def default_of(keys: list[str], value: str) -> tuple[str, str]:
-    """Parse an entry of a Hydra defaults list, either `- override /GROUP: CHOICE` or `- GROUP/CHOICE` (then `keys` is
-    empty); return (group, choice)."""
+    """Return (group, choice) of one entry of a Hydra defaults list. The entry is either `- override /GROUP: CHOICE`,
+    where `keys` are the parts of its key and `value` is CHOICE, or `- GROUP/CHOICE`, where `keys` is empty."""
     group, choice = (".".join(keys), value) if keys else value.rpartition("/")[::2]
     return re.sub(r"^(?:(?:override|optional)\s+)*/?", "", group), choice

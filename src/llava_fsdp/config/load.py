@@ -20,12 +20,13 @@ from llava_fsdp.runtime.redact import has_secret, is_secret_variable
 
 T = TypeVar("T")
 NAMED: Mapping[str, type] = MappingProxyType({"data.sources.": SourceConfig, "val.sources.": HeldOutConfig})
-"""Key prefixes that are followed by a name which the user chooses, with the class of the keys after that name."""
+"""Prefix of a dotted key that is followed by a name which the user chooses -> class of the keys below that name."""
 SOURCES = tuple(NAMED)
 
 
 def config_dir() -> Path:
-    """Return the folder of the YAML files: in the package if it was installed from a wheel, else in the checkout."""
+    """Return the folder of the YAML files. It is in the package if that was installed from a wheel, else in the git
+    checkout."""
     here = Path(__file__).parents[1]
     packaged = here / "conf"
     return packaged if packaged.is_dir() else here.parents[1] / "conf"
@@ -58,8 +59,8 @@ def load(schema: type[T], node: DictConfig) -> T:
 
 
 def refuse_calls(node: DictConfig) -> None:
-    """Raise ConfigError for a key by which Hydra would call Python, and for a value that would read a secret from the
-    environment."""
+    """Raise ConfigError for a key by which Hydra would call Python, and for a value that would read a secret from an
+    environment variable."""
     raw = OmegaConf.to_container(without_hydra(node), resolve=False)
     for name, key in keys_of(raw):
         if key in TARGETS:
@@ -78,7 +79,7 @@ def without_hydra(node: DictConfig) -> DictConfig:
 
 
 def describe_error(schema: Any, node: DictConfig, error: OmegaConfBaseException) -> str:
-    """Convert an error of OmegaConf to a message with the key, its value and the values that the key accepts."""
+    """Return a message for an error of OmegaConf, with the key, its value and the values that the key accepts."""
     key = str(error.full_key or error.key)
     try:
         value: object = OmegaConf.select(node, key)
@@ -110,7 +111,8 @@ def schema_keys(schema: Any, prefix: str = "") -> list[str]:
 
 
 def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
-    """Raise ConfigError for a key that no configuration class has. Hydra itself accepts any key in `+key=value`."""
+    """Raise ConfigError for a key that the configuration class does not have. Hydra itself accepts any key in
+    `+key=value`."""
     known = schema_keys(schema)
 
     def visit(part: DictConfig, prefix: str) -> None:
@@ -132,8 +134,8 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """Return a suggestion for an unknown key: its present name if it was renamed, else the nearest key. For a dotted
-    name only full keys are suggested, never a group such as `data`."""
+    """Return what to suggest for an unknown key: its present name if it was renamed, else the key that is most similar.
+    For a dotted name no group such as `data` is suggested, only full keys."""
     if new := present_key(name):
         return f"; it is called {new} now"
     groups = {key.rpartition(".")[0] for key in known}
@@ -145,8 +147,8 @@ def did_you_mean(name: str, known: list[str]) -> str:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Return a suggestion of the known name that is most similar to `name`, which is probably a typing error of it;
-    empty if none is similar enough."""
+    """Return a suggestion: the known name that is most similar to `name`, which is probably mistyped. Return an empty
+    text if no known name is similar enough."""
     area, _, leaf = name.rpartition(".")
     same_area = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == area}
     near = difflib.get_close_matches(leaf, list(same_area), n=1, cutoff=0.7)

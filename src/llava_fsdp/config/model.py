@@ -11,14 +11,15 @@ from llava_fsdp.runtime.errors import ConfigError
 
 @dataclass(kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (LoRA, arXiv 2106.09685) in the linear layers of those blocks that `model.train` selects
-    (language model, vision tower). The layers' own weights are frozen. Defaults are those of the original LLaVA."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685) in the linear layers of the blocks of those model parts (language
+    model, vision tower) that `model.train` selects. The layers' own weights are frozen. Defaults are those of the
+    original LLaVA."""
 
     enabled: bool = False
     r: int = 128
     """Rank of the adapters."""
     alpha: float = 256
-    """Numerator of the factor on an adapter's output: alpha / r, or alpha / sqrt(r) with use_rslora."""
+    """The adapter's output is multiplied by alpha / r, or by alpha / sqrt(r) with use_rslora."""
     dropout: float = 0.05
     """Dropout rate of an adapter's input; which values are dropped depends on the sample, not on the number of
     ranks."""
@@ -56,7 +57,7 @@ class QuantizeConfig:
     mode: Quantizer = Quantizer.none
     """Format of the quantized weights."""
     double: bool = True
-    """nf4 and fp4 only: whether to also quantize the scales, of which each block of 64 weights has one, to 8 bits."""
+    """nf4 and fp4 only: whether to also quantize the scales (one for each block of 64 weights) to 8 bits."""
 
     def __post_init__(self) -> None:
         if not self.double and self.mode is Quantizer.none:
@@ -72,8 +73,8 @@ class ModelConfig:
     """Folder or hub name of the vision tower; `package:NAME` is a folder that is part of this package."""
     checkpoint: str | None
     """A whole LLaVA model to start from (in this project's, transformers' or the original LLaVA's format);
-    model.language and model.vision are then used only for files that it lacks, such as the config of the vision
-    tower."""
+    model.language and model.vision are then used only for files that the checkpoint lacks, such as the config of the
+    vision tower."""
     projector: str
     """Source of the projector's weights: `random`, `auto` (the stage=pretrain run beside output_dir), or a run, folder
     or file that contains a projector."""
@@ -84,21 +85,22 @@ class ModelConfig:
     """Index of the vision tower's hidden state that is used as image features; -2 is the output of the last layer but
     one."""
     patch_merge: PatchMerge
-    """anyres only: how the tiles of an image are joined to a sequence. flat: one tile after the other; spatial: row by
-    row of the whole image; spatial_unpad: like spatial, without the padding, and with a learned vector at the end of
-    each row."""
+    """anyres only: how the tiles of an image are joined into one sequence. flat: one tile after the other; spatial: row
+    by row of the whole image; spatial_unpad: like spatial, but without the padding, and with a learned vector at the
+    end of each row."""
     select_feature: Feature
     """Which tokens of the vision tower are used: patch drops the CLS token (CLIP), full keeps every token (SigLIP,
     which has no CLS token); auto is what model.checkpoint was trained with, otherwise patch for a vision tower with a
     CLS token and full for one without."""
     image_start_end: bool
     """Whether to put <im_start> and <im_end> around every image (mm_use_im_start_end of the original LLaVA); the
-    tokenizer must contain both, as that of a checkpoint trained with them does."""
+    tokenizer must contain both tokens, as the tokenizer of a checkpoint trained with them does."""
     random_weights: bool
     """Whether to draw all weights from the seed; the folders of the language model and the vision tower then need only
     a config."""
     train: list[Part]
-    """Model parts to train; with lora.enabled by adapters, except the projector, which is always trained directly."""
+    """Model parts to train; with lora.enabled, adapters are trained in their place, except for the projector, which is
+    always trained directly."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
 

@@ -47,8 +47,8 @@ def check_places(cfg: Config) -> None:
 
 
 def places_read(cfg: Config) -> dict[str, str]:
-    """Return the paths that a training reads, by configuration key, without names on the Hugging Face hub or of folders
-    in the package."""
+    """Return {configuration key: path} of all paths that a training reads. Names on the Hugging Face hub and folders in
+    the package (`package:NAME`) are left out."""
     paths: dict[str, str | None] = {}
     is_read = {"data": cfg.data.source is not Source.shapes, "val": cfg.val.every is not None}
     for group in (group for group, read in is_read.items() if read):
@@ -82,11 +82,12 @@ PLACES = re.compile(
     r"model\.(language|vision|checkpoint|projector|lora\.checkpoint)|offload\.folder|"
     r"(data|val)\.(.+\.)?(path|images|root|index)"
 )
-"""Pattern for keys whose paths may differ between machines, because each machine has its own copy."""
+"""Pattern of keys whose paths may differ between machines, because each machine has its own copy."""
 
 
 def check_same_settings(cfg: Config, gather: Callable[[list[dict[str, str]]], list[dict[str, str]]]) -> None:
-    """Check that all machines, on which a training is started separately, were given the same arguments. A collective.
+    """Check that a training was started with the same arguments on all machines, if it is started separately on each.
+    All ranks must call this.
 
     Paths of data and models may differ, because their contents are compared when they are read.
 

@@ -1,4 +1,5 @@
-"""Compare the configuration of a run with the recipe for its stage and model in the YAML files. Imports no torch."""
+"""Compare the configuration of a run with its recipe: the values that the YAML files have for its stage and model.
+Imports no torch."""
 
 import functools
 from dataclasses import asdict
@@ -20,8 +21,8 @@ Difference = list[str]
 
 
 def differences(cfg: Config, words: list[str]) -> list[Difference] | None:
-    """Return the keys whose values differ from the recipe for the run's stage and model; None if there is no such
-    recipe. Secrets are hidden.
+    """Return the keys of a run whose values differ from its recipe, the values that the YAML files have for its stage
+    and model. Return None if there is no such recipe. Secrets are hidden.
 
     Args:
         words: the command line, which may name a folder of the user's own YAML files.
@@ -37,8 +38,8 @@ def differences(cfg: Config, words: list[str]) -> list[Difference] | None:
 
 
 def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:
-    """Return the configuration that results if only this run's stage, model and kind of data are chosen, as values by
-    dotted key; None if one of these does not exist."""
+    """Return the default configuration of this run's stage, model and kind of data, without the run's other settings,
+    as {dotted key: value}. Return None if the YAML files have no such stage, model or data."""
     flags = flag_values(words)
     folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
     chosen = [f"stage={cfg.stage.name}", f"model={cfg.model.name}", f"data={cfg.data.source.value}"]
@@ -49,8 +50,8 @@ def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:
 
 @functools.cache
 def composed(*choices: str) -> dict[str, Any] | None:
-    """Compose the training's configuration with these Hydra choices (`group=option`) and return its values by dotted
-    key; None if an option does not exist."""
+    """Compose the configuration of a training from only these Hydra choices (`group=option`), and return it as {dotted
+    key: value}. Return None if an option does not exist."""
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
             node = without_hydra(compose("train", list(choices)))
@@ -63,7 +64,7 @@ def composed(*choices: str) -> dict[str, Any] | None:
 
 
 def values_of(cfg: Config) -> dict[str, Any]:
-    """Convert a typed configuration to values by dotted key."""
+    """Convert a typed configuration to {dotted key: value}."""
     tree = OmegaConf.to_container(OmegaConf.create(asdict(cfg), flags={"allow_objects": True}), enum_to_str=True)
     assert isinstance(tree, dict)
     return dotted({str(key): value for key, value in tree.items()})

@@ -24,7 +24,7 @@ OLD_FILES: Mapping[str, str] = MappingProxyType({"quarantine.jsonl": "skipped_re
 
 
 def present_key(key: str) -> str | None:
-    """Return the present name of an old dotted key; None if the key was not renamed."""
+    """Return the present name of a dotted key that was renamed; None if `key` was not renamed."""
     for old, new in KEYS.items():
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
@@ -32,7 +32,7 @@ def present_key(key: str) -> str | None:
 
 
 def present_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Convert a nested configuration that was written by an older version to the present keys and values."""
+    """Convert a nested configuration, which may be written by an older version, to the present keys and values."""
     present: dict[str, Any] = {}
     for key, value in tree.items():
         name = KEYS.get(f"{prefix}{key}", f"{prefix}{key}")
@@ -53,7 +53,8 @@ def present_row(row: Any) -> Any:
 
 
 def rename_old_files(folder: Path) -> None:
-    """Rename files in a run's folder that were written by an older version, before the run continues."""
+    """Give the files in a run's folder that an older version has written their present names, before the run
+    continues."""
     for old, new in OLD_FILES.items():
         if (folder / old).is_file() and not (folder / new).exists():
             (folder / old).rename(folder / new)

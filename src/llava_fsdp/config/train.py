@@ -125,7 +125,7 @@ class CheckpointConfig:
 @dataclass(kw_only=True, slots=True)
 class ExportConfig:
     enabled: bool
-    """Whether to write the trained model in transformers' format to output_dir/export at the end."""
+    """Whether to write the trained model in transformers' format to output_dir/export at the end of the run."""
     dtype: DType
     verify: bool
     """Whether to load the exported model with transformers and compare its logits before the run counts as done."""
@@ -140,7 +140,7 @@ class NumericConfig:
     """Maximum number of consecutive steps that may be skipped because their gradients are not finite; one more ends the
     run."""
     spike_sigma: float | None
-    """A loss is warned about if it is this many standard deviations above the mean of the preceding losses; null: no
+    """Log a warning if a loss is this many standard deviations above the mean of the preceding losses; null: no
     warning."""
 
     def __post_init__(self) -> None:
@@ -186,12 +186,12 @@ class Config:
     output_dir: str
     """Folder of the run, for checkpoints, logs, metrics and the export."""
     private: bool
-    """Whether only their owner can read the files of the run and a new output_dir."""
+    """Whether the files of the run, and output_dir if it is new, can be read only by their owner."""
     labels: Parity
     """Which tokens are labels. exact: the tokens of every answer; llava_v1_5: as in the preprocessing of the original
-    LLaVA, which masks whole samples (LLaVA train.py:332-655)."""
+    LLaVA, which gives some samples no labels at all (LLaVA train.py:332-655)."""
     seed: int
-    """Seed of randomly drawn weights, of the order of samples and of dropout."""
+    """Seed of randomly drawn weights, of the order of samples, and of dropout."""
     epochs: int
     """Number of times that every record is trained on."""
     max_steps: int | None
@@ -199,8 +199,8 @@ class Config:
     global_batch_size: int
     """Number of samples of a step, on all ranks together."""
     micro_batch_size: int
-    """Maximum number of rows that a rank processes at once; with pack=true the maximum number of tokens is this times
-    data.max_length."""
+    """Maximum number of rows that a rank processes at once; with pack=true it gives a maximum number of tokens instead:
+    micro_batch_size * data.max_length."""
     pack: bool
     """Whether to pack the samples of a micro-batch end to end into one row, each attending only to itself; else rows
     are padded."""
@@ -222,11 +222,12 @@ class Config:
     """Whether to write a trace of some steps, a CUDA memory snapshot and a page about the use of time to
     output_dir/profile."""
     profile_steps: list[int] | None
-    """First and last step to profile, counted from 1 at the first step of this start; null: 10 to 12, or the last three
-    steps of a shorter start."""
+    """First and last step to profile, counted from 1 at the first step after this start of the run; null: 10 to 12, or
+    the last three steps if this start has fewer."""
     track: TrackConfig = field(default_factory=TrackConfig)
     dry_run: int | None
-    """Number of ranks to simulate: run two steps of one rank and report its memory; nothing is trained or written."""
+    """Number of ranks to simulate; two steps of one of these ranks are run and its memory is reported; nothing is
+    trained or written."""
     format: Format
     """Format in which dry_run prints its result."""
 
@@ -239,15 +240,15 @@ class Config:
 
     @property
     def plans_tokens(self) -> bool:
-        """Whether the planner chooses the number of tokens of a packed row. With padded rows, and with
-        sampler=llava_v1_5, micro_batch_size alone decides, and `auto` means null."""
+        """Whether the planner chooses the number of tokens of a packed row. It does not with pack=false or
+        sampler=llava_v1_5: these use micro_batch_size, and treat `auto` as null."""
         is_free = self.pack and self.sampler.name is not SamplerName.llava_v1_5
         return is_free and self.tokens_per_micro_batch == AUTO
 
     @property
     def held_out(self) -> Self:
-        """The configuration for reading the validation data: the records of `val` once, with the data settings of this
-        training."""
+        """The configuration for reading the validation data: this one, but its data are the records of `val`, read
+        once."""
         val, files = self.val, self.val.sources
         embedded = str(Path(self.data.root or ".") / HELDOUT) if self.data.source is Source.shapes else None
         data = replace(
@@ -261,14 +262,14 @@ class Config:
 
     @property
     def trained_template(self) -> str:
-        """The conversation template that is used: `data.template`, except that labels=llava_v1_5 replaces v0 by v1,
+        """The conversation template that is really used. It is `data.template`, but labels=llava_v1_5 turns v0 into v1,
         because the original LLaVA's --version v0 trains with v1 (LLaVA train.py:894-908)."""
         is_v0 = self.data.template == "v0" and self.labels is Parity.llava_v1_5
         return "v1" if is_v0 else self.data.template
 
     @property
     def trained_special_tokens(self) -> SpecialTokens:
-        """How special tokens are tokenized: `data.special_tokens` or, if that is null, the default for `labels`."""
+        """How special tokens are tokenized: `data.special_tokens`; if that is null, the default for `labels`."""
         is_original = self.labels is Parity.llava_v1_5
         return self.data.special_tokens or (SpecialTokens.parse if is_original else SpecialTokens.text)
 
@@ -279,7 +280,7 @@ class Config:
 
     @property
     def has_auto(self) -> bool:
-        """Whether a key is set to `auto`, so that the planner chooses its value."""
+        """Whether a key is set to `auto`, so that the planner (`llava-fsdp plan`) chooses its value."""
         return (
             self.sharding.strategy is Strategy.auto
             or self.activation_checkpointing.mode is ActivationCheckpointing.auto

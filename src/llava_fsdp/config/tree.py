@@ -10,7 +10,7 @@ ENV = re.compile(r"\$\{\s*oc\.env\s*:([^}]*)")
 
 
 def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dictionaries to one dictionary by dotted key. A list counts as one value."""
+    """Flatten nested dictionaries to {dotted key: value}. A list counts as one value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -28,7 +28,7 @@ def written(value: object) -> str:
 
 
 def keys_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key in nested settings as (dotted name, last part of the name)."""
+    """Yield (dotted name, last part of the name) of every key in nested dictionaries and lists."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield f"{prefix}{key}", str(key)
@@ -39,7 +39,7 @@ def keys_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def leaves_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value in nested settings that is not a dictionary or list, as (dotted name, value)."""
+    """Yield (dotted name, value) of every value in nested dictionaries and lists that is neither of them itself."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
     if items is None:
         yield prefix.removesuffix("."), tree

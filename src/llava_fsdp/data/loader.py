@@ -41,18 +41,18 @@ Gather = Callable[[list[SkippedSample]], list[SkippedSample]]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Properties of a model that the preparation of its data depends on."""
+    """Properties of a model that determine how its training data is prepared."""
 
     image_tokens: int
     """Number of image tokens of a tile."""
     image_size: int
     """Width and height of a tile in pixels."""
     max_length: int
-    """Longest sequence of the language model in tokens."""
+    """Greatest number of tokens in a sequence of the language model."""
     vocab_size: int
     cost: CostModel = field(default_factory=CostModel)
-    """Estimates the cost of training on a sample, to give every rank an equal part; the default is the number of
-    tokens."""
+    """Estimates the cost of training on a sample, so that all ranks get about equal cost. By default, the cost is the
+    number of tokens."""
 
 
 def build_loader(
@@ -66,11 +66,13 @@ def build_loader(
     gather: Gather = list,
     choose: Callable[[Records], Sampler] | None = None,
 ) -> Loader:
-    """Open the dataset, the text encoder and the image reader for one model, and return a Loader of training steps.
+    """Open the dataset and what encodes its records for one model (tokenizer, conversation template, image
+    preprocessor), and return a Loader of training steps.
 
     Args:
         gather: collects the skipped samples of all ranks.
-        choose: makes the sampler for the opened records; None: the sampler that the setting `sampler` selects.
+        choose: function that makes the sampler from the opened records; None: use the sampler that the setting
+            `sampler` selects.
 
     Raises:
         ConfigError: the dataset, the model and the configuration do not fit together.
@@ -91,7 +93,8 @@ def build_loader(
 def open_encoding(
     cfg: Config, language_folder: Path, vision_folder: Path, shape: ModelShape
 ) -> tuple[Encoder, ImageReader]:
-    """Open the text encoder and the image reader for one model.
+    """Build what turns records into the input of one model: the encoder (tokenizer with conversation template) and the
+    image reader (image preprocessing).
 
     Raises:
         ConfigError: the model and the configuration do not fit together.
@@ -111,7 +114,8 @@ def open_encoding(
 
 
 def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: ImageReader) -> Encoder:
-    """Make the text encoder that the setting `labels` selects: exact, or with LLaVA's token ids and labels.
+    """Build the encoder that turns records into token ids and labels. The setting `labels` selects it: `exact`, or
+    `llava_v1_5`, which gives LLaVA's own token ids and labels.
 
     Raises:
         ConfigError: `data.template` does not exist, or the tokenizer lacks tokens that the settings need.
@@ -195,7 +199,7 @@ class Loader:
         return num_micro_batches(self.steps.global_batch_size, self.steps.world_size, self.steps.micro_batch_size)
 
     def prepared(self, first: int, give_up: Callable[[], bool] = lambda: False) -> Iterator[Step | None]:
-        """Yield this rank's part of the steps from `first` to `total_steps` - 1; the caller calls `agree` on each
+        """Yield this rank's part of each step from `first` to `total_steps` - 1. The caller must call `agree` on a step
         before using it.
 
         Args:
@@ -245,16 +249,16 @@ class Loader:
 
 
 def pixel_table(preprocessor: Preprocessor, device: torch.device) -> torch.Tensor:
-    """Return the table of normalised pixel values by channel and byte value, float32 [3, 256], on a device.
+    """Return the normalised value of each byte value in each channel, float32 [3, 256], on a device.
 
     The table is copied into memory that torch allocates, aligned to 64 bytes. In NumPy's memory, aligned to 16 bytes,
-    kernels may compute values with other last bits.
+    kernels may give results that differ in the last bits.
     """
     return torch.tensor(preprocessor.pixel_table(), device=device)
 
 
 def normalize(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return images normalised to float32: each value of the uint8 images [n, 3, height, width] is looked up in the row
-    of `table` [3, 256] for its channel."""
+    """Return uint8 images [n, 3, height, width] normalised to float32. Each value is looked up in the row of `table`
+    [3, 256] for its channel."""
     channel = torch.arange(3, device=images.device).view(1, 3, 1, 1)
     return table[channel, images.long()]

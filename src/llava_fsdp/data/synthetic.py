@@ -16,7 +16,7 @@ from llava_fsdp.data.loader import Loader, ModelShape
 
 @dataclass(frozen=True)
 class Contents:
-    """Numbers of samples' tokens, images, tiles and labels in a synthetic micro-batch."""
+    """How many samples, tokens, images, tiles and labels a synthetic micro-batch has."""
 
     lengths: tuple[int, ...]
     """Number of tokens of each sample."""
@@ -55,7 +55,8 @@ def tiles_of_an_image(cfg: Config, shape: ModelShape) -> int:
 
 
 def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool) -> MicroBatch:
-    """Return a micro-batch with token ids 0 and black images; each sample begins with an image, followed by labels."""
+    """Return a micro-batch with token ids 0 and black images. Each sample begins with image tokens; the tokens after
+    them are labels."""
     begins = torch.tensor(contents.lengths).cumsum(0) - torch.tensor(contents.lengths)
     images, labels = [], []
     for begin, length in zip(begins.tolist(), contents.lengths, strict=True):
@@ -81,8 +82,8 @@ def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool) -> 
 
 
 def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
-    """Return how many micro-batches of a step a dry run computes: at most two, because each later one is like the
-    second."""
+    """Return how many micro-batches of a step a dry run computes. There are at most two, because each later one would
+    be like the second."""
     return min(2, math.ceil(cfg.global_batch_size / (len(contents.lengths) * world_size)))
 
 

@@ -42,8 +42,8 @@ COLOURS = {
     "purple": (_LIT[0], _DARK[1], _LIT[2]),
     "white": _LIT,
 }
-"""RGB of each colour name. No channel is darker than the background, so that a shape has the same sign in every colour,
-and randomly initialised patch features separate its outline linearly."""
+"""RGB of each colour name. No channel is darker than the background, so that a shape's difference from the background
+has the same sign in every colour. Then even randomly initialised patch features separate its outline linearly."""
 SHAPES = ("ring", "bar", "cross", "triangle")
 PLURALS = {"ring": "rings", "bar": "bars", "cross": "crosses", "triangle": "triangles"}
 SIZES = {"small": 0.1, "large": 0.155}
@@ -51,13 +51,13 @@ SIZES = {"small": 0.1, "large": 0.155}
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 SPREAD = 2 / 3
-"""Distance between the centres of neighbouring shapes, as a fraction of the image's short side. If a square image is
-cut into 3 x 3 patches, each shape is in the middle of one patch, where a small vision tower learns it fastest."""
+"""Distance between the centres of neighbouring shapes, as a fraction of the short side of the image. In a square image
+cut into 3 x 3 patches, each shape is in the middle of a patch, where a small vision tower learns it fastest."""
 CANVASES = ((56, 56), (64, 64), (64, 56), (56, 64), (72, 64), (64, 72), (96, 84))
 """Image sizes in pixels, (width, height)."""
 COUNT_WEIGHTS = (4, 2, 2, 2)
-"""Relative frequencies of images with one, two, three and four shapes; questions about the place need a single
-shape."""
+"""Relative frequencies of images with one, two, three and four shapes. Only an image with a single shape can have a
+question about the shape's place."""
 CAPTION_TURN_SHARE = 0.3
 """Fraction of the conversations in which the caption is also asked for."""
 CAPTION_REQUEST = "Describe the picture."

@@ -19,8 +19,8 @@ Choose = Callable[[Records], "HeldOutSampler"]
 
 @dataclass(frozen=True)
 class HeldOutSampler:
-    """Sampler of the validation set: takes one data source after the other, so that each step has records of a single
-    source."""
+    """Sampler of the validation set. It takes one data source after the other, so that all records of a step are from
+    one source."""
 
     steps: tuple[tuple[int, list[int]], ...]
     """For each step: (index of its data source, numbers of its records)."""
@@ -85,8 +85,8 @@ def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], 
 
     Args:
         cfg: the configuration of the training run.
-        open_loader: opens the dataset of a configuration, with the sampler that the second argument makes.
-        max_tokens: longest sequence of the language model.
+        open_loader: function (configuration, function that makes the sampler from the opened records) -> Loader.
+        max_tokens: greatest number of tokens in a sequence of the language model.
 
     Raises:
         ConfigError: a file or folder does not exist, or a question is too long.
@@ -107,8 +107,7 @@ def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], 
 
 
 def warn_of_trained(cfg: Config) -> None:
-    """Log a warning if records of the validation set are also trained on, which is useful only to see a model
-    overfit."""
+    """Log a warning if a file of the validation set is also trained on. This is useful only to see a model overfit."""
     trained = {os.path.realpath(source.path) for source in sources_of(cfg.data)}
     for source in sources_of(cfg.held_out.data, "val"):
         if os.path.realpath(source.path) in trained:

@@ -1,4 +1,4 @@
-"""All checks of this machine in their order, with the time that each may take."""
+"""The list of all checks that `doctor` makes on this machine, in order, with the time limit of each."""
 
 import os
 import socket
@@ -19,16 +19,16 @@ from llava_fsdp.runtime.os_errors import existing, free_bytes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 USUAL = 30.0
-"""Seconds that a check may take."""
+"""Time limit of a check in seconds."""
 SLOW = 240.0
-"""Seconds that a check may take if it imports torch and transformers, on a busy machine."""
+"""Time limit in seconds of a check that imports torch and transformers, long enough for a busy machine."""
 
 
 @dataclass(frozen=True)
 class Check:
     group: str
     name: str
-    """Name of the printed row if the check itself fails with an error."""
+    """Name of the row that is printed if the check itself fails with an error or exceeds its time limit."""
     probe: Callable[[Context], Iterable[Finding]]
     seconds: float = USUAL
 
@@ -56,7 +56,8 @@ def memory(context: Context) -> Iterator[Finding]:
     if (known := context.known_needs) is not None:
         rank = known.row.host if on_gpus else known.row.bytes["total"] + PROCESS
         needed = context.ranks * (rank + context.workers * context.cfg.data.prefetch * known.step)
-    what = "what is offloaded, with prepared steps," if on_gpus else f"the training on {context.ranks} ranks"
+    ranks = f"{context.ranks} rank{'s' * (context.ranks > 1)}"
+    what = "what is offloaded, with prepared steps," if on_gpus else f"the training on {ranks}"
     yield from host.judge_memory(context.host, needed, what)
 
 
@@ -143,14 +144,18 @@ def plan(context: Context) -> Iterator[Finding]:
 
 
 def training(context: Context) -> Iterator[Finding]:
-    """Run what a training checks before it reads records or weights, by the same functions."""
+    """Make the checks that a training makes before it reads records or weights, with the training's own functions."""
     if context.is_missing:
         return
     import torch
 
-    from llava_fsdp.train.preflight import preflight
+    from llava_fsdp.train.preflight import few_steps, preflight
 
-    preflight(context.cfg, torch.device("cuda" if context.torch.devices else "cpu"))
+    warnings = preflight(context.cfg, torch.device("cuda" if context.torch.devices else "cpu"))
+    if (steps := config_checks.count_steps(context.cfg)) is not None:
+        warnings += few_steps(context.cfg, steps)
+    for warning in warnings:
+        yield warn("train", *result_and_cure(warning))
     yield ok("train", "takes this configuration")
 
 
@@ -186,7 +191,8 @@ CHECKS = (
 
 
 def run_check(check: Check, context: Context) -> list[Finding]:
-    """Run one check. An error in the check, or a check that does not end in time, becomes a row of the report too.
+    """Run one check and return its results. If the check itself fails with an error, or exceeds its time limit, this
+    too becomes a row of the report.
 
     The check runs in a thread, which is abandoned if it hangs on a disk or a driver that does not answer.
     """

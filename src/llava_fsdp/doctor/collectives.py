@@ -16,7 +16,7 @@ from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.process_end import without_launcher
 
 LIMIT = 60.0
-"""Seconds that all ranks of the communication check may take."""
+"""Time limit in seconds of the communication check, for all ranks together."""
 PROGRAM = ("-m", "llava_fsdp.doctor.collectives_worker")
 MORE = "NCCL_DEBUG=INFO prints more; NCCL_P2P_DISABLE=1 avoids access to each other's memory"
 LOOPBACK = "GLOO_SOCKET_IFNAME=lo lets them use loopback"
@@ -37,10 +37,12 @@ STUCK = {
 
 
 def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
-    """Start ranks with torchrun, as a training does, and wait at most `limit` seconds for their collectives.
+    """Start ranks with torchrun, as a training does, and wait at most `limit` seconds until they have run their
+    collectives.
 
     Args:
-        program: arguments of `python` in each rank; the last argument is added: a folder for the reached stages.
+        program: arguments of `python` in each rank. A folder is appended to them, in which the rank records the stages
+            of the check that it has reached.
     """
     name = f"{count} ranks, {'NCCL' if on_gpus else 'gloo'}"
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, open(Path(folder) / "output", "w+") as output:
@@ -71,7 +73,8 @@ def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence
 
 
 def stages_of(folder: Path, count: int) -> list[str]:
-    """The last stage (started, joined, ...) that each rank has reached; empty string: none."""
+    """Read from `folder` the last stage (started, joined, ...) that each of `count` ranks has reached; an empty string
+    if none."""
     stages = []
     for rank in range(count):
         lines = []
@@ -82,8 +85,8 @@ def stages_of(folder: Path, count: int) -> list[str]:
 
 
 def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Finding:
-    """A failed check that names the ranks that are behind the others (or all if all are equal) and the collective in
-    which they hang."""
+    """Return a failed result that names the ranks that are furthest behind (all ranks if none is ahead) and the
+    collective in which they hang."""
     order = list(STUCK)
     places = [order.index(stage.split()[0] if stage else "") for stage in stages]
     first = min(places)
@@ -94,7 +97,7 @@ def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Find
 
 
 def reason(output: str) -> str:
-    """The most informative error line in the output of torchrun and its ranks."""
+    """Return the most informative error line in the output of torchrun and its ranks."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"(?i)^\S*(\[rank\d+\]:)?.*\b\w*(error|exception)\b.*:", line)]
     of_ranks = [line for line in errors if "ChildFailedError" not in line and "torch.distributed.elastic" not in line]

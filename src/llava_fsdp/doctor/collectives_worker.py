@@ -1,5 +1,5 @@
-"""Program of one rank in doctor's network test: joins the process group as a training does, and checks the results of
-collectives.
+"""Program that each rank of doctor's communication check runs: join the process group as a training does, and check the
+results of collectives.
 
 `torchrun --nnodes 2 --nproc-per-node 8 ... -m llava_fsdp.doctor.collectives_worker FOLDER` tests several machines. Each
 rank R writes the stages that it has reached into FOLDER/rank-R.
@@ -60,7 +60,7 @@ def expect(found: torch.Tensor, wanted: torch.Tensor | float, what: str) -> None
 
 
 def speed(device: torch.device, size: int) -> float:
-    """Bytes per second that each rank sends in an all-reduce, computed as in nccl-tests."""
+    """Measure an all-reduce: bytes per second that each rank sends, computed as the bus bandwidth of nccl-tests."""
     count = (64 if device.type == "cuda" else 4) * MIB
     values = torch.ones(count // 4, device=device)
     dist.all_reduce(values)

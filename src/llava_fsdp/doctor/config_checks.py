@@ -1,17 +1,22 @@
 """Check the paths, the model and the memory that a training's configuration needs."""
 
+import contextlib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from llava_fsdp.config import Config, ModelConfig, Source
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_places, exists, places_read
+from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.doctor.context import Needs
 from llava_fsdp.doctor.findings import Finding, fail, ok, result_and_cure, warn
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.humanize import readable
 
 CURE_ON_CPU = "fewer ranks, which share this machine's memory (gpus=N here), sharding=zero3, precision=bf16_pure"
+MOST_COUNTED = 16 << 20
+"""Number of bytes of all files of records up to which their records are counted."""
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -76,7 +81,8 @@ def hub_cache(environment: Mapping[str, str]) -> Path:
 
 
 def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
-    """Check that a rank's memory, at the peak of a step, fits into its GPU (or its share of the host's memory)."""
+    """Check that the planned peak memory of a rank fits into its GPU, or without GPUs into its share of the host's
+    memory."""
     row = needs.row
     total = row.bytes["total"]
     result = f"{readable(total)} of {readable(row.usable)} for tensors, a rank on {needs.machine}"
@@ -89,7 +95,7 @@ def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
 
 
 def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
-    """Check that other processes leave enough of each GPU's free bytes for a rank."""
+    """Check that other processes leave enough memory on each GPU for a rank. `free`: GPU index -> free bytes."""
     total = needs.row.bytes["total"]
     tight = [index for index, count in free.items() if count < total <= needs.row.usable]
     if tight:
@@ -99,7 +105,7 @@ def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
 
 
 def judge_bf16(cfg: Config, devices: list[dict]) -> Iterator[Finding]:
-    """Check that the GPUs support the chosen precision."""
+    """Check that the GPUs support bf16, if the training is configured to use it."""
     lacking = [index for index, device in enumerate(devices) if not device["bf16"]]
     wants = cfg.precision.param_dtype.value == "bf16"
     if lacking and wants:
@@ -109,9 +115,22 @@ def judge_bf16(cfg: Config, devices: list[dict]) -> Iterator[Finding]:
         yield ok("precision", f"{cfg.precision.param_dtype.value} on {devices[0]['name'] if devices else 'the CPU'}")
 
 
+def count_steps(cfg: Config) -> int | None:
+    """Return about how many steps the training has; None if its files are not small, or cannot be read."""
+    if cfg.max_steps is not None:
+        return cfg.max_steps
+    files = [path for key, path in data_paths(cfg)[0].items() if key.startswith("data.")]
+    if not files or sum(path.stat().st_size for path in files) > MOST_COUNTED:
+        return None
+    with contextlib.suppress(LlavaFsdpError):  # other rows of the report, or the training, say what is wrong
+        records = sum(len(RecordFile(path)) for path in files)
+        return math.ceil(records / cfg.global_batch_size) * cfg.epochs
+    return None
+
+
 def data_paths(cfg: Config) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Files of records and folders of images that the configuration names, by key; none for the generated example
-    dataset."""
+    """Return the files of records and the folders of images that the configuration names: two dicts, key -> path. Both
+    are empty for the generated example dataset."""
     if cfg.data.source is Source.shapes:
         return {}, {}
     paths = {key: Path(name) for key, name in places_read(cfg).items() if exists(name)}

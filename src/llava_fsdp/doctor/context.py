@@ -1,4 +1,5 @@
-"""The training for which this machine is checked, and values that several checks need, each computed once."""
+"""What the checks need: the configuration of the training to check, and facts about this machine, each computed
+once."""
 
 import os
 from dataclasses import dataclass
@@ -14,8 +15,6 @@ from llava_fsdp.runtime.host import Host, read_host
 if TYPE_CHECKING:
     from llava_fsdp.plan.planner import PlanRow
 
-CPU_RANKS = 2
-
 
 @dataclass(frozen=True)
 class Needs:
@@ -26,18 +25,19 @@ class Needs:
     checkpoint: int
     export: int
     step: int
-    """Size of a rank's share of a step's batch, which is prepared in advance and kept in memory."""
+    """Size of the prepared input of one step on one rank. Data workers keep such inputs of the next steps in memory."""
 
 
 class Context:
-    """The configuration of the training, and facts about this machine, for all checks."""
+    """The configuration of the training to check, and facts about this machine, for all checks."""
 
     def __init__(self, cfg: DoctorConfig):
         self.cfg = cfg
         self.is_missing = False
-        """Whether a path that the configuration names does not exist; other rows say which."""
+        """Whether a path that the configuration names does not exist; other rows of the report say which."""
         self.unreadable: str | None = None
-        """Configuration key of a model part that cannot be read; memory is then not planned, and one row says so."""
+        """Configuration key of a model part that cannot be read. Memory is then not planned, and a row of the report
+        says so."""
 
     @cached_property
     def smi(self) -> list[SmiGpu]:
@@ -58,8 +58,8 @@ class Context:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks on this machine."""
-        return self.cfg.gpus or len(self.torch.devices) or CPU_RANKS
+        """Number of ranks on this machine, as `llava-fsdp train` starts them."""
+        return self.cfg.gpus or len(self.torch.devices) or 1
 
     @property
     def workers(self) -> int:
@@ -73,7 +73,7 @@ class Context:
 
     @cached_property
     def needs(self) -> Needs:
-        """Plan the training's memory and disk space. Raises the errors of the planner."""
+        """Plan the memory and disk space of the training. Raises the planner's errors."""
         import torch
 
         from llava_fsdp.distributed.memory import ITEM_SIZE, checkpoint_bytes
@@ -97,7 +97,7 @@ class Context:
 
     @cached_property
     def known_needs(self) -> Needs | None:
-        """The planned memory and disk space; None if planning fails (another row reports why)."""
+        """The planned memory and disk space; None if planning fails (another row of the report says why)."""
         if self.unreadable is not None:
             return None
         try:

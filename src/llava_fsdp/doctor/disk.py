@@ -20,9 +20,9 @@ SECONDS = 2.0
 """Seconds after which a speed measurement stops, once its current read or write is finished."""
 IMAGES = 64
 SLOW_SAVE = 600
-"""Seconds for writing a checkpoint above which a disk is reported as slow."""
+"""A disk is reported as slow if writing a checkpoint takes more seconds than this."""
 SLOW_READ = 20 * MIB
-"""Bytes per second below which reading a dataset is reported as slow."""
+"""A disk is reported as slow if it reads a dataset with fewer bytes per second than this."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Speed:
 
 
 def measure(folder: Path, most: int = MOST) -> Speed:
-    """Measure a folder's disk speed: write an unnamed temporary file, which cannot be left behind, fsync it and read
-    it."""
+    """Measure a folder's disk speed: write a temporary file, fsync it and read it. The file has no name, so that it
+    cannot be left behind."""
     block = os.urandom(MIB) * (BLOCK // MIB)  # a disk that compresses would seem too fast
     with tempfile.TemporaryFile(dir=folder) as file:
         handle, written, start = file.fileno(), 0, time.monotonic()
@@ -49,7 +49,7 @@ def measure(folder: Path, most: int = MOST) -> Speed:
 
 
 def read_speed(handle: int, most: int = MOST) -> float:
-    """Bytes per second of reading an open file from its beginning."""
+    """Read an open file from its beginning, at most `most` bytes, and return the bytes per second."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -67,7 +67,7 @@ def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure:
     """Check that a folder's disk has enough free bytes and inodes.
 
     Args:
-        needed: bytes that the training writes there; 0: unknown.
+        needed: bytes that the training writes into the folder; 0: unknown.
     """
     result = f"{folder}: {readable(free)} free" + (f", {what} {readable(needed)}" if needed else "")
     if needed > free:
@@ -115,7 +115,7 @@ def check_writable(name: str, folder: Path) -> Iterator[Finding]:
 
 
 def images_in(folder: Path, most: int = IMAGES) -> list[Path]:
-    """The first files below a folder, as many as are found within 2 seconds."""
+    """Return at most `most` files below a folder, the first that are found within 2 seconds."""
 
     def files() -> Iterator[Path]:
         start = time.monotonic()
@@ -161,5 +161,5 @@ def judge_records(name: str, path: Path) -> Iterator[Finding]:
             return
         speed = read_speed(handle)
     index = path.with_name(path.name + ".index")
-    indexed = "" if index.exists() else "; no index yet: the first start makes it, or llava_fsdp.prepare alone"
+    indexed = "" if index.exists() else "; no index yet: the first start makes it, or llava-fsdp prepare alone"
     yield ok(name, f"{path}: {readable(count)}, read at {readable(speed)}/s{indexed}")

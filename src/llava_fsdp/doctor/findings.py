@@ -9,9 +9,9 @@ from enum import Enum
 class Level(Enum):
     OK = "OK"
     WARN = "WARN"
-    """The training will run, but slower, or possibly not."""
+    """The training runs, but more slowly; or it may fail."""
     FAIL = "FAIL"
-    """The training with the given configuration will not run."""
+    """The training cannot run with the given configuration."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,9 @@ def output_of(command: Sequence[str], seconds: float) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def result_and_cure(error: Exception) -> tuple[str, str]:
-    """Split an error message into what is wrong and the advice: the text after the last semicolon, or from `pip` on."""
+def result_and_cure(error: Exception | str) -> tuple[str, str]:
+    """Split the message of an error or a warning into the problem and the advice. The advice is what follows the last
+    semicolon, or begins with `pip`; empty if there is none."""
     for sign in ("; ", ": pip "):
         result, found, cure = str(error).rpartition(sign)
         if found:

@@ -13,19 +13,19 @@ from llava_fsdp.runtime.visible_devices import visible_gpus
 
 MIB = 1 << 20
 SECONDS = 20
-"""Time limit of nvidia-smi, which is slow when GPUs are asleep."""
+"""Time limit of nvidia-smi in seconds. It is slow when GPUs are asleep."""
 TORCH_SECONDS = 90
-"""Time limit for importing torch and using every GPU once."""
+"""Time limit in seconds for importing torch and using every GPU once."""
 FIELDS = (
     "index", "name", "uuid", "memory.total", "memory.used", "driver_version", "compute_cap", "mig.mode.current",
     "ecc.errors.uncorrected.volatile.total",
 )  # fmt: skip
 QUERY = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
 TAKEN = 0.1
-"""Share of a GPU's memory above which use by other processes is reported as a warning."""
+"""A warning is reported if other processes use more than this share of a GPU's memory."""
 SLOW_LINKS = ("SYS", "NODE", "PHB")
-"""Connections between GPUs that pass through the CPU, as named in `nvidia-smi topo -m`. There PIX and PXB are PCIe
-switches, and NV4 means four NVLinks."""
+"""Connections between GPUs that pass through the CPU, as named in the output of `nvidia-smi topo -m`. Other names in
+this output: PIX and PXB are PCIe switches, and NV4 means four NVLinks."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class TorchFacts:
 
 
 def parse_smi(text: str) -> list[SmiGpu]:
-    """Parse nvidia-smi's output into GPUs. Other lines are skipped; an unknown number becomes 0."""
+    """Parse nvidia-smi's output into GPUs. Lines of any other form are skipped; a number that is unknown becomes 0."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -76,11 +76,11 @@ def parse_smi(text: str) -> list[SmiGpu]:
 
 
 def seen_gpus(gpus: Sequence[SmiGpu], visible: str | None, count: int | None) -> list[SmiGpu]:
-    """The GPUs that a training's ranks run on, in the order of the ranks.
+    """Return the GPUs that a training's ranks run on, in the order of the ranks.
 
     Args:
         visible: value of CUDA_VISIBLE_DEVICES; None: not set. If it names MIG instances, all GPUs in MIG mode are
-            returned: the driver's list does not say to which GPU an instance belongs.
+            returned, because the driver's list of GPUs does not say to which GPU a MIG instance belongs.
         count: number of ranks; None: one on each GPU.
     """
     if visible is None:
@@ -167,7 +167,7 @@ def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
             cure = "select those with NVLink with CUDA_VISIBLE_DEVICES=..., or gather among them: sharding=hybrid"
             yield warn("links", f"{', '.join(kinds)}: GPUs {pairs(slow)} have no NVLink between them", cure)
         elif slow:
-            cure = "sharding=zero2, or zero0 with adapters, sends less than zero3: llava_fsdp.plan compares them"
+            cure = "sharding=zero2, or zero0 with adapters, sends less than zero3: llava-fsdp plan compares them"
             yield warn("links", f"{', '.join(kinds)}: all data passes through the CPU", cure)
         else:
             yield ok("links", ", ".join(kinds))
@@ -179,7 +179,8 @@ def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
 
 
 def parse_links(matrix: str) -> dict[tuple[int, int], str]:
-    """The type of connection between each pair of GPUs: (index, index) -> `NV4`, `PIX`, `SYS` ..."""
+    """Parse the output of `nvidia-smi topo -m`: (GPU index, GPU index) -> type of their connection, such as `NV4`,
+    `PIX`, `SYS`."""
     links = {}
     plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)  # the heading is underlined
     for line in plain.splitlines():

@@ -11,9 +11,9 @@ from llava_fsdp.runtime.humanize import readable
 
 GIB = 1 << 30
 FILES, MANY = 4096, 65536
-"""Numbers of open files that a process may need, and that are enough for any training."""
+"""Limits of open files per process: fewer than the first may be too few; the second is enough for any training."""
 HEADROOM = 0.9
-"""Share of the host's free memory that a training may be planned to use."""
+"""A warning is reported if the training is planned to use more than this share of the host's free memory."""
 
 
 def judge_cores(host: Host, ranks: int, workers: int | None) -> Iterator[Finding]:
@@ -23,7 +23,7 @@ def judge_cores(host: Host, ranks: int, workers: int | None) -> Iterator[Finding
         workers: data workers of each rank; None: chosen from the number of cores.
     """
     quota = f", {host.quota:.3g} by the container's quota" if host.quota is not None else ""
-    result = f"{host.cores}{quota}, for {ranks} ranks"
+    result = f"{host.cores}{quota}, for {ranks} rank{'s' * (ranks > 1)}"
     needed = ranks * (1 + (workers or 0))
     if host.usable_cores < ranks:
         yield warn("cores", result, f"fewer ranks, or more cores: {ranks} ranks share them")
@@ -39,12 +39,13 @@ def judge_memory(host: Host, needed: int, what: str) -> Iterator[Finding]:
     """Check that this machine has enough free memory for the training.
 
     Args:
-        needed: bytes that all ranks on this machine need; 0: unknown.
+        needed: bytes that all ranks on this machine need together; 0: unknown.
+        what: text that names what needs these bytes.
     """
     limit = f", {readable(host.limit)} for this container" if host.limit is not None else ""
     result = f"{readable(host.memory)}{limit}, {readable(host.free)} free"
     if needed > host.free:
-        cure = "offload less, fewer ranks, precision=bf16_pure, or more memory; llava_fsdp.plan compares them"
+        cure = "offload less, fewer ranks, precision=bf16_pure, or more memory; llava-fsdp plan compares them"
         yield fail("memory", f"{result}; {what} takes {readable(needed)}", cure)
     elif needed > HEADROOM * host.free:
         cure = "other programs and the file cache need memory too: end other programs"
@@ -60,8 +61,8 @@ def read_shared(path: Path = Path("/dev/shm")) -> tuple[int, int]:
 
 
 def judge_shared(total: int, free: int, needed: int, several: bool) -> Iterator[Finding]:
-    """Check that there is enough shared memory for NCCL's buffers (if there are `several` GPUs) and the locks of data
-    workers (`needed` bytes)."""
+    """Check that there is enough shared memory (/dev/shm): `needed` bytes for the locks of data workers, and, with
+    `several` GPUs, room for NCCL's buffers."""
     result = f"/dev/shm of {readable(total)}, {readable(free)} free"
     cure = "docker run --ipc=host, or --shm-size=16g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
     if needed > free:

@@ -1,7 +1,8 @@
 """Check this machine before a training: `python -m llava_fsdp.doctor stage=finetune model=llava_v1_5_7b ...`.
 
 Takes the same configuration keys as `train`. Checks software, GPUs, memory, disks and network, plans the training's
-memory, and starts ranks that exchange data. Exit code 0: no check fails; 2: some do, and their rows say what to do.
+memory, and starts ranks that exchange data. Exit code 0: no check fails. Exit code 2: checks fail, and their rows in
+the printed table say what to do.
 """
 
 import json
@@ -25,7 +26,7 @@ def doctor(cfg: DoctorConfig) -> None:
     """Run every check of this machine and print the results.
 
     Raises:
-        ConfigError: a check fails; the printed table says why.
+        ConfigError: at least one check fails; the printed table says why.
     """
     context = Context(cfg)
     rows: list[tuple[str, Finding]] = []

@@ -37,7 +37,7 @@ def read_interfaces(root: Path = Path("/sys/class/net")) -> list[Interface]:
 
 
 def address_of(name: str) -> str | None:
-    """The IPv4 address of a network interface, which torch's stores and gloo prefer; None if it has none."""
+    """Return the IPv4 address of a network interface; None if it has none. torch's stores and gloo prefer IPv4."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -47,7 +47,8 @@ def address_of(name: str) -> str | None:
 
 
 def read_infiniband(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
-    """The state of each InfiniBand port, by card and port: `4: ACTIVE`."""
+    """Return the state of each InfiniBand port, such as `4: ACTIVE`, by the names of its card and port
+    (`card:port`)."""
     try:
         ports = sorted(root.glob("*/ports/*"))
     except OSError:
@@ -65,7 +66,8 @@ def lookup(host: str) -> str | None:
 def judge_interfaces(
     found: Sequence[Interface], ports: Mapping[str, str], environment: Mapping[str, str], nodes: int
 ) -> Iterator[Finding]:
-    """Check and list the network interfaces, including those that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name."""
+    """Check and list the network interfaces, including those that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name, and
+    check the InfiniBand `ports`."""
     useful = [each for each in found if each.up and each.address is not None and each.name != "lo"]
     names = {each.name for each in found}
     for variable in CHOICES:

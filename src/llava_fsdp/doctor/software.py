@@ -72,12 +72,12 @@ def judge_optional(version_of: Callable[[str], str | None]) -> Iterator[Finding]
     versions = {name: version_of(name) for name in OPTIONAL}
     installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     missing = ", ".join(name for name, version in versions.items() if version is None)
-    yield ok("extras", installed + (f"; not installed: {missing}" if missing else ""))
+    yield ok("extras", "; ".join([installed or "none", *([f"not installed: {missing}"] if missing else [])]))
 
 
 def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
-    """Functions that check what this configuration needs (attention kernel, peft, bitsandbytes ...), by name; each
-    raises the error that a training would raise."""
+    """Return check functions for what this configuration needs (attention kernel, peft, bitsandbytes, ...), by name.
+    Each returns a description, or raises the error that a training would raise."""
     import torch
 
     from llava_fsdp.config import Attention, LinearKind, Quantizer
@@ -129,7 +129,7 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
 
 
 def judge_needs(needs: Mapping[str, Callable[[], str]]) -> Iterator[Finding]:
-    """Run each of these check functions, so that one that fails does not hide another."""
+    """Run all check functions from `needs_of`. If one fails, the others still run."""
     for name, need in needs.items():
         try:
             yield ok(name, need())

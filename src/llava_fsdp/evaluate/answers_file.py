@@ -1,10 +1,10 @@
-"""Append a model's answers to a JSON Lines file, which the original LLaVA's scorers can read. An evaluation that was
-interrupted continues its file.
+"""Write a model's answers to a JSON Lines file that the original LLaVA's scorers can read. An evaluation that was
+interrupted and is started again keeps the answers in this file and adds the missing ones.
 
-A single process appends to the answers file itself. If there are several processes, each appends to its own part file
-beside it (`FILE.part-0-of-8`), and rank 0 merges the part files when they contain all answers; the processes do not
-communicate in any other way. Every line contains the question's number and the settings, so that any number of
-processes can continue a file that another number of processes has begun.
+A single process appends to the answers file itself. With several processes, each appends to its own part file beside
+the answers file (`FILE.part-0-of-8`), and rank 0 merges the part files once every question has an answer; the processes
+do not communicate in any other way. Every line contains the number of its question and the evaluation's settings, so
+that an evaluation can continue with another number of processes.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from llava_fsdp.runtime.errors import CommunicationError, ConfigError, StorageEr
 from llava_fsdp.runtime.jsonl import replace_lines
 
 POLL = 0.5
-"""Seconds between two attempts of rank 0 to read new answers of the other processes."""
+"""Seconds between two reads by which rank 0 looks for new answers of the other processes."""
 STALL = 1800.0
-"""Seconds after which rank 0 stops waiting if no process has written a new answer."""
+"""Seconds without a new answer from any process after which rank 0 stops waiting."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class AnswersFile:
     Attributes:
         settings: all settings on which an answer depends: model, maximum length, template, ...
         texts: answers read or written so far, by the number of the question.
-        read: number of bytes read so far, by file; they always end with a complete line.
+        read: number of bytes of each file that have been read so far; they always end with a complete line.
     """
 
     path: Path
@@ -65,7 +65,8 @@ class AnswersFile:
         they contain new answers.
 
         Raises:
-            ConfigError: a line was not written for one of `questions`, or with other settings than `settings`.
+            ConfigError: a line has the wrong form, answers none of `questions`, or was written with settings other than
+                `settings`.
         """
         known = len(self.texts)
         for path in [*self.parts(), self.path]:  # the file last: parts are deleted once it is complete
@@ -78,10 +79,10 @@ class AnswersFile:
         return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part-*-of-*"))
 
     def new_lines(self, path: Path) -> list[bytes]:
-        """Return the complete lines of a file that were not read before.
+        """Return the complete lines that were added to a file since the last call.
 
-        A last line without a newline is left for a later call: a process is still writing it, or was stopped while it
-        wrote.
+        A last line without a newline is left for a later call: its process is still writing it, or was stopped while
+        writing.
         """
         begin = self.read.get(path, 0)
         try:
@@ -97,8 +98,8 @@ class AnswersFile:
         return whole.split(b"\n")[:-1]
 
     def parse(self, path: Path, line: bytes) -> tuple[int, str]:
-        """Return the number of the question and the answer in a line of the file `path`; raise ConfigError if the line
-        has another form, other settings or another question."""
+        """Parse a line of the file `path` into the number of its question and the answer. Raise ConfigError if the line
+        has the wrong form, or if its question or settings are not those of this evaluation."""
         cure = "name another file with answers=FILE, or move this one away"
         try:
             row = json.loads(line)
@@ -132,8 +133,8 @@ class AnswersFile:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Callable[[Sequence[BenchmarkQuestion], Sequence[str]], None]]:
-        """Open the file of this process as a context manager, whose value is a function that appends answers to the
-        file. An incomplete last line of the file is removed first.
+        """Context manager that opens this process's file and yields a function that appends answers to it. An
+        incomplete last line of the file is removed first.
 
         Raises:
             ConfigError: another process has opened the file for writing.
@@ -175,8 +176,8 @@ class AnswersFile:
         return json.dumps(row)
 
     def wait(self, stall: float = STALL) -> None:
-        """Wait until the answers of all processes are written and read. If another process fails, torchrun ends this
-        process.
+        """Wait until the files contain an answer to every question, and read the answers. If another process fails,
+        torchrun ends this process.
 
         Raises:
             CommunicationError: no process has written a new answer for `stall` seconds.
@@ -220,5 +221,6 @@ def storage_errors(what: str) -> Iterator[None]:
 
 
 def blank_file(path: Path) -> Path:
-    """Return the path of the file for the answers to blank images, which lies beside the answers file `path`."""
+    """Return the path of a second answers file, beside the answers file `path`: that of the answers to the same
+    questions with blank images."""
     return path.with_name(f"{path.stem}_blank{path.suffix}")

@@ -16,7 +16,8 @@ def check_images(questions: Iterable[BenchmarkQuestion], cfg: DataConfig) -> Non
     `data.images`. Damaged images are only detected later, when they are read.
 
     Raises:
-        DataError: the number of tags differs, or an image does not exist or is outside `data.images`.
+        DataError: a question has more or fewer tags than images, or an image does not exist or is outside
+            `data.images`.
     """
     if cfg.images is not None and not Path(cfg.images).is_dir():
         raise DataError(f"data.images={cfg.images} is not a folder; give the one that the questions' images are in")

@@ -14,16 +14,18 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 from llava_fsdp.chat.assistant import Assistant, Question
+from llava_fsdp.chat.open_model import open_model
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE
-from llava_fsdp.config import EvaluateConfig, Format, Task
+from llava_fsdp.config import AUTO, EvaluateConfig, Format, Task
 from llava_fsdp.data.records.record import Turn, reading
-from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.data.text.templates import IMAGE_TAG, template
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, storage_errors
 from llava_fsdp.evaluate.check_images import check_images
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.evaluate.read_questions import read_questions
 from llava_fsdp.evaluate.results import score_all, submission_of, table_of
+from llava_fsdp.export.source_model import Opened
 from llava_fsdp.model.lora_files import FOLDER as ADAPTER
 from llava_fsdp.model.pretrained import EXPORT, resolve_model
 from llava_fsdp.runtime.console import TextConsole
@@ -70,10 +72,11 @@ def evaluate(cfg: EvaluateConfig) -> None:
 
 
 def open_shard(cfg: EvaluateConfig) -> Shard:
-    """Select this process's GPU and return its share of the questions, both by torchrun's environment variables.
+    """Select this process's GPU, and return the share of the questions that this process answers. torchrun's
+    environment variables determine both.
 
     Raises:
-        ConfigError: there are several processes and `answers` is not set, or more processes than GPUs.
+        ConfigError: there are several processes and `answers` is not set, or this machine has more processes than GPUs.
     """
     shard = Shard(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
     if shard.size > 1 and cfg.answers is None:
@@ -97,13 +100,14 @@ class AnswerGenerator:
     def __init__(self, cfg: EvaluateConfig, questions: list[BenchmarkQuestion], shard: Shard):
         self.cfg, self.questions, self.shard = cfg, questions, shard
         self.assistant: Assistant | None = None
+        self.opened = open_as_trained(cfg)
         self.settings: dict[str, Any] = {}
         if cfg.answers is not None:
             self.settings = {
                 "model": model_digest(cfg.model.checkpoint),
                 "max_new_tokens": cfg.max_new_tokens,
-                "template": cfg.data.template,
-                "image_aspect_ratio": cfg.data.image_aspect_ratio.value,
+                "template": self.opened.source.template,
+                "image_aspect_ratio": self.opened.source.aspect.value,
             }
 
     def answers(self, blank: bool) -> list[str]:
@@ -111,7 +115,7 @@ class AnswerGenerator:
         0, and an empty list on other ranks.
 
         Args:
-            blank: replace each image by an image of one color, the mean color.
+            blank: give the model a blank image (every pixel has the mean color) in place of each image.
         """
         if self.cfg.answers is None:
             return [text for _, texts in self.batches(self.questions, blank) for text in texts]
@@ -140,7 +144,8 @@ class AnswerGenerator:
     ) -> Iterator[tuple[list[BenchmarkQuestion], list[str]]]:
         cfg = self.cfg
         if self.assistant is None:
-            self.assistant = Assistant(cfg.model.checkpoint, cfg.data.template, cfg.data.image_aspect_ratio)
+            source = self.opened.source
+            self.assistant = Assistant(cfg.model.checkpoint, source.template, source.aspect, opened=self.opened)
         show = watch_silently if env_rank() != 0 else watch
         with show("questions", len(questions)) as advance:
             for start in range(0, len(questions), cfg.batch_size):
@@ -155,17 +160,36 @@ class AnswerGenerator:
                 advance(len(batch))
 
 
+def open_as_trained(cfg: EvaluateConfig) -> Opened:
+    """Open the model, and log how it is asked: with the template and the image aspect ratio that it was trained with.
+    `data.template` and `data.image_aspect_ratio` are only used if the model's folder does not name its own.
+
+    Raises:
+        ConfigError: `data.template` is not the template that the model was trained with.
+    """
+    given, name = cfg.data.template, cfg.model.checkpoint
+    opened = open_model(name, "v1" if given == AUTO else given, cfg.data.image_aspect_ratio)
+    source = opened.source
+    if given != AUTO and template(given) != template(source.template):
+        raise ConfigError(
+            f"data.template={given}: {name} was trained with data.template={source.template}, and is asked with it; "
+            "leave data.template out"
+        )
+    log().info("%s is asked with template=%s and image_aspect_ratio=%s", name, source.template, source.aspect.value)
+    return opened
+
+
 def with_paths(question: BenchmarkQuestion, folder: str | None) -> Question:
     paths = [Path(folder or ".") / name for name in question.images]
     return Question([Turn("human", question.text)], paths, question.where)
 
 
 def model_digest(checkpoint: str) -> str:
-    """Return a digest of the names and contents of a model's files, which takes a few seconds for each 10 GB.
+    """Return a digest of the names and contents of a model's files. This takes a few seconds for each 10 GB.
 
-    In a run's folder only the model is digested, since the logs may still grow: the `export` folder; if there is none,
-    the manifest of the newest checkpoint, which contains digests of the checkpoint's files; if there is no checkpoint
-    either, the adapter folder.
+    If `checkpoint` is a run's folder, only the model in it is digested, because the run's logs may still grow. This is
+    the `export` folder; without one, the manifest of the newest checkpoint, which contains digests of the checkpoint's
+    files; without a checkpoint, the adapter folder.
 
     Args:
         checkpoint: folder or hub name of the model, or the folder of a run.

@@ -12,7 +12,7 @@ from llava_fsdp.runtime.errors import ConfigError, DataError
 
 
 def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return the questions with right answers from POPE's labels added.
+    """Return the questions with the right answers added, which are read from POPE's label files.
 
     As in the original LLaVA, the n-th label of a category belongs to the n-th question of that category, since ids
     begin anew in each label file. The image and text of a label must match those of its question.
@@ -43,8 +43,8 @@ def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[Benc
 
 
 def with_labels(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return the questions with the labels of one file added as right answers, in the same order. Label files contain
-    JSON Lines, although they are named `.json`."""
+    """Return the questions, in the same order, with the labels of one file added as their right answers. Label files
+    contain JSON Lines, although they are named `.json`."""
     if not path.is_file():
         raise ConfigError(f"annotations={path} is neither a file nor a folder")
     lines = [(n, line) for n, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]

@@ -1,4 +1,5 @@
-"""The class for a benchmark's questions, which is the same for all file formats, and helpers of the file readers."""
+"""The class of a benchmark's question, into which every file format is read, and helper functions for the file
+readers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ LETTER = "Answer with the option's letter from the given choices directly."
 SUFFIXES = {Task.vqa: SHORT, Task.textvqa: SHORT, Task.yes_no: SHORT, Task.multiple_choice: LETTER}
 """For each task, the last line that the original LLaVA adds to every question (see its docs/Evaluation.md)."""
 CATEGORY = "category"
-"""Kind (see `BenchmarkQuestion.groups`) of the groups that come from the key `category` of question files."""
+"""Name of the kind of group (see `BenchmarkQuestion.groups`) that the key `category` of a question file defines."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class BenchmarkQuestion:
     """Number of the question in its file, from 0."""
     id: str | int
     prompt: str
-    """Question text as written to the answers file, where the original's scorers read it."""
+    """Question text as written to the answers file, from which the original LLaVA's scorers read it."""
     text: str
     """Question text as given to the model, with an `<image>` tag for every image."""
     images: tuple[str, ...]
@@ -35,7 +36,7 @@ class BenchmarkQuestion:
     where: str
     """File and place in the file from which the question was read, for error messages."""
     references: tuple[str, ...] = ()
-    """Right answers: texts, `yes` or `no`, or a letter; empty if they are not known."""
+    """Right answers: texts, `yes` or `no`, or a choice's letter, depending on the task; empty if they are not known."""
     choices: int = 0
     """Number of choices of a multiple-choice question; 0 for other tasks."""
     groups: tuple[tuple[str, str], ...] = ()
@@ -68,14 +69,16 @@ def image_names(raw: object, where: str) -> tuple[str, ...]:
 
 
 def check_unread(where: str, unread: str | None) -> None:
-    """Raise DataError if a question has media other than images: `unread` says which, and is None if it has none."""
+    """Raise DataError if a question has media that are not read, such as video. `unread` describes them; None if there
+    are none."""
     if unread is not None:
         raise DataError(unread_reason(where, unread), Kind.media_not_read)
 
 
 def with_suffix(questions: list[BenchmarkQuestion], task: Task, add: bool) -> list[BenchmarkQuestion]:
-    """Return the questions with the task's last line (such as "Answer the question using a single word or phrase.")
-    added to each. If `add` is false, return them unchanged, and log if the first question lacks that line.
+    """Add the task's instruction (such as "Answer the question using a single word or phrase.") to every question as
+    its last line. If `add` is false, return the questions unchanged, and log a message if the first one lacks that
+    line.
 
     Raises:
         ConfigError: `add` is true, and a question ends with that line already.

@@ -47,7 +47,7 @@ def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
     """Return a benchmark's questions, with their right answers if the files contain them.
 
     Raises:
-        ConfigError: a file is missing, or keys contradict each other.
+        ConfigError: a file is missing, or a configuration key contradicts another key or the files.
         DataError: a record has the wrong form, or questions and annotations do not match.
     """
     if cfg.task is Task.conversations:
@@ -71,7 +71,8 @@ def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 
 
 def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
-    """Return the first question of every record in `data.path`. The record's answer to it is the right answer."""
+    """Return the first question of every record in `data.path`. The right answer is the answer that the record
+    gives."""
     if cfg.data.sources:
         raise ConfigError("evaluate asks the questions of one file: name it with data.path, without data.sources")
     [source] = sources_of(cfg.data)
@@ -80,7 +81,7 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 
 
 def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:
-    """Return the first question of a LLaVA record. The record's answer to it is the right answer."""
+    """Return the first question of a LLaVA record. The right answer is the answer that the record gives."""
     check_unread(record.where, record.unread)
     text, images, answer = opening_question(record)
     return BenchmarkQuestion(number, record.id, text, text, record.images[:images], record.where, references=(answer,))
@@ -90,12 +91,12 @@ def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuest
     """Yield all questions of a file in any of the supported formats.
 
     Args:
-        path: JSON Lines, or a JSON list, of objects with `question_id`, `text`, `image` and `category`, or of LLaVA
-            records (multiple choice); or VQAv2's questions.
+        path: JSON Lines or a JSON list, whose entries have the keys `question_id`, `text`, `image` and `category`, or
+            are LLaVA records (multiple choice only); or the JSON file of VQAv2's questions.
         max_bytes: maximum size of one question in the file, in bytes.
 
     Raises:
-        DataError: the file or a record has another form.
+        DataError: the file or one of its entries has none of these forms.
     """
     with path.open("rb") as file:
         is_object = file.read(64).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")

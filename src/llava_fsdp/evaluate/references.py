@@ -16,7 +16,7 @@ def answers_in_entry(raw: dict[str, Any], task: Task, where: str) -> tuple[tuple
     `answers` (other tasks).
 
     Raises:
-        DataError: a key has the wrong form.
+        DataError: the value of one of these keys has the wrong form.
     """
     match task:
         case Task.yes_no:
@@ -35,7 +35,7 @@ def count_choices(raw: object, where: str) -> int:
 
 
 def letter_of(raw: object, choices: int, where: str) -> str:
-    """Return the letter of the right choice, which `raw` gives as a letter or as the choice's number from 0."""
+    """Return the letter of the right choice. `raw` is that letter, or the number of the choice, from 0."""
     letter = LETTERS[raw] if type(raw) is int and 0 <= raw < choices else raw
     if not isinstance(letter, str) or letter not in tuple(LETTERS[:choices]):
         raise DataError(
@@ -45,8 +45,8 @@ def letter_of(raw: object, choices: int, where: str) -> str:
 
 
 def texts_of(raw: object, where: str) -> tuple[str, ...]:
-    """Return the texts of right answers, which `raw` gives as a list of texts, or as a list of objects whose key
-    `answer` has the text, as in VQAv2 and VizWiz."""
+    """Return the texts of right answers. `raw` is a list of texts, or a list of objects that have the text under the
+    key `answer`, as in VQAv2 and VizWiz."""
     found = [a.get("answer") if isinstance(a, dict) else a for a in raw] if isinstance(raw, list) else []
     if not found or not all(isinstance(a, str) for a in found):
         raise DataError(f"{where}: answers is {shown(raw)}; it must be a list of texts, or of objects with answer")

@@ -15,7 +15,7 @@ Numbers = dict[str, Any]
 Questions = Sequence[BenchmarkQuestion]
 Score = Callable[[Questions, Sequence[str]], Numbers]
 COLUMNS = ("accuracy", "invalid", "precision", "recall", "f1", "yes_ratio")
-"""Columns of the table of scores, in order. A table has those columns for which its task has scores."""
+"""All columns of the table of scores, in order. A table has only the columns for which its task has scores."""
 
 
 def mean_of(rule: Callable[[str, Sequence[str]], float]) -> Score:
@@ -53,7 +53,8 @@ def groups_of(question: BenchmarkQuestion, task: Task) -> tuple[tuple[str, str],
 
 
 def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbers:
-    """Return the scores of all answers and, under the key `groups`, the scores of every group by its kind and name.
+    """Return the scores of all answers together and, under the key `groups`, the scores of each group: kind -> name ->
+    scores.
 
     For yes-no questions with categories, the scores include `mean_f1`: the mean of the categories' F1, which POPE
     reports.
@@ -74,7 +75,8 @@ def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbe
 
 
 def table_of(result: Numbers) -> Table:
-    """Return a table of scores, with a row for all questions and a row for each group. Rates are in percent."""
+    """Return a table of the scores from `score_all`: a row for all questions and a row for each group. Rates are in
+    percent."""
     shown = [name for name in COLUMNS if name in result]
     table = Table(box=SIMPLE, pad_edge=False, title="scores in percent, of all and by group", title_justify="left")
     table.add_column("", no_wrap=True)
@@ -94,7 +96,7 @@ def number_text(value: float) -> str:
 
 
 def submission_of(questions: Questions, answers: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the answers in the form in which VQAv2's evaluation server accepts them, with their texts changed as the
-    original LLaVA changes them for that server."""
+    """Return the answers as VQAv2's evaluation server accepts them: a list of objects, in which each text is normalised
+    as the original LLaVA does it for that server."""
     pairs = zip(questions, answers, strict=True)
     return [{"question_id": question.id, "answer": scoring.prepare_submission(text)} for question, text in pairs]

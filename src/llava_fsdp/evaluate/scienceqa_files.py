@@ -1,4 +1,4 @@
-"""Read ScienceQA's questions from the LLaVA records into which the original LLaVA converts them, and the right answers
+"""Read ScienceQA's questions from LLaVA records, to which the original LLaVA has converted them, and the right answers
 from ScienceQA's problems.json."""
 
 from dataclasses import replace
@@ -31,8 +31,8 @@ def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str,
 
 
 def annotate_problems(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return the questions with right answers, numbers of choices and groups (subject, grade) from ScienceQA's
-    problems.json added. A question's id is its key in that file.
+    """Return the questions with right answers, numbers of choices and groups (subject, grade) added, which are read
+    from ScienceQA's problems.json. A question's id is its key in that file.
 
     Args:
         path: problems.json, or the folder that contains it.

@@ -12,20 +12,20 @@ from collections.abc import Sequence
 
 LETTERS = "ABCDE"
 SENTENCE = re.compile(r"The answer is ([A-Z]).")
-"""Pattern of the sentence with which an answer names the letter of a choice. As in the original LLaVA, the final `.`
-matches any character."""
+"""Pattern of a sentence in an answer that names a choice by its letter. As in the original LLaVA, the final `.` matches
+any character."""
 NEGATIONS = frozenset({"No", "no", "not"})
 PUNCTUATION = ';/[]"{}()=+\\_->@<`,?!'
 PERIOD = re.compile(r"\.(?!\d)")
 MOST_PERIODS = 32
-"""Maximum number of periods removed from an answer. The official code passes re.UNICODE, whose value is 32, as the
-argument `count`."""
+"""Maximum number of periods removed from an answer. VQAv2's official code has this limit by mistake: it passes
+re.UNICODE, whose value is 32, as the argument `count`."""
 COMMA_IN_NUMBER = re.compile(r"\d,\d")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 WORDS = {word: str(number) for number, word in enumerate(NUMBERS)} | {"none": "0"}
 ARTICLES = frozenset({"a", "an", "the"})
 ENOUGH = 3
-"""Number of people who must agree with an answer for an accuracy of 1."""
+"""Number of annotators who must have given the same answer as the model for an accuracy of 1."""
 
 SPELLED_OUT = """
     ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've
@@ -36,10 +36,10 @@ SPELLED_OUT = """
     what're what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't
     would've wouldn't wouldn't've y'all y'all'd've y'all'll you'd you'd've you'll you're you've
 """
-"""Contractions with all their apostrophes, from which `CONTRACTIONS` is made: a word that differs from a contraction
-only by lacking one apostrophe is replaced by the contraction."""
+"""Contractions with all their apostrophes, from which `CONTRACTIONS` is made. A word that lacks one apostrophe of a
+contraction, and equals it otherwise, is replaced by the contraction."""
 AGAINST_THE_RULE = {"somebody'd": "somebodyd"}
-"""Replacement that the official table has in the wrong direction: it removes the apostrophe, in answers and
+"""The replacement that VQAv2's official table has in the wrong direction: it removes the apostrophe, in answers and
 references."""
 
 
@@ -102,15 +102,15 @@ CONTRACTIONS = {
     for place, sign in enumerate(whole)
     if sign == "'"
 } | AGAINST_THE_RULE
-"""Replacements of words in answers and references before they are compared. The official table's entries for I'd've,
-I'm and I've are left out: they have a capital I and can never match, since words are lower-cased first."""
+"""Word -> its replacement in answers and references before they are compared. The entries of VQAv2's official table for
+I'd've, I'm and I've are left out: they have a capital I and can never match, since words are lower-cased first."""
 
 
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
     """Return VQAv2's accuracy of an answer, 0 to 1, after preparing the answer for submission as LLaVA does.
 
-    With fewer than four references VQAv2's formula cannot reach 1. The result is then 1 if the answer equals a
-    reference, both normalised, and else 0.
+    With fewer than four references VQAv2's formula cannot reach 1. In this case the answer and the references are
+    normalised, and the accuracy is 1 if the answer equals a reference, and else 0.
     """
     if len(references) <= ENOUGH:
         return float(normalize_vqa(prepare_submission(answer)) in {normalize_vqa(r) for r in references})
@@ -132,8 +132,8 @@ def textvqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def leave_one_out(answer: str, references: Sequence[str]) -> float:
-    """Return the mean of min(1, matches / 3) over leaving out each reference in turn, where `matches` is the number of
-    remaining references that equal the answer; raise ValueError if there are no references."""
+    """Leave out each reference in turn, count the `matches` among the remaining ones that equal the answer, and return
+    the mean of min(1, matches / 3). Raise ValueError if there are no references."""
     if not references:
         raise ValueError("an answer without references has no accuracy")
     matches = sum(r == answer for r in references)
@@ -163,9 +163,9 @@ def one_line(text: str) -> str:
 
 
 def without_punctuation(text: str) -> str:
-    """Return a text without punctuation, by VQAv2's rules: a sign of `PUNCTUATION` that stands beside a space anywhere
-    in the text is removed everywhere; if the text has a number with a comma, all these signs are removed; otherwise a
-    sign becomes a space. Periods are removed except before a digit. Apostrophes and colons stay."""
+    """Remove punctuation from a text by VQAv2's rules. A sign of `PUNCTUATION` is removed everywhere if it stands
+    beside a space anywhere in the text, or if the text has a number with a comma; otherwise it becomes a space. Periods
+    are removed except before a digit. Apostrophes and colons stay."""
     numbered = COMMA_IN_NUMBER.search(text) is not None
     left = text
     for sign in PUNCTUATION:

@@ -13,16 +13,16 @@ from llava_fsdp.runtime.safe_load import LARGE, read_json
 
 TEXTVQA_ANSWERS = 10
 OCR = "Reference OCR token:"
-"""Beginning of the line with words recognized in the image (OCR), which every question has in the original LLaVA's file
-for TextVQA."""
+"""Beginning of the line that lists words recognized in the image (OCR). Every question in the original LLaVA's file for
+TextVQA has such a line."""
 
 
 def read_vqa_questions(path: Path, whole: dict[str, Any]) -> Iterator[BenchmarkQuestion]:
-    """Yield the questions of VQAv2's `v2_OpenEnded_mscoco_*_questions.json`, with the image file names of COCO's
+    """Yield the questions of VQAv2's `v2_OpenEnded_mscoco_*_questions.json`. Their images have the file names of COCO's
     releases.
 
     Args:
-        whole: the parsed file.
+        whole: the parsed content of the file `path`.
     """
     subset = whole.get("data_subtype")
     if not isinstance(subset, str):
@@ -37,11 +37,11 @@ def read_vqa_questions(path: Path, whole: dict[str, Any]) -> Iterator[BenchmarkQ
 
 
 def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return the questions with right answers from VQAv2's annotations added; each question also becomes a member of
-    the groups of its answer type and its question type. Annotations are found by `question_id`.
+    """Return the questions with right answers added, which are read from VQAv2's annotations and found by
+    `question_id`. Each question also becomes a member of two groups: its answer type and its question type.
 
     Raises:
-        DataError: the file has another form, or a question is not in it.
+        DataError: the file has the wrong form, or has no annotation for a question.
     """
     by_id = {str(row.get("question_id")): row for row in annotation_rows(path, "annotations")}
     found = []
@@ -55,11 +55,12 @@ def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[Benchma
 
 
 def annotate_textvqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return the questions with right answers from TextVQA's annotations added. An annotation belongs to a question
-    with the same text whose id is the annotation's image id (as in the original LLaVA's file) or question id.
+    """Return the questions with right answers added, which are read from TextVQA's annotations. An annotation belongs
+    to the question that has the same text, and as its id the annotation's image id (as in the original LLaVA's file) or
+    question id.
 
     Raises:
-        DataError: the file has another form, or a question is not in it.
+        DataError: the file has the wrong form, or has no annotation for a question.
     """
     known: dict[tuple[str, str], dict[str, Any]] = {}
     for row in annotation_rows(path, "data"):
@@ -86,7 +87,8 @@ def annotation_of(question: BenchmarkQuestion, row: dict[str, Any] | None, path:
 
 
 def check_ten(questions: list[BenchmarkQuestion], path: str) -> None:
-    """Raise DataError if a question has right answers, but not ten; the original LLaVA's evaluator asserts ten."""
+    """Raise DataError if a question has right answers, but not exactly ten. The original LLaVA's TextVQA evaluator
+    asserts ten."""
     for question in questions:
         if len(question.references) not in (0, TEXTVQA_ANSWERS):
             raise DataError(
@@ -96,7 +98,7 @@ def check_ten(questions: list[BenchmarkQuestion], path: str) -> None:
 
 
 def bare_question(prompt: str) -> str:
-    """Return the text of a TextVQA question in lower case, without the line of OCR words and without the last line that
-    the task adds (`SHORT`)."""
+    """Return the text of a TextVQA question in lower case, without the line of OCR words and without the instruction
+    that the task adds as the last line (`SHORT`)."""
     lines = [line for line in prompt.split("\n") if not line.startswith(OCR) and line.strip() != SHORT]
     return "\n".join(lines).strip().lower()

@@ -49,7 +49,7 @@ def projector(context: Context, value: object) -> Outcome:
 def projector_type(context: Context, value: object) -> Outcome:
     text = context.tell("model.projector_type")
     if "export.enabled" in context.decided:
-        text += f", {context.tell('export.enabled')}: transformers' LLaVA has no such projector; llava_fsdp.export "
+        text += f", {context.tell('export.enabled')}: transformers' LLaVA has no such projector; llava-fsdp export "
         text += "format=llava writes it"
     return mapped(text)
 

@@ -1,6 +1,6 @@
 """Examine and index a dataset before training: `python -m llava_fsdp.prepare data=llava_json data.path=... model=...`.
 
-Takes the keys of `train`: what is said of lengths and labels holds for the training that the same keys describe.
+Takes the configuration keys of `train`. The reported lengths and labels are those of a training with the same keys.
 """
 
 import json
@@ -30,16 +30,17 @@ from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch
 from llava_fsdp.train.build_model import shape_of
-from llava_fsdp.train.preflight import warn_if_refused
+from llava_fsdp.train.preflight import warn_if_refused, with_template
 
 
 def prepare(cfg: PrepareConfig) -> None:
-    """Make or update a dataset's index, and write and print a report about its records; bad records are not an error
-    here. Validation records are treated alike, if there are any. With `verify`, only compare the index with the
-    files."""
+    """Build or update the index of a dataset, then write and print a report about its records; bad records are reported
+    and raise no error. Validation records, if there are any, are indexed and reported too. With `cfg.verify`, only
+    compare the existing indexes with the files of the dataset."""
     draw_shapes(cfg.data)
     warn_if_refused(cfg)
     parts = find_parts(cfg.model)
+    cfg = with_template(cfg, parts)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
     encoding = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))
     if cfg.verify:
@@ -60,10 +61,11 @@ def prepare(cfg: PrepareConfig) -> None:
 
 
 def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
-    """Compare the index of every dataset with the dataset's files; prints a line for each if they agree.
+    """Compare the indexes of the training and validation data with the dataset's files; print a line for each if all
+    agree.
 
     Raises:
-        DataError: they differ; names records and images.
+        DataError: an index and the files differ; the message names the records and images.
     """
     results, workers = {}, cfg.prepare.workers or read_host().usable_cores
     for name, dataset in {"": cfg, **({} if cfg.val.every is None else {"val": cfg.held_out})}.items():
@@ -78,7 +80,7 @@ def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
 
 
 def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: Path) -> dict[str, Any]:
-    """Index the records of `cfg.data`, write the report to `folder` and return it."""
+    """Index the records of `cfg.data`, write a report about them to `folder` and return the report."""
     encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or read_host().usable_cores)
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)

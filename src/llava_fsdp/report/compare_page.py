@@ -17,9 +17,9 @@ from llava_fsdp.report.svg import Chart, Line, points_each
 from llava_fsdp.runtime.humanize import moment
 
 MOST_DRAWN = 64
-"""Number of runs whose curves are drawn; the tables list all runs."""
+"""Maximum number of runs whose curves are drawn; the tables list all runs."""
 IGNORED = ("output_dir", "track.name")
-"""Configuration keys that differ between any two runs, and are not compared."""
+"""Configuration keys that are not compared, because they differ between any two runs."""
 
 
 def comparison_page(runs: list[Run]) -> str:
@@ -45,8 +45,9 @@ def results_table(runs: list[Run]) -> str:
 
 
 def best_of(runs: list[Run]) -> tuple[int | None, str]:
-    """The place of the best run and what it is compared by: the metric of a sweep, otherwise the loss of the last
-    validation, or of the last steps if a run has no validation. None of equal runs is the best."""
+    """Return the index of the best run, and the metric by which the runs are compared: the metric of their sweep; for
+    other runs the loss of the last validation, or of the last steps if a run has no validation. The index is None if no
+    run has a value, or if runs that are not of one sweep all have the same value."""
     metric, values = runs[0].metric or "", [run.value for run in runs]
     if not metric or any(run.metric != metric for run in runs):
         results = [one for run in runs if (one := results_of(run)).loss is not None]
@@ -59,7 +60,8 @@ def best_of(runs: list[Run]) -> tuple[int | None, str]:
 
 
 def charts(runs: list[Run]) -> Iterator[Chart]:
-    """One chart for each curve, with a line for each run, without bands, which would cover other runs' curves."""
+    """Yield a chart for each metric, with one line for each run. The lines have no bands (least to greatest value),
+    which would cover the lines of other runs."""
     curves = [(chart, names, key) for chart, names in CURVES for key in names]
     most = points_each(len(runs) * (len(curves) + 2))
     for chart, names, key in curves:
@@ -90,8 +92,9 @@ def differences(runs: list[Run]) -> Iterator[str]:
 def differing(
     trees: list[dict[str, Any]], overrides: list[dict[str, Any]] | None = None, ignored: tuple[str, ...] = ()
 ) -> list[list[str]]:
-    """Table rows (key, its value in each run) of the keys that do not have the same value in all runs. Of a run whose
-    configuration is unknown (empty tree) only the `overrides` of its sweep are compared."""
+    """Return a table row (key, its value in each run) for each key whose value is not the same in all runs. `trees` are
+    the runs' values by key. If a run's tree is empty, because its configuration is unknown, its entry in `overrides`,
+    the values set by its sweep, is compared instead."""
     overrides = overrides or [{} for _ in trees]
     rows = []
     for key in dict.fromkeys(key for tree in trees for key in tree if key not in ignored):

@@ -1,5 +1,5 @@
-"""Report page of a dataset: its sources and lengths, what a maximum length would truncate, and which records have
-problems."""
+"""Report page of a dataset: its sources, the lengths of its samples, what various maximum lengths would cut off, and
+which records have problems."""
 
 from collections.abc import Iterable, Iterator
 from html import escape
@@ -11,7 +11,7 @@ from llava_fsdp.report.svg import Bar, draw_bars
 
 
 def dataset_page(report: dict[str, Any]) -> str:
-    """The report page of a dataset, as HTML, from the content of its report.json."""
+    """Return the report page of a dataset as HTML. `report` is the content of its report.json."""
     out = report["left_out"]
     counts = f"{report['records']:,} records, {report['kept']:,} kept, {out['wrong']:,} skipped as wrong, "
     parts = [

@@ -1,9 +1,9 @@
 """Downsample the curves of a training step by step, in limited memory however long the training is. Imports only the
 standard library.
 
-A curve keeps stretches of equally many steps, and of each its mean, its least and its greatest value: a spike of one
-step is still seen among a hundred thousand. The steps' numbers alone decide where stretches begin, so that a curve read
-from a file equals the one that was kept while the run went on.
+A curve is divided into stretches of equally many steps. For each stretch it keeps the mean, the least and the greatest
+value, so that a spike of one step is still seen among a hundred thousand. Only the numbers of the steps decide where
+stretches begin, so a curve that is read from metrics.jsonl equals the one that was kept during the training.
 """
 
 import math
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 MOST_POINTS = 1000
 WINDOW = 20
-"""Number of steps over which the reported last loss and lowest loss are averaged: a single step's loss is noisy."""
+"""Number of steps over which the last loss and the lowest loss are averaged, because the loss of a single step is
+noisy."""
 MOST_SKIPS = 100
 MOST_SOURCES = 200
 
@@ -23,7 +24,7 @@ class Point(NamedTuple):
     """A point of a curve: the mean, least and greatest value over a stretch of consecutive steps."""
 
     step: float
-    """Mean number of the steps in this stretch."""
+    """Mean of the step numbers in this stretch."""
     mean: float
     least: float
     most: float
@@ -43,7 +44,7 @@ class Curve:
         return len(self.stretches)
 
     def add(self, step: int, value: float | None) -> None:
-        """Add the value of a step; a value that is missing or not finite is skipped."""
+        """Add the value of a step. A value that is missing or not finite is ignored."""
         if value is None or not math.isfinite(value):
             return
         put(self.stretches, step // self.width, [1.0, float(step), value, value, value])
@@ -52,7 +53,8 @@ class Curve:
             self.stretches = halved(self.stretches)
 
     def points(self, most: int | None = None) -> list[Point]:
-        """The points of the curve in the order of steps, at most `most` of them."""
+        """Return the points of the curve in the order of steps. If there are more than `most`, neighbours are
+        merged."""
         stretches = self.stretches
         while most is not None and len(stretches) > max(1, most):
             stretches = halved(stretches)
@@ -109,17 +111,17 @@ class History:
     """Numbers of the first steps that were skipped, at most `MOST_SKIPS`."""
     skipped_steps: int = 0
     lowest: tuple[float, int] | None = None
-    """The lowest mean loss of `window` consecutive steps, and the last of these steps."""
+    """(loss, step): the lowest mean loss of `window` consecutive steps, and the last of these steps."""
     recent: deque[tuple[float, float]] = field(default_factory=deque)
     """(loss, label tokens) of the last steps that have a loss, at most `window` of them."""
     recent_sources: deque[dict[str, tuple[float | None, int]]] = field(default_factory=deque)
-    """The same of each data source in these steps."""
+    """For each step in `recent`: data source -> (loss, label tokens)."""
 
     def add(self, row: dict[str, Any]) -> None:
         """Add a row of metrics.jsonl.
 
         Raises:
-            ValueError: the row is not a row of metrics.jsonl; nothing is added then.
+            ValueError: the row is not valid; then nothing is added.
         """
         step, values = checked(row)
         sources = sources_of(row)
@@ -150,7 +152,7 @@ class History:
 
     @property
     def step(self) -> int:
-        """Number of the last step."""
+        """Number of the last step that was added."""
         return int(self.last.get("step", 0))
 
     @property
@@ -159,20 +161,21 @@ class History:
         return mean_loss(self.recent) if self.recent else None
 
     def source_loss(self, name: str) -> float | None:
-        """Mean loss of a data source in the last `window` steps."""
+        """Mean loss of the data source `name` in the last `window` steps."""
         found = [steps[name] for steps in self.recent_sources if name in steps]
         values = [(loss, labels) for loss, labels in found if loss is not None]
         return mean_loss(values) if values else None
 
     @property
     def lowest_loss(self) -> tuple[float, int] | None:
-        """The lowest mean loss and its step; the last loss while there are fewer than `window` steps."""
+        """(loss, step): the lowest mean loss of `window` consecutive steps, and the last of these steps. While there
+        are fewer than `window` steps: the mean loss of all steps so far."""
         if self.lowest is None and self.loss is not None:
             return self.loss, self.step
         return self.lowest
 
     def mean(self, name: str) -> float | None:
-        """Mean of the second half of a curve: the first half includes loading and compiling."""
+        """Mean of the second half of a curve. The first half is left out, because it includes loading and compiling."""
         points = self.curves[name].points() if name in self.curves else []
         rest = points[len(points) // 2 :]
         return sum(point.mean for point in rest) / len(rest) if rest else None
@@ -182,14 +185,14 @@ class History:
         return max((point.most for point in points), default=None)
 
     def largest_sources(self, most: int) -> Iterator[tuple[str, Curve]]:
-        """Names and loss curves of the data sources with the most label tokens."""
+        """Return the names and loss curves of the `most` data sources with the most label tokens."""
         chosen = sorted(self.source_labels, key=lambda name: -self.source_labels[name])[:most]
         return ((name, self.sources[name]) for name in self.sources if name in chosen)
 
 
 def mean_loss(steps: Iterable[tuple[float, float]]) -> float:
-    """Mean of the losses of several steps (loss, label tokens), weighted by label tokens as in the loss of one step. If
-    all losses are equal, exactly that loss; without any label tokens every step counts the same."""
+    """Return the mean loss of several steps (loss, label tokens), weighted by label tokens as within a step. If all
+    losses are equal, the result is exactly that loss. If no step has label tokens, all steps have the same weight."""
     losses, tokens = zip(*steps, strict=True)
     if len(set(losses)) == 1:
         return losses[0]
@@ -204,7 +207,8 @@ def checked(row: object) -> tuple[int, dict[str, float | None]]:
 
 
 def number_of(row: dict[str, Any], name: str) -> float | None:
-    """A number in a row of metrics; None if it is missing or not finite. Raises ValueError if it is not a number."""
+    """Return the number `name` in a row of metrics.jsonl; None if it is missing or not finite. Raises ValueError if the
+    value is not a number."""
     value = row.get(name)
     if value is None:
         return None
@@ -214,7 +218,7 @@ def number_of(row: dict[str, Any], name: str) -> float | None:
 
 
 def sources_of(row: dict[str, Any]) -> dict[str, tuple[float | None, int]]:
-    """(loss, label tokens) of each data source in a row of metrics."""
+    """Return {data source: (loss, label tokens)} of a row of metrics.jsonl."""
     sources = row.get("sources") or {}
     if not isinstance(sources, dict) or not all(isinstance(source, dict) for source in sources.values()):
         raise ValueError("sources is not an object of objects")

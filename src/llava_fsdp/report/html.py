@@ -1,4 +1,4 @@
-"""HTML parts that all report pages use: the page around a body, tables, headings. Text from data, models and users is
+"""Build the HTML that all report pages share: the whole page, headings and tables. Text from data, models and users is
 escaped."""
 
 import json
@@ -11,17 +11,17 @@ from typing import Any
 ASSETS = Path(__file__).parent / "assets"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 DATA = "<script type='application/json'>"
-"""HTML tag before a chart's values, from which assets/charts.js draws the chart."""
+"""Opening HTML tag of the element with a chart's values, from which assets/charts.js draws the chart."""
 LONGEST_CELL = 2000
-"""Characters of a table cell; longer text is cut."""
+"""Maximum number of characters of a table cell; longer text is cut."""
 LONG_CELL = 24
-"""Characters of a cell; longer text is wrapped."""
+"""Number of characters of a table cell above which its text is wrapped."""
 NUMBER = re.compile(r"-?[\d.,]+(e-?\d+)?( ?%|[kMGT]| ([KMG]i)?B)?|(\d+h)?\d+m(\d+s)?")
-"""A number in a table, also with its unit; a column of nothing else is aligned to the right."""
+"""Pattern of a number, with or without a unit. A table column that contains only numbers is aligned to the right."""
 
 
 def whole_page(title: str, body: str) -> str:
-    """A complete HTML page that loads no other file."""
+    """Return a complete HTML page around `body`. The page loads no other file."""
     script = f"<script>\n{(ASSETS / 'charts.js').read_text()}</script>" if DATA in body else ""
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
@@ -33,7 +33,8 @@ def whole_page(title: str, body: str) -> str:
 
 
 def heading(kind: str, title: str, *lines: str | tuple[str, str], state: str = "") -> str:
-    """The head of a page of this kind. A line may have a CSS class: (class, text)."""
+    """Return the head of a page: its kind (such as run or sweep), its title with the run's state beside it, and lines
+    of text. A line is a text, or (CSS class, text)."""
     pairs = [("", line) if isinstance(line, str) else line for line in lines]
     body = "".join(f"<p class='{name}'>{escape(shortened(text))}</p>" for name, text in pairs if text)
     mark = f"<span class='state {escape(state)}'>{escape(state)}</span>" if state else ""
@@ -46,7 +47,8 @@ def section(title: str, *body: str) -> str:
 
 
 def table(names: Iterable[str], rows: Iterable[Iterable[object]], best: int | None = None) -> str:
-    """A table without the columns that are empty in every row; the row of this number is marked as the best."""
+    """Return an HTML table with the column names `names`. Columns that are empty in every row are left out. The row
+    with index `best` is marked as the best."""
     texts = [[cell_text(value) for value in row] for row in rows]
     columns = [column for column in zip(names, *texts, strict=True) if any(column[1:]) or not texts]
     if not columns:
@@ -76,5 +78,5 @@ def shortened(text: str, most: int = LONGEST_CELL) -> str:
 
 
 def inline_json(value: Any) -> str:
-    """JSON for use inside an HTML script element: no text in it can end that element."""
+    """Return JSON for use inside an HTML script element. It is escaped so that no text in it can end the element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")

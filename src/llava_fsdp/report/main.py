@@ -53,7 +53,7 @@ def write(words: list[str]) -> Path:
 
 
 def parse(words: list[str]) -> tuple[list[Path], Path | None]:
-    """The run folders that a command line names, and the path of the page (`out=`), if given."""
+    """Return the run folders that a command line names, and the path of the page (`out=FILE`) or None."""
     for word in words:
         if word.startswith("-"):
             raise ConfigError(f"{word} is not an option; options are written key=value, and -h lists them")
@@ -67,7 +67,7 @@ def parse(words: list[str]) -> tuple[list[Path], Path | None]:
 
 
 def uniquely_named(runs: list[Run]) -> list[Run]:
-    """The runs; if two have the same name, all names get the whole path."""
+    """Return the runs. If two runs have the same name, the whole path of its folder is put into every run's name."""
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = f"{run.name} ({run.folder.resolve()})" if run.name != name_of(run.folder) else str(run.folder)

@@ -17,13 +17,13 @@ LONGEST = {
     False: "Each without the operations it calls, and without waiting for a collective, which is communication above. "
     "autograd::... is autograd's own work around an operation, FSDP's hooks among it.",
 }
-"""Note above the table of longest kernels or operations: with a GPU (True) and without (False)."""
+"""Note above the table of the kernels or operations that took longest. True: with a GPU; False: without one."""
 NAME_LENGTH = 100
 
 
 def profile_page(times: Times, title: str, first: int = 1) -> str:
-    """The report page of a profile, as HTML: time of each step by category, and the kernels or operations that took
-    longest. `first` is the number of the first recorded step."""
+    """Return the report page of a profile as HTML: the time of each step by category, and the kernels or operations
+    that took longest. `first` is the number of the first recorded step."""
     count = len(times.steps)
     total = {name: sum(step[name] for step in times.steps) for name in CATEGORIES}
     whole = sum(total.values())

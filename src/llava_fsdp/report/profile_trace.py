@@ -1,8 +1,9 @@
 """Compute where the time of recorded training steps went, from a trace of PyTorch's profiler.
 
-With a GPU this is the GPU's time: a kernel counts for the part of the step that launched it, a collective counts while
-no other kernel runs, and the rest is waiting for the host. Without a GPU this is the main thread's time: operations,
-collectives that do not overlap with operations, and Python between them.
+With a GPU, the time of the GPU is divided. A kernel's time belongs to the part of the step that launched the kernel. A
+collective's time counts only while no other kernel runs. In the rest of the time the GPU waits for the host. Without a
+GPU, the time of the main thread is divided into operations, collectives that do not overlap with operations, and Python
+code between them.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ class Times:
     steps: list[dict[str, float]]
     """For each step the seconds of each category; their sum is the step's time."""
     longest: list[tuple[str, float]]
-    """The kernels (operations, without a GPU) that took longest: name and seconds over all steps. An operation's time
-    excludes the operations that it called and waiting for a collective."""
+    """(name, seconds over all steps) of the kernels that took longest, or of the operations if there is no GPU. An
+    operation's time excludes the operations that it called, and waiting for collectives."""
 
 
 class TraceError(Exception):
-    """Error: a profiler trace is incomplete."""
+    """Raised if a profiler trace is incomplete or holds no step."""
 
 
 def times_of(path: Path) -> Times:
-    """Compute the times of the steps in a gzipped trace of PyTorch's profiler (`export_chrome_trace`). Raises OSError,
-    and TraceError if the trace is incomplete or holds no step."""
+    """Compute the times of the steps from a gzipped trace of PyTorch's profiler (`export_chrome_trace`). Raises
+    OSError, and TraceError if the trace is incomplete or holds no step."""
     try:
         with gzip.open(path, "rt") as file:
             events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
@@ -86,8 +87,8 @@ def times_of(path: Path) -> Times:
 
 
 def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans]) -> tuple[dict[str, Spans], Spans]:
-    """Time spans of kernels, by the part of the step that launched them (no instant counts twice), and of
-    collectives."""
+    """Return the time spans of computing kernels, by the part of the step that launched them, and the time spans of
+    collectives. A time in which kernels of two parts run counts for only one of them."""
     launches = {e["args"].get("correlation"): e["ts"] for e in events if e.get("cat") in LAUNCHING and "args" in e}
     ran: dict[str, list[Any]] = {name: [] for name in COMPUTING}
     collectives = []
@@ -111,8 +112,9 @@ def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans])
 def host_spans(
     operations: list[Any], annotations: list[Any], main: Any, parts: dict[str, Spans]
 ) -> tuple[dict[str, Spans], Spans]:
-    """Time spans in which the main thread ran operations, by part of the step, and the spans of collectives that it
-    waited for. Collectives run in other threads; an operation that waits for one does not compute."""
+    """Return the time spans in which the main thread ran operations, by part of the step, and the time spans of
+    collectives in which it only waited. Collectives run in other threads; an operation that waits for one does not
+    compute."""
     here = [e for e in operations if e["tid"] == main and not e["name"].startswith(COLLECTIVE_OP)]
     kernels = united(spans_of(e for e in here if e["name"].startswith("aten::")))
     collectives = united(spans_of(e for e in (*operations, *annotations) if e["name"].startswith(COLLECTIVE_OP)))
@@ -122,7 +124,8 @@ def host_spans(
 
 
 def add_exclusive(events: list[Any], waiting: Spans, total: Counter[str]) -> None:
-    """Add to `total` the microseconds of one thread's operations by name, excluding the operations that they called."""
+    """Add the time in microseconds of one thread's operations to `total`, by name. An operation's time excludes the
+    operations that it called, and the time spans in `waiting`."""
     open_: list[Any] = []
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
         while open_ and open_[-1]["ts"] + open_[-1]["dur"] <= event["ts"]:
@@ -149,7 +152,7 @@ def united(spans: Iterable[tuple[float, float]]) -> Spans:
 
 
 def within(spans: Spans, others: Spans) -> Spans:
-    """Intersection of two lists of time spans."""
+    """Return the times that lie both in a span of `spans` and in a span of `others`, as time spans."""
     common, at = [], 0
     for begin, end in spans:
         while at < len(others) and others[at][1] <= begin:

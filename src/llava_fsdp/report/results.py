@@ -14,13 +14,13 @@ from llava_fsdp.runtime.humanize import duration, readable
 
 @dataclass(frozen=True)
 class Results:
-    """What a run measured, over all its starts. None: not measured."""
+    """What a run measured, over all its starts (the first one and those that resumed it). None: not measured."""
 
     steps: int = 0
     loss: float | None = None
-    """Mean loss over the label tokens of the last steps (20 by default)."""
+    """Mean loss over the label tokens of the run's last steps (20 by default)."""
     lowest_loss: float | None = None
-    """Lowest mean loss of equally many consecutive steps."""
+    """Lowest mean loss of consecutive steps, as many as `loss` is averaged over."""
     val_loss: float | None = None
     """Lowest loss of all validations."""
     last_val_loss: float | None = None
@@ -28,13 +28,13 @@ class Results:
     val_score: float | None = None
     """Best score of all validations."""
     tokens_per_second: float | None = None
-    """Of all ranks together, mean over the second half of the run."""
+    """Tokens per second of all ranks together, mean over the second half of the run."""
     mfu: float | None = None
     """Model FLOPs utilization as a share of the GPU's peak, mean over the second half of the run."""
     peak_memory_bytes: int | None = None
-    """Of rank 0."""
+    """Peak memory of rank 0."""
     data_share: float | None = None
-    """Share of the time in steps that rank 0 waited for data."""
+    """Share of the time in training steps that rank 0 spent waiting for data."""
     skipped_steps: int = 0
     train_seconds: float = 0.0
     """Seconds spent in training steps."""
@@ -54,14 +54,15 @@ TEXTS: dict[str, Callable[[Results], str | None]] = {
     "skipped steps": lambda r: str(r.skipped_steps) if r.skipped_steps else None,
     "training": lambda r: duration(r.train_seconds) if r.steps else None,
 }
-"""The name of each result, on pages and in the terminal, and the function that returns it as text. The name of `loss`
-also says how many steps it is the mean of: `loss_name`."""
+"""Name of each result, as shown on pages and in the terminal -> function that formats the result. `loss` is shown under
+a longer name, which says how many steps the loss is averaged over (see `loss_name`)."""
 METRICS = {"val_loss": "lowest val loss", "val_score": "best val score", "last_val_loss": "last val loss"}
-"""Names of the results by which runs are compared, besides the loss."""
+"""Metrics other than the loss by which runs can be compared -> names of these metrics on pages."""
 
 
 def loss_name(windows: Collection[int]) -> str:
-    """The name of the loss that is a mean over each run's last steps, `windows` of them."""
+    """Return the name under which the mean loss of a run's last steps is shown. `windows` has the number of averaged
+    steps of each run; the name states this number if it is the same for all runs."""
     return f"loss of last {min(windows)} steps" if len(set(windows)) == 1 else "loss of last steps"
 
 
@@ -74,7 +75,8 @@ def number(value: float | None, form: str) -> str | None:
 
 
 def columns(results: list[Results], windows: Collection[int], wanted: Collection[str] = TEXTS) -> dict[str, list[str]]:
-    """The texts of a table of results by column, only columns for which at least one run has a value."""
+    """Return the columns of a table of results: name -> a text for each run. Only those of `wanted` are included, and
+    only if at least one run has a value. `windows` is explained at `loss_name`."""
     texts_by_column = {name: [TEXTS[name](one) or "" for one in results] for name in wanted}
     names = {"loss": loss_name(windows)}
     return {names.get(name, name): texts for name, texts in texts_by_column.items() if any(texts)}
@@ -101,7 +103,7 @@ def results_of(run: Run) -> Results:
 
 
 def read_results(folder: Path, window: int) -> Results:
-    """Read the results from a run's folder, also of an unfinished run. The loss is averaged over `window` steps."""
+    """Read the results from a run's folder; the run may be unfinished. The loss is averaged over `window` steps."""
     run = Run(folder, "", History(window))
     try:
         read_metrics(run)

@@ -26,11 +26,11 @@ CURVES = (
     (Chart("Peak memory", unit="GiB, rank 0"), {"peak_memory_bytes": "peak memory"}),
     (Chart("Loss scale", unit="fp16", logs=True), {"loss_scale": "loss scale"}),
 )
-"""The charts of a run, still without lines, each with its metrics: key in metrics.jsonl -> name of the line."""
+"""The charts of a run. For each: (chart without lines, {key in metrics.jsonl: name of the line})."""
 
 
 def figures(charts: Iterable[Chart]) -> str:
-    """HTML of the charts that have something to draw; empty if there are none."""
+    """Return the HTML of those charts that have values to draw; an empty text if none has."""
     drawn = "".join(map(draw, charts))
     return f"<p class='help'>{HELP}</p><div class='charts'>{drawn}</div>\n" if drawn else ""
 

@@ -15,7 +15,7 @@ SHOWN = (
     "loss", "lowest loss", "last val loss", "lowest val loss", "best val score", "tokens/s", "MFU", "memory",
     "waits for data",
 )  # fmt: skip
-"""Results in the head of the page."""
+"""Names of the results that are shown at the top of the page."""
 
 
 def report_page(run: Run, thumbnail: Thumbnail) -> str:

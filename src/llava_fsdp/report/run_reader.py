@@ -1,7 +1,7 @@
 """Read a training's output folder: its metrics, how it was started, how it ended. Imports no torch.
 
 The training may be going on, may have been killed, or may run on another machine. Incomplete lines are counted and
-skipped; a folder that is not a training's is refused.
+skipped. A folder that is not the output folder of a training is refused.
 """
 
 import contextlib
@@ -43,7 +43,8 @@ JOB: dict[str, Kinds] = {
 }  # fmt: skip
 """Allowed types of the values that are read from a sweep's job.json."""
 LONGEST_LINE = 1 << 22
-"""Maximum number of characters that are read of a line; a validation with its answers has a few thousand."""
+"""Maximum number of characters that are read as one line; the line of a validation with its answers has a few
+thousand."""
 MOST_VALIDATIONS = 2000
 
 
@@ -59,30 +60,31 @@ class Run:
     validations: list[dict[str, Any]] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    """Configuration values by dotted key."""
+    """The run's configuration: value by dotted key."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Configuration values that the overrides of a sweep's job set, by dotted key."""
+    """If the run is a job of a sweep: the values that the job's overrides set, by dotted key."""
     value: float | None = None
-    """The value that a sweep minimises, of a job that has finished."""
+    """If the run is a finished job of a sweep: the value that the sweep minimises."""
     metric: str | None = None
-    """What this value is, of a job of a sweep."""
+    """If the run is a job of a sweep: the name of the metric from which `value` comes."""
     unread: dict[str, int] = field(default_factory=dict)
-    """Number of lines that could not be read, by file."""
+    """Number of lines that could not be read, by file name."""
 
     @property
     def about(self) -> dict[str, Any]:
-        """The description of the run's most recent start (versions, device, command ...)."""
+        """The description of the run's most recent start (versions, device, command ...); empty if there is none."""
         return self.starts[-1] if self.starts else {}
 
     @property
     def num_lost(self) -> int:
-        """Number of steps that were taken but have no row in metrics.jsonl, which was truncated or damaged."""
+        """Number of steps that were taken but have no row in metrics.jsonl, because the file was truncated or
+        damaged."""
         first = min((start["step"] for start in self.starts), default=0)
         return max(0, self.history.step - first - self.history.steps) if self.starts else 0
 
     @property
     def end(self) -> dict[str, Any]:
-        """Status of the last start that took steps. A later start that failed before its first step does not count."""
+        """Status of the run's last start that took steps. A start that failed before its first step does not count."""
         before = self.status.get("before")
         is_refused = self.status.get("status") not in ("running", "stopping", "done")
         return before if is_refused and isinstance(before, dict) else self.status
@@ -93,7 +95,7 @@ class Run:
 
     @property
     def reason(self) -> str:
-        """Why the run ended, and why a later start failed."""
+        """Why the run ended. If a later start failed before its first step, also why that start failed."""
         reason = str(self.end.get("reason") or "")
         refused = self.status.get("refused") if self.end is self.status else self.status
         if not isinstance(refused, dict):
@@ -106,11 +108,12 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
     """Read everything in a run's folder except the weights.
 
     Args:
-        is_own: whether this process runs, or ran, the training in the folder, so that the lock is not checked.
+        is_own: whether this process is the one that runs, or ran, the training. If not, the folder's lock is checked,
+            which shows whether the training was killed.
         window: number of steps over which the last loss and the lowest loss are averaged.
 
     Raises:
-        ConfigError: the folder is missing or not a training's; or its configuration cannot be read.
+        ConfigError: the folder is missing or not the output folder of a training, or its configuration cannot be read.
         DataError: none of its metrics can be read.
     """
     if not folder.is_dir():
@@ -133,7 +136,8 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
 
 
 def status_or_why(folder: Path) -> dict[str, Any]:
-    """The status of a run, or the reason why it cannot be read; empty if there is no status file."""
+    """Return the status of a run. If its status file cannot be read, the status is `unknown` with the reason; if there
+    is no status file, an empty dict."""
     try:
         return status_of(folder)
     except MissingJson:
@@ -143,7 +147,8 @@ def status_or_why(folder: Path) -> dict[str, Any]:
 
 
 def runs_in(folder: Path) -> list[Run]:
-    """The run in a folder, or the runs of all jobs of a sweep in the order of their numbers."""
+    """Return the run in a folder. If the folder is that of a sweep, return the runs of all its jobs in the order of
+    their numbers."""
     jobs = [] if (folder / JOB_FILE).is_file() or not folder.is_dir() else sorted(job_files(folder))
     if not jobs:
         return [read_run(folder)]
@@ -158,7 +163,7 @@ def job_files(folder: Path) -> Iterator[Path]:
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """Read a sweep's job.json. Raises ConfigError if its content is not what a sweep writes."""
+    """Read the job.json of a sweep's job. Raises ConfigError if its content is not what a sweep writes."""
     try:
         job = read_object(path, JOB)
         if not all(isinstance(word, str) for word in job["overrides"]):
@@ -171,7 +176,8 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
-    """The run of a sweep's job; an empty run if the job ended before its first step, or its run cannot be read."""
+    """Return the run of a sweep's job. It has no metrics if the job ended before its first step, or if its folder
+    cannot be read."""
     status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
     run = Run(folder, name, status=status)
     if job.get("has_own_run", True):
@@ -186,7 +192,8 @@ def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
 
 
 def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
-    """Names for a sweep's jobs: the job's number, and the overrides that not all jobs have."""
+    """Return names for a sweep's jobs. A name consists of the job's number and those of its overrides that not all jobs
+    have."""
     differing = own_overrides([overrides for _, overrides in jobs])
     return [
         f"{number}: {' '.join(words) or 'as the others'}" for (number, _), words in zip(jobs, differing, strict=True)
@@ -194,13 +201,14 @@ def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
 
 
 def own_overrides(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The overrides of each job that not all jobs have; all overrides if there is only one job."""
+    """Return, for each job, those of its overrides that not all jobs have. A single job keeps all its overrides."""
     count = Counter(override for overrides in jobs for override in set(overrides))
     return [[word for word in overrides if count[word] < len(jobs) or len(jobs) == 1] for overrides in jobs]
 
 
 def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
-    """The values that overrides set, parsed, so that 1e-4 equals the 0.0001 of a configuration."""
+    """Return {key: value} of overrides written `key=value`. Values are parsed, so that 1e-4 equals 0.0001 in a
+    configuration."""
     values: dict[str, Any] = {}
     for word in overrides:
         key, equals, text = word.lstrip("+").partition("=")
@@ -221,13 +229,14 @@ def value_typed(text: str) -> int | float | bool | str | None:
 
 
 def name_of(folder: Path) -> str:
-    """A name for a run: the last two parts of its folder, which keep runs of one stage apart."""
+    """Return a name for a run: the last two parts of its folder's path, by which runs of one stage can be told
+    apart."""
     return "/".join(folder.resolve().parts[1:][-2:])
 
 
 def read_metrics(run: Run) -> None:
-    """Read metrics.jsonl into the run's history. Raises DataError if the file has lines but none of them is a training
-    step's."""
+    """Read metrics.jsonl into the run's history. Raises DataError if the file has lines, but none of them describes a
+    training step."""
     path, first = run.folder / METRICS_FILE, ""
     for number, line in lines_of(path):
         try:
@@ -243,12 +252,14 @@ def read_metrics(run: Run) -> None:
 
 
 def read_validations(run: Run) -> list[dict[str, Any]]:
-    """The last validation of each step, up to the run's last step. Call after `read_metrics`."""
+    """Return the last row for each step in validation.jsonl, up to the run's last step. Call `read_metrics` first,
+    which finds this step."""
     return validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step)
 
 
 def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """The valid JSON objects in a JSON Lines file; other lines are counted in `run.unread`."""
+    """Return the JSON objects in the file `name` (JSON Lines) of the run's folder. Lines that are not JSON objects, or
+    for which `check` raises an error, are counted in `run.unread`."""
     rows = []
     for _, line in lines_of(run.folder / name):
         try:
@@ -263,7 +274,8 @@ def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> l
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file that are not blank, with their numbers; none if there is no file. Raises DataError."""
+    """Yield (number, text) of each line of a file that is not blank; nothing if there is no file. Raises DataError if
+    the file cannot be read."""
     if not path.is_file():
         return
     try:
@@ -304,19 +316,20 @@ def are_numbers(values: list[Any]) -> bool:
 
 
 def validations_until(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """The last row of each step up to `step`, in order. Later rows are from before a resume, and are left out."""
+    """Return the last row of each step up to `step`, in the order of steps. Rows of later steps are left out: they were
+    written before the run resumed from an earlier step."""
     by_step = {row["step"]: row for row in rows if row["step"] <= step}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def thinned(rows: list[dict[str, Any]], most: int = MOST_VALIDATIONS) -> list[dict[str, Any]]:
-    """Every n-th row, so that at most `most` rows remain, including the last."""
+    """Return every n-th row, including the last one. n is chosen so that at most `most` rows remain."""
     every = -(-len(rows) // most) or 1
     return rows[::-1][::every][::-1]
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Configuration values by dotted key from a config.yaml, with secrets hidden. Raises ConfigError if the file is not
+    """Return the values in a config.yaml by dotted key, with secrets hidden. Raises ConfigError if the file is not
     YAML."""
     if not path.is_file():
         return {}
@@ -328,6 +341,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def put_page(path: Path, page: str, *folders: Path) -> None:
-    """Write an HTML page in one step. It can be read by those users who may read the metrics of every run on it."""
+    """Write an HTML page, replacing an existing one atomically. Only users who may read the metrics in all `folders`,
+    those of the runs on the page, may read the page."""
     modes = [mode_of(folder / METRICS_FILE) for folder in folders]
     replace_file(path, shown_text(page).encode(), functools.reduce(operator.and_, modes))

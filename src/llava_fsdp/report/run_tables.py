@@ -1,4 +1,5 @@
-"""The parts of a run's report page below the charts: sample answers, trained parts, recipe, environment."""
+"""The parts of a run's report page below the charts: sample answers, which parts of the model are trained, how the
+configuration differs from the files in conf/, environment."""
 
 from collections.abc import Callable, Iterator
 from html import escape
@@ -14,7 +15,7 @@ MOST_STARTS = 50
 MOST_ANSWERS = 12
 MOST_EARLIER = 5
 MOST_TEXT = 1200
-"""Characters shown of a question or an answer."""
+"""Maximum number of characters shown of a question or an answer."""
 MOST_ROWS = 1000
 MOST_COMMAND = 20_000
 Thumbnail = Callable[[str], str | None]
@@ -22,7 +23,8 @@ Thumbnail = Callable[[str], str | None]
 
 
 def answers(run: Run, thumbnail: Thumbnail) -> Iterator[str]:
-    """HTML of the sample answers of the last validation that has some, with earlier answers to the same questions."""
+    """Yield HTML with the sample answers of the last validation that has any. Earlier answers to the same questions are
+    shown with them."""
     rows = [row for row in run.validations if row.get("answers")]
     if not rows:
         return
@@ -50,7 +52,8 @@ def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
 
 
 def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """(step, text) of earlier answers to the same question, only those that changed."""
+    """Return (step, text) of earlier answers to the question of `answer`. An answer equal to the one before it is left
+    out."""
     key = answer.get("record"), answer.get("question")
     texts: list[tuple[int, str]] = []
     for row in rows[:-1]:

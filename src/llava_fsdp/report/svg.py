@@ -1,7 +1,7 @@
-"""Draw charts as HTML figures with SVG: curves, and bars. A script (assets/charts.js) adds zoom, pan, smoothing and
+"""Draw charts as HTML figures with SVG: curves and bars. A script (assets/charts.js) adds zoom, pan, smoothing and
 values on hover to the curves.
 
-Without JavaScript the same charts are shown, without these functions.
+Without JavaScript the same charts are shown, but without zoom, pan, smoothing and hover.
 """
 
 import math
@@ -16,21 +16,22 @@ from llava_fsdp.report.html import DATA, inline_json, shortened
 WIDTH, HEIGHT = 640, 240
 WIDE_WIDTH, WIDE_HEIGHT = 1296, 330
 SMALL_WIDTH, SMALL_HEIGHT = 400, 220
-"""Of the bars of a narrow window. The script draws curves anew in each window's size."""
+"""Size of a bar chart in a narrow window. Curves need no such size: the script redraws them in each window's size."""
 LEFT, RIGHT, TOP, BELOW = 58, 10, 10, 24
 COLOURS = 8
 """Number of line colours in the style sheet; further lines are dashed."""
 DASH = 12
-"""Length of the dashes of equal lines."""
+"""Length of the dashes with which lines are drawn that lie on each other."""
 DIGITS = 6
-"""Significant digits of the values in a page."""
+"""Number of significant digits of the values that are stored in a page."""
 PAGE_POINTS = 40_000
-"""Maximum number of points of all lines of a page together; a point takes about 80 bytes."""
+"""Maximum number of points of all lines of a page together; a point takes about 80 bytes of the page."""
 NAME_LENGTH = 80
 FLAT = 1e-12
-"""Values whose range is a smaller share of their size than this differ only by rounding, and are drawn as one value."""
+"""Relative difference below which the values of a chart differ only by rounding; they are then drawn as one value."""
 RARE = 3
-"""Percentage of a line's bands that a chart may cut off, so that a spike of one step does not flatten all the rest."""
+"""Percentage of a line's points whose band (least to greatest value) may lie outside of the chart. Otherwise a spike of
+one step would flatten all the rest."""
 WIDEST_BAR = 90
 
 
@@ -40,7 +41,7 @@ class Line:
     points: list[Point]
     colour: int = 0
     dots: bool = False
-    """Whether points are drawn as dots, for values that are few and far apart."""
+    """Whether to draw points as dots, for values that are few and far apart."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,18 @@ class Bar:
     label: str
     values: Sequence[float]
     texts: Sequence[str]
-    """Text that is shown on hover, for each value."""
+    """Text for each value, shown on hover."""
     sum: str = ""
     """Text above the bar."""
 
 
 def points_each(curves: int) -> int:
-    """Maximum number of points for each curve of a page that has this number of curves."""
+    """Return the maximum number of points of each curve, on a page with `curves` curves."""
     return max(20, min(1000, PAGE_POINTS // max(1, curves)))
 
 
 def draw(chart: Chart) -> str:
-    """A chart of curves as an HTML figure; empty if there is no value to draw."""
+    """Return a chart of curves as an HTML figure; an empty text if there is no value to draw."""
     lines = [line for line in chart.lines if line.points]
     if not lines:
         return ""
@@ -97,7 +98,7 @@ def draw(chart: Chart) -> str:
 
 
 def equal_lines(lines: Sequence[Line]) -> list[list[int]]:
-    """The places of lines that lie on each other, each group together."""
+    """Return groups of lines that lie on each other, because their points are equal. A line is given by its index."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for place, line in enumerate(lines):
         groups.setdefault(tuple((p.step, rounded(p.mean)) for p in line.points), []).append(place)
@@ -105,7 +106,8 @@ def equal_lines(lines: Sequence[Line]) -> list[list[int]]:
 
 
 def turns(number: int, lines: int) -> str:
-    """CSS with which this one of several equal lines is drawn: dashed, so that all of them are seen in turn."""
+    """Return the CSS for line `number` of several equal lines. The lines are dashed in turn, so that all of them can be
+    seen."""
     size = min(lines, COLOURS)
     return f"stroke-dasharray:{DASH} {DASH * (size - 1)};stroke-dashoffset:{-DASH * (number % size)}"
 
@@ -118,8 +120,8 @@ def equal_note(lines: Sequence[Line], groups: list[list[int]]) -> str:
 
 
 def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] = (), stacked: bool = False) -> str:
-    """A chart of vertical bars as an HTML figure; empty if all values are 0. `names` are those of a bar's values,
-    which are `stacked` or side by side."""
+    """Return a chart of vertical bars as an HTML figure; an empty text if all values are 0. `names` are the names of
+    the values of each bar. These values are drawn on top of each other if `stacked`, otherwise side by side."""
     longest = max((sum(bar.values) if stacked else max(bar.values) for bar in bars), default=0)
     if longest <= 0:
         return ""
@@ -158,7 +160,8 @@ def picture(scale: "Scale", title: str, body: Iterable[str], kind: str = "") -> 
 
 
 def figure(kind: str, title: str, unit: str, drawn: Iterable[str], names: list[tuple[str, str]], more: str = "") -> str:
-    """A chart as an HTML <figure>, with a legend of `names` (name, CSS class of the colour), if several."""
+    """Return an HTML <figure> with a chart, and with a legend if there are several `names`: (name, CSS class of the
+    colour)."""
     items = "".join(f"<li class='{colour}'>{escape(shortened(name, NAME_LENGTH))}</li>" for name, colour in names)
     return (
         f"<figure class='{kind}'>"
@@ -207,7 +210,8 @@ class Scale:
 
 
 def extent(line: Line) -> tuple[float, float]:
-    """Least and greatest value of a line that a chart must show: all means, and the bands without a few spikes."""
+    """Return the least and greatest value of a line that a chart must show. These cover all means, and all bands (least
+    to greatest value) but the few that reach farthest (RARE)."""
     means = [point.mean for point in line.points]
     spare = len(means) * RARE // 100
     low, high = sorted(p.least for p in line.points)[spare], sorted(p.most for p in line.points)[-1 - spare]
@@ -250,7 +254,7 @@ def text_at(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
 
 
 def shapes(scale: Scale, line: Line, dash: str = "") -> list[str]:
-    """A line of a chart as SVG: the means, and the band from least to greatest value."""
+    """Return the SVG elements of a line: the curve of its means, and the band from least to greatest value."""
     at = [(f"{scale.x(p.step):.1f}", p) for p in line.points]
     colour, parts = colour_class(line.colour), []
     if any(p.least < p.most for p in line.points):
@@ -269,7 +273,7 @@ def colour_class(number: int) -> str:
 
 
 def data(chart: Chart, lines: Sequence[Line], dashes: Sequence[str]) -> str:
-    """Script element with a chart's values, from which the page's script redraws the chart when zoomed."""
+    """Return a script element with a chart's values, from which the page's script redraws the chart."""
     values = {
         "share": chart.share,
         "smooths": chart.smooths,
@@ -297,7 +301,7 @@ def rounded(value: float) -> float | int:
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers from `low` to `high` for an axis, about `most` of them."""
+    """Return about `most` round numbers between `low` and `high`, for an axis."""
     if not high > low:
         return [low]
     rough = (high - low) / most
@@ -308,14 +312,15 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def digits(values: list[float]) -> int:
-    """Number of significant digits at which neighbouring values of an axis differ."""
+    """Return the number of significant digits with which neighbouring values of an axis look different, at least 4."""
     if len(values) < 2 or not values[1] > values[0]:
         return 4
     return max(4, 1 + math.ceil(math.log10(max(map(abs, values)) / (values[1] - values[0]))))
 
 
 def short_text(value: float, share: bool = False, digits: int = 4) -> str:
-    """A value as short text for an axis or a table: 20k, 61G, 2e-5."""
+    """Return a value as short text for an axis or a table, such as 20k, 61G, 2e-5. With `share`, it is shown in
+    percent."""
     if share:
         return f"{100 * value:.{digits}g} %"
     if value == 0:

@@ -1,8 +1,8 @@
-"""torchrun's agent without its own messages: `python -m llava_fsdp.train.agent PARENT REPORT FLAGS... -- WORDS...`.
+"""Run torchrun's agent without its log messages: `python -m llava_fsdp.train.agent PARENT REPORT FLAGS... -- WORDS...`.
 
-Started by launcher.py. PARENT is its process id: when it ends, this process gets SIGTERM, and stops its ranks. REPORT
-is a file descriptor that gets a JSON object about a failure. FLAGS are torchrun's, WORDS the
-training's.
+launcher.py starts this program. PARENT is the launcher's process id: when the launcher ends, this process gets SIGTERM,
+and stops its ranks. REPORT is a file descriptor to which a failure is written as a JSON object. FLAGS are torchrun's
+flags, and WORDS are the arguments of the training program.
 """
 
 import json
@@ -40,7 +40,8 @@ def main() -> None:
 
 
 def run(flags: list[str], words: list[str]) -> dict[str, object] | None:
-    """Run all ranks to their end; None if all succeeded, else why not, and the exit code for it."""
+    """Run all ranks to their end. Return None if all succeeded, else the `reason` of the failure and, if known, the
+    exit `code`."""
     from torch.distributed import DistError  # takes seconds, in which a signal ends this process
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -72,12 +73,14 @@ def run(flags: list[str], words: list[str]) -> dict[str, object] | None:
 
 
 def is_given(flags: list[str], name: str) -> bool:
-    """Whether a flag of torchrun is on the command line or in the environment, as PET_NNODES is."""
+    """Return whether torchrun's flag `name` is set: on the command line, or in the environment, as `PET_NNODES` sets
+    `nnodes`."""
     return any(flag.startswith(f"--{name}=") for flag in flags) or f"PET_{name.upper().replace('-', '_')}" in os.environ
 
 
 def choose_ranks(args: Namespace, is_chosen: bool) -> None:
-    """Start a rank for each GPU, or one without GPUs, unless a number is chosen; and share the cores among them."""
+    """Choose the number of ranks on this machine, unless it is chosen already: one for each GPU, or a single one
+    without GPUs. Divide the CPU cores among the ranks (OMP_NUM_THREADS)."""
     import torch
     from torch.distributed.run import determine_local_world_size
 

@@ -1,4 +1,4 @@
-"""Build a model on the meta device. Used by all command-line programs that need a model."""
+"""Build a model on the meta device, for all command-line programs that need one."""
 
 import torch
 
@@ -31,7 +31,7 @@ def shape_of(model: Llava) -> ModelShape:
     language = model.parts.language
     return ModelShape(
         image_tokens=model.image_tokens,
-        image_size=model.parts.vision.image_size,
+        image_size=model.parts.image_size,
         max_length=language.max_position_embeddings,
         vocab_size=language.vocab_size,
         # without the FLOPs of activation checkpointing, because packing, and so the result, must not depend on it

@@ -24,7 +24,7 @@ from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.load_weights import find_weights, fingerprint, frozen_digests, load_weights
+from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
 from llava_fsdp.model.pretrained import artifacts_of
 from llava_fsdp.model.quantization import quantized_weights
 from llava_fsdp.plan.mfu import utilization_of
@@ -34,23 +34,23 @@ from llava_fsdp.runtime.progress import watch_loading
 from llava_fsdp.train.build_model import shape_of
 from llava_fsdp.train.loss_scaler import build_scaler
 from llava_fsdp.train.optimizer import build_optimizer
-from llava_fsdp.train.preflight import check_prompts, open_model
+from llava_fsdp.train.preflight import check_prompts, few_steps, find_sources, open_model
 from llava_fsdp.train.run_info import about_run
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.summary import show_run
 
 
 def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | None) -> TrainState:
-    """Build the state of a training at step 0: data, and model and optimizer, sharded and with initial weights."""
+    """Build the state of a training at step 0: the data, and the sharded model and optimizer with initial weights."""
     model, projector = open_model(cfg, world.device)
     parts = model.parts
-    on_first_rank(lambda: check_prompts(cfg, parts), "cannot write the tokenizer of an export")
+    warnings = on_first_rank(lambda: check_prompts(cfg, parts), "cannot write the tokenizer of an export")
     loader = open_data(cfg, world, model)
     check_profile(cfg, loader.total_steps)
     check_same_records(loader)
     held_out = open_held_out_data(cfg, world, model) if cfg.val.every is not None else None
     check_artifacts(artifacts_of(parts, projector, cfg.model), world.local_rank, world.local_size, world.is_first)
-    sources = find_weights(model, parts, cfg.model, projector, cfg.seed)
+    sources = find_sources(cfg, model, projector)
     watch = watch_loading(world.is_first, "fingerprint of frozen weights")
     digests = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch)
     adapter_folder.check_base(model, cfg.model, digests)
@@ -64,6 +64,8 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
         if world.device.type == "cuda" and utilization.peak is None:
             log().info("%s", utilization.source)
         show_run(cfg, world, loader, held_out, weights, describe_projector(cfg, projector), kernel, planned)
+        for warning in warnings + few_steps(cfg, loader.total_steps):
+            log().warning("%s", warning)
 
     packed = quantized_weights(model)
 
@@ -85,7 +87,8 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
 
 
 def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = None) -> Loader:
-    """Open the dataset. The images of the embedded toy dataset are drawn on rank 0, and then read by all ranks.
+    """Open the dataset. If it is the generated toy dataset, rank 0 draws its images first, and then all ranks read
+    them.
 
     Args:
         choose: builds a sampler to use instead of the configured one.
@@ -98,7 +101,7 @@ def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = N
 
 
 def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
-    """Open the validation data. Its records are checked in the same way as those of the training data."""
+    """Open the validation data. As for the training data, check that all ranks see the same records."""
     positions = model.parts.language.max_position_embeddings
     held_out = open_held_out(cfg, lambda own, choose: open_data(own, world, model, choose), positions)
     check_same_records(held_out.loader, "val.path, val.images")
@@ -108,8 +111,8 @@ def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
 
 
 def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> None:
-    """Check that all ranks see the same records, because each machine may read its own copy of the files. A collective.
-    Raises DataError on every rank, naming the ranks that differ from rank 0."""
+    """Check that all ranks see the same records. A collective. The records may differ, because each machine may read
+    its own copy of the files. Raises DataError on every rank, naming the ranks that differ from rank 0."""
     found = gather_lists([loader.steps.fingerprints()])
     differing = [rank for rank, other in enumerate(found) if other != found[0]]
     if differing:
@@ -128,8 +131,8 @@ def assemble(
     plan: ShardPlan,
     mesh: DeviceMesh | None,
 ) -> TrainState:
-    """Shard and compile a meta-device model, load its weights with `fill` and build its optimizer; return the state of
-    a training at step 0.
+    """Shard and compile a model that is on the meta device, load its weights with `fill` and build its optimizer.
+    Return the state of a training at step 0.
 
     The order matters: freeze, activation checkpointing, shard, load weights into shards, build the optimizer.
     """

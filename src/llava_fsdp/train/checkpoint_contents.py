@@ -25,7 +25,7 @@ def tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
-    """Return all values of a checkpoint other than tensors. `versions` and `written_by` are only for people."""
+    """Return all values of a checkpoint other than tensors. `versions` and `written_by` are for human readers only."""
     return {
         "format": FORMAT,
         "run": state.run,

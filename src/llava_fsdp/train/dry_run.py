@@ -1,7 +1,8 @@
 """Measure the memory that a training will need, in one process, before its machines are booked: `train dry_run=8 ...`.
 
-Rank 0 of the given number of simulated ranks runs two steps with random weights and the largest micro-batches that the
-configuration allows. Collectives allocate memory but send nothing, so the losses have no meaning.
+The process is rank 0 of the given number of ranks, and the other ranks are simulated. It runs two steps with random
+weights and the largest micro-batches that the configuration allows. Collectives allocate memory but send nothing, so
+the losses have no meaning.
 """
 
 import json
@@ -46,12 +47,13 @@ from llava_fsdp.train.run_info import device_name
 from llava_fsdp.train.state import TrainState
 
 STEPS = 2
-"""The first step creates the optimizer's states; the second step is measured with these states in memory."""
+"""Number of steps: the first creates the optimizer's states, so that the second is measured with them in memory."""
 STATES = ("parameters", "gradients", "optimizer")
 
 
 def dry_run(cfg: Config) -> None:
-    """Measure the memory of a simulated rank, and print a table or, with format=json, JSON. Leaves no files."""
+    """Measure the memory of rank 0 among simulated ranks, and print a table or, with format=json, JSON. Leaves no files
+    behind."""
     warn_if_refused(cfg)
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default would be output_dir
@@ -65,8 +67,8 @@ def dry_run(cfg: Config) -> None:
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
-    """Replace every `auto` in the configuration by the planner's choice, which depends on the dataset's statistics or
-    on LLaVA's mean lengths."""
+    """Replace every `auto` in the configuration by the planner's choice. The planner uses the dataset's statistics if
+    they are known, else the mean lengths of LLaVA's own data."""
     if not cfg.has_auto:
         return cfg
     parts = shapes_of(cfg.model)
@@ -80,7 +82,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     """Run two steps on this rank and measure memory. The other ranks are simulated or real.
 
     Args:
-        contents: the contents of every micro-batch; None: the largest possible ones.
+        contents: numbers of tokens, images and labels in every micro-batch; None: the largest possible ones.
 
     Raises:
         NumericError: no step updated the weights, so that the optimizer's states could not be measured.
@@ -136,7 +138,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
 
 
 def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
-    """Return the planner's estimate of the memory of the two measured steps."""
+    """Return the planner's estimate of the memory of this rank in the steps that `measure` runs."""
     rows = 1 if cfg.pack else len(contents.lengths)
     samples, tokens = len(contents.lengths), contents.tokens
     micro = MicroBatch(rows, tokens // rows, samples, contents.tiles, contents.labels)
@@ -145,8 +147,8 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
 
 @torch.no_grad()
 def draw_shards(model: Llava, masters: MasterWeights) -> None:
-    """Fill every shard with random values of the distribution of initial weights, on the shard's device, without
-    reading files."""
+    """Fill every shard with random values from the distribution of its initial weights, on the shard's device and
+    without reading files."""
     packed = {clean_name(name): layer for name, layer in quantized_weights(model).items()}
     for name, shard in local_shards(model, masters).items():
         first, *others = shard.tensors
@@ -169,7 +171,8 @@ def draw_shards(model: Llava, masters: MasterWeights) -> None:
 
 
 def states(state: TrainState) -> dict[str, int]:
-    """Return the bytes of this rank's parameters, gradients and optimizer states, before the gradients are freed."""
+    """Return the bytes of this rank's parameters, gradients and optimizer states. To be called while the gradients
+    exist."""
     unpacking = [t for layer in quantized_weights(state.model).values() for t in layer.statistics]
     weights = {id(p): p for p in [*state.model.parameters(), *unpacking, *state.masters.named.values()]}
     gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]

@@ -1,6 +1,6 @@
 """Export a trained model to a folder that transformers can load, and its adapters to a folder that peft can load.
 
-Both are read again and compared with the trained model before the folders get their final names.
+Before a folder gets its final name, it is read again and compared with the trained model.
 """
 
 import dataclasses
@@ -47,7 +47,8 @@ from llava_fsdp.train.state import TrainState
 
 
 def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
-    """Write `output_dir/export` and, with `export.verify`, compare its logits with the model's. A collective.
+    """Write `output_dir/export` and, with `export.verify`, compare its logits with those of the trained model. A
+    collective.
 
     Trained weights are gathered one at a time. Frozen weights are read again from their source files, bit for bit. A
     training with adapters first writes `output_dir/adapter`; its export is the base model with the adapters merged into
@@ -129,15 +130,15 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
 
 
 def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
-    """Return all parameters by name: with trained values, in memory, on rank 0; with initial values on the other ranks.
-    A collective."""
+    """Return all parameters by name, as stored with their initial values. On rank 0 the trained parameters are replaced
+    by their trained values in memory. A collective."""
     trained = {name: parameter_values(name, state, is_first_rank) for name in state.masters.named}
     return state.sources | ({name: Held(values) for name, values in trained.items()} if is_first_rank else {})
 
 
 def is_current(state: TrainState, cfg: Config) -> bool:
-    """Return whether `output_dir` contains an undamaged export of this run, of the current step and in the configured
-    dtype. A collective."""
+    """Return whether `output_dir` contains an undamaged export that this run has written after its current step and in
+    the configured dtype. A collective."""
     wanted = {"run": state.run, "step": state.step}
     folders = {FOLDER: wanted} if cfg.model.lora.enabled else {}
     if cfg.export.merge or not cfg.model.lora.enabled:
@@ -159,7 +160,8 @@ def is_current(state: TrainState, cfg: Config) -> bool:
 
 
 def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch.Tensor:
-    """Gather a whole parameter on the CPU of rank 0. A collective if the parameter is trained."""
+    """Return a whole parameter on the CPU of rank 0. If it is trained, it is gathered from all ranks (a collective); if
+    it is frozen, rank 0 reads it from its source file."""
     master = state.masters.named.get(name)
     if master is not None:
         full = whole(master)
@@ -169,8 +171,9 @@ def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch
 
 
 def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None, is_first_rank: bool) -> None:
-    """Load the exported folder with transformers on rank 0's CPU, and compare its logits with the model's on a few
-    samples. A collective. Raises ModelError if they differ by more than rounding to `export.dtype` can explain."""
+    """Load the exported folder `staged` with transformers on rank 0's CPU, and compare its logits with those of the
+    trained model on a few samples. A collective. Raises ModelError if the logits differ by more than rounding to
+    `export.dtype` can explain."""
     micro = state.loader.steps.probe()
     state.model.eval()
     placed = state.loader.to_device(micro)
@@ -200,7 +203,8 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
 
 
 def in_full_precision(model: torch.nn.Module, sources: dict[str, Stored], adapted: Adapted | None) -> Llava:
-    """Return the model of a quantized training with its base model in full precision, as it is exported."""
+    """Return the trained model with its base model in full precision, as it is exported, although it was trained with a
+    quantized base model."""
     assert isinstance(model, Llava)
     plain = build_llava(model.parts, model.cfg.plain, torch.float32)
     return load_copy(plain, sources if adapted is None else adapted.sources, compute_dtype(plain), adapted)
@@ -219,8 +223,8 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
 
 
 def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
-    """Return the function with which rank 0 writes the adapters into each checkpoint; None on the other ranks, and if
-    there are no adapters. A collective."""
+    """Return the function with which rank 0 writes an adapter folder into each checkpoint. None on the other ranks, and
+    if the model has no adapters. A collective."""
 
     if not cfg.model.lora.enabled:
         return None
@@ -245,7 +249,7 @@ def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor in memory, with the interface of a tensor stored in a file."""
+    """A tensor in memory that has the same interface as `Stored`, a tensor in a file."""
 
     tensor: torch.Tensor
 

@@ -1,7 +1,7 @@
 """Run Python's garbage collector at the same steps on all ranks.
 
-By default each rank runs it when enough objects were allocated, at its own time, and all other ranks then wait for this
-rank in the next collective (torchtitan, tools/utils.py).
+Otherwise Python runs it on each rank at another time, when enough objects have been allocated. All other ranks then
+wait for this rank in the next collective (torchtitan, tools/utils.py).
 """
 
 import gc
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def collected_by_plan(every: int | None) -> Iterator[Callable[[int], None]]:
-    """Context manager that turns automatic garbage collection off, and yields a function to call with the number of
-    finished steps, which collects every `every` steps. The oldest generation of objects, which includes the model, is
-    not collected. With None, automatic collection stays on."""
+    """Context manager that turns automatic garbage collection off. It yields a function that is to be called with the
+    number of finished steps, and that collects garbage every `every` steps. The oldest generation of objects, which
+    includes the model, is not collected. With `every=None`, automatic collection stays on."""
     if every is None:
         yield lambda finished: None
         return

@@ -1,8 +1,8 @@
-"""Train under torchrun, with the exit code and the last line of the run: `llava-fsdp train [FLAGS] key=value...`.
+"""Start a training under torchrun, and end with the training's exit code: `llava-fsdp train [FLAGS] key=value...`.
 
-FLAGS are torchrun's, and stand anywhere. Without them every GPU of this machine gets a rank, and a machine without a
-GPU one rank. This process checks the command line, starts torchrun's agent (agent.py) in a session of its own, passes
-signals on, and says at the end how the run ended. Imports no torch.
+FLAGS are torchrun's flags, in any place. Without them there is one rank for each GPU of this machine, or a single rank
+without GPUs. This process checks the command line, starts torchrun's agent (agent.py) in a separate Unix session,
+passes signals on to the ranks, and prints as its last line how the run ended. It does not import torch.
 """
 
 import contextlib
@@ -37,22 +37,22 @@ TORCHRUN_WITH_VALUE = frozenset({
 """torchrun's flags that take a value (torch/distributed/run.py)."""
 TORCHRUN_WITHOUT_VALUE = frozenset({"standalone", "virtual-local-rank"})
 TORCHRUN_PROGRAM = frozenset({"module", "no-python", "run-path"})
-"""torchrun's flags that say what it runs, which here is always the training."""
+"""torchrun's flags that choose the program to run. They are refused, because the program is always the training."""
 HYDRA_WITHOUT_VALUE = frozenset({"--help", "-h", "--hydra-help", "--version", "--resolve", "--multirun", "-m"})
 PRINTS = frozenset({"--help", "-h", "--cfg", "-c", "--info", "-i", "--hydra-help", "--version"})
-"""Flags with which the training prints something and ends."""
+"""Flags with which the training program only prints something, such as its help, and trains nothing."""
 NUMBERS = {"nnodes": r"[1-9]\d*(:[1-9]\d*)?", "nproc-per-node": r"[1-9]\d*|gpu|cpu|auto|xpu", "max-restarts": r"\d+",
            "node-rank": r"\d+", "master-port": r"\d+", "rdzv-endpoint": r".+?(:\d+)?"}  # fmt: skip
 AGENT = (sys.executable, "-m", "llava_fsdp.train.agent")
 MEETING = 10
-"""Seconds that a machine with a mistake waits for others."""
+"""Seconds for which a machine whose command line is refused waits for the other machines, to end them too."""
 STOPS = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.STOPPED, signal.SIGHUP: ExitCode.STOPPED}
-"""Signals that stop a training, and the exit code if it has not written how it ended."""
+"""Signal that stops a training -> exit code, used if the training has not recorded how it ended."""
 SIGNALS = {*STOPS, signal.SIGUSR1, signal.SIGCHLD}
 AGENT_ENDS = 1.0
-"""Seconds that the agent has to end by itself after its ranks."""
+"""Seconds that torchrun's agent has to end by itself after its ranks have ended."""
 SAME_KEY_PRESS = 0.5
-"""Seconds within which a second SIGINT counts as the first."""
+"""Seconds after a SIGINT within which another SIGINT counts as the same press of Ctrl-C."""
 
 
 def main() -> None:
@@ -79,10 +79,10 @@ def main() -> None:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """The torchrun flags of a command line, as `--name=value`, and its other words.
+    """Split a command line into torchrun's flags, as `--name=value`, and all other arguments.
 
     Raises:
-        ConfigError: a flag that torchrun does not have, or a value that it would not take.
+        ConfigError: a flag is not one of torchrun's, or torchrun would not accept its value.
     """
     flags: list[str] = []
     rest: list[str] = []
@@ -112,10 +112,11 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def output_dir(words: list[str]) -> Path | None:
-    """Read the configuration as a rank will; its `output_dir`, or None if the command only prints something.
+    """Read the configuration from the command line, as the ranks will, and return its `output_dir`. None if the command
+    does not train, but only prints something or measures memory (`dry_run`).
 
     Raises:
-        ConfigError: it is refused.
+        ConfigError: the configuration is invalid.
     """
     if {word.partition("=")[0] for word in words} & PRINTS:
         return None
@@ -128,7 +129,8 @@ def output_dir(words: list[str]) -> Path | None:
 
 
 def with_rendezvous(flags: list[str]) -> list[str]:
-    """torchrun's flags, with those that make all ranks meet on this machine if none says where they meet."""
+    """Return torchrun's flags with the missing ones added: `--max-restarts=3`; `--standalone`, unless a flag says where
+    machines meet; the backend of a given rendezvous endpoint."""
     added = [] if is_given(flags, "max-restarts") else ["--max-restarts=3"]
     if is_one_machine(flags):
         added.append("--standalone")
@@ -138,8 +140,9 @@ def with_rendezvous(flags: list[str]) -> list[str]:
 
 
 def end_others(flags: list[str]) -> None:
-    """Meet machines that wait for this one, whose command line is refused, and end: they then end, too. Those that are
-    not there within `MEETING` seconds wait for their own `join_timeout`."""
+    """End the run on the other machines because the command line of this one is refused: join the rendezvous at which
+    they wait, and then end, which ends them too. Machines that do not join within `MEETING` seconds wait until their
+    own `join_timeout`."""
     log().info("looking for machines that wait for this one, to end them")
     conf = [flag.partition("=")[2] for flag in flags if flag.startswith("--rdzv-conf=")][-1:]
     meeting = f"--rdzv-conf={','.join([*conf, f'join_timeout={MEETING}'])}"
@@ -151,25 +154,25 @@ def is_one_machine(flags: list[str]) -> bool:
 
 
 class Launch:
-    """One run of torchrun's agent, which starts the ranks, and the signals that this process got meanwhile."""
+    """Runs torchrun's agent once, which starts the ranks, and handles the signals that this process gets meanwhile."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.before = read_status(folder)
-        """The status of an earlier run in the folder."""
+        """The run status in the folder before this launch, left by an earlier run."""
         self.stopped_by: signal.Signals | None = None
-        """The first signal that asked for an end."""
+        """The first signal that asked the training to stop."""
         self.stopped_in: dict[str, Any] | None = None
-        """The status at that time."""
+        """The run status in the folder when the first signal to stop came."""
         self.is_at_once = False
-        """Whether a Ctrl-C came after that: the ranks end without a checkpoint."""
+        """Whether a Ctrl-C came after the first signal to stop: the ranks then end without a checkpoint."""
         self.last_stop = 0.0
         self.stopping: set[int] = set()
         """Process ids of the ranks that were told to stop."""
 
     def run(self, flags: list[str], words: list[str]) -> dict[str, Any]:
-        """Run a training to its end; returns what the agent knows of the rank that failed first, or of its own failure:
-        `reason` and `code`."""
+        """Run a training to its end. Return what the agent reports of the rank that failed first, or of its own
+        failure, as `reason` and `code`; empty if nothing failed."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # from here on `wait` takes them
         environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": STOP_SECONDS, **os.environ}
         report, theirs = os.pipe()
@@ -184,10 +187,11 @@ class Launch:
         return json.loads(text) if text else {}
 
     def wait(self) -> None:
-        """Wait until the agent has ended, and pass signals on to the ranks.
+        """Wait until the agent has ended, and meanwhile pass signals on to the ranks.
 
-        The agent is told to stop only when the ranks have ended, so that it does not start them again. A scheduler may
-        send a signal to all processes, and an agent that gets a second one kills the ranks while they save.
+        When the training is to stop, the agent is told only after the ranks have ended, so that it does not start them
+        again. It is not told earlier, because a scheduler may send a signal to all processes, and an agent that gets a
+        second signal kills the ranks while they save.
         """
         ranks_ended: float | None = None
         is_agent_told = False
@@ -208,8 +212,8 @@ class Launch:
                 self.agent.kill()
 
     def stop(self, number: signal.Signals) -> None:
-        """Have the ranks save a checkpoint and end; after a further SIGINT they end at once, after a third they are
-        killed."""
+        """Handle a signal that stops the training. After the first, the ranks save a checkpoint and end. After a
+        further SIGINT they end at once, and after a third they are killed."""
         now = time.monotonic()
         if self.stopped_by is None:
             self.stopped_by, self.stopped_in = number, read_status(self.folder)
@@ -232,7 +236,7 @@ class Launch:
             return []
 
     def signal_ranks(self, number: int) -> set[int]:
-        """Send a signal to the ranks; returns their process ids."""
+        """Send a signal to the ranks of this machine; return their process ids."""
         ranks = self.ranks()
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
@@ -240,7 +244,7 @@ class Launch:
         return set(ranks)
 
     def end(self, said: dict[str, Any]) -> int:
-        """Print how the run ended as the last line; returns its exit code. `said` comes from `run`."""
+        """Print, as the last line, how the run ended, and return its exit code. `said` is the result of `run`."""
         if self.agent.returncode == ExitCode.DONE:
             return ExitCode.DONE
         path, status = self.folder / STATUS_FILE, read_status(self.folder)
@@ -252,7 +256,10 @@ class Launch:
             code = int(told["exit_code"])
             level = logging.INFO if code == ExitCode.STOPPED else logging.ERROR
             reason = str(told.get("reason") or "").partition("\n")[0]  # a rank has printed all of it
-            log().log(level, "%s: %s (exit code %d) %s", path, told["status"], code, reason)
+            ended = told["status"]
+            if status is not None and status.get("refused"):
+                ended = f"the run stays {status['status']}; this start {ended}"
+            log().log(level, "%s: %s (exit code %d) %s", path, ended, code, reason)
             return code
         if self.stopped_by is not None:
             log().info("stopped; %s has no record of how this run ended. The same command continues", path)

@@ -35,12 +35,12 @@ from llava_fsdp.runtime.status_file import read_status
 PAUSE = 10
 """Minimum number of seconds between two versions of the page."""
 SHARE = 0.01
-"""Maximum share of the time that writing the page may take."""
+"""Maximum share of the training's time that may be spent on writing the page."""
 
 
 class LivePage:
-    """Collects the curves of a training and writes its page, but only so often that this takes at most a hundredth of
-    the time.
+    """Collects the curves of a training and writes its page, but so seldom that this takes at most a hundredth of the
+    time.
 
     If a page cannot be written, a warning is logged the first time, and training continues.
     """
@@ -63,8 +63,8 @@ class LivePage:
         self.write()
 
     def last_validated(self, first_step: int) -> int:
-        """Return the last step with a validation before this start of the run. Validations of later steps are reported
-        to the trackers."""
+        """Return the last step, up to `first_step`, whose validation is on disk when this process starts. The trackers
+        get the validations of later steps only."""
         try:
             rows = read_rows(self.run, VALIDATION_FILE, check_validation)
         except Exception:
@@ -72,7 +72,8 @@ class LivePage:
         return max((row["step"] for row in rows if row["step"] <= first_step), default=-1)
 
     def begin(self, first_step: int, start: dict[str, Any]) -> None:
-        """Write `starts.jsonl`: the earlier starts of the run that this start continues, followed by this start."""
+        """Write `starts.jsonl`, with one row for each time the run was started: the rows of the earlier starts up to
+        `first_step`, at which this one continues, followed by `start`."""
         earlier = read_rows(self.run, STARTS_FILE, check_start) if first_step else []
         is_start = "time" in start and first_step < start["total_steps"]  # a finished run gets no further starts
         self.run.starts = [own for own in earlier if own["step"] <= first_step] + ([start] if is_start else [])
@@ -123,7 +124,7 @@ class LivePage:
 
 
 def rewrite_page(folder: Path) -> None:
-    """Rewrite the page of an earlier start, because the current start has ended without finishing a step."""
+    """Write the page of a run again from its files. Used if the current process has ended before it finished a step."""
     if not os.path.isfile(folder / STARTS_FILE) and not os.path.isfile(folder / METRICS_FILE):
         return
     try:

@@ -39,9 +39,9 @@ def fit(
 
     Args:
         after_step: called on every rank after each step's update of the weights.
-        between_steps: called on every rank once the data of the next step have arrived. It raises an error on every
-            rank if a stop was requested. A rank that still waits for data is then called too, because the other ranks
-            wait for it.
+        between_steps: called on every rank once the data of the next step have arrived. If a stop was requested, it
+            raises an error on every rank. It is then also called on a rank whose data have not arrived, because the
+            other ranks wait for this rank.
     """
     state.model.train()
     started = time.perf_counter()
@@ -84,8 +84,8 @@ def train_step(
     watchdog: Watchdog | None = None,
     profiler: NoProfiler | None = None,
 ) -> StepResult:
-    """Run one optimizer step; if the loss or the gradients' norm is not finite, skip the update. Raises NumericError if
-    that happens in fp16 and the loss scale cannot be lowered any more."""
+    """Run one optimizer step. If the loss or the gradients' norm is not finite, skip the update. Raises NumericError if
+    this happens in fp16 and the loss scale cannot be lowered any more."""
     profiler = profiler or NoProfiler()
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
@@ -131,9 +131,10 @@ def train_step(
 
 
 def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> None:
-    """Update the weights and free the gradients. If the step is not finite, skip it: weights and moments are not
-    changed, the learning rate schedule does not advance, and the step's samples count as consumed. Raises NumericError
-    if that happens in fp16 and the loss scale cannot be lowered any more."""
+    """Update the weights and free the gradients. If the loss or the gradients are not finite (`is_finite` is false),
+    skip the update: weights and moments are not changed, the learning rate schedule does not advance, and the step's
+    samples count as consumed. Raises NumericError if this happens in fp16 and the loss scale cannot be lowered any
+    more."""
     if state.scaler is not None:
         state.scaler.update(overflowed=not is_finite, step=state.step + 1)
     if is_finite:
@@ -151,8 +152,8 @@ def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> 
 class SourceSums:
     """The losses of a step by data source, kept on the device until the host reads the step's loss.
 
-    With one source this is the loss of the step, and nothing is computed or sent. Several sources need one more small
-    collective.
+    With one source its loss is the loss of the step, so that nothing is computed or sent. Several sources need one more
+    small collective.
     """
 
     def __init__(self, facts: StepFacts, device: torch.device):
@@ -161,7 +162,7 @@ class SourceSums:
         """Sum of the losses of each data source, float32 [sources]; of shape [0] with one source."""
 
     def each(self) -> Each | None:
-        """Return a collector for the losses of single tokens in one forward pass; None with one source."""
+        """Return a collector for the loss of each token in one forward pass; None if there is only one data source."""
         return Each() if len(self.sums) else None
 
     def add(self, micro: MicroBatch, each: Each | None) -> None:
@@ -174,8 +175,8 @@ class SourceSums:
         self.sums += torch.where(micro.label_sources == numbers[:, None], losses, 0.0).sum(1)
 
     def summed(self) -> torch.Tensor:
-        """Sum the losses of each data source over all ranks: float32 [sources], or [0] with one source. A collective
-        with several sources."""
+        """Sum the losses of each data source over all ranks: float32 [sources]; [0] if there is only one source. A
+        collective if there are several sources."""
         return summed(self.sums) if len(self.sums) else self.sums
 
     def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
@@ -195,8 +196,8 @@ class SourceSums:
 
 @torch.no_grad()
 def clip_gradients(masters: MasterWeights, largest: float | None, scale: float = 1.0) -> torch.Tensor:
-    """Divide the gradients by the loss scale `scale`, then scale them down to a norm of at most `largest`; None does
-    not clip.
+    """Divide the gradients by the loss scale `scale`, then scale them down to a norm of at most `largest`. With
+    `largest=None` they are not scaled down.
 
     Returns:
         float32 []: norm of all gradients over all ranks, after the division by `scale` and before clipping.

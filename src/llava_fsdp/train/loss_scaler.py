@@ -22,7 +22,7 @@ class LossScaler:
     cfg: ScalerConfig
     scale: float
     hysteresis: int
-    """Number of further overflows after which the scale is halved; at 1 the next overflow halves it."""
+    """Number of further overflows until the scale is halved; at 1 the next overflow halves it."""
     steps: int = 0
     last_overflow: int = -1
     """Index of the last step whose gradients overflowed; -1 before the first overflow."""
@@ -32,11 +32,11 @@ class LossScaler:
         return self.cfg.scale is None
 
     def update(self, overflowed: bool, step: int) -> None:
-        """Lower the scale if gradients overflowed in `step`, counted from 1; raise it after `window` steps without
-        overflow.
+        """Lower the scale if gradients overflowed in `step`, which is counted from 1. Raise it after every `cfg.window`
+        steps without overflow.
 
         Raises:
-            NumericError: gradients overflowed at the smallest scale.
+            NumericError: gradients overflowed although the scale is at its minimum.
         """
         if overflowed:
             before = self.scale

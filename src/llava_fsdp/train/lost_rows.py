@@ -1,4 +1,5 @@
-"""When a run continues, find out which rows are missing from its files because a file was cut, emptied or damaged."""
+"""Find rows that are missing from the files of a run that continues (metrics, skipped records, validations), because a
+file was cut, emptied or damaged."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -18,11 +19,12 @@ MOST_STRETCHES = 8
 
 
 def lost_rows(folder: Path, step: int) -> list[str]:
-    """Describe each file in a run's folder that lacks rows of steps up to `step`, at which the run continues.
+    """Return a message for each file in a run's folder that lacks rows of steps up to `step`, at which the run
+    continues.
 
-    Steps before the first start in this folder are not checked, because a run that continues a checkpoint of another
-    folder has no rows of them. Validations are checked only after the last start, because `val.every` is known for it,
-    and before `step`, because the validation of `step` itself may still have to be done.
+    Steps before the first start in this folder are not checked: a run that continues from a checkpoint in another
+    folder has no rows of these steps. Validations are checked only for steps after the last start, because `val.every`
+    is known only for them, and before `step`, because the validation of `step` itself may still have to be done.
 
     Raises:
         OSError: a file cannot be read.
@@ -50,8 +52,8 @@ def lost_rows(folder: Path, step: int) -> list[str]:
 
 
 def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
-    """Return the steps after `begin` and before `end` at which the configuration in `state.json` requires a
-    validation."""
+    """Return the steps after `begin` and before `end` that need a validation, by the configuration in `facts` (the
+    content of the checkpoint's `state.json`)."""
     config = facts.get("config")
     val = config.get("val") if isinstance(config, dict) else None
     every = val.get("every") if isinstance(val, dict) else None
@@ -61,7 +63,8 @@ def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
 
 
 def faults_of(row: dict[str, Any]) -> int:
-    """Return how many rows a step must have in `skipped_records.jsonl`, according to its row in the metrics file."""
+    """Return how many rows `skipped_records.jsonl` must have for a step, according to the step's row in
+    metrics.jsonl."""
     counts = [present_row(row).get("skipped_records"), row.get("unlabelled")]
     return sum(count for count in counts if type(count) is int)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from llava_fsdp.config import Config, Format
+from llava_fsdp.config import AUTO, Config, Format
 from llava_fsdp.config.paths import check_same_settings
 from llava_fsdp.distributed import mesh as ranks
 from llava_fsdp.distributed.consensus import on_first_rank
@@ -37,7 +37,7 @@ from llava_fsdp.train.dry_run import dry_run
 from llava_fsdp.train.live_page import rewrite_page
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.metrics import Reporter, storage_errors
-from llava_fsdp.train.preflight import check_run
+from llava_fsdp.train.preflight import check_run, with_template
 from llava_fsdp.train.profiler import open_profiler
 from llava_fsdp.train.replica_check import check_replicas
 from llava_fsdp.train.resume import continues, resume
@@ -50,8 +50,8 @@ from llava_fsdp.train.validation import open_validation
 
 @dataclass
 class RunParts(Run):
-    """The parts of a training (state, reporter, ...), which the watchdog and the end of the process use. A part is None
-    until it exists."""
+    """The parts of a running training (state, reporter, ...) that the watchdog and the code at the end of the process
+    use. A part is None until it is built."""
 
     folder: Path = Path()
     hold: Hold | None = None
@@ -149,10 +149,16 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
-    """Replace every `auto` in the configuration by the planner's choice. Rank 0 plans for all ranks. A collective."""
-    if not cfg.has_auto:
+    """Replace every `auto` in the configuration: `data.template` by that of the model's parts, and the others by the
+    planner's choice. Rank 0 plans for all ranks. A collective."""
+    if not cfg.has_auto and cfg.data.template != AUTO:
         return cfg
     parts = find_parts(cfg.model)
+    if cfg.data.template == AUTO:
+        cfg = with_template(cfg, parts)
+        log().info("auto: data.template=%s, for the language model %s", cfg.data.template, parts.language.model_type)
+    if not cfg.has_auto:
+        return cfg
     shapes = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
     records = open_data(replace(cfg, tokens_per_micro_batch=None), world, shapes).steps.records
 

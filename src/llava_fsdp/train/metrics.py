@@ -34,7 +34,7 @@ from llava_fsdp.train.trackers import PATIENCE, Trackers
 WINDOW = 128
 """Maximum number of preceding losses with which a loss is compared to find spikes."""
 FEWEST = 16
-"""Minimum number of preceding losses with which a loss is compared."""
+"""Minimum number of preceding losses that are needed to decide whether a loss is a spike."""
 
 
 class Reporter:
@@ -100,8 +100,8 @@ class Reporter:
             self.progress.update(self.task, shown=text)
 
     def end(self, patience: float = PATIENCE) -> None:
-        """Write the final page and close the trackers within `patience` seconds. Called after `run_status.json` is
-        written."""
+        """Write the final page and close the trackers within `patience` seconds. To be called after `run_status.json`
+        is written."""
         if self.enabled:
             self.page.write()
             if not self.page.failed:
@@ -126,8 +126,8 @@ class Reporter:
         self.show(row)
 
     def warn_of_compiling(self, result: StepResult) -> None:
-        """Log a warning if a step compiled graphs again. Any rank may log it, because all ranks wait for the one that
-        compiles."""
+        """Log a warning if torch.compile compiled graphs again in a step. Any rank may log it, because all ranks wait
+        for the one that compiles."""
         if result.recompiles > self.recompiles:
             log().warning(
                 "step %d: %d graphs were compiled anew, which the first steps should have seen to "
@@ -228,14 +228,14 @@ def peak_memory() -> int:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Remove the rows of steps after `step` from a file, because a resumed run repeats these steps."""
+    """Remove the rows of steps after `step` from a JSON Lines file, because a resumed run repeats these steps."""
     if path.is_file():
         replace_lines(path, rows_of(path, range(step + 1)))
 
 
 def begin_skipped_records(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
-    """Write the file of skipped records: those that were skipped before training, followed by those of steps up to
-    `step`."""
+    """Write the file of skipped records anew: first `left_out`, the records that were skipped before training, then the
+    file's present rows of steps up to `step`."""
     before = (json.dumps({"step": 0, **row}) for row in left_out)
     later = rows_of(path, range(1, step + 1)) if path.is_file() else []
     replace_lines(path, itertools.chain(before, later))
@@ -264,9 +264,9 @@ class Spikes:
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
     def stands_out(self, loss: float) -> tuple[float, float] | None:
-        """Check whether a loss is more than `sigma` standard deviations above the mean of the preceding losses; if so,
-        return this mean and the standard deviation, else None. The loss then counts as a preceding one, so that losses
-        which stay high are reported only for a while."""
+        """Return the mean and the standard deviation of the preceding losses if `loss` is more than `sigma` standard
+        deviations above the mean, else None. Then count `loss` as a preceding loss, so that losses which stay high are
+        reported only for a while."""
         found = None
         if self.sigma is not None and math.isfinite(loss):
             if len(self.losses) >= FEWEST:

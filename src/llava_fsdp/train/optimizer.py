@@ -66,8 +66,8 @@ SCHEDULES: dict[Schedule, Callable[[int, int, int], float]] = {
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Learning rate schedule: a factor by which the base learning rate of each parameter group is multiplied; it is 0
-    at the first step of a warm-up."""
+    """Learning rate schedule: a factor by which the base learning rate of each parameter group is multiplied. The
+    factor is 0 at the first step of a warm-up."""
 
     base: float
     schedule: Schedule
@@ -75,8 +75,7 @@ class LearningRate:
     warmup_steps: int
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the learning rate of every parameter group for a step, and return the learning rate that results from
-        `optim.lr`."""
+        """Set the learning rate of every parameter group for a step. Return `optim.lr` times the schedule's factor."""
         factor = SCHEDULES[self.schedule](step, self.total_steps, self.warmup_steps)
         for group in optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
@@ -105,8 +104,11 @@ def build_optimizer(
         optimizer = build_fused_adamw(settings, betas, optim.eps)
     else:
         optimizer = LowBitAdamW(settings, cfg.precision.moment_dtype, betas, optim.eps, cfg.seed)
-    warmup = math.ceil(optim.warmup_ratio * total_steps) if optim.warmup_steps is None else optim.warmup_steps
-    return optimizer, LearningRate(optim.lr, optim.schedule, total_steps, warmup)
+    return optimizer, LearningRate(optim.lr, optim.schedule, total_steps, warmup_steps(optim, total_steps))
+
+
+def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
+    return math.ceil(optim.warmup_ratio * total_steps) if optim.warmup_steps is None else optim.warmup_steps
 
 
 def prepare_moments(optimizer: torch.optim.Optimizer) -> None:

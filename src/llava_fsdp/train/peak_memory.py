@@ -9,8 +9,8 @@ import torch
 
 
 class PeakMeter:
-    """Measures the peak memory since its construction, minus the memory that was in use then: allocated and reserved
-    bytes on CUDA; on a CPU the resident memory of the process without mapped files, such as the code of libraries."""
+    """Measures the peak memory since its construction, minus the memory in use at construction. On CUDA: allocated and
+    reserved bytes. On a CPU: the resident memory of the process without mapped files, such as the code of libraries."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -27,7 +27,7 @@ class PeakMeter:
             self.before = of_process("VmRSS") - of_process("RssFile")
 
     def read(self) -> dict[str, int]:
-        """Return the peak bytes, by the name of the measured quantity."""
+        """Return the peak in bytes, by the name of the quantity, such as `max_memory_allocated` or `peak_resident`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return {
@@ -50,7 +50,7 @@ def forget_peak() -> None:
 
 
 def of_process(key: str) -> int:
-    """Return the bytes of an entry in /proc/self/status; 0 if the entry is missing."""
+    """Return the value of an entry in /proc/self/status, such as VmRSS, in bytes; 0 if the entry is missing."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(key + ":"):

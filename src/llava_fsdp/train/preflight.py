@@ -1,48 +1,58 @@
-"""Check a training's configuration, its paths, and its model before records and values of weights are read.
+"""Check a training's configuration, its paths and its model, before any record and the values of any weight are read.
 
-`train` and `doctor` raise or report every error. `plan`, `prepare` and `train dry_run=` also work where a training
-could not start: they only warn, in the same words.
+`train` raises the errors that these checks find, and `doctor` reports them. `plan`, `prepare` and `train dry_run=` also
+work where a training could not start: they only log the same errors as warnings.
 """
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from llava_fsdp.config import Config, Source
+from llava_fsdp.config import AUTO, Config, Source
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_places, exists
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.export.processor import rehearse_tokenizer
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.pretrained import Parts, find_parts, find_projector
-from llava_fsdp.runtime.errors import LlavaFsdpError
+from llava_fsdp.model.tensor_files import Stored
+from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.provenance import read_notes
 from llava_fsdp.train.build_model import build_model
+from llava_fsdp.train.optimizer import SCHEDULES, warmup_steps
 from llava_fsdp.train.resume import check_settings
 from llava_fsdp.train.trackers import check_installed
 
-VICUNA = "v1"
+C = TypeVar("C", bound=Config)
+VICUNA, STAGE_1 = "v1", "plain"
 PROMPTS = {"qwen": "chatml", "mistral": "mistral_instruct", "mpt": "mpt"}
-"""Beginning of a language model's type -> the conversation template that instruct models of this type were trained
-with."""
+"""Beginning of a language model's `model_type` -> the conversation template that instruct models of this type were
+trained with."""
+FEW_STEPS = 20
+"""A training of fewer steps hardly changes a model."""
 
 
-def preflight(cfg: Config, device: torch.device) -> None:
-    """Check everything that a training on `device` checks before it reads records or values of weights.
+def preflight(cfg: Config, device: torch.device) -> list[str]:
+    """Make all checks that a training on `device` makes before it reads records or values of weights. Return the
+    warnings that it would log.
 
     Raises:
-        ConfigError, ModelError, DataError: the training would refuse the configuration with the same error.
+        ConfigError, ModelError, DataError: a check failed; a training would end with the same error.
     """
     check_run(cfg)
     model, projector = open_model(cfg, device)
-    check_prompts(cfg, model.parts)
-    find_weights(model, model.parts, cfg.model, projector, cfg.seed)
+    warnings = check_prompts(with_template(cfg, model.parts), model.parts)
+    find_sources(cfg, model, projector)
     if cfg.data.source is not Source.shapes:
         sources_of(cfg.data, "data")
+    return warnings
 
 
 def warn_if_refused(cfg: Config) -> None:
-    """Log a warning with the error with which a training would refuse the configuration.
+    """Log a warning if a training would refuse the configuration; the warning contains the training's error.
 
     Only paths are checked if a part of the model would first have to be downloaded.
 
@@ -54,16 +64,18 @@ def warn_if_refused(cfg: Config) -> None:
     if any(PACKAGED_OR_HUB.fullmatch(name) and not name.startswith("package:") and not exists(name) for name in names):
         return
     try:
-        preflight(cfg, torch.device("cpu"))
+        for warning in preflight(cfg, torch.device("cpu")):
+            log().warning("%s", warning)
     except LlavaFsdpError as error:
         log().warning("train refuses this configuration: %s: %s", type(error).__name__, error)
 
 
 def check_run(cfg: Config) -> None:
-    """Check the paths that a training reads, its trackers, and the run that `output_dir` has already.
+    """Check that the paths that a training reads exist, that the packages of its trackers are installed, and that its
+    settings agree with the run that `output_dir` may already contain.
 
     Raises:
-        ConfigError
+        ConfigError: one of these checks failed.
     """
     check_places(cfg)
     check_installed(cfg.track)
@@ -71,34 +83,87 @@ def check_run(cfg: Config) -> None:
 
 
 def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
-    """Find the parts of the model and build it on the meta device; return the model, and the folder of its projector or
-    None.
+    """Find the parts of the model and build it on the meta device. Return the model, and the folder from which its
+    projector is read, or None if there is no such folder.
 
     Raises:
-        ConfigError, ModelError
+        ConfigError, ModelError: a part is missing, or the model or the device does not support the configuration.
     """
     parts = find_parts(cfg.model)
     projector = find_projector(cfg)
     return build_model(cfg, parts, device), projector
 
 
-def check_prompts(cfg: Config, parts: Parts) -> None:
-    """Log a warning if the conversation template is that of another language model, and check that an export could be
-    given its tokenizer. Raises ModelError or ConfigError if it could not."""
-    warn_of_template(cfg, str(parts.language.model_type), parts.language.vocab_size)
+def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str, Stored]:
+    """Find where the values of every parameter come from, as `find_weights` does.
+
+    Args:
+        projector: the path that `open_model` returned.
+
+    Raises:
+        ModelError: as `find_weights`. If the projector does not fit and is from a run with other parts, the message
+            names these parts.
+    """
+    try:
+        return find_weights(model, model.parts, cfg.model, projector, cfg.seed)
+    except ModelError as error:
+        notes = read_notes(projector.parent if projector.is_file() else projector) if projector is not None else {}
+        theirs = [f"model.{part}={notes[part]}" for part in ("language", "vision") if notes.get(part)]
+        ours = [f"model.language={cfg.model.language}", f"model.vision={cfg.model.vision}"]
+        if len(theirs) < len(ours) or theirs == ours or str(projector) not in str(error):
+            raise
+        raise type(error)(
+            f"{error}; model.projector={cfg.model.projector} was trained with {' '.join(theirs)}: give these keys here "
+            "too"
+        ) from error
+
+
+def check_prompts(cfg: Config, parts: Parts) -> list[str]:
+    """Return a warning if the conversation template is that of another language model. If the model will be exported,
+    check that its tokenizer can be written into the export, and raise ModelError or ConfigError if not."""
     if cfg.exports_model:
         rehearse_tokenizer(parts.language_folder, parts.language, cfg.trained_template, cfg.model.image_start_end)
+    return foreign_prompts(cfg, str(parts.language.model_type), parts.language.vocab_size)
 
 
-def warn_of_template(cfg: Config, kind: str, vocabulary: int) -> None:
-    """Log a warning if Vicuna's template is used with a language model of another type than Vicuna's."""
+def foreign_prompts(cfg: Config, kind: str, vocabulary: int) -> list[str]:
+    """Return a warning if the conversation template is Vicuna's (v1), but the language model is not of Vicuna's
+    type."""
     is_llama_3 = kind == "llama" and vocabulary > 100_000
     if cfg.data.template != VICUNA or (kind == "llama" and not is_llama_3):
-        return
-    better = next((name for start, name in PROMPTS.items() if kind.startswith(start)), None)
-    log().warning(
-        "data.template=v1 has Vicuna's prompts, and the language model is %s: %s",
-        "a Llama 3" if is_llama_3 else kind,
-        f"data.template={better} has those of its instruct models" if better else
-        "its instruct models know others; a base model learns any. data.template chooses",
-    )  # fmt: skip
+        return []
+    better = prompts_of(kind)
+    cure = f"data.template={better} has those of its instruct models"
+    if better is None:
+        cure = "data.template chooses others, which its instruct models may know (a base model learns any)"
+    named = "a Llama 3" if is_llama_3 else kind
+    return [f"data.template=v1 has Vicuna's prompts, and the language model is {named}; {cure}"]
+
+
+def prompts_of(kind: str) -> str | None:
+    """Return the template that instruct models of the type `kind` were trained with; None if it is not known."""
+    return next((name for start, name in PROMPTS.items() if kind.startswith(start)), None)
+
+
+def with_template(cfg: C, parts: Parts) -> C:
+    """Replace `data.template=auto` in the configuration: by the template with which `model.checkpoint` was trained, if
+    its notes name one that is not stage 1's, or else by that of the language model's type, or else by v1."""
+    if cfg.data.template != AUTO:
+        return cfg
+    trained = read_notes(parts.whole).get("template", STAGE_1) if parts.whole is not None else STAGE_1
+    known = prompts_of(str(parts.language.model_type)) or VICUNA
+    return replace(cfg, data=replace(cfg.data, template=known if trained == STAGE_1 else trained))
+
+
+def few_steps(cfg: Config, steps: int) -> list[str]:
+    """Return a warning if a training of `steps` steps will hardly change the model: because the dataset has so few
+    records or, if the user chose `max_steps`, because the learning rate of all these steps is 0."""
+    warmup, is_chosen = warmup_steps(cfg.optim, steps), cfg.max_steps is not None
+    factors = (SCHEDULES[cfg.optim.schedule](step, steps, warmup) for step in range(steps))
+    if any(factors) if is_chosen else steps >= FEW_STEPS:
+        return []
+    cure = "raise max_steps" if is_chosen else "for small data lower global_batch_size, or raise epochs"
+    return [
+        f"{steps} step{'s' * (steps > 1)} of {cfg.global_batch_size} samples will hardly change the model: the "
+        f"learning rate is warmed up from 0 for {min(warmup, steps)} of them; {cure}"
+    ]

@@ -23,7 +23,7 @@ from llava_fsdp.runtime.os_errors import why
 T = TypeVar("T")
 FOLDER = "profile"
 LATE = 12
-"""Number of the last step that is profiled by default."""
+"""Number of the last step that is profiled by default, counted from the first step of this process."""
 MOST_ENTRIES = 200_000
 """Maximum number of allocations in CUDA's memory history; enough for a few steps."""
 
@@ -39,8 +39,8 @@ class NoProfiler:
 
 
 class StepProfiler(NoProfiler):
-    """Profiles a range of the steps of this process, counted from 1, and writes the results after the last step of the
-    range."""
+    """Profiles a range of steps and writes the results after the last step of the range. The steps of this process are
+    counted from 1."""
 
     def __init__(self, cfg: Config, steps: tuple[int, int], rank: int, device: torch.device):
         self.first, self.last = steps
@@ -73,8 +73,8 @@ class StepProfiler(NoProfiler):
         return nullcontext() if self.profiler is None else record_function(RANGE + name)
 
     def begin(self, number: int) -> None:
-        """Start or advance the profiler before a step. It is started one step before the range, if there is such a
-        step, to warm up."""
+        """Start or advance the profiler before step `number`. To warm up, it is started one step before the range, if
+        there is such a step."""
         if number == max(1, self.first - 1):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_cuda else [])]
             plan = schedule(wait=0, warmup=self.first - number, active=self.last - self.first + 1, repeat=1)
@@ -116,8 +116,8 @@ class StepProfiler(NoProfiler):
 
 
 def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total: int) -> NoProfiler:
-    """Return the profiler for a training that has finished `done` of `total` steps; one that records nothing without
-    `profile`, or if no step is left to profile."""
+    """Return the profiler for a training that has finished `done` of `total` steps. It records nothing if `profile` is
+    false or no step is left to profile."""
     left = total - done
     if not cfg.profile or left <= 0:
         return NoProfiler()
@@ -134,7 +134,8 @@ def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total
 
 
 def usual_steps(left: int) -> tuple[int, int]:
-    """Return the first and last of three steps to profile by default, so late that everything is compiled. If fewer
-    steps are left, these are the last ones, after one step for the profiler's warm-up."""
+    """Return the first and the last step to profile by default, if `left` steps are left: three steps, so late that
+    everything is compiled, or the last ones if the run ends earlier. If possible, one step before them is left for the
+    profiler's warm-up."""
     last = min(left, LATE)
     return min(last, max(2, last - 2)), last

@@ -1,4 +1,4 @@
-"""Compare replicated tensors and counters between ranks, before training begins and before each save."""
+"""Compare tensors and counters that several ranks hold, before training begins and before each save."""
 
 import json
 import socket
@@ -18,8 +18,9 @@ SHOWN = 3
 
 
 def check_replicas(state: TrainState, parent: Path) -> None:
-    """Check that weights, moments, buffers and counters that several ranks hold are equal on these ranks. A collective.
-    Raises ReplicaError on every rank, naming the ranks and tensors that differ and the last checkpoint in `parent`."""
+    """Check that the weights, moments, buffers and counters that several ranks hold are equal on all these ranks. A
+    collective. Raises ReplicaError on every rank, naming the ranks and tensors that differ and the last checkpoint in
+    `parent`."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
     found = find_differences(held_by_this_rank(all_tensors(state), counters(state)), gather_lists)
@@ -28,7 +29,7 @@ def check_replicas(state: TrainState, parent: Path) -> None:
 
 
 def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return all tensors of a training by name: those that are saved, frozen weights and buffers."""
+    """Return all tensors of a training by name: those that a checkpoint contains, and frozen weights and buffers."""
     found = tensors(state)
     for name, tensor in (*state.model.named_parameters(), *state.model.named_buffers()):
         found.setdefault(f"model.{clean_name(name)}", tensor)
@@ -36,8 +37,8 @@ def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def counters(state: TrainState) -> dict[str, str]:
-    """Return, as text by name, the values other than tensors that each rank computes for itself and that affect later
-    steps."""
+    """Return the values other than tensors that each rank computes for itself and that affect later steps: name ->
+    text."""
     return {
         "step, samples": f"{state.step} {state.samples}",
         "skipped steps": f"{state.skipped} {state.consecutive}",
@@ -47,7 +48,7 @@ def counters(state: TrainState) -> dict[str, str]:
 
 
 def describe(found: list[Difference], hosts: list[str], step: int, parent: Path) -> ReplicaError:
-    """Return the error that names the ranks and tensors that differ.
+    """Return the error that names the ranks, and the tensors and counters, that differ.
 
     Args:
         hosts: host name of each rank.

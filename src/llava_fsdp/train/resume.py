@@ -34,7 +34,7 @@ FREE_KEYS = {  # paths, names, and how records are read from disk; they do not c
 
 def resume(state: TrainState, cfg: Config) -> Path | None:
     """Load the checkpoint that `checkpoint.resume` selects, and return its folder; None if training starts at step 0. A
-    collective. Raises CheckpointError if all checkpoints are damaged, or if the checkpoint was written with another
+    collective. Raises CheckpointError if all checkpoints are damaged, or if the selected one was written with another
     model, dataset or recipe."""
     found = choose(cfg)
     if found is None:
@@ -79,8 +79,8 @@ def choose(cfg: Config) -> Checkpoint | None:
 
 
 def wish_of(cfg: Config) -> str:
-    """Return the value of `checkpoint.resume`. After a restart of the same launch it is `auto`, if the launch has saved
-    a checkpoint since it began as `checkpoint.resume` says."""
+    """Return the value of `checkpoint.resume`. Return `auto` instead if torchrun or a scheduler has restarted this
+    launch after it had begun as that value says and had saved a checkpoint."""
     output, wanted = Path(cfg.output_dir), cfg.checkpoint.resume
     begun = begun_at(output, wanted) if wanted != "auto" else None
     if begun is not None and any((step_of(p) or 0) > begun for p in list_checkpoints(output / FOLDER)):
@@ -98,15 +98,15 @@ def start_over(output: Path) -> None:
 
 
 def continues(cfg: Config) -> bool:
-    """Return whether the training would resume from a checkpoint."""
+    """Return whether the training would resume from a checkpoint, instead of starting at step 0."""
     named = cfg.checkpoint.resume not in ("auto", "never")
     return named or (cfg.checkpoint.resume == "auto" and bool(list_checkpoints(Path(cfg.output_dir) / FOLDER)))
 
 
 def check_settings(cfg: Config) -> None:
     """Compare the settings with those of the checkpoint from which the run would resume, before a model is built.
-    Raises ConfigError, listing every key that differs and what the user can do. A checkpoint that cannot be read is
-    ignored here; its verification reports it later."""
+    Raises ConfigError, which lists every key that differs and says what the user can do. A checkpoint that cannot be
+    read is ignored here, because it is verified and reported later."""
     try:
         wanted = wish_of(cfg)
         if wanted == "never":
@@ -131,14 +131,14 @@ def require_checkpoint(folder: Path) -> None:
 
 
 def is_fixed(key: str) -> bool:
-    """Return whether the value of a key must stay the same when a run continues."""
+    """Return whether the value of a configuration key must stay the same when a run continues."""
     free = key in FREE_KEYS or re.fullmatch(r"data\.sources\.[^.]+\.(path|images)", key) is not None
     return key in STORED_AS or (key.partition(".")[0] in FIXED_KEYS and not free)
 
 
 def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder: Path) -> None:
-    """Refuse to continue a run if fixed settings, the data or the model have changed. Raises CheckpointError, listing
-    every key that differs and what the user can do."""
+    """Raise CheckpointError if the data, the model, or settings that must stay the same have changed since the
+    checkpoint. The error lists every key that differs and says what the user can do."""
     then, now = settings_then(facts["config"]), flat(jsonable(asdict(cfg)))
     differing = changed_settings(then, now)
     moved = f"{then.get('data.path')} -> {now.get('data.path')}"
@@ -170,17 +170,17 @@ def other_settings(folder: Path, differing: list[str]) -> str:
 
 
 def settings_then(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration that a checkpoint records, by dotted key."""
+    """Return the configuration of the run that wrote a checkpoint, by dotted key, from the checkpoint's `config`."""
     # older checkpoints lack these keys; their runs used neither adapters nor quantization
     added = {"model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())}}
     return flat(jsonable(added)) | flat(present_tree(config))
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return a text `key: old -> new` for each key whose value must stay the same when a run continues, but has
-    changed."""
-    feature = "model.select_feature"  # auto may mean the same; the fingerprint "encoding" has the number of tokens
-    same = {feature} if "auto" in (then.get(feature), now.get(feature)) else set()
+    """Return a text `key: old -> new` for each configuration key that has changed although it must stay the same when a
+    run continues."""
+    # auto may mean the same; the fingerprint "encoding" has the template and the number of tokens
+    same = {key for key in ("model.select_feature", "data.template") if "auto" in (then.get(key), now.get(key))}
     return [
         f"{key}: {then.get(key)} -> {now.get(key)}"
         for key in sorted(then.keys() | now.keys())

@@ -1,4 +1,5 @@
-"""Describe one start of a training as a JSON object: hardware, versions, trainable parts, recipe.
+"""Describe one start of a training as a JSON object: hardware, versions, trainable parts, recipe. Each time a run
+resumes is a further start.
 
 Rank 0 appends this description to `starts.jsonl`; the report and the trackers show it. It contains no host names.
 """
@@ -60,8 +61,8 @@ def about_run(cfg: Config, world: World, model: Llava, records: Records, weights
 
 
 def planned_peak(cfg: Config, world: World, model: Llava, records: Records) -> int | None:
-    """Return the planned peak memory of a device in bytes; None on a CPU, where a process holds much more than
-    tensors."""
+    """Return the planned peak memory of a device in bytes; None on a CPU, where a process holds much more memory than
+    its tensors."""
     if world.device.type != "cuda":
         return None
     try:
@@ -91,8 +92,8 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the git commit of this project's checkout, with `-dirty` appended if files have changed; None without a
-    checkout."""
+    """Return the git commit of the checkout from which this package runs, with `-dirty` appended if files have changed;
+    None if it does not run from a checkout."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""Check before a model is loaded that all ranks have the same software, as far as it can change results."""
+"""Check before a model is loaded that all ranks run the same versions of the software that can change results."""
 
 import importlib.metadata
 import os
@@ -30,7 +30,7 @@ VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "ATEN_CPU_CAPABILITY",
 )
-"""Environment variables with which the same kernels may give other results."""
+"""Environment variables that can change the results of the same kernels."""
 SHOWN = 3
 """Maximum number of hosts that a message names."""
 Gather = Callable[[list[Any]], list[Any]]
@@ -56,8 +56,8 @@ def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> No
 
 
 def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
-    """Return functions that read the versions of the software that must be the same on all ranks, because it changes
-    results: name -> function."""
+    """Return functions that read the versions of the software that must be the same on all ranks: name -> function.
+    Software is included if another version could change results."""
     used = {
         "peft": cfg.model.lora.enabled,
         "bitsandbytes": cfg.model.quantize.mode is not Quantizer.none,
@@ -77,8 +77,8 @@ def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
 
 
 def may_differ(device: torch.device) -> dict[str, Callable[[], str]]:
-    """Return functions that describe hardware and software that may differ between ranks, for a warning: name ->
-    function."""
+    """Return functions that describe hardware and software that may differ between ranks: name -> function. If they
+    differ, a warning is logged."""
     return {
         "device": lambda: device_name(device),
         "CPU": lambda: f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
@@ -95,8 +95,8 @@ def torch_build() -> str:
 
 
 def loaded_version(module: ModuleType) -> str:
-    """Return the version of a module that this process has imported, which may differ from that of the installed
-    package."""
+    """Return the version of a module that this process has imported. The version that is installed now may be another
+    one."""
     return str(module.__version__)
 
 
@@ -108,8 +108,8 @@ def installed_version(package: str) -> str:
 
 
 def package_digest(files: dict[str, str] | None = None) -> str:
-    """Return a digest of the names and contents of the package's files, which is the same for a checkout and a wheel
-    built from it.
+    """Return a digest of the names and contents of llava_fsdp's files. It is the same for a checkout and for a wheel
+    built from that checkout.
 
     Args:
         files: the result of `package_files`; None: that of the running package.
@@ -121,7 +121,7 @@ def package_digest(files: dict[str, str] | None = None) -> str:
 
 
 def package_files(package: Path = PACKAGE, conf: Path | None = None) -> dict[str, str]:
-    """Return the digests of all files of the package (modules, `conf/` and others), by path within the package."""
+    """Return the digest of each file of llava_fsdp (modules, `conf/` and others), by its path within the package."""
     roots = {"": package, "conf/": conf or config_dir().resolve()}  # in a wheel, conf/ is already inside the package
     return {
         prefix + path.relative_to(root).as_posix(): xxh3_128(path.read_bytes()).hexdigest()
@@ -132,14 +132,14 @@ def package_files(package: Path = PACKAGE, conf: Path | None = None) -> dict[str
 
 
 def is_own(path: Path) -> bool:
-    """Return whether a file belongs to the package, and is not compiled, hidden or an editor's copy."""
+    """Return whether a file is part of llava_fsdp. Compiled files, hidden files and editors' backup copies are not."""
     hidden = any(part.startswith(".") or part == "__pycache__" for part in path.parts)
     return not hidden and not path.name.endswith((".pyc", "~", ".orig", ".rej"))
 
 
 def differences(hosts: list[str], facts: list[dict[str, str]]) -> list[str]:
-    """Return a text for each fact that differs between ranks: its name, and each of its values with the ranks and hosts
-    that have it.
+    """Return a text for each fact that differs between ranks: its name and its different values, each with the ranks
+    and hosts that have it.
 
     Args:
         hosts: the host name of each rank.

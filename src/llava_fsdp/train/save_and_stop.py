@@ -1,5 +1,5 @@
-"""Create the saver of a training, and do what all ranks do together between two steps: save, stop on request, and give
-up after too many skipped steps."""
+"""Create the saver of a training, and do what all ranks must do together after and between steps: save, stop on
+request, and give up after too many skipped steps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ SHOWN = 8
 
 
 class RunController:
-    """Saves the state of a training on request and when a checkpoint is due. A checkpoint that is due is postponed
-    while steps are skipped."""
+    """Saves the state of a training on request and when a checkpoint is due, and ends the run on request. While steps
+    are skipped, a checkpoint that is due is postponed."""
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ class RunController:
         self.owed = False
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written. Raises CheckpointError or NumericError if it could not be
-        written."""
+        """Wait until the checkpoint that is being written is complete. Raises CheckpointError or NumericError if it
+        could not be written."""
         if self.saver is not None:
             self.watchdog.at(Phase.CHECKPOINT)
             with self.explained():
@@ -122,7 +122,7 @@ class RunController:
 
         Raises:
             CheckpointError, NumericError: the checkpoint could not be written.
-            Stopped: a stop was requested during the last step, and the model has not been exported yet.
+            Stopped: a rank was asked to stop during the last step, and the model has not been exported yet.
         """
         if self.saver is None:
             return
@@ -135,14 +135,14 @@ class RunController:
             raise self.stopped("stopped after the last step; the same command exports the model")
 
     def loss(self) -> Loss | None:
-        """Return how the run's folder was lost; None if it was not lost, and on all ranks except rank 0. Not a
-        collective."""
+        """Return what happened to the run's folder if it is lost (deleted, moved or replaced). None if it is not, and
+        always None on ranks other than rank 0. Not a collective."""
         return self.hold.look() if self.hold is not None else None
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Context manager that raises FolderLost instead of an error of writing into the run's folder, if the folder is
-        lost."""
+        """Context manager for writing into the run's folder. If that fails because the folder is lost (deleted, moved
+        or replaced), it raises FolderLost instead of the error of writing."""
         try:
             yield
         except (CheckpointError, ModelError) as error:
@@ -151,7 +151,8 @@ class RunController:
             raise
 
     def stop_if_lost(self) -> None:
-        """If the run's folder is lost, save the state into a new folder and raise FolderLost. A collective.
+        """If the run's folder is lost (deleted, moved or replaced), save the state into a new folder and raise
+        FolderLost. A collective.
 
         The new folder has the same path. It is not created if something else is at that path now.
         """
@@ -188,7 +189,8 @@ class RunController:
         )
 
     def give_up(self, result: StepResult) -> None:
-        """Raise NumericError, naming the records of the last step whose values may be the cause."""
+        """Raise NumericError, which ends a run with too many skipped steps. Its message names the records of the last
+        step that may be the cause: those of the ranks whose own loss is not finite, or else those of all ranks."""
         self.finish()
         state, step = self.state, self.state.step
         # gradients are sums over all ranks, but the bad samples were on a rank whose own loss is not finite
@@ -217,7 +219,7 @@ def open_saver(
     """Create the saver of a training. A collective.
 
     Args:
-        resumed: folder of the verified checkpoint from which the run continues; None if it begins.
+        resumed: folder of the verified checkpoint from which the run continues; None if it begins at step 0.
 
     Raises:
         CheckpointError: the disk has no room for a checkpoint, or the folder is not writable.

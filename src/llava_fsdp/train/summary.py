@@ -45,8 +45,8 @@ PARTS = {
 
 
 def unlike_original(cfg: Config, compiles: bool = False) -> str:
-    """Return one line with the settings whose numerical results differ from the original LLaVA trainer's. With
-    `compiles` it names compilation, which changes rounding."""
+    """Return one line that lists the settings with which results differ numerically from the original LLaVA trainer's.
+    With `compiles` the line also names compilation, because it changes rounding."""
     precision = cfg.precision
     # (key, value, whether the value equals that of the original LLaVA)
     choices = [
@@ -92,7 +92,7 @@ def show_run(
         facts.add_row("adapters", describe_adapters(cfg.model.lora, list(weights)))
     if cfg.model.quantize.mode is not Quantizer.none:
         facts.add_row("base", describe_packed(cfg, weights.values()))
-    facts.add_row("data", f"{describe_data(cfg, records)}, template {cfg.data.template}")
+    facts.add_row("data", f"{describe_data(cfg, records)}, template {cfg.trained_template}")
     facts.add_row("steps", describe_steps(cfg, loader, float(np.mean(records.lengths))))
     facts.add_row("learning", describe_learning(cfg.optim))
     facts.add_row("sharding", describe_sharding(cfg, world))
@@ -215,7 +215,7 @@ def describe_activation_checkpointing(cfg: Config, world: World) -> str:
 
 
 def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
-    """Return the numbers of trainable and of frozen parameters, by part of the model."""
+    """Return the numbers of trainable and of frozen parameters: part of the model -> (trainable, frozen)."""
     found = {}
     for part in PARTS:
         own = [w for n, w in weights.items() if n.partition(".")[0] == part]

@@ -1,9 +1,9 @@
 """Log a training to TensorBoard and to Weights & Biases, on rank 0.
 
 A tracker must neither slow training down nor end it. So rows are put in a queue, and a thread sends them to the
-trackers; after an error a tracker is closed with a warning. The thread is started with the first row, after the data
-workers of the training were forked. The workers of a validation are forked while the thread runs, and must not use this
-module, whose locks may be held at that moment.
+trackers; after an error a tracker is closed with a warning. The thread is started with the first row, after the
+training's data workers were forked. The data workers of a validation are forked while the thread runs. They must not
+use this module, because its locks may be held when they are forked.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from llava_fsdp.runtime.redact import redact, redact_values, secrets_of
 
 FOLDER = "tensorboard"
 MOST_WAITING = 20_000
-"""Maximum number of rows in the queue. Further rows are dropped."""
+"""Maximum number of rows in the queue for the trackers. Further rows are dropped."""
 PATIENCE = 15
-"""Seconds that the end of a run waits until the queued rows are logged."""
+"""Seconds for which a run waits at its end until the rows queued for the trackers are logged."""
 HURRY = 4
-"""Seconds to wait instead if the process must end soon, because other ranks wait for its end."""
+"""Seconds that replace `PATIENCE` if other ranks wait for this process to end."""
 NAMES = {
     "loss": "train/loss", "lr": "train/learning_rate", "grad_norm": "train/gradient_norm",
     "loss_scale": "train/loss_scale", "skipped_steps": "train/skipped_steps",
@@ -35,7 +35,7 @@ NAMES = {
     "seconds": "speed/step_seconds", "data_seconds": "speed/data_seconds",
     "peak_memory_bytes": "memory/peak_bytes",
 }  # fmt: skip
-"""Names of values in the trackers, by column of metrics.jsonl."""
+"""Column of metrics.jsonl -> name of its values in the trackers."""
 
 
 def check_installed(cfg: TrackConfig) -> None:
@@ -112,7 +112,8 @@ class Trackers:
                 log().warning("tracking is behind by %d rows, and goes without more until it is not", MOST_WAITING)
 
     def work(self) -> None:
-        """Open the trackers, log the queued rows until the end, and close the trackers. Runs in the thread."""
+        """Open the trackers, log the queued rows until `close` ends the queue, and close the trackers. Runs in the
+        thread."""
         opened: list[TensorBoard | WeightsAndBiases] = []
         with warned_of("TensorBoard cannot log this run"):
             opened += [TensorBoard(self)] if self.cfg.track.tensorboard else []
@@ -146,8 +147,8 @@ class Trackers:
 
 @contextlib.contextmanager
 def warned_of(what: str) -> Iterator[list[None]]:
-    """Context manager that converts an exception in its body to a logged warning. It yields a list, which is emptied if
-    there was an exception."""
+    """Context manager that turns an exception in its body into a logged warning. It yields a list of one item, which is
+    emptied if there was an exception."""
     good = [None]
     try:
         yield good
@@ -213,7 +214,7 @@ class WeightsAndBiases:
 
 
 def flat(about: dict[str, Any]) -> dict[str, str]:
-    """Flatten a nested description to texts by dotted key. Secrets are hidden."""
+    """Flatten the nested description `about` of a start of the run: dotted key -> text. Secrets are hidden."""
     known = secrets_of()
     plain = {key: value for key, value in about.items() if not isinstance(value, list) and value is not None}
     return {f"about.{key}": redact(written(value), known) for key, value in dotted(plain).items()}

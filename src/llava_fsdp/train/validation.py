@@ -1,8 +1,8 @@
-"""Validate a model during its training: compute the loss on held-out records, and score answers to questions about
-them.
+"""Validate a model during its training: compute the loss on held-out records, and score answers to questions from these
+records.
 
-A validation runs between two steps, on all ranks, with the sharded model. Training gives the same bits with and without
-validation.
+A validation runs between two steps, on all ranks, with the sharded model. The trained weights are the same to the bit
+with and without validation.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Validation:
         """Prepare the validation of a training.
 
         Args:
-            pause: a collective, called between two batches, that saves or stops the run if this was requested on any
-                rank.
+            pause: called by all ranks between two batches (a collective). It saves or stops the run if this was
+                requested on any rank.
             note: shows a text about the progress.
         """
         self.state = state
@@ -85,7 +85,8 @@ class Validation:
                 check_answers(state.model, held_out.loader.device, size)
 
     def begin_file(self) -> bool:
-        """Remove the rows of steps that the run repeats; return whether the current step already has a row."""
+        """Remove the rows of steps after the current one from `validation.jsonl`, because the resumed run repeats these
+        steps. Return whether the current step already has a row."""
         with storage_errors(self.rows.path):
             cut_back(self.rows.path, self.state.step)
         return self.rows.path.is_file() and bool(rows_of(self.rows.path, range(self.state.step, self.state.step + 1)))
@@ -95,7 +96,7 @@ class Validation:
         return every is not None and step > 0 and (step % every == 0 or step >= self.last_step)
 
     def catch_up(self) -> None:
-        """Run the validation of the current step if the run stopped before this validation was finished. A
+        """Run the validation of the current step, if it is due and the run stopped before it was finished. A
         collective."""
         if self.is_due() and not self.done:
             log().info("the validation of step %d is still to be done", self.state.step)
@@ -109,7 +110,7 @@ class Validation:
         """Validate the model and report the results. A collective.
 
         Raises:
-            Stopped: a stop was requested; the resumed run begins with this validation.
+            Stopped: a stop was requested. When the run resumes, it begins with this validation.
             DataError: a held-out record became unreadable after the run began, and `data.bad_records` does not allow
                 it.
         """

@@ -39,9 +39,9 @@ class Answered:
 class AnswerGenerator:
     """Generates answers to held-out questions with the sharded model.
 
-    All ranks must run the same number of forward passes, because each is a collective. So they run the same number of
-    batches, each batch continues until the longest answer on any rank is complete, and a rank without questions runs
-    one blank row.
+    All ranks must run the same number of forward passes, because each pass is a collective. So all ranks run the same
+    number of batches; each batch continues until the longest answer on any rank is complete; and a rank without
+    questions runs one blank row.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class AnswerGenerator:
         wants_stop: Callable[[], bool],
         pause: Callable[[], None],
     ):
-        """Create a generator; `pause` is a collective, called between batches, that stops the run if this was requested
-        on any rank."""
+        """Create a generator. All ranks call `pause` between batches (a collective); it saves or stops the run if this
+        was requested on any rank."""
         assert isinstance(model, Llava)  # FSDP replaces the model's class by a subclass
         self.model = model
         self.loader = held_out.loader
@@ -67,17 +67,17 @@ class AnswerGenerator:
 
     @property
     def rows(self) -> int:
-        """Number of questions that a rank answers in one batch, so that they have at most half as many tokens as a
-        micro-batch.
+        """Number of questions that a rank answers in one batch: at most `val.batch_size`, and so few that they have at
+        most half as many tokens as a micro-batch.
 
-        The keys and values of a token take up to twice the memory that a block keeps of this token for its backward
-        pass.
+        Half, because the KV cache of a token takes up to twice the memory that a block, in training, keeps of a token
+        for its backward pass.
         """
         longest = max(len(question.sample.input_ids) for question in self.questions) + self.cfg.val.max_new_tokens
         return max(1, min(self.cfg.val.batch_size, self.cfg.row_tokens // 2 // longest))
 
     def answers(self) -> list[Answered]:
-        """Answer all questions, each on one rank; return the answers in the order of the questions, on every rank. A
+        """Answer all questions, each on one rank. Return the answers on every rank, in the order of the questions. A
         collective. Raises ImageError if an image cannot be read any more and `data.bad_records=fail`."""
         if not self.questions:
             return []
@@ -93,7 +93,7 @@ class AnswerGenerator:
         return sorted(gather_lists(found), key=lambda answered: answered.number)
 
     def answer(self, numbers: list[int]) -> list[Answered]:
-        """Generate answers to this rank's questions of a batch, of which there may be none."""
+        """Generate answers to this rank's questions of a batch. `numbers` may be empty."""
         read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompts = lay_out_prompts([row for _, row in read], self.loader.steps.collate)
         micro = self.loader.to_device(prompts.micro)

@@ -1,5 +1,6 @@
 """What is wrong with a picture file is told by its kind, wherever the file was cut."""
 
+import contextlib
 import errno
 import io
 import os
@@ -13,7 +14,7 @@ from PIL import ExifTags, Image
 
 from llava_fsdp.config import AspectRatio, Pixels
 from llava_fsdp.data.images import check as examining
-from llava_fsdp.data.images.check import examine, opened
+from llava_fsdp.data.images.check import check_links, examine, opened
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.images.truncation import ends_early
 from llava_fsdp.data.records.record import Record
@@ -207,6 +208,23 @@ def test_messages_are_the_same_each_time(tmp_path: Path, monkeypatch: pytest.Mon
         examine(path, "x", full=True)
     with pytest.raises(ImageError, match=r"cannot be read: it is a folder, not a regular file; put an image there"):
         examine(tmp_path, "x", full=True)
+
+
+def test_a_link_leads_within_the_folder_or_is_refused(tmp_path: Path) -> None:
+    """A folder whose name only begins like it is another one; below `/` is everything."""
+    images, other = tmp_path / "images", tmp_path / "images_private"
+    for folder in (images / "inner", other):
+        folder.mkdir(parents=True)
+    for number, (target, inside) in enumerate(
+        [(images / "inner" / "a.png", True), (images, True), (other / "a.png", False), (other, False),
+         (tmp_path, False), (tmp_path / "image", False)]
+    ):  # fmt: skip
+        link = images / f"{number}.png"
+        link.symlink_to(target)
+        with contextlib.nullcontext() if inside else pytest.raises(ImageError, match=r"outside data\.images"):
+            check_links(link, str(images), False)
+        check_links(link, str(images), True)
+        check_links(link, "/", False)
 
 
 def test_too_narrow_for_a_tower(parts: Path, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""The web page for chatting, built with Gradio, which reads its settings from the environment when it is imported (see
-`server.py`)."""
+"""The web page for chatting, built with Gradio. Gradio reads its settings from the environment when it is imported, so
+`server.py` sets them before it imports this module."""
 
 import html
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from llava_fsdp.runtime.errors import DataError, OutOfMemory
 DAY = 24 * 3600
 HOUR = 3600
 MAX_WAITING = 16
-"""Greatest number of questions that wait for the model, which answers one at a time; Gradio refuses any further one."""
+"""Maximum number of questions that wait for the model, which answers one at a time; Gradio refuses further ones."""
 SYSTEM_FONTS = ("system-ui", "sans-serif")
 CSS = """
 footer, button[aria-label="Share"] {display: none}  /* the latter sends an image to another site */
@@ -115,6 +115,7 @@ def answer(sessions: Sessions, key: str, box: dict[str, Any], settings: tuple[fl
 
     Args:
         key: Gradio's key of the browser tab.
+        box: content of the question box: text and files.
         settings: temperature, top_p and max_new_tokens.
     """
     text, files = box["text"].strip(), [str(name) for name in box["files"]]
@@ -138,7 +139,8 @@ def box_with(text: str, files: list[str]) -> gr.MultimodalTextbox:
 
 
 def checked_sampling(temperature: float, top_p: float, max_new_tokens: float) -> Sampling:
-    """Return the sliders' settings; raise DataError if one is out of range, as a request made by hand may be."""
+    """Return the values of the page's sliders as sampling settings. Raise DataError if one is out of range, which is
+    possible if the request does not come from the page."""
     if not (0 <= temperature <= 100 and 0 < top_p <= 1 and 1 <= max_new_tokens <= 1 << 20):
         raise DataError(
             f"temperature={temperature}, top_p={top_p} and max_new_tokens={max_new_tokens} are out of range"
@@ -155,7 +157,7 @@ def history(session: Session) -> list[Any]:
 
 
 def message(role: str, text: str, files: list[Path]) -> dict[str, Any]:
-    """Return a message for gr.Chatbot, with HTML in its text escaped, and without files that Gradio has deleted."""
+    """Return a message for gr.Chatbot, with HTML in `text` escaped. Files that Gradio has deleted are left out."""
     text = html.escape(text, quote=False)
     images: list[Any] = [{"path": str(path), "alt_text": path.name} for path in files if path.is_file()]
     return {"role": role, "content": [*images, *([text] if text or not files else [])]}

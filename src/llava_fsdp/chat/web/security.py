@@ -1,8 +1,8 @@
 """Check all requests to the chat page before they reach Gradio, without relying on Gradio's own checks.
 
-The page is for one user on one machine. Requests on behalf of other sites in the user's browser are refused by their
-Host, Origin and Sec-Fetch headers; requests may only name files that were sent to the page; and only the routes that
-the page uses exist.
+The page is for one user on one machine. Requests that other sites make in the user's browser are refused by their Host,
+Origin and Sec-Fetch headers. Requests may only name files that were uploaded to the page. Only the routes that the page
+uses exist.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MiB = 1 << 20
 LARGEST_JSON = MiB
-"""Most bytes of a request that uploads no file."""
+"""Maximum size in bytes of a request that uploads no file."""
 ROOM = 2048 * MiB
-"""Most bytes of all uploaded files."""
+"""Maximum size in bytes of all uploaded files together."""
 FILE = "/gradio_api/file="
 UPLOAD = "/gradio_api/upload"
 READ = re.compile(
@@ -62,7 +62,7 @@ class Guard:
     Attributes:
         host: name or address that the page is served at.
         uploads: folder of the uploaded files; files are served from no other folder.
-        largest_request: most bytes of a request that uploads files.
+        largest_request: maximum size in bytes of a request that uploads files.
         incoming: sizes in bytes of the uploads that are being received.
     """
 
@@ -99,7 +99,8 @@ class Guard:
             await PlainTextResponse(str(refusal), refusal.status)(scope, receive, send)
 
     def check_upload(self, headers: Mapping[str, str]) -> None:
-        """Check an upload's size by its Content-Length; the server reads no more than that length."""
+        """Raise RequestRefused if an upload is too large by its Content-Length. The server reads no more than that
+        length."""
         length = headers.get("content-length", "")
         if not length.isdecimal() or "transfer-encoding" in headers:  # with both, the length does not count
             raise RequestRefused(411, "files need a Content-Length, and no Transfer-Encoding")
@@ -118,7 +119,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def check_names(headers: Mapping[str, str], host: str) -> None:
-    """Check by its headers that a request does not come from another site open in the user's browser.
+    """Raise RequestRefused if a request's headers show that another site, open in the user's browser, has made it.
 
     Another site can make its name resolve to this machine (DNS rebinding), so the Host must be a name of this machine
     or an IP address.
@@ -183,7 +184,7 @@ def check_body(body: bytes, uploads: Path) -> None:
 
 
 def objects_of(tree: Any) -> Iterator[dict[str, Any]]:
-    """Yield all objects within a JSON value, without recursion, as it may be nested deeply."""
+    """Yield all objects within a JSON value. This is done without recursion, because they may be deeply nested."""
     left = [tree]
     while left:
         value = left.pop()
@@ -195,7 +196,7 @@ def objects_of(tree: Any) -> Iterator[dict[str, Any]]:
 
 
 async def whole_body(receive: Receive) -> bytes:
-    """Read a request's body; raise RequestRefused if it is larger than any question."""
+    """Read a request's body; raise RequestRefused if it has more than LARGEST_JSON bytes."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -207,7 +208,8 @@ async def whole_body(receive: Receive) -> bytes:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI `receive` that gives the body that was already read, and then later messages."""
+    """Return an ASGI `receive` function that first gives `body`, which was already read, and then what `receive`
+    gives."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def again() -> Message:
@@ -217,7 +219,8 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def with_headers(send: Send) -> Send:
-    """Return an ASGI `send` that adds HEADERS to the response, and removes those that would let other sites read it."""
+    """Return an ASGI `send` function that adds HEADERS to the response and removes its headers that would let other
+    sites read it."""
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":

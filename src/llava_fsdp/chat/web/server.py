@@ -14,16 +14,17 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.log import log
 
 GRACE = 2
-"""Seconds that open connections get to finish when the server ends; those of an open page never close by themselves."""
+"""Seconds that open connections get to finish when the server ends. Connections of a page that is still open in a
+browser never close by themselves."""
 FORM = 64 << 10
-"""Most bytes that an upload request has besides each file's content."""
+"""Maximum number of bytes that an upload request may have for each file besides the file's content."""
 
 
 def serve(cfg: ChatConfig) -> None:
     """Serve the chat page until Ctrl-C or SIGTERM, then delete the files that were uploaded to it.
 
     Raises:
-        ConfigError: gradio is missing, or the address is taken; before the model is loaded.
+        ConfigError: gradio is not installed, or the address is taken; raised before the model is loaded.
     """
     with tempfile.TemporaryDirectory(prefix="llava_fsdp-page-") as folder:
         prepare_environment(folder)
@@ -62,14 +63,15 @@ def serve(cfg: ChatConfig) -> None:
 
 
 def prepare_environment(folder: str) -> None:
-    """Set Gradio's environment variables before it is imported: files go to `folder`, telemetry is off."""
+    """Set Gradio's environment variables before it is imported: uploaded files go to `folder`, telemetry is off."""
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
         del os.environ[name]
     os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Open a listening socket; raise ConfigError if the port is taken, or the address not one of this machine."""
+    """Open a listening socket. Raise ConfigError if the port is taken or the address does not belong to this
+    machine."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address, family=family)

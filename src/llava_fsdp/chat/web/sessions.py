@@ -12,19 +12,19 @@ from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import DataError
 
 MAX_SESSIONS = 32
-"""Greatest number of conversations kept; beyond it the least recently used is deleted."""
+"""Maximum number of conversations kept; if there are more, the least recently used one is deleted."""
 MAX_QUESTION_LENGTH = 20_000
-"""Greatest number of characters of a question: more than any model here can read."""
+"""Maximum number of characters of a question: more than any supported model can read."""
 
 
 class Session(Conversation):
-    """The conversation of a browser tab, and the generator of its latest answer."""
+    """The conversation of a browser tab, and the generator that yields its latest answer."""
 
     answer: Generator[str, None, None] | None = None
 
 
 class Sessions:
-    """The conversations of all browser tabs, by Gradio's key of the tab, and the model that they share."""
+    """The conversations of all browser tabs, by Gradio's key of the tab. They share one model."""
 
     def __init__(self, assistant: Assistant, cfg: ChatConfig):
         self.assistant = assistant
@@ -47,7 +47,8 @@ class Sessions:
         """Ask a question in a session and yield pieces of the answer, until it ends or is stopped.
 
         Raises:
-            DataError, OutOfMemory: as `Conversation.ask` and `add`, without the server's folders in the message.
+            DataError, OutOfMemory: as `Conversation.ask` and `Conversation.add`, but messages do not show the server's
+                folders.
         """
         if len(text) > MAX_QUESTION_LENGTH:
             raise DataError(f"the question has {len(text)} characters; at most {MAX_QUESTION_LENGTH} are taken")
@@ -68,7 +69,7 @@ class Sessions:
             session.next_images = []
 
     def stop(self, key: str) -> None:
-        """Stop the answer in a browser tab; what was generated of it stays."""
+        """Stop the answer in a browser tab. The text generated so far stays in the conversation."""
         with self._model_lock:
             session = self._sessions.get(key)
             if session is not None and session.answer is not None:
@@ -81,7 +82,7 @@ class Sessions:
             self._sessions.pop(key, None)
 
     def end(self) -> None:
-        """Stop all answers and refuse new ones, as the server ends."""
+        """Stop all answers and refuse new ones, because the server ends."""
         self._has_ended = True
 
 

@@ -23,9 +23,9 @@ class MicroBatch:
     image_positions: torch.Tensor
     """Positions of the image tokens in the flattened rows, int64 [image tokens]."""
     image_rows: torch.Tensor
-    """For each image token, the index of its vision feature in the concatenated features of all tiles, int64 [image
-    tokens]. With anyres, the index after the last feature selects the learned vector that ends a line
-    (`image_newline`)."""
+    """For each image token, the index of its vision feature among the concatenated features of all tiles, int64 [image
+    tokens]. With anyres, the index one past the last feature stands for `image_newline`, the learned vector that ends a
+    line of features."""
     images: torch.Tensor
     """Image tiles, uint8 [tiles, 3, size, size], or float32 once normalised; an image is one tile, or several with
     anyres."""
@@ -40,11 +40,12 @@ class MicroBatch:
     """Position id of each token of a packed row, int64 [1, tokens], starting from 0 in each sample; empty with padded
     rows."""
     cu_seqlens: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
-    """Begin of each sample in a packed row and end of the last sample, int32 [samples + 1]; empty with padded rows."""
+    """Offsets in a packed row: the begin of each sample, then the end of the last one, int32 [samples + 1]; empty with
+    padded rows."""
     lengths: tuple[int, ...] = ()
     """Number of tokens of each sample of a packed row, kept on the CPU; empty with padded rows."""
     seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
-    """Dropout seed of each sample, int64 [samples], below 2**31; the same on any number of ranks."""
+    """Dropout seed of each sample, int64 [samples], below 2**31; it does not depend on the number of ranks."""
     tile_seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """Seed of the vision tower's dropout for each tile, int64 [tiles]."""
     label_sources: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
@@ -77,7 +78,7 @@ class SkippedSample:
 
     number: int
     record: str
-    """Name of the record in messages."""
+    """The record's name in error messages (file, line, index and id)."""
     kind: str
     reason: str
     lacks: StepFacts
@@ -86,8 +87,8 @@ class SkippedSample:
 
 @dataclass
 class StepFacts:
-    """Counts of one step over all ranks (samples, tokens, labels, ...). Every rank computes them from the dataset
-    index."""
+    """Counts of one step over all ranks (samples, tokens, labels, ...). Every rank computes all of them from the
+    dataset's index, without communication."""
 
     step: int
     samples: int = 0
@@ -103,10 +104,10 @@ class StepFacts:
     labels_cut: int = 0
     """Number of labels lost by truncation."""
     skipped: list[SkippedSample] = field(default_factory=list)
-    """Samples that turned out broken when they were read."""
+    """Samples that are left out of the step because their record or an image proved to be broken when it was read."""
     unlabelled: list[str] = field(default_factory=list)
-    """Names of the records whose samples have no label, because LLaVA's rules mask them or they are truncated before
-    the first answer."""
+    """Names of the records whose samples have no label: LLaVA's rules mask all labels, or the sample is truncated
+    before its first answer."""
     source_labels: dict[str, int] = field(default_factory=dict)
     """Number of label tokens of each data source, by the source's name."""
 
@@ -122,28 +123,29 @@ class StepFacts:
 
 
 COUNTS = ("samples", "tokens", "pairs", "label_tokens", "images", "tiles", "truncated", "labels_cut")
-"""Fields of StepFacts that are sums over the samples."""
+"""Names of the StepFacts fields that are sums over the samples of a step."""
 
 
 @dataclass
 class Step:
     facts: StepFacts
-    """Counts of the step. A data worker lists in `skipped` only the samples skipped on its own rank, and does not
-    subtract them from the counts; `Step.without` corrects both."""
+    """Counts of the step over all ranks. When a data worker returns the step, `skipped` lists only the samples skipped
+    on this rank, and the counts still include them; `Step.without` corrects both."""
     micro_batches: list[MicroBatch]
     """Micro-batches of this rank; every rank has the same number."""
 
     def without(self, skipped: list[SkippedSample], normalize: Normalize) -> Step:
-        """Return a copy of the step whose counts leave out `skipped`, the samples that any rank skipped. With a loss
-        normalised over the whole step, the scale of each micro-batch becomes 1 / (number of remaining labels)."""
+        """Return a copy of the step whose counts leave out the samples in `skipped` (those that any rank skipped). If
+        the loss is normalised over the step, the scale of each micro-batch becomes 1 / (number of labels left in the
+        step)."""
         facts = self.facts.without(skipped)
         if normalize is Normalize.micro_batch or not skipped:
             return Step(facts, self.micro_batches)
         return Step(facts, [replace(m, scale=1 / max(1, facts.label_tokens)) for m in self.micro_batches])
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Step:
-        """Return a copy of the step with `function` applied to each tensor, micro-batch by micro-batch and field by
-        field."""
+        """Return a copy of the step with `function` applied to each tensor of its micro-batches, always in the same
+        order."""
         return Step(self.facts, [micro.map(function) for micro in self.micro_batches])
 
     def pin_memory(self) -> Step:

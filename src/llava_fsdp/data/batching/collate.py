@@ -83,8 +83,11 @@ class Collator:
 
 
 def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids and the label that each token predicts, both int64 [rows, length of the longest sample],
-    padded on the right with 0 and IGNORE."""
+    """Return token ids and labels as padded rows, both int64 [rows, length of the longest sample].
+
+    Labels are shifted: each is at the position of the token that predicts it. Rows are padded on the right, token ids
+    with 0 and labels with IGNORE.
+    """
     length = max((len(s.input_ids) for s in samples), default=1)
     ids = np.zeros((max(1, len(samples)), length), dtype=np.int64)
     labels = np.full((max(1, len(samples)), length), IGNORE, dtype=np.int64)
@@ -95,8 +98,10 @@ def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids and the label that each token predicts, both int64 [1, tokens]. The last token of a sample
-    has the label IGNORE."""
+    """Return token ids and labels of all samples in one row, both int64 [1, tokens].
+
+    Labels are shifted: each is at the position of the token that predicts it. The last position of a sample has IGNORE.
+    """
     if not samples:
         return padded(samples)
     end = np.array([IGNORE])
@@ -105,7 +110,7 @@ def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Return the fields of a MicroBatch that separate the samples of a packed row."""
+    """Return the MicroBatch fields that separate the samples of a packed row: position_ids, cu_seqlens and lengths."""
     return {
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
@@ -114,7 +119,8 @@ def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def dropout_seeds(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
-    """Return the dropout seed fields of a MicroBatch; each tile of a sample gets a seed of its own."""
+    """Return the MicroBatch fields `seeds` and `tile_seeds`; the seeds of a sample's tiles are made from the
+    sample's."""
     tiles = [
         (seed + number) % 2**31
         for seed, (_, images) in zip(seeds, rows, strict=True)

@@ -12,7 +12,7 @@ class CostModel:
     """Estimates the FLOPs of the forward and backward pass of a sample."""
 
     token: float = UNIT
-    """FLOPs of a token in the linear layers of the blocks."""
+    """FLOPs of a token in the linear layers of the transformer blocks."""
     pair: float = 0.0
     """FLOPs of one token attending to one token of the same sample."""
     label: float = 0.0

@@ -1,4 +1,4 @@
-"""Choose the same records for each step as LLaVA does from the same seed, with transformers' Trainer and accelerate."""
+"""Sampler that chooses the same records for each step as LLaVA's training code does from the same seed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ACCELERATE_SEED = 67280421310721
 
 
 class LlavaSampler:
-    """Sampler with the same records in each step as LLaVA with transformers 4.37 and accelerate 0.21.
+    """Sampler that gives each step the same records as LLaVA with transformers 4.37 and accelerate 0.21.
 
-    An epoch has floor(micro-batches / accumulation) steps. Micro-batches that are left over at its end, too few for a
-    step, begin the first step of the next epoch; those left over at the end of the last epoch are dropped.
+    An epoch has floor(micro-batches per rank / accumulation) steps. The micro-batches left at the end of an epoch, too
+    few for a step, begin the first step of the next epoch; those left at the end of the last epoch are dropped.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class LlavaSampler:
         return self.epochs[number]
 
     def flat_order(self) -> list[int]:
-        """Draw the order of the next epoch and return its record numbers in that order; consumes the same random
-        numbers as LLaVA."""
+        """Draw the order of the next epoch and return its record numbers in that order. LLaVA draws the same random
+        numbers."""
         # the DataLoader draws the seed of its workers
         torch.empty((), dtype=torch.int64).random_(generator=self.process_generator)
         alone = self.world_size == 1
@@ -99,8 +99,8 @@ class LlavaSampler:
 
 
 def even_batches(order: list[int], batch_size: int, world_size: int) -> Assignment:
-    """Split record numbers into micro-batches and give micro-batch j to rank j % world_size. Missing records at the end
-    are taken from the beginning of `order` (accelerate's BatchSamplerShard)."""
+    """Split record numbers into micro-batches and give micro-batch j to rank j % world_size. The last micro-batches are
+    filled up with records from the beginning of `order`, as accelerate's BatchSamplerShard does."""
     batches = chunked(order, batch_size)
     again = itertools.cycle(order)
     batches[-1] = batches[-1] + list(itertools.islice(again, batch_size - len(batches[-1])))
@@ -112,11 +112,17 @@ def even_batches(order: list[int], batch_size: int, world_size: int) -> Assignme
 def modality_grouped(
     lengths: list[int], batch_size: int, chunks: int, megabatches: torch.Generator, process: torch.Generator
 ) -> list[int]:
-    """Return record numbers ordered in megabatches, each with only image records or only text records, of similar
-    length (LLaVA llava_trainer.py:61-88).
+    """Return record numbers in the order of LLaVA's `group_by_modality_length` (LLaVA llava_trainer.py:61-88).
 
-    The last megabatch of image records and the last one of text records, even full ones, are merged, sorted by record
-    number and put at the end.
+    The order consists of megabatches of chunks * batch_size records of similar length, in each only records with image
+    or only records without. The last megabatch of either kind, even if full, is not shuffled: these two are merged,
+    sorted by record number and put at the end.
+
+    Args:
+        lengths: number of words of each record, negative for a record without image.
+        chunks: number of micro-batches in a megabatch.
+        megabatches: generator that draws the order of the megabatches.
+        process: generator that draws the order of the records of each kind.
     """
     with_image = [i for i, length in enumerate(lengths) if length > 0]
     text_only = [i for i, length in enumerate(lengths) if length < 0]
@@ -132,8 +138,11 @@ def modality_grouped(
 
 
 def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: torch.Generator) -> list[int]:
-    """Return record numbers ordered by similar length: draw random megabatches, sort each megabatch by length and split
-    it into chunks of nearly equal total length (LLaVA llava_trainer.py:91-100)."""
+    """Return record numbers ordered by similar length (LLaVA llava_trainer.py:91-100).
+
+    The records are shuffled and cut into megabatches of chunks * batch_size records. Each megabatch is sorted by length
+    and divided into chunks of nearly equal total length.
+    """
     order = torch.randperm(len(lengths), generator=generator).tolist()
     return [
         index
@@ -145,7 +154,7 @@ def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: 
 
 def even_chunks(indices: list[int], lengths: list[int], chunks: int) -> list[list[int]]:
     """Split record numbers into chunks of equal size and nearly equal sum of lengths (LLaVA llava_trainer.py:38-58). If
-    equal sizes are impossible, the numbers are dealt out in turn."""
+    the sizes cannot be equal, chunk i gets the records i, i + chunks, i + 2 * chunks and so on of `indices`."""
     if len(indices) % chunks:
         return [indices[i::chunks] for i in range(chunks)]
     filled: list[list[int]] = [[] for _ in range(chunks)]

@@ -60,11 +60,11 @@ class Sent:
     """A step whose tensors are in a memory file, each at a multiple of `ALIGNMENT` bytes."""
 
     step: Step
-    """The step with its tensors on the meta device."""
+    """The step with its tensors on the meta device, which have shapes and types but no values."""
     file: int
     """Descriptor of the memory file, the same number in the worker's and in the rank's process."""
     size: int
-    """Size in bytes of all tensors, including padding."""
+    """Total size of the tensors in bytes, including padding."""
 
     def receive(self, pin_memory: bool = False) -> Step:
         """Copy the step from its memory file into memory of this process and empty the file. Called once, in the rank's
@@ -107,8 +107,8 @@ def each_byte(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> N
 
 
 def memory_file() -> int:
-    """Create a memory file and return its descriptor. Calls the C library, because `os.memfd_create` is missing where
-    Python was built against an old C library."""
+    """Create an anonymous file in memory and return its descriptor. Calls memfd_create in the C library, because
+    `os.memfd_create` is missing where Python was built against an old C library."""
     libc = ctypes.CDLL(None, use_errno=True)
     file = libc.memfd_create(b"llava_fsdp-step", 1)  # 1: closed on exec
     if file < 0:

@@ -10,10 +10,10 @@ Assignment = list[list[list[int]]]
 """Numbers of the samples of a step, as nested lists: [rank][micro-batch][sample]."""
 
 GOOD_ENOUGH = 1e-4
-"""Balancing stops once the heaviest micro-batch or rank exceeds the mean by no more than this fraction."""
+"""Balancing stops once the costliest micro-batch or rank is above the mean cost by no more than this fraction."""
 LIGHTEST = 8
-"""Number of the lightest micro-batches or ranks with which the heaviest one may swap samples; with all of them,
-balancing a step of 4096 samples would take a second."""
+"""Balancing swaps samples of the costliest micro-batch or rank only with this many of the cheapest ones; if it tried
+all, a step of 4096 samples would take a second."""
 
 
 def split_step(lengths: list[int], world_size: int, micro_batch_size: int) -> Assignment:
@@ -42,13 +42,14 @@ def num_micro_batches(samples: int, world_size: int, micro_batch_size: int) -> i
 
 
 def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens: int) -> Assignment:
-    """Assign the samples of a step to packed micro-batches of at most `most_tokens` tokens and of equal cost.
+    """Assign the samples of a step to packed micro-batches of at most `most_tokens` tokens and of nearly equal cost.
 
-    Each sample, the costliest first, goes to the micro-batch of least cost (longest processing time); then samples are
-    swapped between the heaviest micro-batch and the lightest ones. Micro-batches of similar cost run at the same time,
-    because with FSDP the ranks wait for each other in every layer. A last round of swaps equalizes the total cost of
-    the ranks. Every rank gets the same number of micro-batches: the smallest number into which all samples fit. No
-    micro-batch is empty if there are enough samples. The result depends on the arguments alone.
+    Each sample, the costliest first, goes to the micro-batch of least cost (longest-processing-time rule). Then samples
+    are swapped between the costliest micro-batch and the cheapest ones, and at last between ranks, to equalize the
+    total cost of the ranks. Micro-batches of similar cost run at the same time on the ranks, because with FSDP the
+    ranks wait for each other in every layer. Every rank gets the same number of micro-batches: the smallest number into
+    which all samples fit. No micro-batch is empty if there are enough samples. The result depends on the arguments
+    alone.
 
     Args:
         lengths: tokens of each sample of the step, at most `most_tokens`.
@@ -71,8 +72,8 @@ def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens
 
 
 def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Return the bin (micro-batch) of each sample, int64 [samples]. Samples are placed by cost, or by length if a
-    sample then finds no room; None if there are too few bins for both ways."""
+    """Return the bin (micro-batch) of each sample, int64 [samples], from `place_by_cost` or, if a sample finds no room
+    there, from `place_by_length`. None if both find no room for a sample."""
     place = place_by_cost(tokens, work, bins, most_tokens)
     if place is None:
         place = place_by_length(tokens, bins, most_tokens)
@@ -80,8 +81,8 @@ def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int)
 
 
 def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Return the bin of each sample, int64 [samples]: each sample, the costliest first, goes into the bin of least cost
-    that has room for it. None if a sample fits into no bin."""
+    """Return the bin (micro-batch) of each sample, int64 [samples]. The costliest sample is placed first, each in the
+    bin of least cost among those with room for it. None if a sample finds no room in any bin."""
     place, room = np.zeros(len(tokens), dtype=np.int64), [most_tokens] * bins
     heap = [(0.0, number) for number in range(bins)]
     for sample in np.argsort(-work, kind="stable").tolist():
@@ -99,8 +100,8 @@ def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: 
 
 
 def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Return the bin of each sample, int64 [samples]: each sample, the longest first, goes into the fullest bin that
-    has room for it. None if a sample fits into no bin."""
+    """Return the bin (micro-batch) of each sample, int64 [samples]. The longest sample is placed first, each in the
+    fullest bin among those with room for it. None if a sample finds no room in any bin."""
     place, room = np.zeros(len(tokens), dtype=np.int64), np.full(bins, most_tokens, dtype=np.int64)
     for sample in np.argsort(-tokens, kind="stable").tolist():
         left = np.where(room >= tokens[sample], room - tokens[sample], most_tokens + 1)
@@ -113,8 +114,8 @@ def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarr
 
 
 def fill_empty(place: np.ndarray, work: np.ndarray, bins: int) -> np.ndarray:
-    """Move into each empty bin the cheapest sample of the bin with the most samples, as long as that bin has at least
-    two. Returns `place`, which is changed in place."""
+    """Move into each empty bin (micro-batch) the cheapest sample of the bin with the most samples, as long as that bin
+    has at least two. `place`, the bin of each sample, is changed and returned."""
     held = np.bincount(place, minlength=bins)
     for empty in np.flatnonzero(held == 0):
         fullest = int(held.argmax())
@@ -128,10 +129,11 @@ def fill_empty(place: np.ndarray, work: np.ndarray, bins: int) -> np.ndarray:
 
 
 def seats(load: np.ndarray, world_size: int) -> np.ndarray:
-    """Return the place of each bin in the step, encoded as rank * (micro-batches per rank) + micro-batch, int64 [bins].
+    """Return the rank and the micro-batch that each bin becomes, int64 [bins], encoded as rank * (micro-batches per
+    rank) + micro-batch.
 
-    The `world_size` heaviest bins run first, one on each rank, then the next ones. Among bins that run together, the
-    heaviest goes to the rank with the least work so far.
+    The `world_size` costliest bins become the first micro-batch of the ranks, the next ones the second, and so on.
+    Among the bins of one such group, the costliest goes to the rank with the least total cost so far.
 
     Args:
         load: cost of each bin.
@@ -146,14 +148,14 @@ def seats(load: np.ndarray, world_size: int) -> np.ndarray:
 
 
 def balance(place: np.ndarray, work: np.ndarray, tokens: np.ndarray, owner: np.ndarray, most_tokens: int) -> None:
-    """Even out the work of the owners of bins: swap or move samples between the owner with the most work and owners
-    with little work, as long as that helps.
+    """Even out the total cost of the owners of bins: swap samples between the costliest owner and cheap ones, or move
+    samples to them, as long as that helps.
 
     Args:
-        place: the bin of each sample, int64 [samples]; changed in place.
+        place: the bin (micro-batch) of each sample, int64 [samples]; changed in place.
         work: cost of each sample.
         tokens: number of tokens of each sample.
-        owner: the owner of each bin, which is the bin itself or a rank, int64 [bins].
+        owner: the owner of each bin, int64 [bins]: either the bin itself, or the rank that the bin belongs to.
     """
     bins, owners = len(owner), int(owner.max()) + 1
     for _ in range(20 * owners):

@@ -29,22 +29,22 @@ class Sampler(Protocol):
 
     @property
     def shape(self) -> str:
-        """Text with those of (number of ranks, accumulation, micro-batch size) that decide which samples a step has;
-        empty if none of them does."""
+        """Text that must not change when a run is resumed. It has those of number of ranks, accumulation and
+        micro-batch size that affect which records a step gets; empty if none does."""
         ...
 
     def samples(self, step: int) -> list[int]:
-        """Return the numbers of the records that all ranks together train on in a step; the last step of an epoch may
-        have fewer."""
+        """Return the numbers of the records that all ranks together train on in a step. The last step of an epoch may
+        have fewer records than the others."""
         ...
 
     def draw(self, steps: int) -> None:
-        """Draw the samples of the first `steps` steps before data workers are forked, so that the workers share the
-        result."""
+        """Choose the records of the first `steps` steps now. Called before data workers are forked, so that the workers
+        share the result."""
         ...
 
     def assignment(self, step: int) -> Assignment | None:
-        """Return the record numbers of a step by rank and micro-batch; None if the sampler leaves the distribution to
+        """Return the record numbers of a step by rank and micro-batch; None if the records are distributed by
         `packing.py`."""
         ...
 
@@ -63,8 +63,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """Sampler that shuffles the records anew in each epoch; the order depends only on the seed, the epoch and the
-    shares."""
+    """Sampler that shuffles the records anew in each epoch; the order depends only on the seed, the epoch and
+    `shares`."""
 
     count: int
     """Number of records of the dataset."""
@@ -152,9 +152,9 @@ def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[
 def amounts(sources: dict[str, SourceConfig], counts: Sequence[int]) -> list[int]:
     """Return the number of samples that each data source contributes to an epoch.
 
-    With `epochs`: the source's number of records times `epochs`, rounded. With `weight`: an epoch has as many samples
-    as there are records in all sources, divided in proportion to the weights; parts are rounded down, and those with
-    the largest remainders up. Fractions keep decimal numbers of the configuration exact.
+    With `epochs`, a source contributes its number of records times `epochs`, rounded. With `weight`, an epoch has as
+    many samples as all sources have records, divided in proportion to the weights; the parts are rounded to whole
+    numbers by the method of the largest remainder. Fractions keep decimal numbers of the configuration exact.
     """
     if any(source.weight is None for source in sources.values()):
         wanted = (Fraction(str(own.epochs or 1)) * count for own, count in zip(sources.values(), counts, strict=True))
@@ -178,8 +178,8 @@ def open_sampler(
         counts: number of records of each source, in the order of `data.sources`; empty with a single source.
 
     Raises:
-        ConfigError: LLaVA's sampler does not support this number of ranks or these records, or a source contributes no
-            sample.
+        ConfigError: LLaVA's sampler cannot handle this number of ranks or these records, or a source would contribute
+            no sample to an epoch.
     """
     if cfg.sampler.name is SamplerName.shuffle:
         return Shuffle(len(words), cfg.seed, cfg.global_batch_size, shares_of(cfg.data.sources, counts))

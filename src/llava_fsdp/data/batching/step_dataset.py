@@ -26,8 +26,7 @@ from llava_fsdp.runtime.seeds import derive
 
 
 class Steps(Dataset):
-    """Dataset that maps the number of a step to this rank's part of the step, or to the DataError raised while
-    preparing it."""
+    """Dataset of training steps: item n is this rank's part of step n, or the DataError raised while preparing it."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class Steps(Dataset):
         return np.searchsorted(self.ends, numbers, side="right")
 
     def facts(self, step: int, numbers: list[int]) -> StepFacts:
-        """Return the counts of a step made of the given records, taken from the index without reading the records.
+        """Return the counts of a step made of the given records. They come from the dataset's index; no record is read.
 
         Args:
             step: number of the step.
@@ -119,8 +118,8 @@ class Steps(Dataset):
         )
 
     def read(self, number: int) -> Row | SkippedSample:
-        """Read and encode a record with its images; return a SkippedSample if it is invalid and
-        `data.bad_records=skip`.
+        """Read and encode a record with its images. If the record or an image is invalid and `data.bad_records=skip`,
+        return a SkippedSample.
 
         Raises:
             DataError: the record or an image is invalid and `data.bad_records=fail`, or the record has changed since it
@@ -156,7 +155,8 @@ class Steps(Dataset):
             raise
 
     def parse(self, number: int) -> Record:
-        """Parse a record. If that fails, raise a DataError without a kind, so that the record is not skipped."""
+        """Parse a record. It was valid when it was indexed; if it is not now, raise a DataError without a kind, which
+        stops the run even if invalid records are skipped."""
         try:
             return self.records[number]
         except DataError as error:
@@ -164,7 +164,7 @@ class Steps(Dataset):
                 raise
             raise DataError(
                 f"{error}. It was right when the dataset was examined: the file has changed since, or its index "
-                f"{self.records.index.folder} is damaged; run llava_fsdp.prepare"
+                f"{self.records.index.folder} is damaged; run llava-fsdp prepare"
             ) from error
 
     def records_of(self, step: int, ranks: list[int]) -> list[str]:
@@ -190,8 +190,11 @@ class Steps(Dataset):
         return [[[numbers[i] for i in micro] for micro in rank] for rank in by_rank]
 
     def probe(self) -> MicroBatch:
-        """Return a padded micro-batch for comparing the outputs of two models, the same on all ranks: the first sample
-        with an image and the first without one of step 0, with every token in `label_positions` and no labels."""
+        """Return a padded micro-batch for comparing the outputs of two models, the same on all ranks.
+
+        Of step 0, it has the first sample with an image and the first one without. Its `label_positions` are all
+        tokens, so that the outputs at each of them are compared; it has no labels.
+        """
         rows: dict[bool, Row] = {}
         for number in self.sampler.samples(0):
             has_image = bool(self.records.images[number])

@@ -29,7 +29,7 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 PLACE_BYTES = 2000
 POLL = 1
-"""Interval in seconds at which the main process checks that the workers live while it waits for a step."""
+"""While the main process waits for a step, it checks every this many seconds that the workers are alive."""
 IDLE = -1
 LESS = "fewer data.workers or a smaller data.prefetch take less memory"
 KILLED = (
@@ -66,8 +66,8 @@ class Watch:
             self.steps[worker.id] = step
 
     def at(self, record: str, image: Path | None = None) -> None:
-        """Note that this worker begins to read a record (given by its name in messages) or one of the record's
-        images."""
+        """Note that this worker begins to read a record, or one of the record's images. The record is given by its name
+        in error messages."""
         worker = get_worker_info()
         if worker is not None and self.workers:
             place = record if image is None else f"{record}, image {image}"
@@ -83,15 +83,15 @@ class Watch:
         return f"at {at or 'no record yet'} (for step {self.steps[worker] + 1})"
 
     def late(self, step: int) -> str:
-        """Return a text for messages that says which worker prepares a step and what that worker is reading."""
+        """Return text for an error message that says which worker prepares a step and what that worker is reading."""
         for worker in range(self.workers):
             if self.steps[worker] == step:
                 return f"data worker {worker} is {self.place(worker)}"
         return f"no data worker has begun step {step + 1}"
 
     def check(self) -> None:
-        """Raise WorkerError if a worker has died, with the record that it was reading, or WorkerLost if it died between
-        two steps."""
+        """Raise WorkerError if a worker has died; the error names the record that it was reading. Raise WorkerLost if
+        the worker died between two steps."""
         alive = {child.pid for child in multiprocessing.active_children()}
         for worker, pid in enumerate(self.pids):
             if pid and pid not in alive:
@@ -113,8 +113,8 @@ def shared(kind: Any) -> Any:
 
 
 class WatchedSteps(Dataset):
-    """Wraps the dataset of steps for data workers: notes in a Watch when a step begins and ends, and hands the step
-    over through the worker's memory files."""
+    """Wraps the dataset of steps for use in data workers. It notes in a Watch when a worker begins and ends a step, and
+    hands the step over through the worker's memory files."""
 
     def __init__(self, steps: Dataset, watch: Watch, prefetch: int):
         """Create the memory files of each worker; raise OSError if the process has too many files open."""
@@ -192,8 +192,8 @@ def from_workers(
 
 
 def end_workers_at_exit(arriving: Any) -> None:
-    """Register a function that kills the remaining workers of a DataLoader's iterator at exit, because multiprocessing
-    would wait for them forever."""
+    """Register a function that is called at exit and kills those workers of a DataLoader iterator that still run,
+    because multiprocessing would wait for them forever."""
     workers = arriving._workers  # torch/utils/data/dataloader.py
 
     def end() -> None:
@@ -243,13 +243,14 @@ def start_workers(
 
 
 def num_queues(workers: int) -> int:
-    """Return twice the number of queues that a DataLoader with this many workers creates; the other half stands for its
-    event and for the handles of its processes."""
+    """Return how many queues to create on trial before a DataLoader with this many workers is made. It creates workers
+    + 1 queues itself; as many more stand for the locks of its event and the handles of its processes."""
     return 2 * (workers + 1)
 
 
 def lock_bytes(workers: int) -> int:
-    """Return the number of bytes in /dev/shm that the locks of the data workers of training and of validation need."""
+    """Return how many bytes in /dev/shm the locks of the data workers need, if training and validation each have
+    `workers`."""
     return 2 * 3 * num_queues(workers) * mmap.PAGESIZE if workers else 0
 
 

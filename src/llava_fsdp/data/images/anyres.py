@@ -1,7 +1,8 @@
 """Anyres: split an image of any resolution into tiles, and order the vision features of the tiles.
 
-The first tile is the whole image. The other tiles are cut from the image after resizing to a grid of tiles, the one of
-a few configured grids that fits the image's shape best (LLaVA mm_utils.py:10-149, llava_arch.py:146-201; LLaVA-NeXT).
+The first tile is the whole image. The others are cut from the image after it was resized to a grid of tiles. Of a few
+configured grids, the one that fits the image's shape best is used (LLaVA mm_utils.py:10-149, llava_arch.py:146-201;
+LLaVA-NeXT).
 """
 
 import math
@@ -12,7 +13,8 @@ from PIL import Image
 from llava_fsdp.config import PatchMerge
 
 NEWLINE_ROW = -1
-"""Index used in place of a feature row for the learned "newline" vector that ends each line of features."""
+"""Stands for the learned "newline" vector, which ends each line of features, where other numbers are indices of
+features."""
 GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
 """LLaVA-NeXT's default grids, as (width, height) in tiles."""
 Size = tuple[int, int]
@@ -30,8 +32,8 @@ def grid_sizes(pinpoints: list[list[int]], tile: int) -> list[Size]:
 
 
 def best_size(image: Size, sizes: list[Size]) -> Size:
-    """Return the one of `sizes` that keeps the most pixels of an image; of equal ones the size with the least padding,
-    then the first."""
+    """Return the one of `sizes` that keeps the most pixels of an image when the image is fitted into it. Of equal ones,
+    return the size with the least padding, then the first."""
 
     def rank(size: Size) -> tuple[int, int]:
         scale = min(size[0] / image[0], size[1] / image[1])
@@ -42,8 +44,8 @@ def best_size(image: Size, sizes: list[Size]) -> Size:
 
 
 def cut_tiles(image: Image.Image, tile: int, sizes: list[Size]) -> list[Image.Image]:
-    """Return the tiles of an image: the whole image resized to one tile, followed by the tiles of its best grid, line
-    by line."""
+    """Return the tiles of an image: the whole image resized to one tile, then the tiles of the grid that fits it best,
+    row by row."""
     return [image.resize((tile, tile)), *cut_grid(fit(image, best_size(image.size, sizes)), tile)]
 
 
@@ -72,14 +74,17 @@ def cut_grid(fitted: Image.Image, tile: int) -> list[Image.Image]:
 
 
 def feature_rows(image: Size, sizes: list[Size], tile: int, side: int, merge: PatchMerge) -> np.ndarray:
-    """Return for each token of an image the index of its vision feature, int64 [tokens]. With `spatial_unpad`, every
-    line of the grid's features ends with NEWLINE_ROW.
+    """Return for each token of an image the index of its vision feature, int64 [tokens]: first the tokens of the whole
+    image, then those of the grid of tiles.
+
+    With `merge=spatial_unpad`, the grid's features that show only padding are left out, and each line ends with
+    NEWLINE_ROW.
 
     Args:
         image: width and height of the image in pixels.
         sizes: sizes in pixels that an image may be fitted into.
         tile: width and height of a tile in pixels.
-        side: number of features along each side of a tile.
+        side: number of vision features along each side of a tile.
     """
     width, height = best_size(image, sizes)
     across, down = width // tile, height // tile
@@ -95,8 +100,8 @@ def feature_rows(image: Size, sizes: list[Size], tile: int, side: int, merge: Pa
 
 
 def unpad(lines: np.ndarray, image: Size) -> np.ndarray:
-    """Return a grid of feature indices without those of the black bars around the image (LLaVA
-    llava_arch.py:104-130)."""
+    """Return a two-dimensional array of feature indices without the rows or columns for the black bars beside the image
+    (LLaVA llava_arch.py:104-130)."""
     high, wide = lines.shape
     if image[0] / image[1] > wide / high:
         kept = int(round(image[1] * (wide / image[0]), 7))

@@ -67,8 +67,8 @@ def examine(path: Path, where: str, full: bool, scaled: bool = True) -> ImageFac
 
     Args:
         where: name of the record in error messages.
-        full: decode the whole image; otherwise read only the beginning of the file, which does not show whether the
-            rest is truncated or broken.
+        full: decode the whole image. If false, only the beginning of the file is read, if that is enough; then a
+            truncated or broken rest is not noticed.
         scaled: with `full`, also check that an image with more than 8 bits per value can be scaled to 8 bits.
 
     Raises:
@@ -104,8 +104,8 @@ def shown_size(image: Image.Image) -> Size:
 
 @contextlib.contextmanager
 def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
-    """Context manager that opens an image with Pillow's warnings turned off; the callers report the same problems
-    together with the record's name."""
+    """Context manager that opens an image with Pillow's warnings turned off. The callers report what Pillow warns of as
+    errors that name the record."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Image.open(file, formats=FORMATS) as image:
@@ -114,7 +114,8 @@ def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
 
 @contextlib.contextmanager
 def decoded(data: bytes, path: Path, where: str) -> Iterator[Image.Image]:
-    """Context manager that opens an image from the bytes of a file; errors of Pillow inside it become ImageError."""
+    """Context manager that opens an image from the bytes of its file; errors of Pillow in the `with` block become
+    ImageError."""
     try:
         # an interrupted copy may leave zeros at the end, which a JPEG decoder takes for data
         if data.startswith(JPEG) and data.endswith(bytes(64)) and ends_early(data):
@@ -144,7 +145,7 @@ def decoded(data: bytes, path: Path, where: str) -> Iterator[Image.Image]:
 
 
 def opened(path: Path, where: str) -> contextlib.AbstractContextManager[Image.Image]:
-    """Context manager that reads and opens an image file; errors of Pillow inside it become ImageError."""
+    """Context manager that reads and opens an image file; errors of Pillow in the `with` block become ImageError."""
     return decoded(read_file(path, where), path, where)
 
 
@@ -203,7 +204,7 @@ def check_pixels(image: Image.Image, path: Path, where: str) -> None:
 
 
 def check_values(image: Image.Image, what: str) -> None:
-    """Raise ImageError for an image with more than 8 bits per value if the value that means white is unknown."""
+    """Raise ImageError if an image has more than 8 bits per value and it is unknown which value means white."""
     if image.mode == "F" or image.mode.startswith("I"):
         white_of(image.mode, np.asarray(image).astype(np.float64), what)
 

@@ -1,11 +1,12 @@
 """Faster image resizing (`data.pixels=fast`), whose pixels are close but not equal to those of `data.pixels=exact`.
 
-It differs from `exact` in four ways. A JPEG is decoded at a half, a quarter or an eighth of its size if that is large
-enough. An image more than twice too large is averaged over whole blocks before it is resized (Pillow's `reducing_gap`).
-Clear reductions use Pillow's Hamming filter, which is half as wide as the bicubic one. And padding is added after
-resizing, so that the image does not blend into the padding's colour, and lines that the image fills only in part have
-the padding's colour; an image that is cropped to a square is cropped before resizing. An image that needs no resizing
-has exactly the pixels of `exact`.
+It differs from `exact` in four ways:
+- A JPEG is decoded at a half, a quarter or an eighth of its size, if that is still large enough.
+- An image more than twice as large as needed is first averaged over whole blocks (Pillow's `reducing_gap`).
+- For clear reductions, Pillow's Hamming filter is used, which is half as wide as the bicubic one.
+- Padding is added after resizing, and cropping to a square is done before. So the image does not blend into the
+  padding, and a line of pixels that the image fills only in part has the padding's colour.
+An image that needs no resizing has exactly the pixels of `exact`.
 
 All functions take an image as Pillow opened it, not yet decoded, and return RGB; `what` names the image in error
 messages.
@@ -30,8 +31,8 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Decoded:
-    """A decoded image turned by its EXIF orientation, perhaps at a fraction of its full size; boxes are in pixels of
-    the full size."""
+    """A decoded image turned by its EXIF orientation, perhaps decoded at a fraction of its full size. Boxes are given
+    in pixels of the full size."""
 
     image: Image.Image
     full: Size
@@ -39,8 +40,8 @@ class Decoded:
     """Full size divided by decoded size. The edge pixels of the decoded image may lie partly outside the full image."""
     left: float
     top: float
-    """`left` and `top` are the edges of the full image, in pixels of the decoded image; not 0 if turning moved a
-    partial edge pixel to the left or to the top."""
+    """`left` and `top` say where the full image begins, in pixels of the decoded image. They are not 0 if turning moved
+    an edge pixel that lies partly outside the full image to the left or to the top."""
 
     def resize(self, shape: Size, resample: Resampling, box: Box | None = None) -> Image.Image:
         left, top, right, bottom = (n / self.scale for n in box or (0, 0, *self.full))
@@ -52,7 +53,7 @@ class Decoded:
 
 
 def decode(file: Image.Image, needed: tuple[float, float], what: str) -> Decoded:
-    """Return the decoded image, at a reduced size if that is still no smaller than `needed` (width, height)."""
+    """Decode an image, at a reduced size if there is one that is no smaller than `needed` (width, height)."""
     full, turn = shown_size(file), file.getexif().get(ExifTags.Base.Orientation, 1)
     wide, high = (math.ceil(n) for n in needed)
     stored = file.width
@@ -65,8 +66,8 @@ def decode(file: Image.Image, needed: tuple[float, float], what: str) -> Decoded
 
 
 def padded(file: Image.Image, size: int, resample: Resampling, colour: tuple[int, ...], what: str) -> Image.Image:
-    """Return an image resized into the middle of a square of `size` pixels with padding of one colour, at the same
-    place as with `data.pixels=exact`."""
+    """Return a square of `size` pixels with the resized image in its middle, at the same place as with
+    `data.pixels=exact`, and padding of one colour around it."""
     width, height = shown_size(file)
     side = max(width, height)
     image = decode(file, (width * size / side, height * size / side), what)
@@ -80,8 +81,8 @@ def padded(file: Image.Image, size: int, resample: Resampling, colour: tuple[int
 
 
 def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, float]:
-    """Return which lines (or columns) of a resized padded square an image fills completely, and which part of the image
-    they show.
+    """Return which lines (rows or columns of pixels) an image fills completely after it is padded to a square and
+    resized, and which part of the image these lines show.
 
     A line that the image fills only in part becomes padding; an image that would fill no line completely gets one line.
 
@@ -91,7 +92,8 @@ def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, fl
         size: width and height of the resized square.
 
     Returns:
-        (first line, end of the lines, begin and end of the part of the image in pixels of the image).
+        (first line, end of the lines, begin of the shown part, end of the shown part), the last two in pixels of the
+        image.
     """
     before = (side - length) // 2
     first, end = -(-before * size // side), (before + length) * size // side

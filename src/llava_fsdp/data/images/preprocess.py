@@ -44,20 +44,20 @@ class Preprocessor:
 
     @property
     def mean_colour(self) -> tuple[int, ...]:
-        """The mean of the normalisation as an RGB colour from 0 to 255, which is the colour of padding (LLaVA
+        """The mean of the normalisation as an RGB colour from 0 to 255; it is the padding's colour (LLaVA
         train.py:711)."""
         return tuple(int(m * 255) for m in self.mean)
 
     def pixel_table(self) -> np.ndarray:
-        """Return the table of normalised pixel values by channel and byte value, float32 [3, 256]."""
+        """Return the normalised value of each byte value in each channel, float32 [3, 256]."""
         scaled = (np.arange(256, dtype=np.uint8) * (1 / 255)).astype(np.float32)
         mean, std = np.array(self.mean, dtype=np.float32), np.array(self.std, dtype=np.float32)
         return (scaled[None, :] - mean[:, None]) / std[:, None]
 
 
 def preprocessor_fields(folder: Path) -> dict[str, Any]:
-    """Return the fields of a model folder's `preprocessor_config.json`, or else those for images in transformers 5's
-    `processor_config.json`; empty if the folder has neither file."""
+    """Return the fields of a model folder's `preprocessor_config.json`. Without this file, return the image fields of
+    the `processor_config.json` that transformers 5 writes; empty without either file."""
     path, combined = folder / "preprocessor_config.json", folder / "processor_config.json"
     existing = next((file for file in (path, combined) if file.is_file()), None)
     if existing is None:
@@ -70,8 +70,8 @@ def preprocessor_fields(folder: Path) -> dict[str, Any]:
 
 
 def read_preprocessor(folder: Path) -> Preprocessor:
-    """Read the input size and normalisation of a vision tower from a model folder; sizes may be numbers (older files)
-    or objects.
+    """Read the input size and normalisation of a vision tower from `preprocessor_config.json` in a model folder. A size
+    in the file may be a number (older files) or an object.
 
     Raises:
         ModelError: the folder has no `preprocessor_config.json`, or the file does not describe a square image.
@@ -147,7 +147,7 @@ class ImageReader:
         return folder / name
 
     def image_rows(self, record: Record, number: int) -> np.ndarray:
-        """Return for each token of one of a record's images the index of its vision feature, int64 [tokens].
+        """Return for each token of an image of the record the index of its vision feature, int64 [tokens].
 
         Args:
             number: index of the image in the record.
@@ -252,7 +252,7 @@ def open_image(path: Path, where: str, pixels: Pixels) -> Image.Image:
 
 
 def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:
-    """Raise ImageError for an image that is so narrow that it would need too much memory when it is made square.
+    """Raise ImageError for an image so narrow or flat that making it square would need too much memory.
 
     Args:
         shape: width and height of the image in pixels.
@@ -284,9 +284,9 @@ def resize(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
 def resize_padded(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
     """Pad an RGB image to a square and resize it to one tile, uint8 [3, size, size].
 
-    Pillow resizes first horizontally, line by line, which leaves lines of one colour as they are. So the padding above
-    and below a wide image is added only after this first pass: the result has the same bits and takes, for 4:3 images,
-    a third less work.
+    Pillow resizes first horizontally, which leaves lines of one colour as they are. So the padding above and below a
+    wide image is added only after this horizontal pass. The result has the same bits and takes, for 4:3 images, a third
+    less work.
     """
     size, side = preprocessor.size, max(image.size)
     if image.width <= image.height:
@@ -297,8 +297,8 @@ def resize_padded(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
 
 
 def misread(image: Image.Image, what: str) -> Image.Image:
-    """Return the image as transformers 4.37 misreads it: with a height of 3 pixels, the height is taken for the
-    channels. Raises ImageError for a height of 1 pixel, at which LLaVA fails."""
+    """Return the image as transformers 4.37 misreads it: if it is 3 pixels high, its height is taken for the channels;
+    other images are unchanged. Raises ImageError for a height of 1 pixel, at which LLaVA fails."""
     check_height(image.height, what)
     if image.height == 3:
         return Image.fromarray(np.ascontiguousarray(np.asarray(image).transpose(1, 2, 0)))

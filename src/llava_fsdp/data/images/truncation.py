@@ -112,7 +112,8 @@ TIFF_TYPES = {
 }  # fmt: skip
 """For each TIFF field type, the format character of Python's struct module."""
 PIECES = {273: 279, 324: 325}
-"""TIFF tags of the offsets of image data (strips, tiles), each with the tag of the sizes in bytes of that data."""
+"""Maps the TIFF tag that holds the offsets of image data (of strips or tiles) to the tag that holds their sizes in
+bytes."""
 
 
 def tiff_needs(data: bytes) -> int:

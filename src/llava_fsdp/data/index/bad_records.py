@@ -1,4 +1,4 @@
-"""Decide before training whether records that cannot be trained on stop the run or are skipped; every rank decides the
+"""Decide before training whether records that cannot be trained on are skipped or stop the run; all ranks decide the
 same."""
 
 import itertools
@@ -29,11 +29,12 @@ NOTED = {
     Kind.too_long: "are longer than data.max_length, and are truncated",
     Kind.duplicate_id: "have the id of an earlier one",
 }
-"""Warning text for each kind of problem, for records that have the problem but are trained on; follows their number."""
+"""Warnings about records that have a problem but are trained on, by the kind of problem. In the message, the number of
+these records comes first."""
 
 
 def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch) -> Records:
-    """Open the records of the dataset, first making their index if it is missing, and check whether training may begin.
+    """Open the records of the dataset, after making its index if that is missing, and check whether training may begin.
 
     Raises:
         DataError: there are more bad or long records than `data.bad_records`, `data.max_bad_records` and
@@ -58,8 +59,8 @@ def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: st
     index. If the index cannot be written, log a warning and return `records` unchanged.
 
     Args:
-        since: an earlier result of `last_look`; if another process has examined the bad images since then, its result
-            is used.
+        since: an earlier result of `last_look`. If another process has examined the bad images since then, the index
+            that it made is used, and nothing is examined here.
     """
     try:
         index = open_index(plan, show, look_again=True, since=since)
@@ -92,7 +93,7 @@ def remarks(records: Records) -> str:
         for kind, words in NOTED.items()
         if kind not in records.dropping and records.counts[kind]
     ]
-    found = [f"of {len(records.index):,} records, {'; '.join(said)} (llava_fsdp.prepare lists them)"] if said else []
+    found = [f"of {len(records.index):,} records, {'; '.join(said)} (llava-fsdp prepare lists them)"] if said else []
     ends = itertools.accumulate(records.source_counts)
     for source, count, end in zip(records.index.texts.sources, records.source_counts, ends, strict=True):
         if source.images is not None and count and not records.pictures[end - count : end].any():

@@ -1,4 +1,4 @@
-"""Make or open the index of a dataset: a folder of .npy columns and JSON, made once and mapped by all readers.
+"""Make or open the index of a dataset: a folder of .npy columns and JSON, made once and memory-mapped by all readers.
 
     known.json               the KEY of each known state of the source files, by the files' sizes and times
     lock                     held by the one process that builds the index
@@ -43,7 +43,7 @@ from llava_fsdp.runtime.progress import Watch
 
 LOCK = "lock"
 SILENT = 5.0
-"""Seconds to wait for the lock of another process before a message about the waiting is logged."""
+"""If another process holds the lock, waiting for it is logged only after this many seconds."""
 CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
 """For each pass over the dataset, the number of records in a chunk; a chunk takes a few seconds."""
 
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def whole_encoder(self) -> Encoder:
-        """The encoder, changed to truncate long records; whether long records are skipped or refused is decided when
+        """The encoder, changed to truncate long records. Whether they are skipped or stop the run is decided each time
         the index is used."""
         encoder = self.encoder
         return replace(encoder, too_long=TooLong.truncate) if isinstance(encoder, ExactEncoder) else encoder
@@ -79,8 +79,7 @@ class Index:
     limits: list[int]
     """Maximum lengths in tokens for which the losses by truncation were counted."""
     losses: np.ndarray
-    """Counts of what truncation at each maximum length loses, int64 [sources, limits, LOSSES]; LOSSES names the
-    counts."""
+    """What is lost by truncation at each maximum length, int64 [sources, limits, counts]; LOSSES names the counts."""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -97,14 +96,14 @@ class Index:
             yield begin, self.flags(begin, begin + BLOCK)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield each problem found as a dict with record, id, kind and reason, pass by pass and in the order of the
-        records."""
+        """Yield each problem found as a dict with record, id, kind and reason, in the order of the passes over the
+        dataset, and of the records within a pass."""
         for path in (self.records / ROWS, self.records / DUPLICATES, self.pictures / ROWS, self.encoded / ROWS):
             yield from read_rows(path.with_suffix(".jsonl"))
 
 
 def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | None = None) -> Index:
-    """Open the dataset's index; make it first, or complete it, if needed.
+    """Open the dataset's index. If it is missing or incomplete, make or complete it first.
 
     Args:
         look_again: read the sources and every bad image again, because they may have been fixed.
@@ -147,7 +146,7 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
 
 
 def is_foreign(error: OSError, folder: Path) -> bool:
-    """Return whether an OSError names a file outside `folder`."""
+    """Return whether an OSError is about a file that is not part of the index in `folder`."""
     if not isinstance(error.filename, (str, bytes)):
         return False
     path, own = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(folder)
@@ -159,7 +158,7 @@ def look_file(plan: Plan) -> Path:
 
 
 def last_look(plan: Plan) -> str:
-    """Return a text that differs from earlier results once a process has examined all bad images again."""
+    """Return a text that changes each time a process has examined all bad images of the index again."""
     path = look_file(plan)
     return path.read_text(errors="replace") if path.is_file() else ""
 
@@ -187,8 +186,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def find(plan: Plan, sources: list[SourceFile], folder: Path) -> Index | None:
-    """Return the index of these sources if it is complete for the sources' present sizes and modification times; else
-    None."""
+    """Return the existing index of the sources. None if there is no complete one for the present sizes and modification
+    times of the source files."""
     known = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
     if known is None:
         return None
@@ -255,8 +254,8 @@ def is_part(name: str) -> bool:
 
 
 def undo(state: Path, before: set[Path]) -> None:
-    """Delete the index parts that were made while the source files changed: their key would be valid again if the files
-    change back.
+    """Delete the parts of an index that were made while the source files changed. These parts may be wrong, and they
+    would be taken for valid if the files changed back.
 
     Args:
         state: folder of the index for one state of the source files.
@@ -268,10 +267,11 @@ def undo(state: Path, before: set[Path]) -> None:
 
 
 def write_texts(source: SourceFile, folder: Path, plan: Plan, watch: Watch) -> tuple[SourceFile, Path]:
-    """Write the rows of a Parquet source as JSON Lines; do nothing for a source that is a text file.
+    """Write the rows of a Parquet source as a JSON Lines file; do nothing for a source that is a text file.
 
     Returns:
-        The source, with the folder of the images that were embedded in its rows, and the text file of its records.
+        (source, path of the text file with its records). If images were embedded in the rows, `images` of the source is
+        the folder to which they were extracted.
     """
     path = Path(source.path)
     if not parquet.is_parquet(path):
@@ -291,7 +291,7 @@ def write_texts(source: SourceFile, folder: Path, plan: Plan, watch: Watch) -> t
 P = TypeVar("P", bound=Pass)
 Finish = Callable[[P, Path, Path], dict[str, Any]]
 """Function that completes a pass over the dataset: (pass, folder of its chunks, folder of the joined columns) -> facts
-to store. It may add files to the folder of joined columns."""
+to store in `done.json`. It may add files to the folder of joined columns."""
 
 
 def make(task: P, target: Path, workers: int, watch: Watch, label: str, finish: Finish[P], keep: bool = False) -> None:
@@ -306,8 +306,8 @@ def make(task: P, target: Path, workers: int, watch: Watch, label: str, finish: 
 
 
 def parts_of(target: Path) -> Path:
-    """Return the folder of the chunk files from which a pass's result folder `target` is made; all versions of the
-    result share it."""
+    """Return the folder of the chunk files that are joined to `target`, the result folder of a pass over the dataset.
+    All versions of the result (NAME.0, NAME.1, ...) share it."""
     return target.with_name(f"{target.name.partition('.')[0]}.parts")
 
 
@@ -324,16 +324,16 @@ def pictures_name(plan: Plan) -> str:
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:
-    """Return the name of the folder with the columns of one encoder; it depends also on the version of the image
-    columns."""
+    """Return the name of the folder with the columns that depend on the encoder. The name also depends on the image
+    reader and on the version of the columns about images."""
     reader = plan.reader
     places = reader.fingerprint, reader.aspect.value, reader.pixels.value, pictures.name
     return f"encoded-{short(plan.encoder.fingerprint, places)}"
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest version of a pass's result: of the folders named `folder`.N, the one with the highest N; None
-    without one."""
+    """Return the newest version of a pass's result: of the folders named `folder`.N, the one with the highest N. None
+    if there is no such folder."""
     versions = [p for p in folder.parent.glob(f"{folder.name}.*") if p.suffix[1:].isdigit()]
     return max(versions, key=lambda p: int(p.suffix[1:]), default=None)
 
@@ -341,8 +341,8 @@ def newest(folder: Path) -> Path | None:
 def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
     """Run the pass that examines all images, and return the folder of its result.
 
-    With `look_again`, bad images are examined again, and chunks with fixed images are computed anew; therefore all
-    chunk files are kept.
+    With `look_again`, bad images are examined again, and chunks with an image that was fixed are computed anew. This
+    needs all chunk files, so they are kept.
     """
     cfg = plan.cfg
     looking = cfg.examine, scaled(plan), cfg.allow_links

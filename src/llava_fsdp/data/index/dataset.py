@@ -1,4 +1,4 @@
-"""Access to those records of a dataset's index that are trained on."""
+"""The records of an indexed dataset that are trained on, without those that are skipped."""
 
 import hashlib
 import itertools
@@ -21,7 +21,7 @@ class Records:
     """Sequence of the records that are trained on, with columns (lengths, labels, ...) that have one value for each of
     them. A record is parsed when it is accessed.
 
-    The columns are mapped files, or copies of their kept rows if records are skipped.
+    The columns are memory-mapped files. If records are skipped, they are copies without the values of these records.
     """
 
     def __init__(self, index: Index, labels: Parity, too_long: TooLong):
@@ -37,8 +37,8 @@ class Records:
         self._sizes = PictureSizes(index.records, index.pictures)
 
     def _choose(self) -> np.ndarray | None:
-        """Count the records with each kind of problem, and return the index numbers of those to train on, int64; None
-        if all are trained on."""
+        """Count the records with each kind of problem, and return the numbers, in the index, of the records to train
+        on, int64; None if these are all records."""
         dropping = mask(*self.dropping)
         long = dropping & BITS[Kind.too_long]
         wrong = dropping & ~long
@@ -113,7 +113,7 @@ class Records:
 
     @cached_property
     def source_counts(self) -> list[int]:
-        """Number of the records trained on of each source, in the order of the sources."""
+        """For each source, the number of its records that are trained on."""
         firsts = self.index.texts.firsts
         bounds = firsts if self.numbers is None else np.searchsorted(self.numbers, firsts).tolist()
         return [end - begin for begin, end in itertools.pairwise(bounds)]

@@ -17,9 +17,9 @@ DUPLICATES = "duplicates"
 
 
 def read_facts(task: ReadRecords, _parts: Path, staged: Path) -> dict[str, Any]:
-    """Add to the folder of joined columns: first_picture (int64 [records + 1], the index of each record's first image),
-    name_end (int64 [images + 1], the end of each image's path in `names`) and the list of duplicate ids. Returns no
-    facts."""
+    """Add files to `staged`, the folder of joined columns: first_picture (int64 [records + 1], the index of each
+    record's first image), name_end (int64 [images + 1], the end of each image's path in `names`) and the list of
+    duplicate ids. Returns no facts."""
     for name, counts in (("first_picture", "pictures"), ("name_end", "name_size")):
         write_column(staged / f"{name}.npy", running_sum(open_column(staged, counts)), np.dtype(np.int64))
     (staged / "name_size.npy").unlink()
@@ -48,13 +48,13 @@ def running_sum(counts: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:
-    """Find the records of [begin, end) that have the same id as an earlier record of that range, by the hashes of the
-    ids.
+    """Find the records with numbers in [begin, end) that have the same id as an earlier one of them.
 
-    Compares one share of the hashes at a time, so that memory does not grow with the number of records.
+    The ids are compared by their hashes, one share of the hashes at a time, so that memory does not grow with the
+    number of records.
 
     Returns:
-        int64 [duplicates, 2]: number of such a record, and of the first record with its id.
+        int64 [duplicates, 2]: number of a record whose id is not new, and number of the first record with this id.
     """
     shares = -(-(end - begin) // BLOCK)
     pairs = [np.zeros((0, 2), dtype=np.int64)]

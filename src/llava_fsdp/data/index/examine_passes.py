@@ -40,8 +40,8 @@ class Findings:
         self.rows: list[dict[str, Any]] = []
 
     def of(self, number: int, identity: str | None) -> Tell:
-        """Return a function that adds problems of the record `number`; of each kind, only the first problem is
-        added."""
+        """Return a function that adds problems of the record `number`. Of several problems of the same kind, only the
+        first is added."""
         at = number - self.numbers.start
 
         def tell(kind: str, reason: str) -> None:
@@ -58,8 +58,8 @@ class Findings:
 
 
 def attempt(make: Callable[[], T], tell: Tell) -> T | None:
-    """Return the result of `make`. If it raises a DataError with a kind, pass the error to `tell` as a problem of the
-    record, and return None."""
+    """Return the result of `make`. If it raises a DataError with a kind, which is a problem of the record, pass the
+    error's kind and message to `tell` and return None."""
     try:
         return make()
     except DataError as error:
@@ -71,7 +71,7 @@ def attempt(make: Callable[[], T], tell: Tell) -> T | None:
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """Base class of a pass over all records of a dataset; a chunk of `size` records is processed by one call."""
+    """Base class of a pass over all records of a dataset. Each call processes one chunk of `size` records."""
 
     folder: Path
     size: int
@@ -99,7 +99,7 @@ class Pass(ABC):
         """Return this pass's columns for the given records, and add the records' problems to `found`."""
 
     def records(self, numbers: range) -> Iterator[tuple[int, Record]]:
-        """Yield the valid records with their numbers. Invalid ones are left out, because the first pass reports
+        """Yield the valid records, with their numbers. Invalid records are left out, because ReadRecords reports
         them."""
         for number in numbers:
             record = attempt(partial(self.texts.record, number), lambda *_: None)
@@ -170,7 +170,8 @@ def check_pictures_named(record: Record, tell: Tell) -> None:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A problem found in an image. It replaces the exception, which would keep the file's bytes in memory."""
+    """A problem found in an image. It is stored in place of the exception, which would keep the file's bytes in
+    memory."""
 
     kind: str
     reason: str
@@ -180,16 +181,16 @@ class Wrong:
 class ExaminePictures(Pass):
     """Second pass over a dataset: check each image and store its size.
 
-    Columns with a value per image: width and height as displayed, stored_height, and digest (uint64, xxh3 of its bytes
-    if all were read). All are 0 for an image with problems.
+    Columns with a value per image: width and height after turning by the EXIF orientation, stored_height (before
+    turning), and digest (uint64, xxh3 of the file's bytes if all were read). All are 0 for an image with problems.
     """
 
     records_folder: Path
     """Folder of the columns written by the pass ReadRecords."""
     how: Examine
     scaled: bool
-    """Whether 16-bit and floating point images are scaled by their white value (depends on `data.pixels`). Images whose
-    white value is unknown are then a problem."""
+    """Whether 16-bit and floating point images are scaled by the value that means white (depends on `data.pixels`). If
+    so, an image in which this value is unknown has a problem."""
     allow_links: bool
 
     @cached_property

@@ -27,7 +27,8 @@ NOT_NUMPY = (ValueError, EOFError, OverflowError, SyntaxError, TypeError, tokeni
 
 
 def damaged(path: Path, what: str) -> DamagedError:
-    """Return a DamagedError that says what is wrong with a file INDEX/STATE/PART/NAME of an index."""
+    """Return a DamagedError about a file of an index. `path` ends in INDEX/STATE/PART/NAME; `what` says what is wrong
+    with the file."""
     folder = path.parents[min(2, len(path.parents) - 1)]
     within = path.relative_to(folder)
     return DamagedError(f"the index {folder} is damaged ({within}: {what}); delete it, and it is made again")
@@ -35,8 +36,8 @@ def damaged(path: Path, what: str) -> DamagedError:
 
 @contextlib.contextmanager
 def from_index(path: Path) -> Iterator[None]:
-    """Context manager for reading a file of an index: a missing file becomes DamagedError, any other OSError
-    SourceError."""
+    """Context manager for reading a file of an index. In the `with` block, FileNotFoundError becomes DamagedError, and
+    any other OSError becomes SourceError."""
     with reading(path):
         try:
             yield
@@ -81,8 +82,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:
-    """Write `done.json` into a folder of an index: `facts`, and the size and checksum of every file. Call this after
-    all files are written."""
+    """Write `done.json` into a folder of an index, with `facts` and the size and checksum of every file in the folder.
+    Call this after all other files are written."""
     paths = [path for path in sorted(folder.iterdir()) if path.name != DONE]
     files = {path.name: [path.stat().st_size, check_sum(path)] for path in paths}
     (folder / DONE).write_text(json.dumps({**facts, FILES: files}))

@@ -1,4 +1,5 @@
-"""Find all records in a dataset's files and read them by number; makes the first part of an index."""
+"""Find where each record is in a dataset's files, and read records by number. The positions are the first part of an
+index."""
 
 import bisect
 import contextlib
@@ -33,7 +34,8 @@ from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
 
 SPAN = "offset", "size", "line"
 PIECE = 65_536
-"""Number of records whose positions are written to a file at once; positions in such files survive an interruption."""
+"""Number of records per file of positions. A search for records that was interrupted continues after the last such
+file."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,11 @@ def digest(path: Path) -> str:
 
 
 class Texts:
-    """Reads the records of all sources by number; the numbers run through the sources in order.
+    """Reads the records of all sources by number. The records of all sources are numbered in one sequence, in the order
+    of the sources.
 
-    The columns `offset` (int64), `size` and `line` (int32) say where the bytes of a record are. A pickled object has
-    only the path of its folder.
+    The columns `offset` (int64), `size` and `line` (int32) say where the bytes of a record are. When a Texts is
+    pickled, only the path of its folder is.
     """
 
     def __init__(self, folder: Path):
@@ -161,7 +164,7 @@ class Texts:
         if len(found) < size:
             raise SourceError(
                 f"{text} ends before byte {offset + size}, where a record should; it has changed, or its index is "
-                "damaged: run llava_fsdp.prepare, which checks both"
+                "damaged: run llava-fsdp prepare, which checks both"
             )
         return found
 
@@ -204,8 +207,8 @@ class Texts:
         return Path(source.images).parent == Path(part.text).parent
 
     def own_picture(self, number: int, reason: str) -> str:
-        """Return a message in which the path of an image extracted from a Parquet file is replaced by the image's
-        original name.
+        """Return an error message for the user in which the path of an image extracted from a Parquet file is replaced
+        by the name that the image has in that file.
 
         Args:
             number: number of the record that has the image.
@@ -274,7 +277,8 @@ def split(
 
 
 def split_file(path: Path, folder: Path, most: int) -> list[Path]:
-    """Find the positions of the records in a file and write them in pieces; pieces left by an interrupted run are kept.
+    """Find the positions of the records in a file and write them in pieces. Pieces left by an interrupted run are used
+    again.
 
     Args:
         folder: folder of the pieces.

@@ -14,13 +14,14 @@ from llava_fsdp.runtime.progress import Watch
 from llava_fsdp.runtime.small_json import parse_object
 
 FORMAT = 5
-"""Version of the index format; increased whenever the columns change, or the values that are computed for a record."""
+"""Version of the index format. It is increased whenever the columns change, or the values in them for the same
+record."""
 KNOWN = "known.json"
 
 
 def find_state(sources: list[SourceFile], folder: Path, most: int, watch: Watch, look_again: bool) -> dict[str, str]:
-    """Return the key and the fingerprint of the content of the sources, as {key: ..., fingerprint: ...}. They are
-    stored by the files' sizes and modification times, so that unchanged files are not read again.
+    """Return a key and a fingerprint of the content of the source files, as {key: ..., fingerprint: ...}. Both are
+    stored by the sizes and modification times of the files, so that unchanged files are not read again.
 
     Args:
         most: largest size of a record in bytes. The key depends on it, because with another limit other records are
@@ -55,8 +56,9 @@ def check_unchanged(sources: list[SourceFile], most: int, since: str, undo: Call
 
 
 def read_known(folder: Path) -> dict[str, dict[str, str]]:
-    """Return the known states of the source files, from `known.json`. A damaged file counts as empty, because all
-    states can be computed again."""
+    """Return the content of `known.json`: for each state of the source files seen so far (sizes and modification
+    times), the key and fingerprint of their content. A damaged file counts as empty, because its content can be
+    computed again."""
     path = folder / KNOWN
     try:
         known = parse_object(path.read_bytes()) if path.is_file() else {}

@@ -32,7 +32,7 @@ class SourceCounts:
     images: str | None
     records: int
     left_out: int
-    """Number of skipped records. The counts in the fields after this one are of the records that are trained on."""
+    """Number of skipped records. All fields below this one count only the records that are trained on."""
     text_only: int = 0
     pictures: int = 0
     """Number of images in the records that are trained on; an image that occurs several times counts several times."""
@@ -42,7 +42,8 @@ class SourceCounts:
 
 
 def make_report(records: Records, cfg: Config) -> dict[str, Any]:
-    """Return the content of report.json: all statistics, but of each kind of problem only the first SHOWN records."""
+    """Return the content of report.json: all statistics, and for each kind of problem the first SHOWN records that have
+    it."""
     index = records.index
     return {
         "index": str(index.folder),
@@ -134,8 +135,8 @@ def losses(counts: np.ndarray) -> dict[str, int]:
 
 
 def list_problems(records: Records) -> dict[str, Any]:
-    """Return for each kind of problem the number of records that have it, whether these are trained on, and the first
-    of them."""
+    """Return for each kind of problem the number of records that have it, whether these are trained on, and a list of
+    the first SHOWN of them."""
     found = {
         kind: {"records": count, "kept": kind not in records.dropping, "meaning": PROBLEMS[kind].meaning, "first": []}
         for kind, count in records.counts.items()

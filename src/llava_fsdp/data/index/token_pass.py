@@ -20,8 +20,8 @@ from llava_fsdp.data.text.templates import IMAGE_TAG
 LIMITS = (512, 1024, 2048, 4096, 8192)
 """Maximum lengths in tokens for which truncation is counted, in addition to the configured maximum length."""
 LOSSES = ("records", "positions", "labels", "unlabelled")
-"""What is counted for each maximum length: truncated records, tokens lost, label tokens lost, and records that are left
-without a label."""
+"""What is counted for each maximum length: truncated records, tokens lost, label tokens lost, and records that lose all
+their labels."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class EncodeRecords(Pass):
     """Third pass over a dataset: encode each record, and store its numbers of tokens, labels, images and tiles.
 
     Columns with an int32 value per record: length, labels, images, tiles, positions_cut, labels_cut, and full (length
-    before truncation). All are 0 for a record that makes no sample. Column `losses`, int64: counts by chunk, source,
-    maximum length and LOSSES, flattened.
+    before truncation). All are 0 for a record that cannot be encoded. Column `losses`, int64: the counts named in
+    LOSSES by chunk, source and maximum length, flattened.
     """
 
     records_folder: Path

@@ -29,8 +29,9 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class CompareContent:
-    """Pass that reads a chunk's records and images again and compares them with the checksums in the index; the column
-    `rows` lists those that have changed. Records from Parquet files and images with problems are not compared."""
+    """Pass over a dataset that reads the records and images of a chunk again and compares them with the checksums in
+    the index. The column `rows` lists those that have changed. Records from Parquet files and images with problems are
+    not compared."""
 
     texts: Texts
     size: int
@@ -92,7 +93,7 @@ def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
     if index is None:
         raise ConfigError(
             f"verify=true: {folder} has no whole index of these files with their present size and time. To make it, "
-            "run llava_fsdp.prepare with the same keys, without verify"
+            "run llava-fsdp prepare with the same keys, without verify"
         )
     for part in (index.texts.folder, index.records, index.pictures, index.encoded):
         check_part(part, whole=True)

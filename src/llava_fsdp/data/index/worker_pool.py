@@ -53,7 +53,7 @@ def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Adv
         folder: folder of the chunk files.
         chunks: number of chunks.
         workers: number of processes; with 1, this process computes all chunks.
-        advance: called with the number of chunks that were completed.
+        advance: reports progress; called with the number of chunks completed since the last call.
 
     Raises:
         LlavaFsdpError: the error that a chunk raised; WorkerError if a worker died.
@@ -79,8 +79,8 @@ def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Adv
 
 
 class RecordingContext(SpawnContext):
-    """multiprocessing context that keeps a list of the worker processes it starts, to kill them and to read their exit
-    codes."""
+    """multiprocessing context that keeps a list of the processes it starts, so that they can be killed and their exit
+    codes read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,8 +118,8 @@ def run_in_workers(
 
 @contextlib.contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Context manager in which newly started processes use one thread per library, because there is one worker per
-    core."""
+    """Context manager: processes started in the `with` block use one thread per library, because there is one worker
+    per core."""
     before = dict(os.environ)
     os.environ.update(ONE_THREAD)
     try:
@@ -149,7 +149,8 @@ def do_in_worker(chunk: int) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a file exists and ends like a zip archive; a file written during a power loss may not."""
+    """Return whether a file exists and ends like a zip archive. After a power loss, the end of a file may be
+    missing."""
     return path.is_file() and zipfile.is_zipfile(path)
 
 
@@ -206,7 +207,8 @@ def columns_of(path: Path, *names: str) -> Columns:
 
 
 def write_column(path: Path, pieces: Iterator[np.ndarray], dtype: np.dtype) -> None:
-    """Write an array that is given in pieces as a .npy file; the header gets its final length at the end."""
+    """Write an array that is given in pieces to a .npy file. The length in the header is written last, when it is
+    known."""
     total = 0
     with path.open("wb") as file:
         write_header(file, dtype, 10**18)  # takes as many digits as any length

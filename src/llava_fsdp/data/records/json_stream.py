@@ -37,11 +37,12 @@ def spans(path: Path, after: Span | None = None, most: int = MOST_BYTES) -> Iter
     """Yield the place (offset, size, line) of each record of a JSON list or JSON Lines (`.jsonl`) file, in file order.
 
     Args:
-        after: place of the last record that was read already, after which to begin; None: begin with the first record.
-        most: largest size in bytes of a record that is parsed; of a larger record only the end is searched.
+        after: place of a record; begin with the record that follows it. None: begin with the first record.
+        most: largest size in bytes of a record that is parsed. A larger record is not parsed; only its end is searched.
 
     Raises:
-        DataError: a JSON list is not valid JSON; the message names line and byte. JSON Lines are not parsed here.
+        DataError: a JSON list is not valid JSON; the message names line and byte. The lines of JSON Lines are not
+            parsed.
     """
     return line_spans(path, after, most) if path.suffix.lower() == ".jsonl" else list_spans(path, after, most)
 
@@ -128,17 +129,17 @@ def begin(file: BinaryIO, path: Path) -> int:
 
 @dataclass
 class Window:
-    """A part of a JSON file that is held in memory and advances through the file. Its bytes are decoded as Latin-1, one
-    character per byte, so that offsets in `text` differ from offsets in the file only by `base`.
+    """The part of a JSON file that is in memory, and the reading position in it. The bytes are decoded as Latin-1, one
+    character per byte, so that an offset in the file is an offset in `text` plus `base`.
 
-    This is correct because JSON's own characters are below 128, and no byte of a longer UTF-8 character is.
+    Latin-1 does no harm: JSON's own characters are below 128, and no byte of a multi-byte UTF-8 character is.
     """
 
     file: BinaryIO
     base: int
     """Offset in the file of the first byte of `text`."""
     most: int = MOST_BYTES
-    """Largest size in bytes of a JSON value that is parsed; of a larger value only the end is searched."""
+    """Largest size in bytes of a JSON value that is parsed. A larger value is not parsed; only its end is searched."""
     text: str = ""
     at: int = 0
     """Offset in `text` of the next character to read; text before it may be dropped."""
@@ -148,11 +149,11 @@ class Window:
     """Offset in `text` up to which newlines have been counted into `line`."""
     ended: bool = False
     decoder: json.JSONDecoder = field(default_factory=lambda: json.JSONDecoder(parse_int=len))
-    """JSON decoder that does not convert integers, because one with too many digits for Python must not stop the whole
-    file."""
+    """JSON decoder that does not convert integers: Python refuses one with too many digits, which would stop the
+    reading of the whole file."""
 
     def more(self) -> None:
-        """Read more of the file: drop the text before `at`, then append as many bytes as remain in `text`, but at least
+        """Drop the text before `at` and read more of the file: as many bytes as `text` then has, but at least
         `BLOCK`."""
         self.line_here()
         self.text = self.text[self.at :]
@@ -179,10 +180,10 @@ class Window:
             self.more()
 
     def pass_value(self) -> tuple[int, int]:
-        """Move past the JSON value that begins at `at`, and return where it is in the file as offsets [begin, end).
+        """Move past the JSON value that begins at `at`, and return its place in the file as offsets [begin, end).
 
-        A number may continue after the text read so far, so a value is known to be complete only when a `,` or `]`
-        follows.
+        The value is taken as complete only if a `,` or `]` follows, because a number may continue beyond the text read
+        so far.
         """
         begin = self.base + self.at
         while True:
@@ -205,16 +206,19 @@ class Window:
             self.more()
 
     def pass_large(self, begin: int, wrong: str, where: int) -> int:
-        """Move past a JSON value of more than `most` bytes by matching only brackets and quotes; return the offset in
-        the file at which the value ends.
+        """Move past a JSON value of more than `most` bytes, and return the offset in the file at which it ends.
+
+        Called when the JSON parser failed on the value although it had more than `most` bytes to parse. Only brackets
+        and quotes are matched.
 
         Args:
             begin: offset in the file at which the value begins.
-            wrong: the JSON parser's message about this value.
+            wrong: the parser's error message.
             where: offset in the file that the message is about.
 
         Raises:
-            JSONDecodeError: the value does not end, or is not larger than `most`; the error has the message `wrong`.
+            JSONDecodeError: the end of the value is not found, or the value has no more than `most` bytes, so that the
+                parser was right. The error has the message `wrong`.
         """
         depth, in_text, is_closed = 0, False, False
         while not is_closed:
@@ -258,8 +262,8 @@ def open_list(window: Window, path: Path) -> None:
 
 
 def elements(window: Window, is_first: bool) -> Iterator[Span]:
-    """Yield the place (offset, size, line) of each element of a JSON list. The window must be just after the opening
-    bracket (`is_first`) or just after an element."""
+    """Yield the place (offset, size, line) of each element of a JSON list. The window must be just behind the opening
+    bracket (`is_first=True`) or just behind an element (`is_first=False`)."""
     while (sign := window.next_sign()) != "]":
         if not is_first:
             if sign != ",":

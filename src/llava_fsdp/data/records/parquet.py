@@ -1,5 +1,5 @@
-"""Convert Parquet files of LLaVA records into JSON Lines files in the dataset's index, which later steps read like text
-files.
+"""Convert Parquet files of LLaVA records into JSON Lines files in the dataset's index, which are then read like any
+text file.
 
 Columns: `conversations`, a list of structs with from and value; `id`; `image`, a path, a list of paths, or images
 themselves as Hugging Face datasets writes them (structs of bytes and path, or lists of these; if no row has bytes, the
@@ -35,7 +35,8 @@ OWN_NAMES = "llava_fsdp own names"
 HELD = "..."
 """Placeholder in a record's JSON for a value of a column with media (video, audio, ...) that is not read."""
 NOT_UTF8 = b"\xff"
-"""Placeholder line for a Parquet row whose text is not UTF-8; later checks then report the row as not UTF-8."""
+"""Placeholder line for a Parquet row whose text is not UTF-8. It is not UTF-8 itself, so the checks of text files
+report the row."""
 
 
 def is_parquet(path: Path) -> bool:
@@ -123,7 +124,7 @@ class Store:
     paths."""
 
     folder: Path | None
-    """Folder to write images to; None: names are computed without writing anything."""
+    """Folder to write images to; None: no file is written, only the names that files would have are computed."""
     images: int = 0
     paths: int = 0
 
@@ -233,8 +234,8 @@ def is_embedded(schema: Any) -> bool:
 
 
 def lines(path: Path, store: Store | None, groups: list[int] | None = None, most: int = MOST_BYTES) -> Iterator[bytes]:
-    """Yield each row of a Parquet file as a JSON record, with at most `ROWS_AT_ONCE` rows in memory, or one row if
-    there are columns of unread media.
+    """Yield each row of a Parquet file as a JSON record. At most `ROWS_AT_ONCE` rows are in memory, or one row if the
+    file has columns of media (video, audio, ...) that are not read.
 
     Args:
         store: saves images embedded in rows; None: such rows raise DataError.
@@ -246,7 +247,7 @@ def lines(path: Path, store: Store | None, groups: list[int] | None = None, most
     """
     file = open_file(path)
     if store is None and is_embedded(file.schema_arrow):
-        raise DataError(f"{path} holds images; only llava_fsdp.prepare and training read them: give paths instead")
+        raise DataError(f"{path} holds images; only llava-fsdp prepare and training read them: give paths instead")
     names = file.schema_arrow.names
     unread = [name for name in names if name not in COLUMNS and names_media(name)]
     present = [name for name in COLUMNS if name in names] + unread

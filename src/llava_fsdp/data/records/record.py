@@ -23,7 +23,8 @@ CURES = {
     errno.ENOENT: "put it back, or name another file",
     errno.EISDIR: "name a file",
 }
-"""Advice for error messages when a file cannot be read, by errno; these are errors that trying again would not fix."""
+"""Advice for the message about a file that cannot be read, by errno. These are errors that trying again would not
+fix."""
 WORD = re.compile(r"(?i:md5)|[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 """Pattern of one word in a JSON key: finds `image` and `url` in `image_url`, `imageUrl2` and `IMAGE-URL`."""
 MEDIA = frozenset(
@@ -56,7 +57,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Record:
-    """One record (training sample) as parsed from a dataset file."""
+    """One record, as parsed from a dataset file."""
 
     file: str
     index: int
@@ -68,20 +69,21 @@ class Record:
     """Whether the record has the key `image`, even with an empty value; LLaVA treats such a record as one with an
     image."""
     folder: Path | None = None
-    """Image folder of the record's data source; None: the folder that is set for all sources."""
+    """Image folder of the record's data source; None: the image folder that is set for all sources."""
     sizes: tuple[tuple[int, int], ...] | None = None
-    """(width, height) in pixels of each image after turning by its EXIF orientation; None if they were not read from an
-    index."""
+    """(width, height) in pixels of each image after turning by its EXIF orientation; None if the record does not come
+    from a dataset's index."""
     has_id: bool = True
     """Whether the record has an id; otherwise `id` is its index."""
     line: int | None = None
     """Line of the file on which the record begins, from 1; None if unknown or not a text file."""
     unread: str | None = None
-    """For messages: a description of a media key or tag in the record that is not read; None if the record has none."""
+    """Description, for error messages, of a media key or tag in the record that is not read; None if the record has
+    none."""
 
     @property
     def signed_words(self) -> int:
-        """LLaVA's measure of length for sorting records: the number of words of all messages, negative for a record
+        """LLaVA's length of a record, by which it sorts: the number of words of all messages, negative for a record
         without image (LLaVA train.py:684-690)."""
         words = sum(len(turn.text.split()) for turn in self.turns)
         return words if self.has_image_key else -words
@@ -97,7 +99,7 @@ class Record:
 
 
 def name_place(file: str | Path, index: int, line: int | None) -> str:
-    """Return for messages where a record is: its file, line from 1 (if known) and index from 0."""
+    """Return a record's place for error messages: its file, line from 1 (if known) and index from 0."""
     place = f"record {index}" if line is None else f"line {line}, record {index}"
     return f"{shown_name(file)}, {place}"
 
@@ -215,8 +217,8 @@ def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> R
 
 
 def unread_media(raw: dict[str, Any]) -> str | None:
-    """Return a description of the first key of a record or its turns that names media (video, audio, ...) other than
-    `image` and has a value; such keys are not read. None if there is none."""
+    """Return a description of the first key of a record or of its turns that names media (video, audio, ...), has a
+    value and is not read. None if there is none. The key `image` of the record is read."""
     own = [(key, value) for key, value in raw.items() if key != "image"]
     turns = [turn for turn in raw.get("conversations", ()) if isinstance(turn, dict)]
     for key, value in itertools.chain(own, *(turn.items() for turn in turns)):

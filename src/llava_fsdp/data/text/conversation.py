@@ -37,8 +37,8 @@ def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
 
 
 def prompt(turns: Sequence[Turn], form: Template, start_end: bool, has_images: bool) -> list[Segment]:
-    """Render turns as segments, without the text that ends a conversation. After a question, a model's answer can
-    follow.
+    """Render turns as segments, without the text that ends a conversation. If the last turn is a question, the text
+    ends where a model's answer begins.
 
     Args:
         start_end: put `<im_start>` and `<im_end>` around every image tag.
@@ -70,21 +70,20 @@ def write_question(text: str, form: Template, start_end: bool, has_images: bool)
 
 
 def image_tag(form: Template, start_end: bool) -> str:
-    """Return the text that stands for an image in a conversation: `<image>` with the text that the template puts around
-    it."""
+    """Return the text that stands for an image in a conversation: `<image>`, with what the template puts around it."""
     return form.image.replace(IMAGE_TAG, f"{IM_START}{IMAGE_TAG}{IM_END}") if start_end else form.image
 
 
 def image_first(text: str, has_images: bool) -> str:
-    """Return a question with its `<image>` tag moved to a line at the front, if it has exactly one, as LLaVA does
-    (LLaVA train.py:308-329)."""
+    """Return a question with its `<image>` tag moved to a line of its own at the front (LLaVA train.py:308-329).
+    Without `has_images`, or unless there is exactly one tag, the question is returned unchanged."""
     if not has_images or text.count(IMAGE_TAG) != 1:
         return text
     return f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
 
 
 def asked_turns(record: Record) -> tuple[Turn, ...]:
-    """Return a record's turns without an answer at the beginning, which LLaVA drops (LLaVA train.py:441-443)."""
+    """Return a record's turns. If the first turn is an answer, it is left out, as in LLaVA (LLaVA train.py:441-443)."""
     return record.turns[1:] if record.turns and record.turns[0].role == "gpt" else record.turns
 
 

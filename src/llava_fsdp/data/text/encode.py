@@ -54,7 +54,7 @@ class Measured:
     sample: Sample
     whole: Sample
     at: dict[int, Sample]
-    """The truncated sample for each maximum length that is shorter than the whole sample."""
+    """Truncated samples by maximum length, for those maximum lengths that are below the length of the whole sample."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ExactEncoder:
 
 
 def truncate(sample: Sample, max_length: int) -> Sample:
-    """Truncate a sample to `max_length` tokens, or before an image that this would split."""
+    """Truncate a sample to `max_length` tokens; if that would split an image, truncate it before this image."""
     ids, labels, rows = sample.input_ids, sample.labels, sample.image_rows
     shown = int((ids[:max_length] == IMAGE_ID).sum())
     ends = np.cumsum([len(r) for r in rows])
@@ -166,8 +166,8 @@ class OriginalEncoder:
         return Measured(sample, whole, {**over, **({self.max_length: sample} if sample.positions_cut else {})})
 
     def _at(self, record: Record, max_length: int) -> Sample:
-        """Encode a record with another maximum length. LLaVA truncates before it makes labels, so the labels may
-        differ."""
+        """Encode a record with `max_length` instead of the configured maximum length. The labels may differ too,
+        because LLaVA makes them after truncation."""
         return replace(self, own=replace(self.own, max_length=max_length))(record)
 
 
@@ -236,7 +236,7 @@ def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stre
 
 
 def are_supervised(tokens: list[Token], before: np.ndarray) -> list[bool]:
-    """Return for each token whether any of its characters is supervised. A token without characters is treated like the
+    """Return for each token whether it has a supervised character. A token without characters counts as if it had the
     next character.
 
     Args:

@@ -1,7 +1,7 @@
 """Tokens and labels that are equal to LLaVA's bit for bit, bugs included (`labels=llava_v1_5`; LLaVA train.py:268-775).
 
 LLaVA finds the tokens to supervise by tokenizing parts of the text again and adding up their lengths. If the sum is not
-the length of the whole text, it masks the sample.
+the length of the whole text, it masks all labels of the sample.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,8 @@ class Tokens:
     labels: np.ndarray
     """Labels, int64 [length]; IGNORE for tokens that are not supervised."""
     mismatch: tuple[int, int] | None = None
-    """The two token counts that LLaVA prints if they differ and it masks the whole sample; None if they are equal."""
+    """If LLaVA masks the whole sample because two token counts differ: the two counts, which LLaVA prints (sum over the
+    parts of the text, count for the whole text). Otherwise None."""
     cut: int = 0
     """Number of tokens by which a sample without image was truncated."""
 
@@ -58,8 +59,8 @@ def encode_like_original(record: Record, own: Original) -> Tokens:
 
 
 def check_like_original(record: Record, own: Original) -> None:
-    """Raise DataError for a record at which LLaVA would fail. Only a record with more image tags than images is
-    tokenized for this check."""
+    """Raise DataError for a record at which LLaVA would fail. The record is tokenized for this check only if it has
+    more image tags than images."""
     turns = list(record.turns)
     if len(record.images) > 1:
         raise DataError(
@@ -79,7 +80,7 @@ def check_like_original(record: Record, own: Original) -> None:
 
 
 def check_images(ids: np.ndarray, record: Record) -> None:
-    """Raise DataError if the token ids contain more images than LLaVA reads for the record, which is at most one."""
+    """Raise DataError if the token ids contain more images than LLaVA reads for the record. LLaVA reads at most one."""
     num_tags = int((ids == IMAGE_ID).sum())
     if num_tags > len(record.images[:1]):
         raise DataError(
@@ -90,7 +91,7 @@ def check_images(ids: np.ndarray, record: Record) -> None:
 
 
 def image_first(text: str, own: Original) -> str:
-    """Return a message, which may be an answer, with all its image tags replaced by one at the front (LLaVA
+    """Return a message (question or answer) in which one image tag at the front replaces all its image tags (LLaVA
     train.py:308-329)."""
     if IMAGE_TAG in text:
         text = f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
@@ -127,7 +128,8 @@ def check_caption(turns: list[Turn], where: str) -> None:
 
 
 def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
-    """Encode a v0 conversation, whose sentences LLaVA tokenizes one by one (LLaVA train.py:268-305, 630-655)."""
+    """Encode a conversation of template v0. LLaVA tokenizes its turns one by one to find the labels (LLaVA
+    train.py:268-305, 630-655)."""
     form = own.form
     names = {"human": form.user, "gpt": form.assistant}
     header = f"{form.system}\n\n"
@@ -154,14 +156,14 @@ def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
 
 @dataclass(frozen=True)
 class Rounds:
-    """LLaVA's corrections, for one template style, of the token lengths that it counts for a round (a question and its
+    """How LLaVA corrects, for one template style, the token lengths that it counts for a round (a question and its
     answer)."""
 
     begin: int
     """Number of tokens before the first round: the BOS token."""
     off_instruction: int
-    """Number of tokens to subtract from the length of an instruction that was tokenized by itself: its BOS token, and
-    with v1 and llama_2 the space after it."""
+    """Number of tokens to subtract from the length of an instruction (the part of a round before the answer) that was
+    tokenized by itself: its BOS token, and with v1 and llama_2 the space after the instruction."""
     correction: int
     """Number of tokens to add to the length of each round but the first, if the tokenizer's `legacy` is equal to
     `corrects`."""
@@ -176,8 +178,8 @@ ROUNDS: dict[Style, Rounds] = {
 
 
 def encode_rounds(text: str, has_image: bool, own: Original) -> Tokens:
-    """Encode a v1, llama_2 or mpt conversation. Labels are masked by counted token lengths; all labels are masked if
-    the total of these lengths is wrong."""
+    """Encode a v1, llama_2 or mpt conversation. Labels are masked by the counted token lengths of its rounds (question
+    and answer); all are masked if these lengths do not add up to that of the whole text."""
     rule = ROUNDS[own.form.style]
     tokenize = with_images if has_image else plain_text
     whole = tokenize(text, own.tokenizer)

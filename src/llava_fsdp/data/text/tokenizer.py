@@ -79,8 +79,9 @@ def open_tokenizer(folder: Path, rows: int | None = None, extra: tuple[str, ...]
     """Read the tokenizer of a model folder (`tokenizer.model` or `tokenizer.json`).
 
     Args:
-        rows: number of token ids that the model knows; added tokens with this id or a higher one are read as ordinary
-            text. An export may have added an image tag and a padding token that the model was not trained with.
+        rows: number of token ids that the model knows. Added tokens with this id or a higher one are read as ordinary
+            text; for example, an export may have added an image tag and a padding token without training the model on
+            them.
         extra: special tokens to add after the last id, unless the tokenizer has them.
 
     Raises:
@@ -117,8 +118,8 @@ def within(token: int, rows: int | None) -> bool:
 
 
 def added_tokens(folder: Path, config: dict) -> dict[str, int]:
-    """Return the ids of the tokens that were added to a `tokenizer.model`, by their text, from the files that
-    transformers 4 writes beside it."""
+    """Return the tokens that were added to a `tokenizer.model`, as {text: id}, from the files that transformers 4
+    writes beside it."""
     listed = config.get("added_tokens_decoder", {})
     return read_optional(folder / "added_tokens.json") | {t["content"]: int(i) for i, t in listed.items()}
 
@@ -208,7 +209,7 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def encode_fast(tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]:
-    """Tokenize a part of a text, and return tokens whose ranges are those in the whole text.
+    """Tokenize a part of a text, and return tokens whose character ranges are those in the whole text.
 
     Args:
         at: index in the whole text at which the part begins; -1 if one character (a space) was put before the whole
