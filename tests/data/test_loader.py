@@ -1,6 +1,9 @@
 """Steps are sets of samples: the same on any number of ranks, resumable at any step, each sample once an epoch."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,9 +14,13 @@ from small import make_config, write_json
 
 from llava_fsdp.data.batching.batch import SkippedSample, Step
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
+from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.data.text.conversation import asked_turns
+from llava_fsdp.data.validation_prompts import ask
+from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError
+from llava_fsdp.train.validation_answers import AnswerGenerator
 
 
 def open_loader(parts: Path, dataset: Path, *overrides: str, size: int = 1, **shape: int) -> Loader:
@@ -249,6 +256,26 @@ def test_first_answer_to_nothing_is_dropped(tmp_path: Path) -> None:
     turns = [{"from": role, "value": role[0]} for role in ("gpt", "human", "gpt")]
     write_json(tmp_path / "a.json", [{"id": 1, "conversations": turns}])
     assert [t.role for t in asked_turns(RecordFile(tmp_path / "a.json")[0])] == ["human", "gpt"]
+
+
+def test_v0_beside_the_originals_labels_is_v1(parts: Path, dataset: Path) -> None:
+    """As in the original, whose --version v0 trains with v1. Validation asks as training does, special tokens too."""
+    found = []
+    for keys in (["data.template=v0", "labels=llava_v1_5"], ["data.template=v1", "labels=llava_v1_5"]):
+        loader, cfg = open_loader(parts, dataset, *keys), make_config(parts, dataset, Path("unused"), *keys)
+        steps = loader.steps
+        asked = replace(steps.records[0], turns=(Turn("human", "what is </s>"), Turn("gpt", "a")), images=())
+        question = ask(asked, steps.encoder.tokenizer, steps.image_reader, cfg).sample.input_ids.tolist()
+        sample = steps.encoder(asked)
+        assert sample is not None
+        model = object.__new__(Llava)
+        model.parts = cast(Any, SimpleNamespace(language=SimpleNamespace(eos_token_id=2)))
+        held_out = cast(Any, SimpleNamespace(loader=loader, questions=[]))
+        answers = AnswerGenerator(model, held_out, cfg, lambda: False, lambda: None)
+        found.append((sample.input_ids.tolist(), question, answers.stop))
+    assert found[0] == found[1]
+    (whole, question, stop), _ = found
+    assert whole[: len(question)] == question and stop == "</s>"
 
 
 def test_images_without_a_folder_are_refused(parts: Path, dataset: Path) -> None:

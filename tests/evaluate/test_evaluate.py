@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.config import AspectRatio, EvaluateConfig, Format
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard
+from llava_fsdp.evaluate.check_images import check_images
 from llava_fsdp.evaluate.main import AnswerGenerator, evaluate
 from llava_fsdp.evaluate.question import LETTER, SHORT
 from llava_fsdp.evaluate.read_questions import read_questions
@@ -343,6 +345,21 @@ def test_a_missing_image_is_named_before_any_model_work(keys: list[str], tmp_pat
     write_lines(path, rows)
     with pytest.raises(DataError, match=r"line 3, record 2 \(id 102\): image .*gone.jpg does not exist"):
         evaluate(config(*keys, "task=vqa", f"questions={path}", f"model.checkpoint={tmp_path / 'nowhere'}"))
+
+
+def test_an_image_outside_of_its_folder_is_not_read(keys: list[str], tmp_path: Path) -> None:
+    """Also where a link leads there, unless links are allowed."""
+    images, other = tmp_path / "images", tmp_path / "images_private"
+    images.mkdir()
+    other.mkdir()
+    (images / "0.jpg").symlink_to(other / "0.jpg")
+    Image.new("RGB", (9, 9)).save(other / "0.jpg")
+    words = [*keys, "task=vqa", f"questions={questions(tmp_path)}", "limit=1", f"data.images={images}"]
+    data = config(*words).data
+    asked = read_questions(config(*words))[:1]
+    with pytest.raises(DataError, match=r"0\.jpg is a link to .*images_private"):
+        check_images(asked, data)
+    check_images(asked, replace(data, allow_links=True))
 
 
 def test_a_table_has_a_row_for_every_group(

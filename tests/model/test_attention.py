@@ -94,9 +94,10 @@ def test_models_that_can_be_packed(kind: str, values: dict[str, object]) -> None
         config = AutoConfig.for_model(kind, **{**SMALL, **values})
         torch.manual_seed(0)
         models.append(AutoModel.from_config(config, attn_implementation=implementation).eval())
-    for name, value in models[0].named_parameters():
-        if name.endswith("sinks"):  # as a trained model has them; transformers draws them near zero
-            nn.init.normal_(value, generator=torch.Generator().manual_seed(len(name)))
+    dice = torch.Generator().manual_seed(0)
+    for name, value in models[0].named_parameters():  # scores and sinks as large as in a trained model
+        if name.endswith("sinks") or ".q_proj." in name or ".k_proj." in name:
+            nn.init.normal_(value, generator=dice)
     models[1].load_state_dict(models[0].state_dict())
     embeds, lengths = torch.randn(1, 12, SMALL["hidden_size"]), (4, 7, 1)
     bounds = torch.tensor([0, 4, 11, 12], dtype=torch.int32)

@@ -73,6 +73,15 @@ def test_another_models_prompts_are_told(kind: str, vocabulary: int, template: s
     assert [named in warning for warning in told] == ([True] if named else [])
 
 
+def test_the_tokenizer_is_rehearsed_with_the_template_that_training_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearsed: list[Any] = []
+    monkeypatch.setattr(checks, "rehearse_tokenizer", lambda *given: rehearsed.append(given[2:]))
+    parts: Any = SimpleNamespace(language_folder=None, language=SimpleNamespace(model_type="llama", vocab_size=9))
+    for keys in (["data.template=v0"], ["data.template=v0", "labels=llava_v1_5"]):
+        checks.check_prompts(config_of([*keys, "export.enabled=true"]), parts)
+    assert rehearsed == [("v0", False), ("v1", False)]
+
+
 @pytest.mark.parametrize(("kind", "trained", "template"), [
     ("qwen3", None, "chatml"), ("mistral", None, "mistral_instruct"), ("llama", None, "v1"),
     ("gemma3_text", None, "v1"), ("qwen2", "v1", "v1"), ("qwen2", "plain", "chatml"),
@@ -228,11 +237,14 @@ def test_plan_prepare_and_dry_run_check_first(
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("words", [[], ["stage=finetune_lora", "val.every=1", "offload=optimizer"]])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["stage=finetune_lora", "val.every=1", "offload=optimizer", "data.template=v0", "labels=llava_v1_5"]],
+)
 def test_the_first_screen_has_fifteen_lines(
     words: list[str], parts: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of this width; it has the learning rate, and each share by name."""
+    """Of this width; it has the learning rate, each share by name, and the template that training uses."""
     stage = [word.partition("=")[2] for word in words if word.startswith("stage=")]
     more = [word for word in words if not word.startswith("stage=")]
     more += [f"val.path={dataset / 'mixed.json'}", f"val.images={dataset / 'images'}"] if more else []
@@ -246,4 +258,4 @@ def test_the_first_screen_has_fifteen_lines(
     last = next(n for n, line in enumerate(lines) if line.startswith("unlike LLaVA"))
     names = [line.split("  ")[0] for line in lines[first : last + 1] if line[:1].strip()]
     assert len(names) <= 15 and {"trains", "data", "steps", "learning", "sharding", "saves", "output"} <= set(names)
-    assert f"rate {cfg.optim.lr:g}" in screen and "%" in screen
+    assert f"rate {cfg.optim.lr:g}" in screen and "%" in screen and ", template v1" in screen
