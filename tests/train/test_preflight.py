@@ -73,15 +73,6 @@ def test_another_models_prompts_are_told(kind: str, vocabulary: int, template: s
     assert [named in warning for warning in told] == ([True] if named else [])
 
 
-def test_the_tokenizer_is_rehearsed_with_the_template_that_training_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearsed: list[Any] = []
-    monkeypatch.setattr(checks, "rehearse_tokenizer", lambda *given: rehearsed.append(given[2:]))
-    parts: Any = SimpleNamespace(language_folder=None, language=SimpleNamespace(model_type="llama", vocab_size=9))
-    for keys in (["data.template=v0"], ["data.template=v0", "labels=llava_v1_5"]):
-        checks.check_prompts(config_of([*keys, "export.enabled=true"]), parts)
-    assert rehearsed == [("v0", False), ("v1", False)]
-
-
 @pytest.mark.parametrize(("kind", "trained", "template"), [
     ("qwen3", None, "chatml"), ("mistral", None, "mistral_instruct"), ("llama", None, "v1"),
     ("gemma3_text", None, "v1"), ("qwen2", "v1", "v1"), ("qwen2", "plain", "chatml"),

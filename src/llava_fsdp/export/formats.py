@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from llava_fsdp.config import AspectRatio, Config, FolderFormat, Part, PatchMerg
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.export.processor import (
+    check_image_tokens,
     check_template,
     convert_tokenizer_to_original,
     has_tokenizer,
@@ -27,6 +29,7 @@ from llava_fsdp.export.processor import (
 )
 from llava_fsdp.export.weights_writer import Weights, renamed, write_projector, write_shards
 from llava_fsdp.model.conversions import plan_save
+from llava_fsdp.model.lazy_tensor import Box
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.llava_v1_5_config import (
     TOWER,
@@ -38,10 +41,11 @@ from llava_fsdp.model.llava_v1_5_config import (
     write_json,
 )
 from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
+from llava_fsdp.model.lora_names import is_adapter, without_base
 from llava_fsdp.model.pretrained import PACKAGE, Parts, read_json
 from llava_fsdp.model.weight_names import original
 from llava_fsdp.runtime.durable_files import make_empty
-from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import seal
 
@@ -138,6 +142,36 @@ def write_folder(
         on_first_rank(lambda: begin_projector(source, weights, staged), failing)
         write_projector(weights, staged, rename)
     on_first_rank(lambda: write_notes(source, staged, notes), failing)
+
+
+def rehearse_hf(source: SourceModel, dtype: torch.dtype) -> None:
+    """Go through an export for transformers without its weights, so that a model that cannot be exported is refused
+    before the first step and not after the last.
+
+    All small files are written into a temporary folder, the processor is loaded from there and asked for an image's
+    tokens, and transformers' model is built on the meta device, which must have a place for every parameter.
+
+    Raises:
+        ModelError, ConfigError: the model cannot be exported.
+    """
+    model, parts = source.model, source.model.parts
+    with TemporaryDirectory(prefix="llava_fsdp-") as made:
+        rows = begin_hf(source, dtype, Path(made))
+        if has_tokenizer(parts.language_folder) and preprocessor_fields(parts.vision_folder):
+            check_image_tokens(Path(made), model.image_tokens)
+    outputs = plan_save(hf_config(source, dtype, rows), read_nothing)
+    written = {name for output in outputs.values() for name in output.sources}
+    own = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)}
+    if own != written:
+        raise ModelError(
+            f"a {parts.language.model_type} with a {parts.vision.model_type} cannot be exported: transformers' LLaVA "
+            f"and this model do not agree about {min(own ^ written)}; set export.enabled=false to train without an "
+            "export"
+        )
+
+
+def read_nothing(name: str, box: Box) -> torch.Tensor:
+    raise AssertionError(f"{name} was read while an export was planned")
 
 
 def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> None:

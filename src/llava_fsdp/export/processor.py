@@ -4,10 +4,10 @@ and pixels as training."""
 import json
 import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import AutoTokenizer, LlavaConfig, PretrainedConfig, PreTrainedTokenizerFast
+from PIL import Image
+from transformers import AutoProcessor, AutoTokenizer, LlavaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.images.preprocess import preprocessor_fields, read_preprocessor
@@ -145,20 +145,21 @@ def check_template(folder: Path, staged: Path, language: PretrainedConfig, form:
         )  # fmt: skip
 
 
-def rehearse_tokenizer(folder: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
-    """Check, before a run's first step, that the model's tokenizer can be exported: write it into a temporary folder
-    and compare the token ids of its chat template with those of training.
+def check_image_tokens(staged: Path, expected: int) -> None:
+    """Check that the processor of an export gives an image as many tokens as training does.
 
     Raises:
-        ModelError: the tokenizer cannot be exported.
+        ModelError: the processor cannot be loaded, or gives another number.
     """
-    if not has_tokenizer(folder):
-        return
-    with TemporaryDirectory(prefix="llava_fsdp-") as made:
-        staged = Path(made)
-        write_tokenizer(folder, staged, language, form, start_end)
-        (staged / "config.json").write_text(json.dumps({"model_type": "llava"}))
-        check_template(folder, staged, language, form, start_end)
+    with foreign("transformers cannot use the processor that an export of this model would have"):
+        processor: Any = AutoProcessor.from_pretrained(staged, trust_remote_code=False, local_files_only=True)
+        ids = processor(text=IMAGE_TAG, images=Image.new("RGB", (31, 50)))["input_ids"][0]
+        found = ids.count(processor.tokenizer.convert_tokens_to_ids(IMAGE_TAG))
+    if found != expected:
+        raise ModelError(
+            f"the processor of an export would give an image {found} tokens, and training gives it {expected}; set "
+            "export.enabled=false to train without an export"
+        )
 
 
 def write_llama(staged: Path, legacy: bool) -> None:

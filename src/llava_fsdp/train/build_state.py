@@ -44,7 +44,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     """Build the state of a training at step 0: the data, and the sharded model and optimizer with initial weights."""
     model, projector = open_model(cfg, world.device)
     parts = model.parts
-    warnings = on_first_rank(lambda: check_prompts(cfg, parts), "cannot write the tokenizer of an export")
+    warnings = on_first_rank(lambda: check_prompts(cfg, model), "the export cannot be rehearsed")
     loader = open_data(cfg, world, model)
     check_profile(cfg, loader.total_steps)
     check_same_records(loader)

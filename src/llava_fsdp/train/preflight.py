@@ -13,7 +13,8 @@ import torch
 from llava_fsdp.config import AUTO, Config, Source
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_places, exists
 from llava_fsdp.data.index.record_store import sources_of
-from llava_fsdp.export.processor import rehearse_tokenizer
+from llava_fsdp.distributed.precision import DTYPES
+from llava_fsdp.export.formats import rehearse_hf, source_of_run
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.pretrained import Parts, find_parts, find_projector
@@ -44,7 +45,7 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
     """
     check_run(cfg)
     model, projector = open_model(cfg, device)
-    warnings = check_prompts(with_template(cfg, model.parts), model.parts)
+    warnings = check_prompts(with_template(cfg, model.parts), model)
     find_sources(cfg, model, projector)
     if cfg.data.source is not Source.shapes:
         sources_of(cfg.data, "data")
@@ -118,19 +119,20 @@ def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str,
         ) from error
 
 
-def check_prompts(cfg: Config, parts: Parts) -> list[str]:
+def check_prompts(cfg: Config, model: Llava) -> list[str]:
     """Return a warning if the conversation template is that of another language model. If the model will be exported,
-    check that its tokenizer can be written into the export, and raise ModelError or ConfigError if not."""
+    go through its export without weights, and raise ModelError or ConfigError if it cannot be exported."""
+    language = model.parts.language
     if cfg.exports_model:
-        rehearse_tokenizer(parts.language_folder, parts.language, cfg.trained_template, cfg.model.image_start_end)
-    return foreign_prompts(cfg, str(parts.language.model_type), parts.language.vocab_size)
+        rehearse_hf(source_of_run(model, cfg, "", 0), DTYPES[cfg.export.dtype])
+    return foreign_prompts(cfg, str(language.model_type), language.vocab_size)
 
 
 def foreign_prompts(cfg: Config, kind: str, vocabulary: int) -> list[str]:
     """Return a warning if the conversation template is Vicuna's (v1), but the language model is not of Vicuna's
     type."""
     is_llama_3 = kind == "llama" and vocabulary > 100_000
-    if cfg.data.template != VICUNA or (kind == "llama" and not is_llama_3):
+    if cfg.trained_template != VICUNA or (kind == "llama" and not is_llama_3):
         return []
     better = prompts_of(kind)
     cure = f"data.template={better} has those of its instruct models"
