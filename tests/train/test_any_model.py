@@ -2,6 +2,7 @@
 transformers writes, packed, trained in all parts, exported, and loaded by transformers with equal logits; or refused
 before the first step. The table in docs/models.md says the same."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from reference import EXPORTED, outcome, train_on
 from safetensors.torch import load_file
 from small import make_config
 from tiers import slow_after
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.train import main as train
@@ -115,6 +116,44 @@ def test_equal_on_two_ranks_and_padded(
         runs[name] = outcome(train_on(size, cfg, pools))
     assert runs["two"].losses == pytest.approx(runs["one"].losses, rel=1e-5)
     assert runs["padded"].losses == pytest.approx(runs["one"].losses, rel=1e-5)
+
+
+INSIDE = {
+    "gemma3": ("gemma3_text", "siglip_vision_model", {"mm_tokens_per_image": 4}),
+    "internvl": ("qwen2", "internvl_vision", {}),
+    "llava_onevision": ("qwen2", "siglip_vision_model", {}),
+    "llava_next": ("llama", "clip_vision_model", {}),
+}
+"""Vision-language models: their language model, vision tower and further values."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    slow_after(2, itertools.product(INSIDE, ("vision", "language"))),
+)
+def test_a_part_of_a_whole_model(
+    kind: str, part: str, saved: Callable[[str], Path], parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """`model.language` and `model.vision` take the folder of a vision-language model."""
+    folder = saved("llama")
+    language, tower, values = INSIDE[kind]
+    own = AutoConfig.for_model(language, **(TEXT | LANGUAGE[language] | {"vocab_size": vocabulary(parts)}))
+    vision = AutoConfig.for_model(tower, **(IMAGE | VISION[tower]))
+    config = AutoConfig.for_model(
+        kind, text_config=own.to_dict(), vision_config=vision.to_dict(), image_token_index=3, **values
+    )
+    torch.manual_seed(2)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder / part)
+    weights = ["export.enabled=true", "export.verify=false", "export.dtype=fp32", "max_steps=1", "optim.lr=0"]
+    train.train(make_config(folder, dataset, tmp_path / "run", *BOTH, *weights, "optim.projector_lr=0"))
+    after = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    named = {name.rpartition("vision_tower.")[2].removeprefix("vision_model."): value for name, value in after.items()}
+    module = model.model.language_model if part == "language" else model.model.vision_tower
+    prefix = "language_model.model." if part == "language" else ""
+    compared = [n for n in module.state_dict() if "embed_tokens" not in n and prefix + n in named]
+    assert len(compared) > 20
+    assert all(torch.equal(named[prefix + n], module.state_dict()[n]) for n in compared)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -79,8 +81,11 @@ class LoadPlan:
 def language_model_of(config: PretrainedConfig) -> PreTrainedModel:
     """Build transformers' model for a language model's configuration, with its output layer, on the meta device. A
     whole vision-language model's configuration gives that model."""
-    is_whole = getattr(config, "text_config", None) is not None
-    return on_meta(AutoModelForImageTextToText if is_whole else AutoModelForCausalLM, config)
+    return on_meta(AutoModelForImageTextToText if is_vision_language_model(config) else AutoModelForCausalLM, config)
+
+
+def is_vision_language_model(config: PretrainedConfig) -> bool:
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def vision_tower_of(config: PretrainedConfig) -> PreTrainedModel:
@@ -104,6 +109,21 @@ def names_of_parts(model: Any) -> dict[str, str]:
     paths = {id(module): path for path, module in model.named_modules()}
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     return {f"{paths[id(decoder)]}.": "language_model.", f"{paths[id(head)]}.": "lm_head."}
+
+
+def place_of_tower(model: nn.Module, vision: PretrainedConfig) -> str:
+    """Return the beginning of the parameter names of the vision tower inside a vision-language model.
+
+    Raises:
+        ModelError: the model has no vision tower of this type that is a model of its own.
+    """
+    kind = type(vision_tower_of(vision))
+    path = next((path for path, module in model.named_modules() if type(module) is kind), None)
+    if path is None:
+        raise ModelError(
+            f"a {type(model).__name__} has no {kind.__name__} in it, so that its vision tower cannot be used alone"
+        )
+    return f"{path}."
 
 
 def plan_load(build: Callable[[], PreTrainedModel], tensors: Mapping[str, StoredTensor], folder: Path) -> LoadPlan:

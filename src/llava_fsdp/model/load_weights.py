@@ -16,8 +16,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llava_fsdp.config import ModelConfig
 from llava_fsdp.model.conversions import (
     LoadPlan,
+    is_vision_language_model,
     language_model_of,
     names_of_parts,
+    place_of_tower,
     plan_load,
     vision_tower_of,
     whole_model_of,
@@ -160,10 +162,15 @@ def adapter_sources(
 
 
 def vision_tower(tensors: Mapping[str, StoredTensor], parts: Parts, model: nn.Module) -> dict[str, Stored]:
-    """Open the tensors of a vision tower's folder, which may be a whole CLIP or SigLIP, by llava_fsdp's parameter
-    names."""
-    plan = plan_load(lambda: vision_tower_of(parts.vision), tensors, parts.vision_folder)
-    return by_our_names(plan, {"": "vision_tower."}, model, parts.vision_folder)
+    """Open the tensors of a vision tower's folder by llava_fsdp's parameter names. The folder may hold a whole CLIP or
+    SigLIP, or a whole vision-language model."""
+    folder = parts.vision_folder
+    config = read_config(folder, "model.vision")
+    if not is_vision_language_model(config):
+        plan = plan_load(lambda: vision_tower_of(parts.vision), tensors, folder)
+        return by_our_names(plan, {"": "vision_tower."}, model, folder)
+    plan = plan_with_all_rows(whole_model_of, config, tensors, folder)
+    return by_our_names(plan, {place_of_tower(plan.model, parts.vision): "vision_tower."}, model, folder)
 
 
 def language_model(
