@@ -20,7 +20,6 @@ from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.pretrained import NOTES, find_parts
-from llava_fsdp.model.weight_names import theirs
 from llava_fsdp.train.build_state import open_data
 
 
@@ -36,7 +35,10 @@ def write_llava(folder: Path, cfg: Config, tokenizer: Path, preprocessor: Path) 
     parts = find_parts(cfg.model)
     model = build_llava(parts, cfg.model, torch.float32)
     sources = find_weights(model, parts, cfg.model, None, cfg.seed)
-    weights = {theirs(name): s.rows(0, s.shape[0]).bfloat16().float() for name, s in sources.items()}
+    weights = {
+        name if name.startswith("lm_head.") else f"model.{name}": s.rows(0, s.shape[0]).bfloat16().float()
+        for name, s in sources.items()
+    }
     folder.mkdir(parents=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     LlavaConfig(
