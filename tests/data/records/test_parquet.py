@@ -96,7 +96,7 @@ def test_pictures_in_the_rows(several: bool, parts: Path, dataset: Path, tmp_pat
     assert reason.endswith("; put a whole one into the file") and "rows-0" not in reason
     record = records[0]
     assert record.folder is not None and (record.folder / record.images[0]).read_bytes() == whole
-    with pytest.raises(DataError, match=r"holds images; only llava_fsdp\.prepare and training read them"):
+    with pytest.raises(DataError, match=r"holds images; only llava-fsdp prepare and training read them"):
         RecordFile(path)
 
 
