@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from llava_fsdp.distributed.consensus import on_first_rank
-from llava_fsdp.model.lazy_tensor import Box, LazyTensor
+from llava_fsdp.model.lazy_tensor import Box, LazyTensor, whole
 from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.runtime.durable_files import sync_folder, sync_tree
 
@@ -53,7 +53,7 @@ def write_shards(
     held: dict[str, torch.Tensor] = {}
     outputs = plan(lambda name, box: held[name][tuple(slice(*span) for span in box)])
     files = plan_files(outputs, weights)
-    names = iter(weights.watch([group.outputs[0] for file in files for group in file]))
+    names = iter(weights.watch([group.parameters[0] for file in files for group in file]))
     index: dict[str, str] = {}
     total = 0
     for number, file in enumerate(files, start=1):
@@ -68,9 +68,9 @@ def write_shards(
                 if weights.is_first_rank:
                     held[name] = with_rows(name, tensor, trained, rows)
             if weights.is_first_rank:
-                for name in group.outputs:
-                    values = outputs[name].rows(0, outputs[name].shape[0])
-                    tensors[name] = values.to(group.dtype).contiguous()
+                for name, dtype in group.outputs.items():
+                    values = outputs[name].read(whole(outputs[name].shape))
+                    tensors[name] = values.to(dtype).contiguous()
             held.clear()
         index |= dict.fromkeys(tensors, path.name)
         total += sum(t.nbytes for t in tensors.values())
@@ -88,14 +88,12 @@ class Group:
 
     Attributes:
         parameters: llava_fsdp's names of these parameters.
-        outputs: names of the tensors in the files.
-        dtype: dtype of the tensors in the files.
+        outputs: names and dtypes of the tensors in the files.
         nbytes: size of the tensors in the files.
     """
 
     parameters: list[str]
-    outputs: list[str]
-    dtype: torch.dtype
+    outputs: dict[str, torch.dtype]
     nbytes: int
 
 
@@ -104,10 +102,10 @@ def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[Gr
     groups: dict[str, Group] = {}  # by each of its parameters
     for name, output in outputs.items():
         dtype = reduce(torch.promote_types, [weights.dtypes[source] for source in output.sources])
-        group = Group([*output.sources], [name], dtype, output.numel() * dtype.itemsize)
+        group = Group([*output.sources], {name: dtype}, output.numel() * dtype.itemsize)
         for other in {id(groups[s]): groups[s] for s in output.sources if s in groups}.values():
             group.parameters = list(dict.fromkeys(other.parameters + group.parameters))
-            group.outputs = other.outputs + group.outputs
+            group.outputs = other.outputs | group.outputs
             group.nbytes += other.nbytes
         groups |= dict.fromkeys(group.parameters, group)
     files: list[list[Group]] = [[]]
