@@ -107,7 +107,7 @@ def test_export_to_a_full_disk(parts: Path, dataset: Path, tmp_path: Path) -> No
     try:
         with pytest.raises(CheckpointError, match=r"cannot write .*(too large|No space)"):
             export(conversion(run, tmp_path / "to", "verify=false"))
-        with pytest.raises(CheckpointError, match=r"cannot write .*(too large|No space)"):
+        with pytest.raises(CheckpointError, match=r"cannot be rehearsed.*(too large|No space)"):
             train.train(make_config(parts, dataset, run, "max_steps=1", "export.enabled=true"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
