@@ -19,7 +19,7 @@ NEEDED = {
     "AutoConfig.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoTokenizer.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "PreTrainedTokenizerFast.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
-    "LlavaForConditionalGeneration.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
+    "AutoModelForImageTextToText.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoModel.from_config": {"trust_remote_code": False},
 }
 OWN_COMMANDS = {("__main__.py", "runpy.run_module"), ("train/launcher.py", "runpy.run_module")}

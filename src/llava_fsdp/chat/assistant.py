@@ -80,7 +80,7 @@ class Assistant:
             aspect=default_aspect if leaves_padding_open(opened.folder) else source.aspect,
             pixels=source.pixels,
             image_tokens=shapes.image_tokens,
-            sizes=tuple(grid_sizes(source.grid_pinpoints, shapes.parts.vision.image_size)),
+            sizes=tuple(grid_sizes(source.grid_pinpoints, shapes.parts.image_size)),
             merge=shapes.cfg.patch_merge,
         )
         self.special_tokens = source.special_tokens

@@ -31,9 +31,10 @@ def shape_of(model: Llava) -> ModelShape:
     language = model.parts.language
     return ModelShape(
         image_tokens=model.image_tokens,
-        image_size=model.parts.vision.image_size,
+        image_size=model.parts.image_size,
         max_length=language.max_position_embeddings,
         vocab_size=language.vocab_size,
+        grid_pinpoints=model.parts.grid_pinpoints,
         # without the FLOPs of activation checkpointing, because packing, and so the result, must not depend on it
         cost=CostModel(*count_flops(model, activation_checkpointing=False)),
     )

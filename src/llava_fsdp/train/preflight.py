@@ -11,6 +11,7 @@ import torch
 from llava_fsdp.config import Config, Source
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_places, exists
 from llava_fsdp.data.index.record_store import sources_of
+from llava_fsdp.export.formats import check_hf
 from llava_fsdp.export.processor import rehearse_tokenizer
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import find_weights
@@ -79,7 +80,10 @@ def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
     """
     parts = find_parts(cfg.model)
     projector = find_projector(cfg)
-    return build_model(cfg, parts, device), projector
+    model = build_model(cfg, parts, device)
+    if cfg.exports_model:
+        check_hf(model, cfg.data.trained_aspect)
+    return model, projector
 
 
 def check_prompts(cfg: Config, parts: Parts) -> None:

@@ -16,6 +16,7 @@ from llava_fsdp.data.batching.collate import Collator, Row
 from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
 from llava_fsdp.data.batching.sampler import Sampler
+from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.integrity import damaged
@@ -189,13 +190,18 @@ class Steps(Dataset):
             by_rank = pack_step(lengths.tolist(), costs.tolist(), self.world_size, self.most_tokens)
         return [[[numbers[i] for i in micro] for micro in rank] for rank in by_rank]
 
-    def probe(self) -> MicroBatch:
+    def probe(self) -> tuple[MicroBatch, list[Size]]:
         """Return a padded micro-batch for comparing the outputs of two models, the same on all ranks: the first sample
-        with an image and the first without one of step 0, with every token in `label_positions` and no labels."""
+        with an image and the first without one of step 0, if possible such that are not truncated, with every token in
+        `label_positions` and no labels. Also return the sizes in pixels of its images."""
         rows: dict[bool, Row] = {}
-        for number in self.sampler.samples(0):
+        sizes: list[Size] = []
+        for number in sorted(self.sampler.samples(0), key=lambda n: bool(self.records.positions_cut[n])):
             has_image = bool(self.records.images[number])
             if has_image not in rows and not isinstance(row := self.read(number), SkippedSample):
                 rows[has_image] = row
+                record = self.parse(number)
+                sizes += [self.image_reader.size(record, n) for n in range(len(row[1]))]
         micro = Collator(self.image_reader, self.collate.normalize, pack=False)(list(rows.values()), StepFacts(0), 1)
-        return replace(micro, label_positions=torch.arange(micro.input_ids.numel()), label_ids=torch.zeros(0))
+        micro = replace(micro, label_positions=torch.arange(micro.input_ids.numel()), label_ids=torch.zeros(0))
+        return micro, sizes
