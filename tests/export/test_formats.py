@@ -26,7 +26,7 @@ def source(whole: Path | None = None) -> SourceModel:
     parts = SimpleNamespace(
         whole=whole,
         language=SimpleNamespace(vocab_size=77),
-        vision=SimpleNamespace(image_size=28),
+        image_size=28,
         language_folder=whole,
     )
     cfg = SimpleNamespace(patch_merge=PatchMerge.spatial, image_start_end=True)
@@ -69,7 +69,7 @@ def test_notes_say_all_of_it(tmp_path: Path) -> None:
 )
 def test_a_run_exports_what_it_trained_with(keys: list[str], said: str) -> None:
     """That is not always what its keys say: some mean another value beside the original's."""
-    cfg = config_of(["data.image_aspect_ratio=anyres", "data.max_length=99", *keys])
+    cfg = config_of(["data.image_aspect_ratio=anyres", "data.max_length=99", "export.enabled=false", *keys])
     found = source_of_run(object.__new__(Llava), cfg, "r", 3)
     values = found.template, found.aspect.value, found.special_tokens.value, found.pixels.value
     assert (" ".join(values), found.max_length) == (said, 99)

@@ -1,4 +1,4 @@
-"""transformers' LLaVA-NeXT, both ways: what is trained on tiles exports to it, and its folders start and continue here."""
+"""transformers' LLaVA-NeXT, both ways: a training on tiles exports to it, and its folders start a training."""
 
 import json
 import random
@@ -11,6 +11,7 @@ import torch
 from harness import single_world
 from PIL import Image
 from reference import EXPORTED
+from safetensors.torch import save_file
 from small import conversion, make_config, write_json, write_parts
 from tiers import slow_after
 from transformers import AutoImageProcessor, AutoProcessor, LlavaNextConfig, LlavaNextForConditionalGeneration
@@ -23,6 +24,7 @@ from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import normalize, pixel_table
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.constants import IMAGE_ID
+from llava_fsdp.data.text.detokenize import AnswerText
 from llava_fsdp.export.main import export
 from llava_fsdp.export.processor import write_preprocessor
 from llava_fsdp.export.source_model import open_source
@@ -75,7 +77,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def parts_of(kind: str, folder: Path) -> Path:
     """CLIP and Llama, or SigLIP and a Qwen3 with tied embeddings."""
-    write_parts(folder)
+    write_parts(folder, spare_rows=0)
     language = json.loads((folder / "language" / "config.json").read_text())
     if kind == "siglip_qwen3":
         write_json(folder / "vision" / "config.json", SIGLIP)
@@ -198,6 +200,20 @@ def test_their_model_trains_and_exports_again(theirs: Path, pictures: Path, tmp_
     }  # fmt: skip
 
 
+@pytest.mark.slow
+def test_adapters_on_their_model(theirs: Path, pictures: Path, tmp_path: Path) -> None:
+    """Merged at the end of the run, and from the folder of the adapter with its base: the same model."""
+    cfg = make_config(
+        theirs, pictures, tmp_path / "run", *RUN, f"model.checkpoint={theirs}", "model.projector=auto",
+        "model.random_weights=false", "optim.warmup_ratio=0", "model.lora.r=4", stage="finetune_lora",
+    )  # fmt: skip
+    train.train(cfg)
+    made = export(conversion(tmp_path / "run" / "adapter", tmp_path / "made", "dtype=fp32"))
+    assert same(weights(made), weights(tmp_path / "run" / "export"))
+    grids = [LlavaNextConfig.from_pretrained(folder).image_grid_pinpoints for folder in (made, theirs)]
+    assert grids[0] == grids[1]
+
+
 CONTRADICTIONS = [
     (
         "model.patch_merge=flat",
@@ -242,8 +258,6 @@ def test_a_folder_that_is_not_understood_is_refused(
 
 
 def test_a_missing_end_of_a_line_is_not_drawn(theirs: Path, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     folder = tmp_path / "changed"
     shutil.copytree(theirs, folder)
     kept = {name: tensor for name, tensor in weights(folder).items() if "image_newline" not in name}
@@ -277,8 +291,12 @@ def test_their_folder_answers_as_their_model(theirs: Path, pictures: Path) -> No
     )
     inputs = processor(text=text, images=[Image.open(path)], add_special_tokens=False, return_tensors="pt")
     written = model.generate(**inputs, do_sample=False, max_new_tokens=8)[0, inputs["input_ids"].shape[1] :]
-    answer = processor.tokenizer.decode(written, skip_special_tokens=True)
-    assert ours.answers([Question([Turn("human", "<image>\nwhat is it")], [path], "here")], 8) == [answer.strip()]
+    answer = AnswerText(ours.tokenizer, ours.template.stop, ours.stops)
+    for token in written.tolist():
+        answer.push(token)
+    answer.close()
+    found = ours.answers([Question([Turn("human", "<image>\nwhat is it")], [path], "here")], 8)
+    assert found == [answer.text] and answer.text
 
 
 @pytest.mark.parametrize(("kind", "number"), slow_after(2, [("clip", 60), ("siglip", 60), ("clip", 1000)]))

@@ -21,6 +21,7 @@ NEEDED = {
     "PreTrainedTokenizerFast.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoModelForImageTextToText.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoModel.from_config": {"trust_remote_code": False},
+    "kind.from_config": {"trust_remote_code": False},
 }
 OWN_COMMANDS = {("__main__.py", "runpy.run_module"), ("train/launcher.py", "runpy.run_module")}
 """Run the commands of this package, by names that stand in the source."""

@@ -162,7 +162,8 @@ def grids_of(config: Any, folder: Path) -> list[list[int]] | None:
     if not isinstance(config, LlavaNextConfig):
         return None
     grids: Any = config.image_grid_pinpoints
-    if not grids or not all(len(grid) == 2 and all(type(n) is int and n > 0 for n in grid) for grid in grids):
+    pairs = [grid for grid in grids if isinstance(grid, list | tuple) and len(grid) == 2]
+    if not pairs or len(pairs) < len(grids) or not all(type(n) is int and n > 0 for pair in pairs for n in pair):
         raise ModelError(f"{folder / 'config.json'} has image_grid_pinpoints={grids}, which are no [height, width]")
     return [[width, height] for height, width in grids]
 
@@ -179,11 +180,10 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
     ours = {"model.select_layer": cfg.select_layer, "select strategy": strategy}
     if theirs != ours:
         raise ConfigError(f"model.checkpoint={folder} was trained with {theirs}, this configuration says {ours}")
-    merge = merge_of(config)
-    if merge not in (PatchMerge.flat, cfg.patch_merge):
+    if isinstance(config, LlavaNextConfig) and cfg.patch_merge is not PatchMerge.spatial_unpad:
         raise ConfigError(
-            f"model.checkpoint={folder} is a LLaVA-NeXT model, which joins tiles as {merge.value}, and this "
-            f"configuration says model.patch_merge={cfg.patch_merge.value}; set model.patch_merge={merge.value} and "
+            f"model.checkpoint={folder} is a LLaVA-NeXT model, which joins tiles as spatial_unpad, and this "
+            f"configuration says model.patch_merge={cfg.patch_merge.value}; set model.patch_merge=spatial_unpad and "
             "data.image_aspect_ratio=anyres"
         )
     grid = (image_size(config.vision_config) // patch_size(config.vision_config)) ** 2
