@@ -180,7 +180,7 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
     ours = {"model.select_layer": cfg.select_layer, "select strategy": strategy}
     if theirs != ours:
         raise ConfigError(f"model.checkpoint={folder} was trained with {theirs}, this configuration says {ours}")
-    if isinstance(config, LlavaNextConfig) and cfg.patch_merge is not PatchMerge.spatial_unpad:
+    if merge_of(config) is PatchMerge.spatial_unpad and cfg.patch_merge is not PatchMerge.spatial_unpad:
         raise ConfigError(
             f"model.checkpoint={folder} is a LLaVA-NeXT model, which joins tiles as spatial_unpad, and this "
             f"configuration says model.patch_merge={cfg.patch_merge.value}; set model.patch_merge=spatial_unpad and "
