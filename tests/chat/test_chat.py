@@ -341,7 +341,7 @@ def test_a_folder_that_says_little(noise: Path, pictures: list[Path], tmp_path: 
 
 
 def test_a_model_of_tiles(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """anyres has no equal in transformers' LLaVA; it is asked all the same, with as many tokens as it trained on."""
+    """It is asked with as many tokens as it trained on."""
     cfg = make_config(
         parts, dataset, tmp_path / "run", "max_steps=1", "data.image_aspect_ratio=anyres",
         "model.patch_merge=spatial_unpad", "data.max_length=400",

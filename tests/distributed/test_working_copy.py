@@ -139,7 +139,7 @@ def export_and_reload(cfg: Config, device: torch.device) -> float:
     state = build_run(cfg, device, None)
     run_steps(state, cfg)
     folder = final_export.export(state, cfg, is_first_rank=True)
-    micro = state.loader.to_device(state.loader.steps.probe())
+    micro = state.loader.to_device(state.loader.steps.probe()[0])
     reloaded = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     state.model.eval()
     ids = micro.input_ids.clone()

@@ -288,7 +288,7 @@ def test_tower_inside_wins(llava: Path, run: Path, tmp_path: Path) -> None:
         ("llava", {"model_type": "llava_mpt"}, "=llava_mpt; of the original's models, llava_llama is supported"),
         ("llava", {"image_aspect_ratio": "highres"}, "=highres; give image_aspect_ratio=square or pad"),
         ("llava", {"vocab_size": 99}, r"lm_head\.weight|embed_tokens\.weight has shape"),
-        ("hf", {"model_type": "llava_next"}, "is a llava_next model, not a LLaVA one"),
+        ("hf", {"model_type": "llava_onevision"}, "is a llava_onevision model, not a LLaVA one"),
         ("hf", {"vision_feature_layer": [-2, -1]}, r"takes tower layers \[-2, -1\]; only one is supported"),
     ],
 )
@@ -411,14 +411,23 @@ def test_command(llava: Path, tmp_path: Path) -> None:
     assert (tmp_path / "a, b" / "model.safetensors").is_file()
 
 
-def test_a_model_of_tiles_goes_to_the_original(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """transformers' LLaVA has no tiles; the original's folder has their grids and the end of a line."""
-    tiled = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad", "max_steps=2"]
-    with pytest.raises(ConfigError, match="anyres has no equal in transformers' LLaVA"):
+@pytest.mark.parametrize("merge", ["flat", "spatial"])
+def test_tiles_that_transformers_does_not_join_so(merge: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """They go to the original's format alone."""
+    tiled = ["data.image_aspect_ratio=anyres", f"model.patch_merge={merge}", "max_steps=1"]
+    with pytest.raises(ConfigError, match=f"model.patch_merge={merge} has no equal in transformers"):
         make_config(parts, dataset, tmp_path / "run", *EXPORTED, *tiled)
     train.train(make_config(parts, dataset, tmp_path / "run", *tiled))
-    with pytest.raises(ConfigError, match=r"this model several \(anyres\); choose format=llava"):
+    with pytest.raises(ConfigError, match=f"=anyres with patch_merge={merge} has no equal .* choose format=llava"):
         export(conversion(tmp_path / "run", tmp_path / "hf"))
+    made = export(conversion(tmp_path / "run", tmp_path / "made", "format=llava"))
+    assert json.loads((made / "config.json").read_text())["mm_patch_merge_type"] == merge
+
+
+def test_a_model_of_tiles_goes_to_the_original(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """The original's folder has their grids and the end of a line."""
+    tiled = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad", "max_steps=2"]
+    train.train(make_config(parts, dataset, tmp_path / "run", *tiled))
     made = export(conversion(tmp_path / "run", tmp_path / "made", "format=llava"))
     config = json.loads((made / "config.json").read_text())
     assert (config["image_aspect_ratio"], config["mm_patch_merge_type"]) == ("anyres", "spatial_unpad")

@@ -39,7 +39,7 @@ def test_how_far_an_export_may_be_from_its_model(
     monkeypatch.setattr(final_export, "reloaded_logits", lambda *_: given[-1])
     model = Echo()
     micro = SimpleNamespace(inputs=(expected, None), images=torch.zeros(0))
-    loader = SimpleNamespace(steps=SimpleNamespace(probe=lambda: micro), to_device=lambda own: own)
+    loader = SimpleNamespace(steps=SimpleNamespace(probe=lambda: (micro, [])), to_device=lambda own: own)
     state: Any = SimpleNamespace(model=model, loader=loader)
     cfg: Any = SimpleNamespace(
         model=SimpleNamespace(quantize=SimpleNamespace(mode=Quantizer.none)),
@@ -96,7 +96,7 @@ def test_a_converted_folder_has_the_logits_of_its_source(form: FolderFormat, mon
     expected, written = torch.tensor([[2.0, -4.0]]), torch.tensor([[2.0, -4.0]])
     outputs = iter(())
     monkeypatch.setattr(verify_logits, "compute_dtype", lambda _: torch.float32)
-    monkeypatch.setattr(verify_logits, "random_rows", lambda _: None)
+    monkeypatch.setattr(verify_logits, "random_rows", lambda *_: (None, []))
     monkeypatch.setattr(verify_logits, "load_copy", lambda *_: None)
     monkeypatch.setattr(verify_logits, "logits", lambda *_: next(outputs))
     monkeypatch.setattr(verify_logits, "logits_of_folder", lambda *_: next(outputs))

@@ -190,6 +190,6 @@ def test_an_export_is_rehearsed_without_weights(
         rehearse_hf(source, torch.float32)
     monkeypatch.undo()
     begin_hf(source, torch.float32, tmp_path)
-    check_image_tokens(tmp_path, model.image_tokens)
+    check_image_tokens(tmp_path, (31, 50), model.image_tokens)
     with pytest.raises(ModelError, match=f"{model.image_tokens} tokens"):
-        check_image_tokens(tmp_path, model.image_tokens + 1)
+        check_image_tokens(tmp_path, (31, 50), model.image_tokens + 1)

@@ -12,7 +12,7 @@ from llava_fsdp.export.main import check_target
 from llava_fsdp.export.source_model import aspect_of, choice_of, source_of_folder
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
-MODEL: Any = SimpleNamespace()
+MODEL: Any = SimpleNamespace(parts=SimpleNamespace(grid_pinpoints=None))
 PARTS: Any = SimpleNamespace(language="its language", vision="its tower")
 
 
@@ -26,6 +26,7 @@ def test_whether_pictures_are_padded(tmp_path: Path) -> None:
     assert aspect_of(tmp_path, {"image_aspect_ratio": "pad"}, {}) is AspectRatio.square, "it is not the original's"
     write_json(tmp_path / "preprocessor_config.json", {"do_pad": True})
     assert aspect_of(tmp_path, {}, {}) is AspectRatio.pad
+    assert aspect_of(tmp_path, {"model_type": "llava_next"}, {}) is AspectRatio.anyres
     del original["image_aspect_ratio"]
     assert aspect_of(tmp_path, original, {}) is AspectRatio.square
     with pytest.raises(ModelError):
@@ -44,6 +45,8 @@ def test_what_a_folder_says_wins_over_what_is_assumed(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {"tokenizer_model_max_length": 777, "image_grid_pinpoints": [[3, 4]]})
     found = source_of_folder(tmp_path, MODEL, PARTS, cfg)
     assert (found.max_length, found.grid_pinpoints) == (777, [[3, 4]])
+    tiled: Any = SimpleNamespace(parts=SimpleNamespace(grid_pinpoints=[[4, 3]]))
+    assert source_of_folder(tmp_path, tiled, PARTS, cfg).grid_pinpoints == [[4, 3]]
     notes = {"max_length": 99, "template": "v0", "language": "l", "vision": "v", "run": "r", "step": 3, "seed": 8,
              "stage": "finetune", "train": ["projector"], "grid_pinpoints": [[5, 6]], "pixels": "fast",
              "special_tokens": "parse"}  # fmt: skip

@@ -19,7 +19,7 @@ NEEDED = {
     "AutoConfig.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoTokenizer.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "PreTrainedTokenizerFast.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
-    "LlavaForConditionalGeneration.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
+    "AutoModelForImageTextToText.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoModel.from_config": {"trust_remote_code": False},
     "AutoProcessor.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "kind.from_config": {"trust_remote_code": False},

@@ -313,7 +313,7 @@ ANYRES = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad", "
 
 
 def test_answers_about_tiles_are_those_of_whole_passes(configure: Configure, held: Path) -> None:
-    """anyres, which transformers' LLaVA has not: every token is the likeliest of a pass over all before it."""
+    """anyres: every token is the likeliest of a pass over all before it."""
     values = keys(held, "val.answers=9", "model.train=[projector,language,vision]", *ANYRES)
     cfg = configure(*values)
     state, validation = open_state(single_world(), cfg)

@@ -234,10 +234,12 @@ def check_export(cfg: Config) -> None:
     if not cfg.exports_model:
         return
     cure = "export.merge=false" if cfg.model.lora.enabled else "export.enabled=false"
-    if cfg.data.trained_aspect is AspectRatio.anyres:
+    merge = cfg.model.patch_merge
+    if cfg.data.trained_aspect is AspectRatio.anyres and merge is not PatchMerge.spatial_unpad:
         raise ConfigError(
-            "data.image_aspect_ratio=anyres has no equal in transformers' LLaVA, so the run could not be exported "
-            f"at its end; set {cure}, and use llava-fsdp export format=llava"
+            f"data.image_aspect_ratio=anyres with model.patch_merge={merge.value} has no equal in transformers, whose "
+            "LLaVA-NeXT joins tiles as spatial_unpad, so the run could not be exported at its end; set "
+            f"model.patch_merge=spatial_unpad, or {cure} and use llava-fsdp export format=llava later"
         )
     if cfg.model.projector_type != "mlp2x_gelu":
         raise ConfigError(

@@ -6,6 +6,7 @@ workers.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,8 @@ class ModelShape:
     max_length: int
     """Greatest number of tokens in a sequence of the language model."""
     vocab_size: int
+    grid_pinpoints: list[list[int]] | None = None
+    """Sizes [width, height] in pixels that images of anyres must be fitted into; None: any."""
     cost: CostModel = field(default_factory=CostModel)
     """Estimates the cost of training on a sample, so that all ranks get about equal cost. By default, the cost is the
     number of tokens."""
@@ -150,7 +153,19 @@ def has_padding_token(cfg: Config) -> bool:
 
 
 def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader: ImageReader, folder: Path) -> None:
-    preprocessor = image_reader.preprocessor
+    preprocessor, side = image_reader.preprocessor, math.isqrt(shape.image_tokens)
+    if image_reader.in_tiles and side * side != shape.image_tokens:
+        raise ConfigError(
+            f"data.image_aspect_ratio=anyres needs a square of features, and the vision tower gives "
+            f"{shape.image_tokens} for a tile; set model.select_feature=patch if one is of a CLS token, or choose "
+            "square or pad"
+        )
+    if image_reader.in_tiles and shape.grid_pinpoints not in (None, [list(size) for size in image_reader.sizes]):
+        raise ConfigError(
+            f"model.checkpoint={cfg.model.checkpoint} was trained with images fitted into {shape.grid_pinpoints}, and "
+            f"this configuration says data.grid_pinpoints={cfg.data.grid_pinpoints}; set data.grid_pinpoints="
+            f"{str(shape.grid_pinpoints).replace(' ', '')}"
+        )
     for width, height in image_reader.sizes if image_reader.in_tiles else ():
         if width % preprocessor.size or height % preprocessor.size:
             raise ConfigError(

@@ -2,6 +2,7 @@
 projector alone, with which the original LLaVA's second training stage begins."""
 
 import copy
+import math
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LlavaConfig
+from transformers import GenerationConfig, LlavaConfig, LlavaNextConfig
 
 from llava_fsdp.config import AspectRatio, Config, FolderFormat, Part, PatchMerge, Pixels, SpecialTokens
-from llava_fsdp.data.images.anyres import grid_sizes
+from llava_fsdp.data.images.anyres import Size, feature_rows, grid_sizes
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.export.processor import (
     check_image_tokens,
@@ -43,12 +44,15 @@ from llava_fsdp.model.llava_v1_5_config import (
 from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.model.lora_names import is_adapter, without_base
 from llava_fsdp.model.pretrained import PACKAGE, Parts, read_json
+from llava_fsdp.model.vision_tower import patch_size
 from llava_fsdp.model.weight_names import original
 from llava_fsdp.runtime.durable_files import make_empty
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import seal
 
+PROBED = (31, 50)
+"""Size in pixels of the image for which an export's processor is tried."""
 KEPT = "original"
 """Name of the subfolder, in a model folder for transformers, that keeps the configuration and tokenizer files of the
 original LLaVA model, so that the folder can be converted back."""
@@ -158,7 +162,7 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype) -> None:
     with TemporaryDirectory(prefix="llava_fsdp-") as made:
         rows = begin_hf(source, dtype, Path(made))
         if has_tokenizer(parts.language_folder) and preprocessor_fields(parts.vision_folder):
-            check_image_tokens(Path(made), model.image_tokens)
+            check_image_tokens(Path(made), PROBED, tokens_of_image(source, PROBED))
     outputs = plan_save(hf_config(source, dtype, rows), read_nothing)
     written = {name for output in outputs.values() for name in output.sources}
     own = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)}
@@ -168,6 +172,15 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype) -> None:
             f"and this model do not agree about {min(own ^ written)}; set export.enabled=false to train without an "
             "export"
         )
+
+
+def tokens_of_image(source: SourceModel, size: Size) -> int:
+    """Return the number of tokens of an image of a size in pixels, (width, height)."""
+    model, parts = source.model, source.model.parts
+    if source.aspect is not AspectRatio.anyres:
+        return model.image_tokens
+    tiles, side = grid_sizes(source.grid_pinpoints, parts.image_size), math.isqrt(model.image_tokens)
+    return len(feature_rows(size, tiles, parts.image_size, side, model.cfg.patch_merge))
 
 
 def read_nothing(name: str, box: Box) -> torch.Tensor:
@@ -198,13 +211,7 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     """Write all files of a model folder for transformers except the weights; return the number of rows that its
     embeddings must have."""
     model, parts = source.model, source.model.parts
-    if model.cfg.projector_type != "mlp2x_gelu":
-        raise ConfigError(f"transformers' LLaVA has no {model.cfg.projector_type} projector; choose format=llava")
-    if model.cfg.patch_merge is not PatchMerge.flat or source.aspect is AspectRatio.anyres:
-        raise ConfigError(
-            "transformers' LLaVA takes an image as one tile, this model several (anyres); choose format=llava, "
-            "which the original's programs and model.checkpoint= read"
-        )
+    check_hf(model, source.aspect)
     image_id, pad_id, rows = write_tokenizer(
         parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end
     )
@@ -212,7 +219,7 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     config.image_token_index, config.pad_token_id = image_id, pad_id
     config.save_pretrained(staged)
     check_template(parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end)
-    write_processor(parts.vision_folder, staged, config, source.aspect)
+    write_processor(parts.vision_folder, staged, config, source.aspect is AspectRatio.pad)
     GenerationConfig(
         bos_token_id=parts.language.bos_token_id, eos_token_id=parts.language.eos_token_id, pad_token_id=pad_id
     ).save_pretrained(staged)
@@ -223,19 +230,45 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     return rows
 
 
-def hf_config(source: SourceModel, dtype: torch.dtype, rows: int) -> LlavaConfig:
+def check_hf(model: Llava, aspect: AspectRatio) -> None:
+    """Raise ConfigError if transformers' LLaVA (for one tile) or LLaVA-NeXT (for several) cannot compute what this
+    model computes."""
+    cfg, parts, tiled = model.cfg, model.parts, aspect is AspectRatio.anyres
+    if cfg.projector_type != "mlp2x_gelu":
+        raise ConfigError(f"transformers' LLaVA has no {cfg.projector_type} projector; choose format=llava")
+    if cfg.patch_merge is not (PatchMerge.spatial_unpad if tiled else PatchMerge.flat):
+        raise ConfigError(
+            f"image_aspect_ratio={aspect.value} with patch_merge={cfg.patch_merge.value} has no equal in transformers: "
+            "its LLaVA takes an image as one tile, and its LLaVA-NeXT several (anyres), joined as spatial_unpad; "
+            "choose format=llava, which the original's programs and model.checkpoint= read"
+        )
+    grid = (parts.image_size // patch_size(parts.vision)) ** 2
+    if tiled and (model.image_tokens != grid or parts.vision.image_size != parts.image_size):
+        raise ConfigError(
+            f"transformers' LLaVA-NeXT takes image_size // patch_size features for each side of a tile, and the vision "
+            f"tower with image_size={parts.vision.image_size} gives {model.image_tokens} for a tile of {grid} patches; "
+            "choose format=llava"
+        )
+
+
+def hf_config(source: SourceModel, dtype: torch.dtype, rows: int) -> LlavaConfig | LlavaNextConfig:
     """Return transformers' configuration of a model whose embeddings have `rows` rows, without its special tokens."""
     model, parts = source.model, source.model.parts
-    return LlavaConfig(
-        vision_config=copy.deepcopy(parts.vision),  # a copy, as LlavaConfig changes it
-        text_config=type(parts.language).from_dict({**parts.language.to_dict(), "vocab_size": rows, "use_cache": True}),
-        image_seq_length=model.image_tokens,
-        vision_feature_layer=model.cfg.select_layer,
-        vision_feature_select_strategy="default" if model.probe.drops_cls else "full",
-        tie_word_embeddings=bool(parts.language.tie_word_embeddings),
-        architectures=["LlavaForConditionalGeneration"],
-        dtype=dtype_name(dtype),
-    )
+    fields: dict[str, Any] = {
+        "vision_config": copy.deepcopy(parts.vision),  # a copy, as LlavaConfig changes it
+        "text_config": type(parts.language).from_dict(
+            {**parts.language.to_dict(), "vocab_size": rows, "use_cache": True}
+        ),
+        "image_seq_length": model.image_tokens,
+        "vision_feature_layer": model.cfg.select_layer,
+        "vision_feature_select_strategy": "default" if model.probe.drops_cls else "full",
+        "tie_word_embeddings": bool(parts.language.tie_word_embeddings),
+        "dtype": dtype_name(dtype),
+    }
+    if source.aspect is not AspectRatio.anyres:
+        return LlavaConfig(**fields, architectures=["LlavaForConditionalGeneration"])
+    grids = [[height, width] for width, height in grid_sizes(source.grid_pinpoints, parts.image_size)]
+    return LlavaNextConfig(**fields, image_grid_pinpoints=grids, architectures=["LlavaNextForConditionalGeneration"])
 
 
 def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None:

@@ -71,7 +71,8 @@ def export(cfg: ConversionConfig) -> Path:
         raise
     if cfg.verify:
         try:
-            prove(cfg.format, opened.source.model, opened.sources, dtypes, staged)
+            source = opened.source
+            prove(cfg.format, source.model, opened.sources, dtypes, staged, source.grid_pinpoints)
         except ModelError as error:
             raise ModelError(f"{error}\n{final} was not made; {staged} has what was written") from error
     publish_folder(staged, final)

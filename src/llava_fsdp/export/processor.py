@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from transformers import AutoProcessor, AutoTokenizer, LlavaConfig, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    LlavaConfig,
+    LlavaNextConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
-from llava_fsdp.config import AspectRatio
+from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.preprocess import preprocessor_fields, read_preprocessor
 from llava_fsdp.data.text.templates import IMAGE_TAG, template
 from llava_fsdp.data.text.tokenizer import SPACE, LlamaTokenizer, added_tokens, is_legacy, open_tokenizer, read_optional
@@ -145,15 +152,15 @@ def check_template(folder: Path, staged: Path, language: PretrainedConfig, form:
         )  # fmt: skip
 
 
-def check_image_tokens(staged: Path, expected: int) -> None:
-    """Check that the processor of an export gives an image as many tokens as training does.
+def check_image_tokens(staged: Path, size: Size, expected: int) -> None:
+    """Check that the processor of an export gives an image of a size in pixels as many tokens as training does.
 
     Raises:
         ModelError: the processor cannot be loaded, or gives another number.
     """
     with foreign("transformers cannot use the processor that an export of this model would have"):
         processor: Any = AutoProcessor.from_pretrained(staged, trust_remote_code=False, local_files_only=True)
-        ids = processor(text=IMAGE_TAG, images=Image.new("RGB", (31, 50)))["input_ids"][0]
+        ids = processor(text=IMAGE_TAG, images=Image.new("RGB", size))["input_ids"][0]
         found = ids.count(processor.tokenizer.convert_tokens_to_ids(IMAGE_TAG))
     if found != expected:
         raise ModelError(
@@ -194,18 +201,20 @@ def check_same_ids(folder: Path, staged: Path, vocab_size: int) -> None:
             raise ModelError(f"{staged} was written, but its tokenizer makes {ids[1]} of {text!r}, not {ids[0]}")
 
 
-def write_preprocessor(folder: Path, staged: Path, pads: bool) -> None:
+def write_preprocessor(folder: Path, staged: Path, pads: bool, grid_pinpoints: list[list[int]] | None = None) -> None:
     """Write the image preprocessing for transformers (`preprocessor_config.json`).
 
     Args:
         folder: the vision tower's folder.
         staged: the folder to write into.
         pads: whether images are padded to squares.
+        grid_pinpoints: sizes [height, width] that images are fitted into to cut tiles from them; None: an image is one
+            tile.
     """
     ours = read_preprocessor(folder)
     square = {"height": ours.size, "width": ours.size}
     kind = preprocessor_fields(folder).get("image_processor_type", "CLIPImageProcessor")
-    if kind == "LlavaImageProcessor":  # it pads by default, and the others do not
+    if kind in ("LlavaImageProcessor", "LlavaNextImageProcessor"):  # they pad by default, and the others do not
         kind = "CLIPImageProcessor" if ours.keep_ratio else "SiglipImageProcessor"
     images = {
         "processor_class": "LlavaProcessor",
@@ -223,21 +232,36 @@ def write_preprocessor(folder: Path, staged: Path, pads: bool) -> None:
         "image_mean": list(ours.mean),
         "image_std": list(ours.std),
     }
+    if grid_pinpoints is not None:
+        images |= {
+            "processor_class": "LlavaNextProcessor",
+            "image_processor_type": "LlavaNextImageProcessor",
+            "do_pad": True,  # images of few tiles, with empty tiles to the number of the others
+            "resample": int(Image.Resampling.BICUBIC),  # as tiles are cut in training, with every vision tower
+            "image_grid_pinpoints": grid_pinpoints,
+        }
     (staged / "preprocessor_config.json").write_text(json.dumps(images, indent=1) + "\n")
 
 
-def write_processor(folder: Path, staged: Path, config: LlavaConfig, aspect: AspectRatio) -> None:
+def write_processor(folder: Path, staged: Path, config: LlavaConfig | LlavaNextConfig, pads: bool) -> None:
     """Write the files with which transformers prepares images and prompts: `preprocessor_config.json` and
-    `processor_config.json`. If the vision tower's folder has no image preprocessing, only log a warning."""
+    `processor_config.json`. If the vision tower's folder has no image preprocessing, only log a warning.
+
+    Args:
+        folder: the vision tower's folder.
+        staged: the folder to write into.
+        pads: whether images are padded to squares.
+    """
     if not preprocessor_fields(folder):
         log().warning("%s has no preprocessor_config.json, so %s gets none", folder, staged)
         return
-    write_preprocessor(folder, staged, aspect is AspectRatio.pad)
+    grids = config.image_grid_pinpoints if isinstance(config, LlavaNextConfig) else None
+    write_preprocessor(folder, staged, pads, grids)
     vision: Any = config.vision_config
     grid = (image_size(vision) // patch_size(vision)) ** 2
     default = config.vision_feature_select_strategy == "default"
     processor = {
-        "processor_class": "LlavaProcessor",
+        "processor_class": "LlavaProcessor" if grids is None else "LlavaNextProcessor",
         "patch_size": patch_size(vision),
         "vision_feature_select_strategy": config.vision_feature_select_strategy,
         "num_additional_image_tokens": 1 if default else config.image_seq_length - grid,

@@ -42,7 +42,7 @@ from llava_fsdp.model.load_weights import (
 )
 from llava_fsdp.model.lora_files import AdapterFolder, is_adapter_folder, open_adapter
 from llava_fsdp.model.lora_names import BASE, is_adapter, module_of, without_base
-from llava_fsdp.model.pretrained import EXPORT, artifacts_of, find_parts, find_projector, read_json, resolve
+from llava_fsdp.model.pretrained import EXPORT, NEXT, artifacts_of, find_parts, find_projector, read_json, resolve
 from llava_fsdp.model.pretrained_config import read_base, read_model
 from llava_fsdp.model.tensor_files import Stored
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ModelError
@@ -252,7 +252,10 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
         model=model,
         template=notes.get("template", cfg.template),
         aspect=cfg.image_aspect_ratio or aspect_of(folder, raw, notes),
-        grid_pinpoints=notes.get("grid_pinpoints") or raw.get("image_grid_pinpoints") or [],
+        grid_pinpoints=notes.get("grid_pinpoints")
+        or model.parts.grid_pinpoints
+        or raw.get("image_grid_pinpoints")
+        or [],
         pixels=choice_of(Pixels, notes, "pixels", Pixels.exact, folder),
         special_tokens=choice_of(SpecialTokens, notes, "special_tokens", SpecialTokens.text, folder),
         max_length=notes.get("max_length") or raw.get("tokenizer_model_max_length") or 2048,
@@ -282,6 +285,8 @@ def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> Aspec
     value = notes.get("image_aspect_ratio")
     if value is None and is_original(raw):
         value = raw.get("image_aspect_ratio", "square")
+    if value is None and raw.get("model_type") == NEXT:
+        value = "anyres"
     if value is None:
         value = "pad" if preprocessor_fields(folder).get("do_pad") else "square"
     if value not in [choice.value for choice in AspectRatio]:

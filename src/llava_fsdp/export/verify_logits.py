@@ -1,16 +1,19 @@
 """Compare the logits of a model with the logits of its export, loaded again from the exported folder."""
 
 import gc
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, LlavaForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, LlavaNextConfig
 from transformers.utils import logging as transformers_logging
 
 from llava_fsdp.config import FolderFormat, LoraConfig, PatchMerge
 from llava_fsdp.data.batching.batch import MicroBatch
+from llava_fsdp.data.images.anyres import NEWLINE_ROW, Size, best_size, feature_rows, grid_sizes
 from llava_fsdp.distributed.local_shards import local_shards
 from llava_fsdp.distributed.parallelize import materialize
 from llava_fsdp.distributed.precision import MasterWeights
@@ -84,7 +87,7 @@ def prove_merge(model: Llava, adapted: Adapted) -> float:
     Raises:
         ModelError: the logits differ by more than another order of summation explains.
     """
-    compute, micro = compute_dtype(model), random_rows(model)
+    compute, (micro, _) = compute_dtype(model), random_rows(model)
     expected = logits(load_copy(model, adapted.sources, compute, adapted), micro)
     gc.collect()
     difference = relative_difference(logits(load_copy(model, adapted.merged, compute), micro), expected)
@@ -97,7 +100,12 @@ def prove_merge(model: Llava, adapted: Adapted) -> float:
 
 
 def prove(
-    form: FolderFormat, model: Llava, sources: dict[str, Stored], dtypes: dict[str, torch.dtype], folder: Path
+    form: FolderFormat,
+    model: Llava,
+    sources: dict[str, Stored],
+    dtypes: dict[str, torch.dtype],
+    folder: Path,
+    grid_pinpoints: Sequence[Sequence[int]] = (),
 ) -> float:
     """Load an exported folder and compare its logits with those of the source's weights rounded to the export's dtypes.
 
@@ -109,6 +117,7 @@ def prove(
         sources: stored values of the source's parameters, by name.
         dtypes: dtypes of the exported parameters, by name.
         folder: the exported folder.
+        grid_pinpoints: for tiles, the sizes in pixels that an image may be fitted into; empty: those of LLaVA-NeXT.
 
     Returns:
         The largest difference, relative to the largest logit.
@@ -117,7 +126,7 @@ def prove(
         ModelError: the logits differ.
     """
     compute = compute_dtype(model)
-    micro = random_rows(model)
+    micro, sizes = random_rows(model, grid_pinpoints)
     source = load_copy(model, {n: Rounded(s, dtypes[n]) for n, s in sources.items()}, compute)
     expected = logits(source, micro)
     if form is FolderFormat.projector:
@@ -128,7 +137,7 @@ def prove(
     else:
         del source
         gc.collect()
-        written = [logits_of_folder(form, folder, micro, compute)]
+        written = [logits_of_folder(form, folder, micro, compute, sizes)]
     bound = 0.0 if form is not FolderFormat.hf else CLOSE if compute == torch.float32 else CLOSE_BF16
     difference = max(relative_difference(w[:, : expected.shape[1]], expected) for w in written)
     log().info("logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
@@ -151,25 +160,32 @@ def compute_dtype(model: Llava) -> torch.dtype:
     return torch.bfloat16
 
 
-def random_rows(model: Llava) -> MicroBatch:
-    """Return a random micro-batch of two rows, one with an image and one without, in which every token is a label."""
+def random_rows(model: Llava, grid_pinpoints: Sequence[Sequence[int]] = ()) -> tuple[MicroBatch, list[Size]]:
+    """Return a random micro-batch of two rows, one with an image and one without, in which every token is a label; and
+    the size of the image in pixels. If tiles are joined with ends of lines, the image has several, with bars around it.
+    """
     dice = torch.Generator().manual_seed(0)
-    size = model.parts.image_size
-    length = model.image_tokens + TEXT
-    # only ids of the lower half of the vocabulary, as the <image> token may be one of the last
-    ids = torch.randint(model.parts.language.vocab_size // 2, (2, length), generator=dice)
-    rows = torch.arange(model.image_tokens)
+    tile = model.parts.image_size
+    size, rows, tiles = (tile, tile), torch.arange(model.image_tokens), 1
     if model.cfg.patch_merge is PatchMerge.spatial_unpad:
-        rows[-1] = model.image_tokens  # the end-of-line vector, which follows all image features
-    return MicroBatch(
+        size, side = (tile, tile + tile // 3), math.isqrt(model.image_tokens)
+        sizes = grid_sizes([list(grid) for grid in grid_pinpoints], tile)
+        rows = torch.from_numpy(feature_rows(size, sizes, tile, side, model.cfg.patch_merge))
+        across, down = (n // tile for n in best_size(size, sizes))
+        tiles += across * down
+        rows[rows == NEWLINE_ROW] = tiles * model.image_tokens  # the end-of-line vector follows all image features
+    # only ids of the lower half of the vocabulary, as the <image> token may be one of the last
+    ids = torch.randint(model.parts.language.vocab_size // 2, (2, len(rows) + TEXT), generator=dice)
+    micro = MicroBatch(
         input_ids=ids,
-        image_positions=torch.arange(TEXT // 2, TEXT // 2 + model.image_tokens),
+        image_positions=torch.arange(TEXT // 2, TEXT // 2 + len(rows)),
         image_rows=rows,
-        images=torch.randn((1, 3, size, size), generator=dice),
+        images=torch.randn((tiles, 3, tile, tile), generator=dice),
         label_positions=torch.arange(ids.numel()),
         label_ids=torch.zeros(0),
         scale=1.0,
     )
+    return micro, [size]
 
 
 def load_copy(
@@ -207,9 +223,11 @@ def logits(model: Llava, micro: MicroBatch) -> torch.Tensor:
     return model(*micro.inputs, return_logits=True)
 
 
-def logits_of_folder(form: FolderFormat, folder: Path, micro: MicroBatch, compute: torch.dtype) -> torch.Tensor:
+def logits_of_folder(
+    form: FolderFormat, folder: Path, micro: MicroBatch, compute: torch.dtype, sizes: list[Size]
+) -> torch.Tensor:
     if form is FolderFormat.hf:
-        return reloaded_logits(folder, micro, micro.images, compute)
+        return reloaded_logits(folder, micro, micro.images, compute, sizes)
     cfg = read_model(folder, None, None)
     parts = find_parts(cfg)
     model = build_llava(parts, cfg, compute)
@@ -227,21 +245,30 @@ def replace_projector(model: Llava, file: Path) -> None:
 
 
 @torch.no_grad()
-def reloaded_logits(folder: Path, micro: MicroBatch, images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def reloaded_logits(
+    folder: Path, micro: MicroBatch, images: torch.Tensor, dtype: torch.dtype, sizes: list[Size]
+) -> torch.Tensor:
     """Load an exported folder with transformers, and return its logits for the labels of a micro-batch: float32
-    [labels, vocabulary rows]."""
+    [labels, vocabulary rows].
+
+    Args:
+        images: normalised tiles of all images.
+        sizes: width and height in pixels of each image.
+    """
     transformers_logging.disable_progress_bar()
-    language = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).get_text_config()
-    model: Any = LlavaForConditionalGeneration.from_pretrained(
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    model: Any = AutoModelForImageTextToText.from_pretrained(
         folder,
         dtype=dtype,
-        attn_implementation=attention_of_transformers(language),
+        attn_implementation=attention_of_transformers(config.get_text_config()),
         trust_remote_code=False,
         local_files_only=True,
         weights_only=True,
     )
     ids = micro.input_ids.clone()
     ids.view(-1)[micro.image_positions] = model.config.image_token_id
-    pixels = images.to(dtype) if len(images) else None
-    logits = model.eval()(input_ids=ids, pixel_values=pixels).logits.float()
+    inputs = {"pixel_values": images.to(dtype)} if len(images) else {}
+    if isinstance(config, LlavaNextConfig) and len(images):
+        inputs["image_sizes"] = torch.tensor([(height, width) for width, height in sizes])
+    logits = model.eval()(input_ids=ids, **inputs).logits.float()
     return logits.flatten(0, 1)[micro.label_positions]

@@ -97,7 +97,8 @@ def find_weights(
         drawn = parts.whole is None and (
             cfg.random_weights or (projector is None and name.startswith(PROJECTOR_PREFIX))
         )
-        drawn = drawn or name == NEWLINE  # LLaVA too initialises it if a model has none (llava_arch.py:83-88)
+        if parts.grid_pinpoints is None:  # LLaVA too initialises it if a model has none (llava_arch.py:83-88)
+            drawn = drawn or name == NEWLINE
         if name in found:
             check_shape(name, shape, found[name], parts)
             sources[own_name] = found[name]

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, LlavaConfig, PretrainedConfig
+from transformers import AutoConfig, LlavaConfig, LlavaNextConfig, PretrainedConfig
 
-from llava_fsdp.config import Config, Feature, ModelConfig
+from llava_fsdp.config import Config, Feature, ModelConfig, PatchMerge
 from llava_fsdp.model.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
 from llava_fsdp.model.lora_files import find_adapter, is_adapter_folder
 from llava_fsdp.model.tensor_files import WHOLE_MODEL
@@ -24,6 +24,8 @@ HUB_FILES = ["*.json", "*.model", "*.safetensors", "*.bin", "*.jinja", "*.txt"]
 CHECKPOINT_FILE = "manifest.json"
 """Name of a file that every checkpoint of a run contains, and no model folder; checkpoints are recognized by it."""
 EXPORT = "export"
+NEXT = LlavaNextConfig.model_type
+"""`model_type` in the config.json of transformers' LLaVA-NeXT, whose images are several tiles."""
 MOST = {
     "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 26, "image_size": 1 << 13,
@@ -47,6 +49,9 @@ class Parts:
     trained_feature: Feature | None = None
     """With which tokens of the vision tower `model.checkpoint` was trained: `patch` (without the CLS token) or `full`;
     None without `model.checkpoint`."""
+    grid_pinpoints: list[list[int]] | None = None
+    """For a LLaVA-NeXT `model.checkpoint`, the sizes [width, height] in pixels that its images were fitted into; else
+    None."""
 
     @property
     def image_size(self) -> int:
@@ -82,8 +87,9 @@ def find_parts(cfg: ModelConfig) -> Parts:
         check_selection(config, cfg, folder)
     language: Any = config.text_config
     language.vocab_size = trained_vocabulary(folder, config)
+    language.tie_word_embeddings = config.tie_word_embeddings  # transformers' classes go by this one
     feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
-    return Parts(folder, folder, language, vision_config(config), folder, feature)
+    return Parts(folder, folder, language, vision_config(config), folder, feature, grids_of(config, folder))
 
 
 def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:
@@ -124,14 +130,14 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
 
 
 def read_llava_config(folder: Path, key: str) -> Any:
-    """Read the LlavaConfig in a model folder of transformers. The result is typed as Any, because the types of its
-    fields in transformers are too narrow.
+    """Read the LlavaConfig or LlavaNextConfig in a model folder of transformers. The result is typed as Any, because
+    the types of its fields in transformers are too narrow.
 
     Raises:
         ModelError: the folder has another kind of model, or a projector or vision features that are not supported.
     """
     config = read_config(folder, key)
-    if not isinstance(config, LlavaConfig):
+    if not isinstance(config, LlavaConfig | LlavaNextConfig):
         raise ModelError(
             f"{key}={folder} is a {config.model_type} model, not a LLaVA one; "
             "a language model alone goes into model.language"
@@ -145,8 +151,26 @@ def read_llava_config(folder: Path, key: str) -> Any:
     return config
 
 
+def merge_of(config: Any) -> PatchMerge:
+    """Return how transformers' class joins the tiles of an image: LLaVA has only one tile."""
+    return PatchMerge.spatial_unpad if isinstance(config, LlavaNextConfig) else PatchMerge.flat
+
+
+def grids_of(config: Any, folder: Path) -> list[list[int]] | None:
+    """Return the sizes [width, height] that a LLaVA-NeXT model's images are fitted into; None for a LLaVA model. The
+    configuration has them as [height, width]."""
+    if not isinstance(config, LlavaNextConfig):
+        return None
+    grids: Any = config.image_grid_pinpoints
+    pairs = [grid for grid in grids if isinstance(grid, list | tuple) and len(grid) == 2]
+    if not pairs or len(pairs) < len(grids) or not all(type(n) is int and n > 0 for pair in pairs for n in pair):
+        raise ModelError(f"{folder / 'config.json'} has image_grid_pinpoints={grids}, which are no [height, width]")
+    return [[width, height] for height, width in grids]
+
+
 def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
-    """Check that `model.checkpoint` was trained with this configuration's `select_layer` and `select_feature`."""
+    """Check that `model.checkpoint` was trained with this configuration's `select_layer`, `select_feature` and
+    `patch_merge`. A LLaVA-1.5 model may go on with any `patch_merge`: the end of a line is then drawn."""
     strategies = {Feature.patch: "default", Feature.full: "full"}
     strategy = strategies.get(cfg.select_feature, config.vision_feature_select_strategy)
     theirs = {
@@ -156,6 +180,12 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
     ours = {"model.select_layer": cfg.select_layer, "select strategy": strategy}
     if theirs != ours:
         raise ConfigError(f"model.checkpoint={folder} was trained with {theirs}, this configuration says {ours}")
+    if merge_of(config) is PatchMerge.spatial_unpad and cfg.patch_merge is not PatchMerge.spatial_unpad:
+        raise ConfigError(
+            f"model.checkpoint={folder} is a LLaVA-NeXT model, which joins tiles as spatial_unpad, and this "
+            f"configuration says model.patch_merge={cfg.patch_merge.value}; set model.patch_merge=spatial_unpad and "
+            "data.image_aspect_ratio=anyres"
+        )
     grid = (image_size(config.vision_config) // patch_size(config.vision_config)) ** 2
     expected = grid if strategy == "default" else None
     if expected is not None and config.image_seq_length != expected:

@@ -174,7 +174,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
     """Load the exported folder `staged` with transformers on rank 0's CPU, and compare its logits with those of the
     trained model on a few samples. A collective. Raises ModelError if the logits differ by more than rounding to
     `export.dtype` can explain."""
-    micro = state.loader.steps.probe()
+    micro, sizes = state.loader.steps.probe()
     state.model.eval()
     placed = state.loader.to_device(micro)
     with torch.no_grad():
@@ -187,7 +187,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
         ours, images = live, placed.images.cpu()
         if quantised:
             ours = logits(in_full_precision(state.model, sources, adapted), dataclasses.replace(micro, images=images))
-        reloaded = reloaded_logits(staged, micro, images, DTYPES[cfg.precision.param_dtype])
+        reloaded = reloaded_logits(staged, micro, images, DTYPES[cfg.precision.param_dtype], sizes)
         difference = relative_difference(reloaded[:, : ours.shape[1]], ours)
         bound = CLOSE if (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32) else CLOSE_BF16
         bound = CLOSE_FP8 if cfg.precision.linear is LinearKind.fp8 else bound

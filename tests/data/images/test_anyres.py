@@ -1,9 +1,16 @@
 """Pictures as tiles: which grid, which pixels, and in which order their features come."""
 
+import random
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiers import slow_after
+from transformers.models.llava_next.modeling_llava_next import LlavaNextModel, image_size_to_num_patches
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
 from llava_fsdp.config import PatchMerge
 from llava_fsdp.data.images.anyres import GRIDS, NEWLINE_ROW, best_size, cut_tiles, feature_rows, fit, grid_sizes
@@ -65,3 +72,28 @@ def merged(size: tuple[int, int], merge: PatchMerge) -> torch.Tensor:
 @pytest.mark.parametrize("size", PICTURES)
 def test_order_of_features(size: tuple[int, int], merge: PatchMerge) -> None:
     assert feature_rows(size, SIZES, TILE, SIDE, merge).tolist() == merged(size, merge).tolist()
+
+
+@pytest.mark.parametrize(("number", "tile", "side"), slow_after(2, [(250, 28, 2), (250, 42, 3), (2000, 336, 24)]))
+def test_order_of_transformers_llava_next(number: int, tile: int, side: int) -> None:
+    """Its model packs the features in the same order, and its processor counts as many; sizes and grids there are
+    (height, width), and the order of the grids is the same."""
+    dice = random.Random(number)
+    for _ in range(number):
+        grids = [(tile * dice.randrange(1, 5), tile * dice.randrange(1, 5)) for _ in range(dice.randrange(1, 7))]
+        sizes = dice.choice([grid_sizes([], tile), grids])
+        size = dice.choice([(dice.randrange(1, 50), dice.randrange(1, 3000)), (dice.randrange(1, 900),) * 2,
+                            (dice.randrange(1, 2000), dice.randrange(1, 2000))])  # fmt: skip
+        rows = feature_rows(size, sizes, tile, side, PatchMerge.spatial_unpad)
+        pinpoints, image = [[height, width] for width, height in sizes], [size[1], size[0]]
+        vision = SimpleNamespace(image_size=tile, patch_size=tile // side)
+        model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=vision, image_grid_pinpoints=pinpoints))
+        tiles = image_size_to_num_patches(image, pinpoints, tile)
+        features = torch.arange(tiles * side * side).view(tiles, side * side, 1).double()
+        newline = torch.tensor([float(NEWLINE_ROW)]).double()
+        packed, lengths = LlavaNextModel.pack_image_features(model, [features], torch.tensor([image]), "full", newline)
+        assert packed[0][:, 0].tolist() == rows.tolist(), (size, sizes)
+        processor: Any = object.__new__(LlavaNextProcessor)
+        processor.image_processor = SimpleNamespace(image_grid_pinpoints=pinpoints)
+        processor.patch_size, processor.num_additional_image_tokens = tile // side, 0
+        assert processor._get_number_of_features(*image, tile, tile) == lengths.item() == len(rows)

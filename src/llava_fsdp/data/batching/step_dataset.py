@@ -16,6 +16,7 @@ from llava_fsdp.data.batching.collate import Collator, Row
 from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
 from llava_fsdp.data.batching.sampler import Sampler
+from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.integrity import damaged
@@ -189,16 +190,21 @@ class Steps(Dataset):
             by_rank = pack_step(lengths.tolist(), costs.tolist(), self.world_size, self.most_tokens)
         return [[[numbers[i] for i in micro] for micro in rank] for rank in by_rank]
 
-    def probe(self) -> MicroBatch:
-        """Return a padded micro-batch for comparing the outputs of two models, the same on all ranks.
+    def probe(self) -> tuple[MicroBatch, list[Size]]:
+        """Return a padded micro-batch for comparing the outputs of two models, the same on all ranks, and the sizes in
+        pixels of its images.
 
-        Of step 0, it has the first sample with an image and the first one without. Its `label_positions` are all
-        tokens, so that the outputs at each of them are compared; it has no labels.
+        It has step 0's first sample with an image and the first one without, if possible such that are not truncated.
+        Its `label_positions` are all tokens, so that the outputs at each of them are compared; it has no labels.
         """
         rows: dict[bool, Row] = {}
-        for number in self.sampler.samples(0):
+        sizes: list[Size] = []
+        for number in sorted(self.sampler.samples(0), key=lambda n: bool(self.records.positions_cut[n])):
             has_image = bool(self.records.images[number])
             if has_image not in rows and not isinstance(row := self.read(number), SkippedSample):
                 rows[has_image] = row
+                record = self.parse(number)
+                sizes += [self.image_reader.size(record, n) for n in range(len(row[1]))]
         micro = Collator(self.image_reader, self.collate.normalize, pack=False)(list(rows.values()), StepFacts(0), 1)
-        return replace(micro, label_positions=torch.arange(micro.input_ids.numel()), label_ids=torch.zeros(0))
+        micro = replace(micro, label_positions=torch.arange(micro.input_ids.numel()), label_ids=torch.zeros(0))
+        return micro, sizes

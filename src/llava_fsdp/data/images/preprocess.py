@@ -157,8 +157,12 @@ class ImageReader:
         """
         if not self.in_tiles:
             return np.arange(self.image_tokens)
+        return self.rows_of(self.size(record, number))
+
+    def size(self, record: Record, number: int) -> Size:
+        """Return the width and height in pixels of one of a record's images, as it is shown."""
         path = self.path(record, record.images[number])
-        return self.rows_of(read_size(path, record.where) if record.sizes is None else record.sizes[number])
+        return read_size(path, record.where) if record.sizes is None else record.sizes[number]
 
     def rows_of(self, size: Size) -> np.ndarray:
         """Return for each token of an anyres image of the given size the index of its vision feature, int64
