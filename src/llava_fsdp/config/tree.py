@@ -39,7 +39,7 @@ def keys_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def leaves_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of every value in nested dictionaries and lists that is neither of them itself."""
+    """Yield (dotted name, value) for each value in nested dictionaries and lists that is not a dictionary or list."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
     if items is None:
         yield prefix.removesuffix("."), tree

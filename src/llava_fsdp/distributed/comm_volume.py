@@ -42,7 +42,7 @@ class Traffic:
 
 
 class CollectiveBytes(TorchDispatchMode):
-    """Dispatch mode that counts the collectives issued while it is active.
+    """Dispatch mode that adds up the bytes of each kind of collective issued while it is active.
 
     Raises:
         AssertionError: while the mode is active, a collective is issued that is not in the table `COLLECTIVES`.

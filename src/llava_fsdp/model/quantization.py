@@ -132,8 +132,8 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def draw_scales(self, scale: float) -> None:
-        """Set the buffers so that any bits are dequantized to weights of at most `scale`. For runs in which only shapes
-        matter."""
+        """Fill the quantization scales so that the packed weights, whatever their bits, are dequantized to values
+        between -`scale` and `scale`. For runs in which only shapes matter."""
         for name, tensor in zip(self.packing.statistics, self.statistics, strict=True):
             is_scale = name in ("scales", "offset") or (name == "absmax" and not self.packing.double)
             tensor.fill_(scale if is_scale else 0)

@@ -106,8 +106,8 @@ def equal_lines(lines: Sequence[Line]) -> list[list[int]]:
 
 
 def turns(number: int, lines: int) -> str:
-    """Return the CSS for line `number` of several equal lines. The lines are dashed in turn, so that all of them can be
-    seen."""
+    """Return the CSS for one of several curves of a chart that lie on top of each other. Each has its dashes in the
+    gaps of the others, so that all of them can be seen."""
     size = min(lines, COLOURS)
     return f"stroke-dasharray:{DASH} {DASH * (size - 1)};stroke-dashoffset:{-DASH * (number % size)}"
 

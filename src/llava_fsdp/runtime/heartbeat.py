@@ -101,8 +101,8 @@ class Watcher:
         self.last: dict[int, Beat] = {}
 
     def late(self, own: Beat, ranks: list[int]) -> list[Late]:
-        """Return the ranks among `ranks` that this rank, whose heartbeat is `own`, is waiting for: frozen ranks, and
-        those of the ranks with less progress that are furthest behind."""
+        """Return the ranks among `ranks` that this rank is waiting for: frozen ranks, and the slowest ranks if they
+        have made less progress than this one. `own` is this rank's heartbeat."""
         now = time.monotonic()
         for rank in ranks:
             beat = read_beat(self.folder, rank)

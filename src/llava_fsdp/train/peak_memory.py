@@ -27,7 +27,8 @@ class PeakMeter:
             self.before = of_process("VmRSS") - of_process("RssFile")
 
     def read(self) -> dict[str, int]:
-        """Return the peak in bytes, by the name of the quantity, such as `max_memory_allocated` or `peak_resident`."""
+        """Return the peak memory in bytes as {name of the measure: bytes}: on a GPU `max_memory_allocated` and
+        `max_memory_reserved`, on a CPU `peak_resident`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return {

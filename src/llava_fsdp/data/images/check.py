@@ -104,8 +104,8 @@ def shown_size(image: Image.Image) -> Size:
 
 @contextlib.contextmanager
 def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
-    """Context manager that opens an image with Pillow's warnings turned off. The callers report what Pillow warns of as
-    errors that name the record."""
+    """Context manager that opens an image with Pillow's warnings turned off. The callers check for the same faults
+    themselves, such as too many pixels, and raise errors that name the record."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Image.open(file, formats=FORMATS) as image:

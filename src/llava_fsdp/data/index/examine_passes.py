@@ -96,7 +96,8 @@ class Pass(ABC):
 
     @abstractmethod
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """Return this pass's columns for the given records, and add the records' problems to `found`."""
+        """Check the records in `numbers`: return what this pass over the dataset finds out about each of them, as one
+        array for each quantity, and add their problems to `found`."""
 
     def records(self, numbers: range) -> Iterator[tuple[int, Record]]:
         """Yield the valid records, with their numbers. Invalid records are left out, because ReadRecords reports
