@@ -145,7 +145,7 @@ def test_files_of_weights_are_listed_with_all_that_is_in_them(tmp_path: Path, mo
     held = {name: torch.full((2, 3), float(number)) for number, name in enumerate("abc")}
     dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.bfloat16}
     weights = Weights({name: (2, 3) for name in held}, dtypes, held.__getitem__)
-    write_shards(weights, tmp_path, partial(renamed, weights.shapes, lambda name: f"x.{name}"), 9, 9)
+    write_shards(weights, tmp_path, partial(renamed, weights.shapes, lambda name: f"x.{name}"), (), 9, 9)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
     weight_map = {"x.a": first, "x.b": second, "x.c": second}

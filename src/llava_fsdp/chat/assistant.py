@@ -23,6 +23,7 @@ from llava_fsdp.data.text.templates import IMAGE_TAG, Template, template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.export.verify_logits import load_copy
+from llava_fsdp.model.attention import attention_of_transformers
 from llava_fsdp.model.generation import DynamicCache, ImageInputs, PrefixCache, Sampling, write_tokens
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
@@ -95,8 +96,8 @@ class Assistant:
         self.tokenizer: Tokenizer = open_tokenizer(shapes.parts.language_folder, shapes.parts.language.vocab_size)
         self.model: Llava = load_copy(shapes, opened.sources, choose_dtype(shapes, self.device), device=self.device)
         # long prompts in one pass: training's implementation would build a mask of length x length for a cache
-        self.model.attention = "sdpa"
-        self.model.language_model.set_attn_implementation("sdpa")
+        self.model.attention = attention_of_transformers(shapes.parts.language)
+        self.model.language_model.set_attn_implementation(self.model.attention)
         self.stops = self.find_stops(opened.folder)
         self.max_tokens: int = shapes.parts.language.max_position_embeddings  # of a conversation with its answer
         self.prefix = PrefixCache()

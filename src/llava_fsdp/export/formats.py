@@ -29,7 +29,7 @@ from llava_fsdp.export.processor import (
     write_tokenizer,
 )
 from llava_fsdp.export.weights_writer import Weights, renamed, write_projector, write_shards
-from llava_fsdp.model.conversions import plan_save
+from llava_fsdp.model.conversions import check_runs, plan_save
 from llava_fsdp.model.lazy_tensor import Box
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.llava_v1_5_config import (
@@ -137,11 +137,14 @@ def write_folder(
     if form is FolderFormat.hf:
         rows = on_first_rank(lambda: begin_hf(source, weights.widest, staged), failing)
         config = hf_config(source, weights.widest, rows)
-        write_shards(weights, staged, partial(plan_save, config), source.vocabulary, rows)
+        write_shards(
+            weights, staged, partial(plan_save, config), with_vocabulary(source.model), source.vocabulary, rows
+        )
     elif form is FolderFormat.llava:
         on_first_rank(lambda: write_configs(source, weights.widest, staged), failing)
         on_first_rank(lambda: copy_or_convert_tokenizer(source, staged), failing)
-        write_shards(weights, staged, partial(renamed, weights.shapes, rename), source.vocabulary, source.vocabulary)
+        plan, rows = partial(renamed, weights.shapes, rename), source.vocabulary
+        write_shards(weights, staged, plan, with_vocabulary(source.model), source.vocabulary, rows)
     else:
         on_first_rank(lambda: begin_projector(source, weights, staged), failing)
         write_projector(weights, staged, rename)
@@ -163,7 +166,12 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype) -> None:
         rows = begin_hf(source, dtype, Path(made))
         if has_tokenizer(parts.language_folder) and preprocessor_fields(parts.vision_folder):
             check_image_tokens(Path(made), PROBED, tokens_of_image(source, PROBED))
-    outputs = plan_save(hf_config(source, dtype, rows), read_nothing)
+    config = hf_config(source, dtype, rows)
+    try:
+        outputs = plan_save(config, read_nothing)
+        check_runs(config)
+    except ModelError as error:
+        raise ModelError(f"{error}; this model can be trained with export.enabled=false, and not exported") from error
     written = {name for output in outputs.values() for name in output.sources}
     own = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)}
     if own != written:
@@ -185,6 +193,13 @@ def tokens_of_image(source: SourceModel, size: Size) -> int:
 
 def read_nothing(name: str, box: Box) -> torch.Tensor:
     raise AssertionError(f"{name} was read while an export was planned")
+
+
+def with_vocabulary(model: Llava) -> set[str]:
+    """Return the names of the parameters with a row for each token: the embeddings and the output layer."""
+    embeddings = model.language_model.get_input_embeddings().weight
+    names = {name for name, own in model.language_model.named_parameters() if own is embeddings}
+    return {"lm_head.weight", *(f"language_model.{name}" for name in names)}
 
 
 def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> None:

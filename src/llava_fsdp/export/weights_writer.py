@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -39,7 +39,12 @@ class Weights:
 
 
 def write_shards(
-    weights: Weights, staged: Path, plan: Callable[[ReadPart], dict[str, LazyTensor]], trained: int, rows: int
+    weights: Weights,
+    staged: Path,
+    plan: Callable[[ReadPart], dict[str, LazyTensor]],
+    vocabulary: Collection[str],
+    trained: int,
+    rows: int,
 ) -> None:
     """Write all weights as safetensors files of at most 5 GB, with an index file if there are several. Rank 0 has the
     tensors of only one file in memory at a time. A collective.
@@ -47,8 +52,9 @@ def write_shards(
     Args:
         plan: returns what each tensor of the files is made of, by its name there, given a function that reads a part of
             a parameter by llava_fsdp's name.
-        trained: number of rows of the embeddings that are trained; `lm_head` counts as an embedding.
-        rows: number of rows of the embeddings to write; rows after the trained ones are the trained rows' mean.
+        vocabulary: llava_fsdp's names of the parameters with a row for each token: embeddings and output layer.
+        trained: number of rows of these parameters that are trained.
+        rows: number of rows of these parameters to write; rows after the trained ones are the trained rows' mean.
     """
     held: dict[str, torch.Tensor] = {}
     outputs = plan(lambda name, box: held[name][tuple(slice(*span) for span in box)])
@@ -66,7 +72,7 @@ def write_shards(
             for name in group.parameters:
                 tensor = weights.read(name)
                 if weights.is_first_rank:
-                    held[name] = with_rows(name, tensor, trained, rows)
+                    held[name] = with_rows(tensor, trained, rows) if name in vocabulary else tensor
             if weights.is_first_rank:
                 for name, dtype in group.outputs.items():
                     values = outputs[name].read(whole(outputs[name].shape))
@@ -127,11 +133,9 @@ def renamed(shapes: Mapping[str, Sequence[int]], rename: Callable[[str], str], r
     }
 
 
-def with_rows(name: str, tensor: torch.Tensor, trained: int, rows: int) -> torch.Tensor:
-    """Return a parameter as it is to be written. Of an embedding or `lm_head`, these are its first `trained` rows,
-    followed by copies of their mean until there are `rows` rows; other parameters are unchanged."""
-    if not name.startswith(("language_model.embed", "lm_head.")):
-        return tensor
+def with_rows(tensor: torch.Tensor, trained: int, rows: int) -> torch.Tensor:
+    """Return the rows to write of a parameter with a row for each token: its first `trained` rows, followed by copies
+    of their mean until there are `rows` rows."""
     mean = tensor[:trained].float().mean(dim=0, keepdim=True)
     return torch.cat([tensor[:trained], mean.to(tensor.dtype).expand(rows - trained, -1)])
 

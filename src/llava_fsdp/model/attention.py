@@ -164,11 +164,7 @@ def padded_attention(language: PretrainedConfig) -> str:
     """
     if attention_of_transformers(language) == "eager":
         return "eager"
-    try:
-        check_can_be_packed(language)
-    except ConfigError:
-        return "sdpa"
-    if layers_with_window(language):
+    if not can_be_packed(language) or layers_with_window(language):
         return "sdpa"
     AttentionInterface.register(PADDED, attend_padded)
     return PADDED
@@ -470,6 +466,20 @@ def check_can_be_packed(language: PretrainedConfig) -> None:
         )
 
 
+def in_bf16(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's parameters and buffers in bf16, which some kernels of mixtures of experts require."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {name: value.bfloat16() if value.is_floating_point() else value for name, value in named}
+
+
+def can_be_packed(language: PretrainedConfig) -> bool:
+    try:
+        check_can_be_packed(language)
+    except ConfigError:
+        return False
+    return True
+
+
 def layers_with_window(language: PretrainedConfig) -> int:
     """Return how many layers of a language model attend in a sliding window, as its configuration says."""
     kinds = getattr(language, "layer_types", None)
@@ -493,11 +503,7 @@ def check_reaches_all_layers(model: PreTrainedModel) -> None:
     visits: list[tuple[nn.Module, int | None]] = []
     segments = torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 1, 2], dtype=torch.int32), (1, 1)
     inputs = {"inputs_embeds": torch.zeros((1, 2, config.hidden_size), dtype=torch.bfloat16), "use_cache": False}
-    # in bf16, which some kernels of mixtures of experts require
-    weights = {
-        n: t.bfloat16() if t.is_floating_point() else t
-        for n, t in itertools.chain(model.named_parameters(), model.named_buffers())
-    }
+    weights = in_bf16(model)
     try:
         with torch.no_grad(), torch.device("meta"):
             functional_call(model, weights, kwargs={**inputs, **attention_arguments(segments), "visits": visits})

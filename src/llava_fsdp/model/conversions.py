@@ -10,6 +10,7 @@ The functions of transformers that this calls are not public. They are called on
 (transformers.core_model_loading, transformers.conversion_mapping; 5.17 to 5.23).
 """
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -196,3 +197,16 @@ def plan_save(config: PretrainedConfig, read: Callable[[str, Box], torch.Tensor]
     with foreign(f"transformers cannot write a {config.model_type} model with these parts"):
         outputs: Any = revert_weight_conversion(model, held)
     return outputs
+
+
+def check_runs(config: PretrainedConfig) -> None:
+    """Check on the meta device that transformers can compute logits with a vision-language model of this configuration,
+    for text alone: some language models return something else than the vision-language model expects.
+
+    Raises:
+        ModelError: transformers cannot.
+    """
+    model: Any = whole_model_of(config).bfloat16()  # some kernels of mixtures of experts need 16 bits
+    failing = f"transformers cannot compute logits of a {config.model_type} with these parts"
+    with torch.no_grad(), foreign(failing), contextlib.suppress(RuntimeError):  # of operations that need values
+        model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device="meta"))

@@ -101,6 +101,7 @@ def find_weights(
             drawn = drawn or name == NEWLINE
         if name in found:
             check_shape(name, shape, found[name], parts)
+            _ = found[name].dtype  # raises ModelError for the dtype of a quantized model
             sources[own_name] = found[name]
         elif drawn:
             if name.startswith(PROJECTOR_PREFIX) and cfg.lora.checkpoint is not None and cfg.projector == "auto":

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from llava_fsdp.config import LoraBias, LoraConfig, Part
-from llava_fsdp.model.attention import attention_arguments
+from llava_fsdp.model.attention import attention_arguments, in_bf16
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.lora_names import ADAPTER, is_adapter
 from llava_fsdp.model.sample_dropout import SampleDropout, TokenKeys
@@ -151,11 +152,12 @@ def check_gradients(model: Adaptable) -> None:
     was_training = model.training
     model.eval()  # without dropout, which needs the seeds of samples
     with torch.enable_grad(), torch.device("meta"), tried(type(language).__name__):
-        inputs: Any = {"inputs_embeds": torch.zeros((1, 2, language.config.hidden_size)), "use_cache": False}
+        embeds = torch.zeros((1, 2, language.config.hidden_size), dtype=torch.bfloat16)
+        weights = in_bf16(language)
         segments = torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 2], dtype=torch.int32), (2,)
-        out = language(
-            **inputs, **attention_arguments(segments if model.kernel is not None else None)
-        ).last_hidden_state
+        arguments = attention_arguments(segments if model.kernel is not None else None)
+        given = {"inputs_embeds": embeds, "use_cache": False, **arguments}
+        out = functional_call(language, weights, kwargs=given).last_hidden_state
         unreached = without_gradient("language_model", language, out)
         if Part.vision in model.cfg.train:
             pixels = torch.zeros((1, 3, size, size))

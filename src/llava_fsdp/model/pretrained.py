@@ -303,7 +303,13 @@ def read_config(folder: Path, key: str) -> PretrainedConfig:
     with foreign(f"{key}={folder}: transformers does not know this model, or its config.json is damaged"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         check_sizes(config, folder)
-        return config
+    for own in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
+        if getattr(own, "quantization_config", None):
+            raise ModelError(
+                f"{key}={folder} has quantized weights (quantization_config in its config.json), which cannot be read; "
+                "get the model in bf16, fp16 or fp32 (model.quantize quantizes it while it is loaded)"
+            )
+    return config
 
 
 def check_sizes(config: Any, folder: Path) -> None:

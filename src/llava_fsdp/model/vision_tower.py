@@ -10,6 +10,9 @@ from transformers import PretrainedConfig
 from llava_fsdp.config import Feature
 from llava_fsdp.runtime.errors import ConfigError
 
+CACHES_TENSORS = ("beit", "data2vec-vision")
+"""Types of vision towers whose relative positions are cached for the whole process, on the device of the first call."""
+
 
 class Probe(NamedTuple):
     """Properties of a vision tower, found by running it on the meta device."""
@@ -89,6 +92,11 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
         ConfigError: the tower has no layer `model.select_layer`, or no CLS token for `model.select_feature=patch` to
             drop.
     """
+    if vision.model_type in CACHES_TENSORS:
+        raise ConfigError(
+            f"a vision tower of type {vision.model_type} is not supported: transformers' code for it keeps tensors of "
+            "the meta device, on which the model is built, and computes with them later"
+        )
     depth = vision.num_hidden_layers
     if not 1 <= abs(select_layer) <= depth:
         raise ConfigError(
@@ -111,6 +119,11 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
     handles = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
     with torch.enable_grad():
         features = vision_tower(pixel_values=pixels, output_hidden_states=True).hidden_states[select_layer]
+        if features.ndim != 3:
+            raise ConfigError(
+                f"a vision tower of type {vision.model_type} is not supported: its layers give features of shape "
+                f"{list(features.shape)}, and not [images, tokens, width]"
+            )
         gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
     for handle in handles:
         handle.remove()

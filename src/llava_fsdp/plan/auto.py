@@ -18,7 +18,7 @@ from llava_fsdp.plan.hardware import Machine, this_machine
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.search import checkpointing_modes, distinct_strategies, is_allowed, plan_rows, splits_to_try
 from llava_fsdp.plan.workload import Samples
-from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
 
 GB = 1e9
@@ -77,7 +77,12 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
         if row.fits:
             tokens = before.tokens_per_micro_batch if isinstance(before.tokens_per_micro_batch, int) else None
             return Decision(row.choice.strategy, before.activation_checkpointing, tokens, "as this run began")
-    best = rows_for(planner, cfg, world)[0]
+    try:
+        best = rows_for(planner, cfg, world)[0]
+    except LlavaFsdpError:
+        raise
+    except Exception as error:  # a model that does not run on the meta device, such as a mixture of experts in fp32
+        return without_plan(cfg, error)
     if not best.fits:
         mode = best.choice.activation_checkpointing.mode.value
         raise ConfigError(
@@ -89,6 +94,17 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     reason = f"{cost(best)} by the plan; llava-fsdp plan compares them all"
     tokens = best.tokens if cfg.plans_tokens else None
     return Decision(best.choice.strategy, best.choice.activation_checkpointing, tokens, reason)
+
+
+def without_plan(cfg: Config, error: Exception) -> Decision:
+    """Choose values that need little memory, for a model that the planner cannot compute."""
+    strategy, checkpointing = cfg.sharding.strategy, cfg.activation_checkpointing
+    if strategy is Strategy.auto:
+        strategy = Strategy.FULL_SHARD
+    if has_auto_checkpointing(cfg):
+        checkpointing = ActivationCheckpointingConfig(mode=ActivationCheckpointing.full, budget=None)
+    why = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    return Decision(strategy, checkpointing, None, f"the planner cannot compute this model ({why})")
 
 
 def with_margin(machine: Machine, cfg: Config) -> Machine:

@@ -22,10 +22,9 @@ from llava_fsdp.export.adapter_folder import AdapterWriter, Base, adapter_tensor
 from llava_fsdp.export.adapter_folder import whole as whole_rows
 from llava_fsdp.export.formats import history, source_of_run, write_folder
 from llava_fsdp.export.verify_logits import (
-    CLOSE,
-    CLOSE_BF16,
     CLOSE_FP8,
     Adapted,
+    bound_in,
     compute_dtype,
     load_copy,
     logits,
@@ -189,7 +188,8 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
             ours = logits(in_full_precision(state.model, sources, adapted), dataclasses.replace(micro, images=images))
         reloaded = reloaded_logits(staged, micro, images, DTYPES[cfg.precision.param_dtype], sizes)
         difference = relative_difference(reloaded[:, : ours.shape[1]], ours)
-        bound = CLOSE if (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32) else CLOSE_BF16
+        in_fp32 = (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32)
+        bound = bound_in(torch.float32 if in_fp32 else torch.bfloat16, state.model)
         bound = CLOSE_FP8 if cfg.precision.linear is LinearKind.fp8 else bound
         log().info("export: logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
         if not difference <= bound:
