@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.model.lazy_tensor import Box, LazyTensor, whole
 from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.runtime.durable_files import sync_folder, sync_tree
+from llava_fsdp.runtime.errors import ModelError
 
 SHARD_BYTES = 5 * 10**9
 ReadPart = Callable[[str, Box], torch.Tensor]
@@ -57,6 +58,18 @@ def write_shards(
         rows: number of rows of these parameters to write; rows after the trained ones are the trained rows' mean.
     """
     held: dict[str, torch.Tensor] = {}
+
+    def convert(group: Group) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, dtype in group.outputs.items():
+            found[name] = outputs[name].read(whole(outputs[name].shape)).to(dtype).contiguous()
+        written, given = (sum(t.numel() for t in each.values()) for each in (found, held))
+        if written != given:  # values are only moved: each is written once
+            raise ModelError(
+                f"{', '.join(group.parameters)} have {given} values, and transformers' model has room for {written}"
+            )
+        return found
+
     outputs = plan(lambda name, box: held[name][tuple(slice(*span) for span in box)])
     files = plan_files(outputs, weights)
     names = iter(weights.watch([group.parameters[0] for file in files for group in file]))
@@ -67,25 +80,33 @@ def write_shards(
             "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         )
         tensors: dict[str, torch.Tensor] = {}
+        failed: list[Exception] = []  # raised behind the collectives, which rank 0 must not leave before the others
         for group in file:
             next(names)
-            for name in group.parameters:
-                tensor = weights.read(name)
-                if weights.is_first_rank:
-                    held[name] = with_rows(tensor, trained, rows) if name in vocabulary else tensor
-            if weights.is_first_rank:
-                for name, dtype in group.outputs.items():
-                    values = outputs[name].read(whole(outputs[name].shape))
-                    tensors[name] = values.to(dtype).contiguous()
+            gathered = {name: weights.read(name) for name in group.parameters}
+            if weights.is_first_rank and not failed:
+                try:
+                    for name, tensor in gathered.items():
+                        held[name] = with_rows(tensor, trained, rows) if name in vocabulary else tensor
+                    tensors |= convert(group)
+                except Exception as error:
+                    failed.append(error)
             held.clear()
         index |= dict.fromkeys(tensors, path.name)
         total += sum(t.nbytes for t in tensors.values())
-        on_first_rank(lambda t=tensors, p=path: save_file(t, p, metadata={"format": "pt"}), f"cannot write {path}")
+        on_first_rank(partial(save, tensors, path, failed), f"cannot write {path}")
     if len(files) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
         on_first_rank(
             lambda: (staged / "model.safetensors.index.json").write_text(text), "cannot write the index of shards"
         )
+
+
+def save(tensors: dict[str, torch.Tensor], path: Path, failed: list[Exception]) -> None:
+    """Write a file of tensors, or raise the first exception in `failed`."""
+    if failed:
+        raise failed[0]
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 @dataclass

@@ -135,6 +135,8 @@ def not_for_flash(language: PretrainedConfig, compute_dtype: torch.dtype, what: 
     if compute_dtype not in (torch.bfloat16, torch.float16):
         return f"{what} computes in 16 bits, and this run in {str(compute_dtype).removeprefix('torch.')}"
     head = head_size(language)
+    if getattr(language, "v_head_dim", None) is not None:
+        return f"{what} takes keys and values of one width, and this model has two"
     if head % 8 or head > 256:
         return f"{what} takes heads of a multiple of 8 up to 256, and this model's are {head} wide"
     if getattr(language, "attention_dropout", 0.0) and what == "varlen_attn":
@@ -173,7 +175,9 @@ def padded_attention(language: PretrainedConfig) -> str:
 def attention_of_transformers(language: PretrainedConfig) -> str:
     """Return the name of transformers' own attention implementation for a language model: "sdpa", or "eager" if it has
     no SDPA for it."""
-    return "sdpa" if getattr(MODEL_MAPPING[type(language)], "_supports_sdpa", False) else "eager"
+    has_softcap = getattr(language, "attn_logit_softcapping", None) is not None  # older releases' SDPA ignores it
+    has_sdpa = getattr(MODEL_MAPPING[type(language)], "_supports_sdpa", False)
+    return "sdpa" if has_sdpa and not has_softcap else "eager"
 
 
 def attend_padded(
@@ -501,13 +505,14 @@ def check_reaches_all_layers(model: PreTrainedModel) -> None:
     if mixers:
         raise ConfigError(f"pack=true: {config.model_type} mixes neighbouring tokens ({', '.join(mixers)}); {CURE}")
     visits: list[tuple[nn.Module, int | None]] = []
-    segments = torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 1, 2], dtype=torch.int32), (1, 1)
-    inputs = {"inputs_embeds": torch.zeros((1, 2, config.hidden_size), dtype=torch.bfloat16), "use_cache": False}
     weights = in_bf16(model)
     try:
         with torch.no_grad(), torch.device("meta"):
+            segments = torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 1, 2], dtype=torch.int32), (1, 1)
+            embeds = torch.zeros((1, 2, config.hidden_size), dtype=torch.bfloat16)
+            inputs = {"inputs_embeds": embeds, "use_cache": False}
             functional_call(model, weights, kwargs={**inputs, **attention_arguments(segments), "visits": visits})
-    except (TypeError, NotImplementedError, RuntimeError) as error:
+    except (TypeError, RuntimeError, ValueError, LookupError, AttributeError) as error:
         raise ConfigError(f"pack=true: {config.model_type} does not run on a packed row ({error}); {CURE}") from error
     windows, expected = sum(window is not None for _, window in visits), layers_with_window(config)
     if windows != expected:

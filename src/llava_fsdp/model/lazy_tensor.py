@@ -48,9 +48,15 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket is aten._to_copy:  # what is read has the files' dtype, on the CPU
+            return same(args[0])
+        if func._schema.is_mutable:
+            raise NotImplementedError(f"{func} would change a tensor that is not in memory")
+        shapes = on_meta(func, args, kwargs)  # raises torch's error for arguments that do not fit
         record = OPERATIONS.get(func.overloadpacket, None)
-        result = NotImplemented if record is None else record(*args, **(kwargs or {}))
-        return compute_later(func, args, kwargs or {}) if result is NotImplemented else result
+        result = NotImplemented if record is None else record(*args, **kwargs)
+        return compute_later(func, args, kwargs, shapes) if result is NotImplemented else result
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         """Read rows [begin, end) of dimension 0; of a tensor without dimensions, its value."""
@@ -63,10 +69,6 @@ def whole(shape: Sequence[int]) -> Box:
 
 def same(x: LazyTensor, *_: Any, **__: Any) -> LazyTensor:
     return LazyTensor(x.shape, x.sources, x.read)
-
-
-def cast(x: LazyTensor, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    return same(x) if dtype in (None, torch.float32) else NotImplemented
 
 
 def part(x: LazyTensor, dim: int, begin: int, end: int) -> LazyTensor:
@@ -111,9 +113,6 @@ def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> Any:
         return NotImplemented
     dim %= tensors[0].ndim
     sizes = [x.shape[dim] for x in tensors]
-    others = {(*x.shape[:dim], *x.shape[dim + 1 :]) for x in tensors}
-    if len(others) > 1:  # as torch.cat does: a tensor of a group is missing, such as one expert's
-        raise RuntimeError(f"sizes of tensors must match except in dimension {dim}: {[list(x.shape) for x in tensors]}")
 
     def read(box: Box) -> torch.Tensor:
         found, begin = [], 0
@@ -179,8 +178,6 @@ def view(x: LazyTensor, shape: Sequence[int], *_: Any, **__: Any) -> LazyTensor:
     shape = list(shape)
     if -1 in shape:
         shape[shape.index(-1)] = x.numel() // max(1, -prod(shape))
-    if prod(shape) != x.numel():
-        raise RuntimeError(f"shape {shape} is invalid for a tensor of shape {list(x.shape)}")
     return LazyTensor(shape, x.sources, nonempty(lambda box: read_view(x, shape, box), x))
 
 
@@ -210,18 +207,27 @@ def read_view(x: LazyTensor, shape: Sequence[int], box: Box) -> torch.Tensor:
     return values[(slice(None), *(slice(*span) for span in box[1:]))]
 
 
-def compute_later(func: Any, args: Any, kwargs: Any) -> Any:
-    """Record any other operation: reading a part of its result reads all of its inputs and computes it."""
+def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on the meta device, for the shapes of its results."""
 
-    def on_meta(value: Any) -> Any:
+    def moved(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
+
+    meta_args, meta_kwargs = tree_map(moved, (args, kwargs))
+    return func(*meta_args, **meta_kwargs)
+
+
+def compute_later(func: Any, args: Any, kwargs: Any, shapes: Any) -> Any:
+    """Record any other operation: reading a part of its result reads all of its inputs and computes it.
+
+    Args:
+        shapes: the operation's results on the meta device.
+    """
 
     def in_memory(value: Any) -> Any:
         return value.read(whole(value.shape)) if isinstance(value, LazyTensor) else value
 
     inputs = (args, kwargs)
-    meta_args, meta_kwargs = tree_map(on_meta, inputs)
-    shapes = func(*meta_args, **meta_kwargs)
     sources = [name for x in tree_leaves(inputs) if isinstance(x, LazyTensor) for name in x.sources]
 
     def reader(number: int | None) -> Read:
@@ -240,7 +246,7 @@ def compute_later(func: Any, args: Any, kwargs: Any) -> Any:
 
 OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.detach: same, aten.alias: same, aten.clone: same, aten.contiguous: same, aten.lift_fresh: same,
-    aten._to_copy: cast, aten.view: view, aten._unsafe_view: view, aten.reshape: view, aten._reshape_copy: view,
+    aten.view: view, aten._unsafe_view: view, aten.reshape: view, aten._reshape_copy: view,
     aten.transpose: transpose, aten.t: transpose, aten.permute: permute, aten.cat: cat, aten.stack: stack,
     aten.unsqueeze: unsqueeze, aten.squeeze: squeeze, aten.slice: slice_of, aten.select: select, aten.unbind: unbind,
     aten.split: split, aten.split_with_sizes: split,

@@ -35,6 +35,7 @@ from llava_fsdp.model.quantization import QuantizedLinear, weight_shape
 from llava_fsdp.model.tensor_files import Stored, StoredTensor, open_tensors
 from llava_fsdp.model.weight_names import COMPUTED, ORIGINAL_TOWER, projector_name
 from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.log import log
 
 PROJECTOR_PREFIX = "multi_modal_projector."
 NEWLINE = "image_newline"
@@ -184,7 +185,13 @@ def language_model(
         config: the folder's configuration: that of a language model, or of a vision-language model, of which only the
             language model is taken.
     """
-    plan = plan_with_all_rows(language_model_of, config, tensors, folder)
+    plan = plan_load(lambda: language_model_of(config), tensors, folder)
+    unused = [] if is_vision_language_model(config) else [name for name in plan.unused if not COMPUTED.search(name)]
+    if unused:
+        log().warning(
+            "%s has %d weights that a %s model has no place for, such as %s; they are not used",
+            folder, len(unused), config.model_type, unused[0],
+        )  # fmt: skip
     return by_our_names(plan, names_of_parts(plan.model), model, folder)
 
 
@@ -243,7 +250,11 @@ def plan_with_all_rows(
     plan = plan_load(lambda: build(config), tensors, folder)
     vocabulary = config.get_text_config().vocab_size
     shapes = list(plan.misshapen.values())
-    rows = {got[0] for got, expected in shapes if expected[0] == vocabulary < got[0] and got[1:] == expected[1:]}
+    rows = {
+        got[0]
+        for got, expected in shapes
+        if expected[:1] == (vocabulary,) and got[:1] > expected[:1] and got[1:] == expected[1:]
+    }
     if len(rows) != 1:
         return plan
     config = copy.deepcopy(config)

@@ -303,7 +303,7 @@ def read_config(folder: Path, key: str) -> PretrainedConfig:
     with foreign(f"{key}={folder}: transformers does not know this model, or its config.json is damaged"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         check_sizes(config, folder)
-    for own in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
+    for own in with_parts(config):
         if getattr(own, "quantization_config", None):
             raise ModelError(
                 f"{key}={folder} has quantized weights (quantization_config in its config.json), which cannot be read; "
@@ -312,10 +312,16 @@ def read_config(folder: Path, key: str) -> PretrainedConfig:
     return config
 
 
+def with_parts(config: Any) -> list[Any]:
+    """Return a configuration and those inside it, of its language model and its vision tower."""
+    inside = (getattr(config, "text_config", None), getattr(config, "vision_config", None))
+    return [config, *(part for part in inside if part is not None)]
+
+
 def check_sizes(config: Any, folder: Path) -> None:
     """Raise ModelError if a configuration has a size that no model can have. Building it would fail elsewhere or never
     end."""
-    for own in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
+    for own in with_parts(config):
         for name, most in MOST.items():
             value = getattr(own, name, None)
             if isinstance(value, list | tuple) and len(set(value)) == 1:  # width and height
