@@ -224,6 +224,24 @@ def test_operations_on_tensors_that_are_not_read(name: str) -> None:
             assert torch.equal(got.read(tuple((b, e) for b, e in box)), wanted[part])
 
 
+WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
+    "in place": lambda x: x.add_(1),
+    "assigned": lambda x: x.__setitem__(0, 5),
+    "sizes that do not add up": lambda x: x.split([2, 3], dim=0),
+    "no such row": lambda x: x.select(0, 9),
+    "no such dimension": lambda x: torch.cat([x, x], dim=5),
+    "shapes that do not fit": lambda x: torch.cat([x, x[:, :2]], dim=0),
+    "another number of values": lambda x: x.reshape(7, 5),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_operations_that_torch_refuses_or_that_change_a_tensor(name: str) -> None:
+    lazy = LazyTensor((6, 4, 5), ["x"], lambda box: torch.zeros([end - begin for begin, end in box]))
+    with pytest.raises((RuntimeError, IndexError)):
+        WRONG[name](lazy)
+
+
 def test_a_parameter_of_a_module_keeps_its_way_to_the_values() -> None:
     lazy = LazyTensor((2, 3), ["x"], lambda box: torch.ones([e - b for b, e in box]))
     assert torch.equal(nn.Parameter(lazy).rows(0, 1), torch.ones((1, 3)))

@@ -4,6 +4,8 @@ before the first step. The table in docs/models.md says the same."""
 
 import itertools
 import json
+import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import torch
 from harness import RankPool
 from reference import EXPORTED, outcome, train_on
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small import make_config
 from tiers import slow_after
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -53,6 +55,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                      "num_experts_per_tok": 2}, "e_score_correction_bias"),
     "phi": ({"num_attention_heads": 2, "head_dim": 20}, "lm_head.bias"),
     "siglip2_vision_model": ({"num_patches": 4}, "no image_size"),
+    "beit": ({}, "keeps tensors of the meta device"),
+    "sam_vision_model": ({}, "its layers give features of shape"),
 }  # fmt: skip
 """Kinds with the reason for which they are refused."""
 BOTH = ["model.random_weights=false", "model.select_feature=auto", "model.train=[projector,language,vision]"]
@@ -63,7 +67,7 @@ def saved(parts: Path, tmp_path: Path) -> Callable[[str], Path]:
     """Parts in which the language model or the vision tower is of the named kind, as transformers saves it."""
 
     def save(kind: str) -> Path:
-        is_vision = kind in VISION or "vision" in kind
+        is_vision = kind in VISION or "vision" in kind or kind == "beit"
         folder = tmp_path / "parts"
         shutil.copytree(parts, folder)
         values = VISION.get(kind) or LANGUAGE.get(kind) or (REFUSED[kind][0] if kind in REFUSED else {})
@@ -164,6 +168,47 @@ def test_what_does_not_work_is_refused_before_the_first_step(
     with pytest.raises(LlavaFsdpError, match=REFUSED[kind][1]):
         train.train(make_config(folder, dataset, tmp_path / "run", *BOTH, "max_steps=1"))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("rwkv", "past_key_values"), ("recurrent_gemma", "(past_key_values|get_seq_length)")]
+)
+def test_what_cannot_be_exported_is_refused_before_the_first_step(
+    kind: str, reason: str, saved: Callable[[str], Path], dataset: Path, tmp_path: Path
+) -> None:
+    folder = saved(kind)
+    values = [*BOTH, "export.enabled=true", "pack=false", "max_steps=1"]
+    with pytest.raises(LlavaFsdpError, match=rf"{reason}.*export\.enabled=false"):
+        train.train(make_config(folder, dataset, tmp_path / "run", *values))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_quantized_files_are_refused(saved: Callable[[str], Path], dataset: Path, tmp_path: Path) -> None:
+    """By their configuration, or by their dtype: their scales would be lost."""
+    folder = saved("llama")
+    path = folder / "language" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(LlavaFsdpError, match="quantization_config"):
+        train.train(make_config(folder, dataset, tmp_path / "run", *BOTH, "max_steps=1"))
+    path.write_text(json.dumps(config))
+    weights = load_file(folder / "language" / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**weights, name: weights[name].to(torch.int8)}, folder / "language" / "model.safetensors")
+    with pytest.raises(LlavaFsdpError, match=re.escape(name)):
+        train.train(make_config(folder, dataset, tmp_path / "run", *BOTH, "max_steps=1"))
+
+
+def test_a_planner_that_cannot_compute_a_model_stops_no_training(
+    saved: Callable[[str], Path], dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernels of a mixture of experts take no fp32 on the meta device."""
+    folder = saved("mixtral")
+    auto = ["activation_checkpointing=auto", "tokens_per_micro_batch=auto", "max_steps=1"]
+    with caplog.at_level(logging.INFO):
+        train.train(make_config(folder, dataset, tmp_path / "run", *BOTH, *auto))
+    assert "activation_checkpointing=full, tokens_per_micro_batch=null: the planner cannot compute" in caplog.text
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_the_page_says_what_was_tried() -> None:
