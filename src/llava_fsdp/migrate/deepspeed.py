@@ -93,7 +93,7 @@ class Switched:
         inner = [plain(v) for k, v in values.items() if k.startswith(block + ".") and k.endswith("." + self.flag)]
         is_on = any(v is True or v not in (None, 0, 1) for v in inner)
         if plain(values.get(f"{block}.{self.flag}")) is False or not is_on:
-            return implied(f"{block} is only_off, as here")
+            return implied(f"{block} is off, as here")
         return unsupported(self.why)
 
 
