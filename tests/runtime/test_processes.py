@@ -57,7 +57,7 @@ def test_save_now_then_stop_and_no_restart(start: Start) -> None:
 
 
 def test_a_killed_rank_is_named_and_the_restart_continues(start: Start) -> None:
-    run = start("max_steps=5", fault="kill:1:4", restarts=1, pace=0.1)
+    run = start("max_steps=5", fault="kill:1:3", restarts=1, pace=0.4)
     assert run.wait(LIMIT) == 0, run.said
     killed = "was killed by signal 9 (out of host memory? see dmesg)"
     unknown = "ended without a report; the kernel kills processes when memory runs out (see dmesg)"
