@@ -398,6 +398,7 @@ def test_a_real_run_on_two_ranks(visit: Any, parts: Path, dataset: Path, tmp_pat
         *(f"data.sources.{name}.path={dataset / f'{name}.json'}" for name in ("mixed", "text")), "data.workers=0",
         "data.max_length=256", "global_batch_size=6", "micro_batch_size=2", "export.enabled=false", "compile=false",
         "optim.schedule=constant", "optim.warmup_ratio=0", "track.tensorboard=true", "output_dir=run",
+        "model.random_weights=true", "model.projector=random",
     ]  # fmt: skip
     for steps in (3, 5):
         ran = command(*words, f"max_steps={steps}", cwd=tmp_path)
