@@ -133,9 +133,9 @@ def test_a_language_model_without_its_output_layer_and_one_inside_a_whole_model(
     save(made.model, tmp_path)
     plan = plan_load(lambda: language_model_of(text(kind)), open_tensors(tmp_path), tmp_path)
     assert made.state_dict().keys() - plan.sources.keys() == {"lm_head.weight"}
-    assert names_of_parts(plan.model) == {"model.": "language_model.", "lm_head.": "lm_head."}
+    assert names_of_parts(plan.model) == {"lm_head.": "lm_head.", "model.": "language_model."}
     inside = names_of_parts(language_model_of(composite("llava")))
-    assert inside == {"model.language_model.": "language_model.", "lm_head.": "lm_head."}
+    assert inside == {"lm_head.": "lm_head.", "model.language_model.": "language_model."}
 
 
 @pytest.mark.parametrize("kind", ["clip_vision_model", "aimv2_vision_model"])

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -105,25 +106,30 @@ def on_meta(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
 
 
 def names_of_parts(model: Any) -> dict[str, str]:
-    """Return, for a model with a language model in it, the beginnings of parameter names in transformers' model and
-    here: of the language model without its output layer, and of the output layer."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    return {f"{paths[id(decoder)]}.": "language_model.", f"{paths[id(head)]}.": "lm_head."}
-
-
-def place_of_tower(model: nn.Module, vision: PretrainedConfig) -> str:
-    """Return the beginning of the parameter names of the vision tower inside a vision-language model.
+    """Return, for a model with a language model in it, the beginnings of parameter names in transformers' model and in
+    llava_fsdp's: of the language model without its output layer, and of the output layer.
 
     Raises:
-        ModelError: the model has no vision tower of this type that is a model of its own.
+        ModelError: the model has no language model with an output layer.
     """
-    kind = type(vision_tower_of(vision))
-    path = next((path for path, module in model.named_modules() if type(module) is kind), None)
+    head = model.get_output_embeddings()
+    path = next((path for path, module in model.named_modules() if module is head), None)
     if path is None:
-        raise ModelError(
-            f"a {type(model).__name__} has no {kind.__name__} in it, so that its vision tower cannot be used alone"
-        )
+        raise ModelError(f"a {type(model).__name__} has no language model with an output layer that could be trained")
+    return {f"{path}.": "lm_head.", place_of(model, model.config.get_text_config()): "language_model."}
+
+
+def place_of(model: nn.Module, part: PretrainedConfig) -> str:
+    """Return the beginning of the parameter names of a language model or vision tower, given by its configuration,
+    inside another model.
+
+    Raises:
+        ModelError: the model has no such part that is a model of its own.
+    """
+    kind = MODEL_MAPPING.get(type(part), None)
+    path = next((path for path, module in model.named_modules() if kind is not None and type(module) is kind), None)
+    if not path:
+        raise ModelError(f"a {type(model).__name__} has no {part.model_type} in it that could be used alone")
     return f"{path}."
 
 

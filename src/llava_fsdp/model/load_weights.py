@@ -19,7 +19,7 @@ from llava_fsdp.model.conversions import (
     is_vision_language_model,
     language_model_of,
     names_of_parts,
-    place_of_tower,
+    place_of,
     plan_load,
     vision_tower_of,
     whole_model_of,
@@ -173,7 +173,7 @@ def vision_tower(tensors: Mapping[str, StoredTensor], parts: Parts, model: nn.Mo
         plan = plan_load(lambda: vision_tower_of(parts.vision), tensors, folder)
         return by_our_names(plan, {"": "vision_tower."}, model, folder)
     plan = plan_with_all_rows(whole_model_of, config, tensors, folder)
-    return by_our_names(plan, {place_of_tower(plan.model, parts.vision): "vision_tower."}, model, folder)
+    return by_our_names(plan, {place_of(plan.model, parts.vision): "vision_tower."}, model, folder)
 
 
 def language_model(
@@ -272,7 +272,8 @@ def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, fol
     Raises:
         ModelError: a parameter has another shape in the files, or `model` does not have it.
     """
-    for name, (got, expected) in plan.misshapen.items():
+    wrong = {name: shapes for name, shapes in plan.misshapen.items() if name.startswith(tuple(prefixes))}
+    for name, (got, expected) in wrong.items():
         raise ModelError(
             f"{name} has shape {list(got)} in {folder}, and this model needs {list(expected)}; it is from another model"
         )
