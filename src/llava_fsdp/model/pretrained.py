@@ -227,7 +227,7 @@ def resolve(name: str, key: str) -> Path:
     `check_artifacts` checks the weights' digests too.
 
     Raises:
-        ConfigError: the name is none of these.
+        ConfigError: the name is not one of these.
         ModelError: the hub could not be read.
         DamagedModel: a file differs from what was written.
     """
