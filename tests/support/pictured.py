@@ -8,8 +8,8 @@ from PIL import Image
 FEW = 20
 """Pixels; a curve of two points is longer."""
 NEXT = 52
-"""Of 255, in each channel: a level line between two rows of pixels has three quarters of its colour. White, grey and the
-other curves of a chart of a few are further away."""
+"""Of 255, in each channel: a level line between two rows of pixels has three quarters of its colour. White, grey and
+the other curves of a chart of a few are further away."""
 
 
 def charts_seen(page: Any) -> list[str]:
