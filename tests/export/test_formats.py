@@ -116,7 +116,10 @@ def test_an_originals_configuration_is_kept_but_for_what_has_changed(tmp_path: P
 def test_rows_of_a_model_without_a_tokenizer(vocabulary: int, rows: int, tmp_path: Path) -> None:
     """Two ids follow the trained ones, and rows are a multiple of 64."""
     language: Any = SimpleNamespace(vocab_size=vocabulary)
-    assert write_tokenizer(tmp_path, tmp_path, language, "v1", False) == (vocabulary, vocabulary + 1, rows)
+    assert write_tokenizer(tmp_path, tmp_path, language, "v1", False, False) == (
+        (vocabulary, vocabulary + 1, None),
+        rows,
+    )
 
 
 def test_a_tokenizer_for_an_older_release() -> None:

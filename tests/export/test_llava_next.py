@@ -20,6 +20,7 @@ from weights import same, weights
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels
 from llava_fsdp.data.images.anyres import grid_sizes
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import normalize, pixel_table
 from llava_fsdp.data.records.record import Turn
@@ -284,7 +285,7 @@ def test_their_folder_answers_as_their_model(theirs: Path, pictures: Path) -> No
     """Neither tiles nor their sizes have to be named."""
     path = pictures / "images" / "wide.png"
     ours = Assistant(str(theirs), "v1", AspectRatio.pad)
-    assert (ours.reader.aspect, [list(size) for size in ours.reader.sizes]) == (AspectRatio.anyres, GRIDS)
+    assert (ours.reader.tokens.aspect, [list(size) for size in ours.reader.tokens.sizes]) == (AspectRatio.anyres, GRIDS)
     processor, model = AutoProcessor.from_pretrained(theirs), loaded(theirs)
     text = processor.apply_chat_template(
         [{"role": "user", "content": "<image>\nwhat is it"}], add_generation_prompt=True
@@ -311,7 +312,8 @@ def test_pixels_of_their_processor(kind: str, number: int, tmp_path: Path) -> No
     write_preprocessor(tmp_path / "vision", tmp_path / "export", False, [[height, width] for width, height in sizes])
     processor = AutoImageProcessor.from_pretrained(tmp_path / "export")
     own = read_preprocessor(tmp_path / "vision")
-    reader = ImageReader(None, own, AspectRatio.anyres, Pixels.exact, 4, tuple(sizes), PatchMerge.spatial_unpad)
+    rule = ImageTokens(AspectRatio.anyres, 28, 4, tuple(sizes), PatchMerge.spatial_unpad)
+    reader = ImageReader(None, own, rule, Pixels.exact)
     table, dice, file = pixel_table(own, torch.device("cpu")), random.Random(number), tmp_path / "picture.png"
     for _ in range(number):
         size = dice.choice([1, 2, 3, 9, 30, 150]), dice.randrange(1, 150)

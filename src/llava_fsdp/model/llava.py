@@ -26,6 +26,8 @@ from llava_fsdp.model.vision_tower import hidden_state, probe_vision_tower
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.safe_load import foreign
 
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
 
 class Llava(nn.Module):
     """A LLaVA model: a language model in which projected features of the vision tower are the embeddings of image
@@ -73,7 +75,7 @@ class Llava(nn.Module):
         input_ids: torch.Tensor,
         segments: Segments | Continued | None,
         image_positions: torch.Tensor,
-        image_rows: torch.Tensor,
+        image_rows: Rows,
         images: torch.Tensor | None,
         seeds: tuple[torch.Tensor, torch.Tensor],
         label_positions: torch.Tensor,
@@ -92,7 +94,9 @@ class Llava(nn.Module):
                 key-value cache: positions and mask of the new tokens, and the cache.
             image_positions: int64 [image tokens]: index of each image token in the flattened rows.
             image_rows: int64 [image tokens]: index of each image token's feature in the concatenated features of all
-                tiles; the index after the last feature selects the learned end-of-line vector (`image_newline`).
+                tiles; the index after the last feature selects the learned end-of-line vector (`image_newline`). For
+                tokens that are weighted sums of four features: the indices, int64 [image tokens, 4], and the weights,
+                float32 [image tokens, 4].
             images: float32 [tiles, 3, size, size], normalised; None if no rank has any.
             seeds: dropout seeds, int64 [samples] and int64 [tiles]; used in training with dropout.
             label_positions: int64 [labels]: index in the flattened rows of the token at which each label is predicted.
@@ -119,7 +123,7 @@ class Llava(nn.Module):
         self,
         input_ids: torch.Tensor,
         image_positions: torch.Tensor,
-        image_rows: torch.Tensor,
+        image_rows: Rows,
         images: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the input embeddings of the language model, [rows, length, hidden], with projected image features at
@@ -132,7 +136,7 @@ class Llava(nn.Module):
         embeds = self.language_model.get_input_embeddings()(input_ids)  # [rows, length, hidden]
         # In a micro-batch without an image this copies nothing, but keeps the projector in the graph: every rank then
         # reduces its gradient, and the embeddings require a gradient although they are frozen.
-        image_embeds = features.index_select(0, image_rows).to(embeds.dtype)
+        image_embeds = take_features(features, image_rows).to(embeds.dtype)
         return embeds.flatten(0, 1).index_copy(0, image_positions, image_embeds).view_as(embeds)
 
     @property
@@ -192,6 +196,16 @@ class Llava(nn.Module):
         for name, parameter in self.vision_tower.named_parameters():
             if name in leftovers or not parameter.numel():  # DINOv3 without registers has an empty parameter for them
                 parameter.requires_grad_(False)
+
+
+def take_features(features: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return the feature of each image token, [image tokens, hidden]; arguments as in `Llava.forward`. Weighted sums
+    are computed in float32."""
+    if isinstance(rows, torch.Tensor):
+        return features.index_select(0, rows)
+    pairs = zip(rows[0].unbind(1), rows[1].unbind(1), strict=True)
+    terms = [features.index_select(0, index) * weight[:, None] for index, weight in pairs]
+    return sum(terms[1:], start=terms[0])
 
 
 def build_llava(

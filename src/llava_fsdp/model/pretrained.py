@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, LlavaConfig, LlavaNextConfig, PretrainedConfig
+from transformers import AutoConfig, LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig, PretrainedConfig
 
 from llava_fsdp.config import Config, Feature, ModelConfig, PatchMerge
 from llava_fsdp.model.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
@@ -26,6 +26,11 @@ CHECKPOINT_FILE = "manifest.json"
 EXPORT = "export"
 NEXT = LlavaNextConfig.model_type
 """`model_type` in the config.json of transformers' LLaVA-NeXT, whose images are several tiles."""
+ONEVISION = LlavaOnevisionConfig.model_type
+"""`model_type` in the config.json of transformers' LLaVA-OneVision: a sample's single image is several tiles, and each
+of several images is one."""
+LIMITED = re.compile(r"anyres_max_(\d+)")
+"""The `vision_aspect_ratio` of LLaVA-OneVision, with the number that `data.max_tiles` has here."""
 MOST = {
     "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 26, "image_size": 1 << 13,
@@ -50,8 +55,10 @@ class Parts:
     """With which tokens of the vision tower `model.checkpoint` was trained: `patch` (without the CLS token) or `full`;
     None without `model.checkpoint`."""
     grid_pinpoints: list[list[int]] | None = None
-    """For a LLaVA-NeXT `model.checkpoint`, the sizes [width, height] in pixels that its images were fitted into; else
-    None."""
+    """For a LLaVA-NeXT or LLaVA-OneVision `model.checkpoint`, the sizes [width, height] in pixels that its images were
+    fitted into; else None."""
+    max_tiles: int | None = None
+    """For a LLaVA-OneVision `model.checkpoint`, the `data.max_tiles` with which it was trained; else None."""
 
     @property
     def image_size(self) -> int:
@@ -89,7 +96,8 @@ def find_parts(cfg: ModelConfig) -> Parts:
     language.vocab_size = trained_vocabulary(folder, config)
     language.tie_word_embeddings = config.tie_word_embeddings  # transformers' classes go by this one
     feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
-    return Parts(folder, folder, language, vision_config(config), folder, feature, grids_of(config, folder))
+    grids, most = grids_of(config, folder), max_tiles_of(config, folder)
+    return Parts(folder, folder, language, vision_config(config), folder, feature, grids, most)
 
 
 def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:
@@ -130,14 +138,14 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
 
 
 def read_llava_config(folder: Path, key: str) -> Any:
-    """Read the LlavaConfig or LlavaNextConfig in a model folder of transformers. The result is typed as Any, because
-    the types of its fields in transformers are too narrow.
+    """Read the LlavaConfig, LlavaNextConfig or LlavaOnevisionConfig in a model folder of transformers. The result is
+    typed as Any, because the types of its fields in transformers are too narrow.
 
     Raises:
         ModelError: the folder has another kind of model, or a projector or vision features that are not supported.
     """
     config = read_config(folder, key)
-    if not isinstance(config, LlavaConfig | LlavaNextConfig):
+    if not isinstance(config, LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig):
         raise ModelError(
             f"{key}={folder} is a {config.model_type} model, not a LLaVA one; "
             "a language model alone goes into model.language"
@@ -153,19 +161,32 @@ def read_llava_config(folder: Path, key: str) -> Any:
 
 def merge_of(config: Any) -> PatchMerge:
     """Return how transformers' class joins the tiles of an image: LLaVA has only one tile."""
-    return PatchMerge.spatial_unpad if isinstance(config, LlavaNextConfig) else PatchMerge.flat
+    return PatchMerge.flat if isinstance(config, LlavaConfig) else PatchMerge.spatial_unpad
 
 
 def grids_of(config: Any, folder: Path) -> list[list[int]] | None:
-    """Return the sizes [width, height] that a LLaVA-NeXT model's images are fitted into; None for a LLaVA model. The
-    configuration has them as [height, width]."""
-    if not isinstance(config, LlavaNextConfig):
+    """Return the sizes [width, height] that the images of a LLaVA-NeXT or LLaVA-OneVision model are fitted into; None
+    for a LLaVA model. The configuration has them as [height, width]."""
+    if isinstance(config, LlavaConfig):
         return None
     grids: Any = config.image_grid_pinpoints
     pairs = [grid for grid in grids if isinstance(grid, list | tuple) and len(grid) == 2]
     if not pairs or len(pairs) < len(grids) or not all(type(n) is int and n > 0 for pair in pairs for n in pair):
         raise ModelError(f"{folder / 'config.json'} has image_grid_pinpoints={grids}, which are no [height, width]")
     return [[width, height] for height, width in grids]
+
+
+def max_tiles_of(config: Any, folder: Path) -> int | None:
+    """Return the `data.max_tiles` with which a LLaVA-OneVision model was trained; None for other models."""
+    if not isinstance(config, LlavaOnevisionConfig):
+        return None
+    found = LIMITED.fullmatch(str(config.vision_aspect_ratio))
+    if found is None:
+        raise ModelError(
+            f"{folder / 'config.json'} has vision_aspect_ratio={config.vision_aspect_ratio}; only anyres_max_N is "
+            "supported, as anyres_max_9"
+        )
+    return int(found[1])
 
 
 def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
@@ -182,13 +203,13 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
         raise ConfigError(f"model.checkpoint={folder} was trained with {theirs}, this configuration says {ours}")
     if merge_of(config) is PatchMerge.spatial_unpad and cfg.patch_merge is not PatchMerge.spatial_unpad:
         raise ConfigError(
-            f"model.checkpoint={folder} is a LLaVA-NeXT model, which joins tiles as spatial_unpad, and this "
+            f"model.checkpoint={folder} is a {config.model_type} model, which joins tiles as spatial_unpad, and this "
             f"configuration says model.patch_merge={cfg.patch_merge.value}; set model.patch_merge=spatial_unpad and "
-            "data.image_aspect_ratio=anyres"
+            f"data.image_aspect_ratio={'anyres_max' if isinstance(config, LlavaOnevisionConfig) else 'anyres'}"
         )
     grid = (image_size(config.vision_config) // patch_size(config.vision_config)) ** 2
     expected = grid if strategy == "default" else None
-    if expected is not None and config.image_seq_length != expected:
+    if expected is not None and getattr(config, "image_seq_length", expected) != expected:
         raise ModelError(
             f"model.checkpoint={folder}: image_seq_length={config.image_seq_length}, but its tower gives {expected} "
             "positions for an image; fix config.json"

@@ -14,6 +14,7 @@ from small import make_config
 from test_build import plan_of
 
 from llava_fsdp.config import AspectRatio, Examine, PatchMerge, Pixels, SpecialTokens, TooLong
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor
 from llava_fsdp.data.index.build import Plan, encoded_name, newest, pictures_name
 from llava_fsdp.data.index.dataset import Records
@@ -62,7 +63,7 @@ def test_the_originals_samples_depend_on_each_of_these(change: dict[str, Any]) -
 
 
 CLIP = Preprocessor(28, True, Image.Resampling.BICUBIC, (0.5, 0.4, 0.3), (0.5, 0.4, 0.3))
-READER = ImageReader(Path("a"), CLIP, AspectRatio.square, Pixels.exact, 4)
+READER = ImageReader(Path("a"), CLIP, ImageTokens(AspectRatio.square, CLIP.size, 4), Pixels.exact)
 
 
 @pytest.mark.parametrize(
