@@ -4,7 +4,7 @@ The arithmetic is that of transformers' CLIPImageProcessor with Pillow, as LLaVA
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +138,14 @@ class ImageReader:
         (transformers image_processing_pil_llava_onevision.py)."""
         return AspectRatio.pad if self.tokens.aspect is AspectRatio.anyres_max else self.tokens.aspect
 
+    @property
+    def one_tile_preprocessor(self) -> Preprocessor:
+        """The preprocessor for an image that is not cut into tiles. LLaVA-OneVision resizes with the same filter as when
+        tiles are cut, whatever that of the vision tower is."""
+        if self.tokens.aspect is not AspectRatio.anyres_max:
+            return self.preprocessor
+        return replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
+
     def no_tiles(self) -> np.ndarray:
         return np.zeros((0, 3, self.preprocessor.size, self.preprocessor.size), dtype=np.uint8)
 
@@ -187,7 +195,7 @@ class ImageReader:
             images: number of images of the sample.
         """
         if not self.tokens.needs_size(images):
-            return load_image(path, self.preprocessor, self.one_tile, where, self.pixels)[None]
+            return load_image(path, self.one_tile_preprocessor, self.one_tile, where, self.pixels)[None]
         size, sizes = self.preprocessor.size, list(self.tokens.sizes)
         if self.pixels is Pixels.fast:
             with opened(path, where) as file:
