@@ -140,8 +140,8 @@ class ImageReader:
 
     @property
     def one_tile_preprocessor(self) -> Preprocessor:
-        """The preprocessor for an image that is not cut into tiles. LLaVA-OneVision resizes with the same filter as when
-        tiles are cut, whatever that of the vision tower is."""
+        """The preprocessor for an image that is not cut into tiles. LLaVA-OneVision resizes it with the filter with
+        which tiles are cut, whatever that of the vision tower is."""
         if self.tokens.aspect is not AspectRatio.anyres_max:
             return self.preprocessor
         return replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
