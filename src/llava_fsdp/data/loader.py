@@ -165,7 +165,8 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader:
             f"data.image_aspect_ratio=anyres_max (it is {rule.aspect.value}) and data.max_tiles={shape.max_tiles} (it "
             f"is {rule.max_tiles})"
         )
-    if tiled and shape.grid_pinpoints not in (None, [list(size) for size in rule.sizes]):
+    starts_onevision = rule.aspect is AspectRatio.anyres_max and shape.max_tiles is None
+    if tiled and not starts_onevision and shape.grid_pinpoints not in (None, [list(size) for size in rule.sizes]):
         raise ConfigError(
             f"model.checkpoint={cfg.model.checkpoint} was trained with images fitted into {shape.grid_pinpoints}, and "
             f"this configuration says data.grid_pinpoints={cfg.data.grid_pinpoints}; set data.grid_pinpoints="
