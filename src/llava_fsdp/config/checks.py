@@ -230,7 +230,7 @@ def check_anyres(cfg: Config) -> None:
 
 
 def check_export(cfg: Config) -> None:
-    """Raise ConfigError if the run would end with the export of a model that transformers' LLaVA cannot represent."""
+    """Raise ConfigError if the run would end with the export of a model that no class of transformers can represent."""
     if not cfg.exports_model:
         return
     cure = "export.merge=false" if cfg.model.lora.enabled else "export.enabled=false"
@@ -241,7 +241,7 @@ def check_export(cfg: Config) -> None:
             "LLaVA-NeXT joins tiles as spatial_unpad, so the run could not be exported at its end; set "
             f"model.patch_merge=spatial_unpad, or {cure} and use llava-fsdp export format=llava later"
         )
-    if cfg.model.projector_type != "mlp2x_gelu":
+    if cfg.model.projector_type != "mlp2x_gelu" and cfg.model.shuffle_factor == 1:
         raise ConfigError(
             f"model.projector_type={cfg.model.projector_type} has no equal in transformers' LLaVA, so the run "
             f"could not be exported; choose mlp2x_gelu, or set {cure} and turn it into the "

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LlavaConfig, LlavaNextConfig
+from transformers import GenerationConfig, InternVLConfig, InternVLVisionConfig, LlavaConfig, LlavaNextConfig
 
 from llava_fsdp.config import AspectRatio, Config, FolderFormat, Part, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.anyres import Size, feature_rows, grid_sizes
@@ -141,6 +141,7 @@ def write_folder(
             weights, staged, partial(plan_save, config), with_vocabulary(source.model), source.vocabulary, rows
         )
     elif form is FolderFormat.llava:
+        check_original(source.model)
         on_first_rank(lambda: write_configs(source, weights.widest, staged), failing)
         on_first_rank(lambda: copy_or_convert_tokenizer(source, staged), failing)
         plan, rows = partial(renamed, weights.shapes, rename), source.vocabulary
@@ -231,7 +232,7 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
         parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end
     )
     config = hf_config(source, dtype, rows)
-    config.image_token_index, config.pad_token_id = image_id, pad_id
+    config.image_token_id, config.pad_token_id = image_id, pad_id
     config.save_pretrained(staged)
     check_template(parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end)
     write_processor(parts.vision_folder, staged, config, source.aspect is AspectRatio.pad)
@@ -245,10 +246,21 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     return rows
 
 
+def check_original(model: Llava) -> None:
+    """Raise ConfigError if the original LLaVA does not have the model's projector."""
+    if model.cfg.shuffle_factor > 1:
+        raise ConfigError(
+            f"the original LLaVA has no {model.cfg.projector_type} projector; choose format=hf (with a vision tower of "
+            "type internvl_vision), or format=projector for the projector alone"
+        )
+
+
 def check_hf(model: Llava, aspect: AspectRatio) -> None:
-    """Raise ConfigError if transformers' LLaVA (for one tile) or LLaVA-NeXT (for several) cannot compute what this
-    model computes."""
+    """Raise ConfigError if transformers' LLaVA (for one tile), LLaVA-NeXT (for several) or InternVL (for pixel shuffle)
+    cannot compute what this model computes."""
     cfg, parts, tiled = model.cfg, model.parts, aspect is AspectRatio.anyres
+    if cfg.shuffle_factor > 1:
+        return check_internvl(model, tiled)
     if cfg.projector_type != "mlp2x_gelu":
         raise ConfigError(f"transformers' LLaVA has no {cfg.projector_type} projector; choose format=llava")
     if cfg.patch_merge is not (PatchMerge.spatial_unpad if tiled else PatchMerge.flat):
@@ -266,7 +278,22 @@ def check_hf(model: Llava, aspect: AspectRatio) -> None:
         )
 
 
-def hf_config(source: SourceModel, dtype: torch.dtype, rows: int) -> LlavaConfig | LlavaNextConfig:
+def check_internvl(model: Llava, tiled: bool) -> None:
+    """Raise ConfigError if transformers' InternVL cannot compute what a model with pixel shuffle computes."""
+    kind, said = model.parts.vision.model_type, f"model.projector_type={model.cfg.projector_type}"
+    if not isinstance(model.parts.vision, InternVLVisionConfig):
+        raise ConfigError(
+            f"{said} is exported as transformers' InternVL, which reads no other vision tower than its own "
+            f"(internvl_vision), and this one is a {kind}; train it with export.enabled=false, or choose mlp2x_gelu"
+        )
+    if tiled:
+        raise ConfigError(
+            f"{said} with image_aspect_ratio=anyres has no equal in transformers, whose InternVL does not join tiles "
+            "as LLaVA does; choose image_aspect_ratio=square or pad, or train with export.enabled=false"
+        )
+
+
+def hf_config(source: SourceModel, dtype: torch.dtype, rows: int) -> LlavaConfig | LlavaNextConfig | InternVLConfig:
     """Return transformers' configuration of a model whose embeddings have `rows` rows, without its special tokens."""
     model, parts = source.model, source.model.parts
     fields: dict[str, Any] = {
@@ -280,6 +307,14 @@ def hf_config(source: SourceModel, dtype: torch.dtype, rows: int) -> LlavaConfig
         "tie_word_embeddings": bool(parts.language.tie_word_embeddings),
         "dtype": dtype_name(dtype),
     }
+    if model.cfg.shuffle_factor > 1:
+        if model.cfg.select_layer == -1 and not parts.vision.use_mean_pooling:
+            fields["vision_feature_layer"] = model.probe.layers  # InternVL applies the tower's last norm to -1
+        return InternVLConfig(
+            **fields,
+            downsample_ratio=1 / model.cfg.shuffle_factor,
+            architectures=["InternVLForConditionalGeneration"],
+        )
     if source.aspect is not AspectRatio.anyres:
         return LlavaConfig(**fields, architectures=["LlavaForConditionalGeneration"])
     grids = [[height, width] for width, height in grid_sizes(source.grid_pinpoints, parts.image_size)]

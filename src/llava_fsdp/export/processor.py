@@ -10,6 +10,7 @@ from PIL import Image
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
+    InternVLConfig,
     LlavaConfig,
     LlavaNextConfig,
     PretrainedConfig,
@@ -214,7 +215,7 @@ def write_preprocessor(folder: Path, staged: Path, pads: bool, grid_pinpoints: l
     ours = read_preprocessor(folder)
     square = {"height": ours.size, "width": ours.size}
     kind = preprocessor_fields(folder).get("image_processor_type", "CLIPImageProcessor")
-    if kind in ("LlavaImageProcessor", "LlavaNextImageProcessor"):  # they pad by default, and the others do not
+    if kind.startswith(("LlavaImage", "LlavaNextImage", "GotOcr2Image")):  # they pad or cut tiles by default
         kind = "CLIPImageProcessor" if ours.keep_ratio else "SiglipImageProcessor"
     images = {
         "processor_class": "LlavaProcessor",
@@ -243,9 +244,14 @@ def write_preprocessor(folder: Path, staged: Path, pads: bool, grid_pinpoints: l
     (staged / "preprocessor_config.json").write_text(json.dumps(images, indent=1) + "\n")
 
 
-def write_processor(folder: Path, staged: Path, config: LlavaConfig | LlavaNextConfig, pads: bool) -> None:
+def write_processor(
+    folder: Path, staged: Path, config: LlavaConfig | LlavaNextConfig | InternVLConfig, pads: bool
+) -> None:
     """Write the files with which transformers prepares images and prompts: `preprocessor_config.json` and
     `processor_config.json`. If the vision tower's folder has no image preprocessing, only log a warning.
+
+    Also an InternVL model gets a LlavaProcessor, with patches as wide as the squares that its projector joins. Its own
+    processor puts two more tokens around every image, which training does not have, and needs torchvision.
 
     Args:
         folder: the vision tower's folder.
@@ -258,11 +264,14 @@ def write_processor(folder: Path, staged: Path, config: LlavaConfig | LlavaNextC
     grids = config.image_grid_pinpoints if isinstance(config, LlavaNextConfig) else None
     write_preprocessor(folder, staged, pads, grids)
     vision: Any = config.vision_config
-    grid = (image_size(vision) // patch_size(vision)) ** 2
+    patch = patch_size(vision)
+    if isinstance(config, InternVLConfig):
+        patch *= round(1 / config.downsample_ratio)
+    grid = (image_size(vision) // patch) ** 2
     default = config.vision_feature_select_strategy == "default"
     processor = {
         "processor_class": "LlavaProcessor" if grids is None else "LlavaNextProcessor",
-        "patch_size": patch_size(vision),
+        "patch_size": patch,
         "vision_feature_select_strategy": config.vision_feature_select_strategy,
         "num_additional_image_tokens": 1 if default else config.image_seq_length - grid,
         "image_token": IMAGE_TAG,

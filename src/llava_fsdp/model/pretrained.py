@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, LlavaConfig, LlavaNextConfig, PretrainedConfig
+from transformers import AutoConfig, InternVLConfig, LlavaConfig, LlavaNextConfig, PretrainedConfig
 
 from llava_fsdp.config import Config, Feature, ModelConfig, PatchMerge
 from llava_fsdp.model.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
@@ -26,6 +26,7 @@ CHECKPOINT_FILE = "manifest.json"
 EXPORT = "export"
 NEXT = LlavaNextConfig.model_type
 """`model_type` in the config.json of transformers' LLaVA-NeXT, whose images are several tiles."""
+INTERNVL = InternVLConfig.model_type
 MOST = {
     "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 26, "image_size": 1 << 13,
@@ -130,14 +131,14 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
 
 
 def read_llava_config(folder: Path, key: str) -> Any:
-    """Read the LlavaConfig or LlavaNextConfig in a model folder of transformers. The result is typed as Any, because
-    the types of its fields in transformers are too narrow.
+    """Read the LlavaConfig, LlavaNextConfig or InternVLConfig in a model folder of transformers. The result is typed as
+    Any, because the types of its fields in transformers are too narrow.
 
     Raises:
         ModelError: the folder has another kind of model, or a projector or vision features that are not supported.
     """
     config = read_config(folder, key)
-    if not isinstance(config, LlavaConfig | LlavaNextConfig):
+    if not isinstance(config, LlavaConfig | LlavaNextConfig | InternVLConfig):
         raise ModelError(
             f"{key}={folder} is a {config.model_type} model, not a LLaVA one; "
             "a language model alone goes into model.language"
@@ -148,7 +149,27 @@ def read_llava_config(folder: Path, key: str) -> Any:
             raise ModelError(f"{key}={folder} has {name}={getattr(config, name)}; only {value} is supported")
     if not isinstance(config.vision_feature_layer, int):
         raise ModelError(f"{key}={folder} takes tower layers {config.vision_feature_layer}; only one is supported")
+    if isinstance(config, InternVLConfig):
+        check_internvl(config, folder, key)
     return config
+
+
+def check_internvl(config: Any, folder: Path, key: str) -> None:
+    """Raise ModelError if the projector of transformers' InternVL, or the features that it gets, are not supported."""
+    if config.downsample_ratio not in (1 / 2, 1 / 4, 1 / 8):
+        raise ModelError(f"{key}={folder} has downsample_ratio={config.downsample_ratio}; 0.5, 0.25, 0.125 are known")
+    if config.vision_feature_layer == -1 and not config.vision_config.use_mean_pooling:
+        raise ModelError(
+            f"{key}={folder} takes its vision tower's output after the last norm (vision_feature_layer=-1 without "
+            "use_mean_pooling), which is not supported; its folder can be given as model.language and model.vision"
+        )
+
+
+def projector_type_of(config: Any) -> str:
+    """Return the `model.projector_type` of a model of transformers, given by its configuration."""
+    if not isinstance(config, InternVLConfig):
+        return "mlp2x_gelu"
+    return f"pixel_shuffle{round(1 / config.downsample_ratio)}x_mlp2x_gelu"
 
 
 def merge_of(config: Any) -> PatchMerge:
@@ -178,6 +199,11 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
         "select strategy": config.vision_feature_select_strategy,
     }
     ours = {"model.select_layer": cfg.select_layer, "select strategy": strategy}
+    if projector_type_of(config) != cfg.projector_type:
+        raise ConfigError(
+            f"model.projector_type={cfg.projector_type}, and model.checkpoint={folder} is a {config.model_type} model; "
+            f"set model.projector_type={projector_type_of(config)}"
+        )
     if theirs != ours:
         raise ConfigError(f"model.checkpoint={folder} was trained with {theirs}, this configuration says {ours}")
     if merge_of(config) is PatchMerge.spatial_unpad and cfg.patch_merge is not PatchMerge.spatial_unpad:
@@ -186,7 +212,8 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
             f"configuration says model.patch_merge={cfg.patch_merge.value}; set model.patch_merge=spatial_unpad and "
             "data.image_aspect_ratio=anyres"
         )
-    grid = (image_size(config.vision_config) // patch_size(config.vision_config)) ** 2
+    patch = patch_size(config.vision_config) * cfg.shuffle_factor
+    grid = (image_size(config.vision_config) // patch) ** 2
     expected = grid if strategy == "default" else None
     if expected is not None and config.image_seq_length != expected:
         raise ModelError(
@@ -208,6 +235,8 @@ def trained_vocabulary(folder: Path, config: Any) -> int:
             )
         return rows
     rows = config.text_config.vocab_size
+    if isinstance(config, InternVLConfig):  # its image token is not the last one that was trained
+        return rows
     return config.image_token_index if 0 < rows - config.image_token_index <= 64 else rows
 
 
