@@ -86,6 +86,11 @@ def find_parts(cfg: ModelConfig) -> Parts:
     config = read_llava_config(folder, "model.checkpoint")
     with foreign(f"model.checkpoint={folder}: its config.json is damaged"):
         check_selection(config, cfg, folder)
+    if isinstance(config, InternVLConfig) and not read_notes(folder):
+        log().warning(
+            "model.checkpoint=%s is an InternVL model: it was trained with many tiles of an image and with <img> and "
+            "</img> around them; here images are as data.image_aspect_ratio says, and prompts as data.template", folder,
+        )  # fmt: skip
     language: Any = config.text_config
     language.vocab_size = trained_vocabulary(folder, config)
     language.tie_word_embeddings = config.tie_word_embeddings  # transformers' classes go by this one
