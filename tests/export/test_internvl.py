@@ -15,8 +15,12 @@ from small import conversion, make_config, write_json, write_parts
 from transformers import AutoProcessor, InternVLConfig, InternVLForConditionalGeneration
 from weights import same, weights
 
+from llava_fsdp.chat.assistant import Assistant, Question
+from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.loader import normalize
+from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.constants import IMAGE_ID
+from llava_fsdp.data.text.detokenize import AnswerText
 from llava_fsdp.export.main import export
 from llava_fsdp.export.source_model import open_source
 from llava_fsdp.export.verify_logits import load_copy
@@ -153,6 +157,23 @@ def test_their_folder_has_our_logits(theirs: Path, tmp_path: Path) -> None:
     shown[0, places] = image
     expected = model(input_ids=shown, pixel_values=pixels).logits[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_it_answers_as_transformers_does(run: Path, dataset: Path) -> None:
+    path = dataset / "images" / "1.png"
+    own = Assistant(str(run / "export"), "v1", AspectRatio.square)
+    assert (own.reader.aspect, own.reader.image_tokens) == (AspectRatio.pad, TOKENS)
+    processor, model = AutoProcessor.from_pretrained(run / "export"), loaded(run / "export")
+    messages = [{"role": "user", "content": "<image>\nwhat is it"}]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    inputs = processor(text=text, images=[Image.open(path)], add_special_tokens=False, return_tensors="pt")
+    written = model.generate(**inputs, do_sample=False, max_new_tokens=8)[0, inputs["input_ids"].shape[1] :]
+    answer = AnswerText(own.tokenizer, own.template.stop, own.stops)
+    for token in written.tolist():
+        answer.push(token)
+    answer.close()
+    found = own.answers([Question([Turn("human", "<image>\nwhat is it")], [path], "here")], 8)
+    assert found == [answer.text] and answer.text
 
 
 def test_their_model_trains_and_exports_again(

@@ -233,6 +233,8 @@ def check_export(cfg: Config) -> None:
     """Raise ConfigError if the run would end with the export of a model that no class of transformers can represent."""
     if not cfg.exports_model:
         return
+    if cfg.model.shuffle_factor > 1:
+        return  # `rehearse_hf` checks it, as it depends on the vision tower
     cure = "export.merge=false" if cfg.model.lora.enabled else "export.enabled=false"
     merge = cfg.model.patch_merge
     if cfg.data.trained_aspect is AspectRatio.anyres and merge is not PatchMerge.spatial_unpad:
@@ -241,7 +243,7 @@ def check_export(cfg: Config) -> None:
             "LLaVA-NeXT joins tiles as spatial_unpad, so the run could not be exported at its end; set "
             f"model.patch_merge=spatial_unpad, or {cure} and use llava-fsdp export format=llava later"
         )
-    if cfg.model.projector_type != "mlp2x_gelu" and cfg.model.shuffle_factor == 1:
+    if cfg.model.projector_type != "mlp2x_gelu":
         raise ConfigError(
             f"model.projector_type={cfg.model.projector_type} has no equal in transformers' LLaVA, so the run "
             f"could not be exported; choose mlp2x_gelu, or set {cure} and turn it into the "
