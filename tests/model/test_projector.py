@@ -35,7 +35,7 @@ def test_features_are_transformers(factor: int, side: int, width: int, hidden: i
     config = InternVLConfig(
         downsample_ratio=1 / factor,
         vision_config=InternVLVisionConfig(hidden_size=width),
-        text_config=LlamaConfig(hidden_size=hidden, num_attention_heads=1),
+        text_config=LlamaConfig(hidden_size=hidden, num_attention_heads=1, head_dim=2),
     )
     theirs: Any = InternVLMultiModalProjector(config).to(dtype)
     own = Projector(f"pixel_shuffle{factor}x_mlp2x_gelu", width, hidden, factor).to(dtype)
