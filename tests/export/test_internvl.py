@@ -69,6 +69,9 @@ def theirs(tower: Path, run: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     config.image_token_id, config.vision_feature_layer = config.text_config.vocab_size - 7, -1
     torch.manual_seed(7)
     InternVLForConditionalGeneration(config).save_pretrained(folder)
+    said = json.loads((folder / "config.json").read_text())
+    assert said.pop("tie_word_embeddings") is False
+    write_json(folder / "config.json", said)
     return folder
 
 
@@ -145,7 +148,9 @@ def test_our_folder_comes_back_to_the_bit(run: Path, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_their_folder_has_our_logits(theirs: Path, tmp_path: Path) -> None:
-    """All rows of its vocabulary are kept: tokens behind its image token were trained."""
+    """All rows of its vocabulary are kept: tokens behind its image token were trained. Its config.json says nothing of
+    tied embeddings, which means tied to InternVL's class, but its files have both weights."""
+    assert "tie_word_embeddings" not in json.loads((theirs / "config.json").read_text())
     model, own = loaded(theirs), ours(theirs, tmp_path / "unused")
     vocabulary, image = model.config.text_config.vocab_size, model.config.image_token_id
     assert own.parts.language.vocab_size == vocabulary > image + 1
@@ -157,6 +162,15 @@ def test_their_folder_has_our_logits(theirs: Path, tmp_path: Path) -> None:
     shown[0, places] = image
     expected = model(input_ids=shown, pixel_values=pixels).logits[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_without_weights_of_an_output_layer_stays_tied(theirs: Path, tmp_path: Path) -> None:
+    shutil.copytree(theirs, tmp_path / "theirs")
+    config: Any = InternVLConfig.from_pretrained(theirs)
+    assert config.tie_word_embeddings
+    InternVLForConditionalGeneration(config).save_pretrained(tmp_path / "theirs")
+    own = ours(tmp_path / "theirs", tmp_path / "unused")
+    assert own.lm_head.weight is own.language_model.get_input_embeddings().weight
 
 
 def test_it_answers_as_transformers_does(run: Path, dataset: Path) -> None:

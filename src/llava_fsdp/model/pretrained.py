@@ -8,9 +8,10 @@ from typing import Any
 from transformers import AutoConfig, InternVLConfig, LlavaConfig, LlavaNextConfig, PretrainedConfig
 
 from llava_fsdp.config import Config, Feature, ModelConfig, PatchMerge
+from llava_fsdp.model import weight_names
 from llava_fsdp.model.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
 from llava_fsdp.model.lora_files import find_adapter, is_adapter_folder
-from llava_fsdp.model.tensor_files import WHOLE_MODEL
+from llava_fsdp.model.tensor_files import WHOLE_MODEL, open_tensors
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.log import log
@@ -91,6 +92,8 @@ def find_parts(cfg: ModelConfig) -> Parts:
             "model.checkpoint=%s is an InternVL model: it was trained with many tiles of an image and with <img> and "
             "</img> around them; here images are as data.image_aspect_ratio says, and prompts as data.template", folder,
         )  # fmt: skip
+        # its class ties by default, unless the files have both weights; and hub folders do not say
+        config.tie_word_embeddings = config.tie_word_embeddings and not has_both_embeddings(folder)
     language: Any = config.text_config
     language.vocab_size = trained_vocabulary(folder, config)
     language.tie_word_embeddings = config.tie_word_embeddings  # transformers' classes go by this one
@@ -243,6 +246,12 @@ def trained_vocabulary(folder: Path, config: Any) -> int:
     if isinstance(config, InternVLConfig):  # its image token is not the last one that was trained
         return rows
     return config.image_token_index if 0 < rows - config.image_token_index <= 64 else rows
+
+
+def has_both_embeddings(folder: Path) -> bool:
+    """Return whether a model folder's files have weights of the output layer beside those of the embeddings."""
+    found = {weight_names.ours(name) for name in open_tensors(folder)}
+    return {"lm_head.weight", "language_model.embed_tokens.weight"} <= found
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
