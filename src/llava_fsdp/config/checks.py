@@ -238,9 +238,11 @@ def check_anyres(cfg: Config) -> None:
 
 
 def check_export(cfg: Config) -> None:
-    """Raise ConfigError if the run would end with the export of a model that transformers' LLaVA cannot represent."""
+    """Raise ConfigError if the run would end with the export of a model that no class of transformers can represent."""
     if not cfg.exports_model:
         return
+    if cfg.model.shuffle_factor > 1:
+        return  # `rehearse_hf` checks it, as it depends on the vision tower
     cure = "export.merge=false" if cfg.model.lora.enabled else "export.enabled=false"
     merge = cfg.model.patch_merge
     if cfg.data.trained_aspect is AspectRatio.anyres and merge is not PatchMerge.spatial_unpad:

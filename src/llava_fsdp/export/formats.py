@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig
+from transformers import (
+    GenerationConfig,
+    InternVLConfig,
+    InternVLVisionConfig,
+    LlavaConfig,
+    LlavaNextConfig,
+    LlavaOnevisionConfig,
+)
 
 from llava_fsdp.config import AspectRatio, Config, FolderFormat, Part, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.anyres import grid_sizes
@@ -153,6 +160,7 @@ def write_folder(
             weights, staged, partial(plan_save, config), with_vocabulary(source.model), source.vocabulary, rows
         )
     elif form is FolderFormat.llava:
+        check_original(source.model)
         on_first_rank(lambda: write_configs(source, weights.widest, staged), failing)
         on_first_rank(lambda: copy_or_convert_tokenizer(source, staged), failing)
         plan, rows = partial(renamed, weights.shapes, rename), source.vocabulary
@@ -236,9 +244,9 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
         parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end, has_video
     )
     config = hf_config(source, dtype, rows)
-    config.image_token_index, config.pad_token_id = ids.image, ids.pad
+    config.image_token_id, config.pad_token_id = ids.image, ids.pad
     if ids.video is not None:
-        config.video_token_index = ids.video
+        config.video_token_id = ids.video
     config.save_pretrained(staged)
     check_template(parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end)
     write_processor(parts.vision_folder, staged, config, source.aspect is AspectRatio.pad, model.image_tokens)
@@ -252,10 +260,21 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     return rows
 
 
+def check_original(model: Llava) -> None:
+    """Raise ConfigError if the original LLaVA does not have the model's projector."""
+    if model.cfg.shuffle_factor > 1:
+        raise ConfigError(
+            f"the original LLaVA has no {model.cfg.projector_type} projector; choose format=hf (with a vision tower of "
+            "type internvl_vision), or format=projector for the projector alone"
+        )
+
+
 def check_hf(model: Llava, aspect: AspectRatio) -> None:
-    """Raise ConfigError if transformers' LLaVA (for one tile), LLaVA-NeXT or LLaVA-OneVision (for several) cannot
-    compute what this model computes."""
+    """Raise ConfigError if transformers' LLaVA (for one tile), LLaVA-NeXT or LLaVA-OneVision (for several) or InternVL
+    (for pixel shuffle) cannot compute what this model computes."""
     cfg, parts, tiled = model.cfg, model.parts, aspect in (AspectRatio.anyres, AspectRatio.anyres_max)
+    if cfg.shuffle_factor > 1:
+        return check_internvl(model, tiled)
     if cfg.projector_type != "mlp2x_gelu":
         raise ConfigError(f"transformers' LLaVA has no {cfg.projector_type} projector; choose format=llava")
     if cfg.patch_merge is not (PatchMerge.spatial_unpad if tiled else PatchMerge.flat):
@@ -274,9 +293,24 @@ def check_hf(model: Llava, aspect: AspectRatio) -> None:
         )
 
 
+def check_internvl(model: Llava, tiled: bool) -> None:
+    """Raise ConfigError if transformers' InternVL cannot compute what a model with pixel shuffle computes."""
+    kind, said = model.parts.vision.model_type, f"model.projector_type={model.cfg.projector_type}"
+    if not isinstance(model.parts.vision, InternVLVisionConfig):
+        raise ConfigError(
+            f"{said} is exported as transformers' InternVL, which reads no other vision tower than its own "
+            f"(internvl_vision), and this one is a {kind}; train it with export.enabled=false, or choose mlp2x_gelu"
+        )
+    if tiled:
+        raise ConfigError(
+            f"{said} with image_aspect_ratio=anyres or anyres_max has no equal in transformers, whose InternVL does not "
+            "join tiles as LLaVA does; choose image_aspect_ratio=square or pad, or train with export.enabled=false"
+        )
+
+
 def hf_config(
     source: SourceModel, dtype: torch.dtype, rows: int
-) -> LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig:
+) -> LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig:
     """Return transformers' configuration of a model whose embeddings have `rows` rows, without its special tokens."""
     model, parts = source.model, source.model.parts
     fields: dict[str, Any] = {
@@ -289,6 +323,14 @@ def hf_config(
         "tie_word_embeddings": bool(parts.language.tie_word_embeddings),
         "dtype": dtype_name(dtype),
     }
+    if model.cfg.shuffle_factor > 1:
+        if model.cfg.select_layer == -1 and not parts.vision.use_mean_pooling:
+            fields["vision_feature_layer"] = model.probe.layers  # InternVL applies the tower's last norm to -1
+        return InternVLConfig(
+            **fields,
+            downsample_ratio=1 / model.cfg.shuffle_factor,
+            architectures=["InternVLForConditionalGeneration"],
+        )
     grids = [[height, width] for width, height in source.image_tokens.sizes]
     if source.aspect is AspectRatio.anyres_max:
         name = "LlavaOnevisionForConditionalGeneration"

@@ -10,6 +10,7 @@ from PIL import Image
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
+    InternVLConfig,
     LlavaConfig,
     LlavaNextConfig,
     LlavaOnevisionConfig,
@@ -238,7 +239,7 @@ def write_preprocessor(folder: Path, staged: Path, pads: bool, grid_pinpoints: l
     ours = read_preprocessor(folder)
     square = {"height": ours.size, "width": ours.size}
     kind = preprocessor_fields(folder).get("image_processor_type", "CLIPImageProcessor")
-    if kind in ("LlavaImageProcessor", "LlavaNextImageProcessor"):  # they pad by default, and the others do not
+    if kind.startswith(("LlavaImage", "LlavaNextImage", "GotOcr2Image")):  # they pad or cut tiles by default
         kind = "CLIPImageProcessor" if ours.keep_ratio else "SiglipImageProcessor"
     images = {
         "processor_class": "LlavaProcessor",
@@ -268,11 +269,18 @@ def write_preprocessor(folder: Path, staged: Path, pads: bool, grid_pinpoints: l
 
 
 def write_processor(
-    folder: Path, staged: Path, config: LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig, pads: bool, tokens: int
+    folder: Path,
+    staged: Path,
+    config: LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig,
+    pads: bool,
+    tokens: int,
 ) -> None:
     """Write the files with which transformers prepares images and prompts: `preprocessor_config.json`,
     `processor_config.json` and with LLaVA-OneVision `video_preprocessor_config.json`. If the vision tower's folder has
     no image preprocessing, only log a warning.
+
+    Also an InternVL model gets a LlavaProcessor, with patches as wide as the squares that its projector joins. Its own
+    processor puts two more tokens around every image, which training does not have, and needs torchvision.
 
     Args:
         folder: the vision tower's folder.
@@ -289,11 +297,14 @@ def write_processor(
     grids = config.image_grid_pinpoints if isinstance(config, LlavaNextConfig) else None
     write_preprocessor(folder, staged, pads, grids)
     vision: Any = config.vision_config
-    grid = (image_size(vision) // patch_size(vision)) ** 2
+    patch = patch_size(vision)
+    if isinstance(config, InternVLConfig):
+        patch *= round(1 / config.downsample_ratio)
+    grid = (image_size(vision) // patch) ** 2
     default = config.vision_feature_select_strategy == "default"
     processor = {
         "processor_class": "LlavaProcessor" if grids is None else "LlavaNextProcessor",
-        "patch_size": patch_size(vision),
+        "patch_size": patch,
         "vision_feature_select_strategy": config.vision_feature_select_strategy,
         "num_additional_image_tokens": 1 if default else tokens - grid,
         "image_token": IMAGE_TAG,

@@ -19,7 +19,7 @@ from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
 from llava_fsdp.model.loss import Each, LabelLoss, choose_loss, whole_loss
 from llava_fsdp.model.pretrained import Parts
-from llava_fsdp.model.projector import Projector
+from llava_fsdp.model.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.quantization import quantize_layers
 from llava_fsdp.model.sample_dropout import TokenKeys
 from llava_fsdp.model.vision_tower import hidden_state, probe_vision_tower
@@ -52,7 +52,7 @@ class Llava(nn.Module):
         self.label_loss = label_loss
         self.vision_tower = AutoModel.from_config(parts.vision, attn_implementation="sdpa", trust_remote_code=False)
         hidden = parts.language.hidden_size
-        self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden)
+        self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden, cfg.shuffle_factor)
         if cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline = nn.Parameter(torch.empty(hidden))
         self.attention = kernel.name if kernel is not None else padded_attention(parts.language)
@@ -66,6 +66,7 @@ class Llava(nn.Module):
             self.lm_head.weight = self.language_model.get_input_embeddings().weight
         feature = parts.trained_feature or cfg.select_feature
         self.probe = probe_vision_tower(self.vision_tower, parts.vision, cfg.select_layer, feature)
+        check_can_be_shuffled(cfg, parts.vision, self.probe.features)
         self.token_keys = TokenKeys()
         self.adapted: list[str] = []
         """Names of the modules that have adapters."""
@@ -142,17 +143,17 @@ class Llava(nn.Module):
     @property
     def image_tokens(self) -> int:
         """Number of tokens of an image tile in the language model."""
-        return self.probe.image_tokens
+        return self.probe.features // self.cfg.shuffle_factor**2
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute the vision tower's features of image tiles, [tiles, image_tokens, vision width].
+        """Compute the vision tower's features of image tiles, [tiles, features, vision width].
 
         If the micro-batch has no image, a frozen vision tower does not run. A trainable one runs on a blank image whose
         features are discarded, so that its blocks run on every rank.
         """
         trains = Part.vision in self.cfg.train
         if not trains and not len(images):
-            return images.new_zeros((0, self.image_tokens, self.parts.vision.hidden_size), dtype=self.compute_dtype)
+            return images.new_zeros((0, self.probe.features, self.parts.vision.hidden_size), dtype=self.compute_dtype)
         with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
             pixels = (images if len(images) else images.new_zeros((1, *images.shape[1:]))).to(self.compute_dtype)
             features = hidden_state(self.vision_tower, pixels, self.cfg.select_layer, self.probe.last_layer)
