@@ -176,7 +176,7 @@ def test_a_model_without_weights_of_an_output_layer_stays_tied(theirs: Path, tmp
 def test_it_answers_as_transformers_does(run: Path, dataset: Path) -> None:
     path = dataset / "images" / "1.png"
     own = Assistant(str(run / "export"), "v1", AspectRatio.square)
-    assert (own.reader.aspect, own.reader.image_tokens) == (AspectRatio.pad, TOKENS)
+    assert (own.reader.tokens.aspect, own.reader.tokens.features) == (AspectRatio.pad, TOKENS)
     processor, model = AutoProcessor.from_pretrained(run / "export"), loaded(run / "export")
     messages = [{"role": "user", "content": "<image>\nwhat is it"}]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)

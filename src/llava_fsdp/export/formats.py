@@ -303,8 +303,8 @@ def check_internvl(model: Llava, tiled: bool) -> None:
         )
     if tiled:
         raise ConfigError(
-            f"{said} with image_aspect_ratio=anyres or anyres_max has no equal in transformers, whose InternVL does not "
-            "join tiles as LLaVA does; choose image_aspect_ratio=square or pad, or train with export.enabled=false"
+            f"{said} with image_aspect_ratio=anyres or anyres_max has no equal in transformers, whose InternVL does "
+            "not join tiles as LLaVA does; choose image_aspect_ratio=square or pad, or train with export.enabled=false"
         )
 
 
@@ -323,14 +323,6 @@ def hf_config(
         "tie_word_embeddings": bool(parts.language.tie_word_embeddings),
         "dtype": dtype_name(dtype),
     }
-    if model.cfg.shuffle_factor > 1:
-        if model.cfg.select_layer == -1 and not parts.vision.use_mean_pooling:
-            fields["vision_feature_layer"] = model.probe.layers  # InternVL applies the tower's last norm to -1
-        return InternVLConfig(
-            **fields,
-            downsample_ratio=1 / model.cfg.shuffle_factor,
-            architectures=["InternVLForConditionalGeneration"],
-        )
     grids = [[height, width] for width, height in source.image_tokens.sizes]
     if source.aspect is AspectRatio.anyres_max:
         name = "LlavaOnevisionForConditionalGeneration"
@@ -339,6 +331,14 @@ def hf_config(
             **fields, image_grid_pinpoints=grids, vision_aspect_ratio=limit, architectures=[name]
         )
     fields["image_seq_length"] = model.image_tokens
+    if model.cfg.shuffle_factor > 1:
+        if model.cfg.select_layer == -1 and not parts.vision.use_mean_pooling:
+            fields["vision_feature_layer"] = model.probe.layers  # InternVL applies the tower's last norm to -1
+        return InternVLConfig(
+            **fields,
+            downsample_ratio=1 / model.cfg.shuffle_factor,
+            architectures=["InternVLForConditionalGeneration"],
+        )
     if source.aspect is AspectRatio.anyres:
         return LlavaNextConfig(
             **fields, image_grid_pinpoints=grids, architectures=["LlavaNextForConditionalGeneration"]
