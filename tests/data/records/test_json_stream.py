@@ -313,9 +313,9 @@ ROLES = {
     "user": "rename user to human, and assistant to gpt",
     "assistant": "rename user to human, and assistant to gpt",
     "Human": "rename Human to human",
-    "system": "put its text before the first question's",
+    "system": "one system turn, at the beginning",
     "gpt": "human and gpt take turns, human first",
-    "narrator": "rename it to human or gpt",
+    "narrator": "rename it to system, human or gpt",
 }
 
 
