@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.config import DataConfig
+from llava_fsdp.config import DataConfig, paths_in
 from llava_fsdp.data.index.find_files import find_files
 from llava_fsdp.data.index.integrity import DONE, damaged, read_column, read_json, seal
 from llava_fsdp.data.index.worker_pool import Columns, open_column, write_column
@@ -95,7 +95,7 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
     named = {name: (source.path, source.images or cfg.images) for name, source in cfg.sources.items()}
     if not named:
         assert cfg.path is not None, "checked by DataConfig"
-        named = {cfg.source_names[0]: (cfg.path, cfg.images)}
+        named = {Path(paths_in(cfg.path)[0]).name: (cfg.path, cfg.images)}
     sources = []
     for name, (path, images) in named.items():
         key = f"{group}.sources.{name}." if cfg.sources else f"{group}."
