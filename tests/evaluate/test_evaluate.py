@@ -18,12 +18,12 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.config import AspectRatio, EvaluateConfig, Format
-from llava_fsdp.data.records.record import Turn
+from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard
 from llava_fsdp.evaluate.check_images import check_images
-from llava_fsdp.evaluate.main import AnswerGenerator, evaluate
+from llava_fsdp.evaluate.main import AnswerGenerator, evaluate, with_paths
 from llava_fsdp.evaluate.question import LETTER, SHORT
-from llava_fsdp.evaluate.read_questions import read_questions
+from llava_fsdp.evaluate.read_questions import first_question, read_questions
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError, DataError
 
 WORDS = "what colour is the circle", "is the square left of the triangle", "how many", "red or blue", "is it small"
@@ -336,6 +336,12 @@ def test_conversations_with_and_without_images(
     evaluate(config(*keys, "data=llava_json", f"data.path={dataset / 'mixed.json'}",
                     f"data.images={dataset / 'images'}", "limit=4", "batch_size=3"))  # fmt: skip
     assert len(counted) == 8, "a raised limit asks the rest"
+
+
+def test_a_record_s_system_text_is_asked_with_its_question(tmp_path: Path) -> None:
+    turns = (Turn("system", "be kind"), Turn("human", "a"), Turn("gpt", "b"), Turn("human", "c"), Turn("gpt", "d"))
+    question = first_question(Record("data.json", 0, "0", (), turns, False))
+    assert with_paths(question, None).turns == list(turns[:2]) and question.references == ("b",)
 
 
 def test_a_missing_image_is_named_before_any_model_work(keys: list[str], tmp_path: Path) -> None:

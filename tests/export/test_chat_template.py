@@ -141,8 +141,9 @@ def test_ids_are_those_of_training(kind: str, records: int, tmp_path: Path) -> N
         name, start_end = forms[number % len(forms)]
         template = chat_template(TEMPLATES[name], start_end, begins, gap)
         texts = random_texts(dice)
-        whole, prompt = trained_ids(encoder_of(ours, TEMPLATES[name], start_end), texts, image_id)
-        for messages in (as_text(texts), as_parts(texts)):
+        system = dice.choice([None, "".join(dice.choices(ATOMS, k=dice.randrange(0, 6)))])
+        whole, prompt = trained_ids(encoder_of(ours, TEMPLATES[name], start_end), texts, image_id, system)
+        for messages in (as_text(texts, system), as_parts(texts, system)):
             said = (name, start_end, messages)
             call: dict[str, Any] = {"return_dict": False, "chat_template": template}
             assert theirs.apply_chat_template(messages, **call) == whole, said
@@ -229,12 +230,17 @@ def test_an_answer_before_the_first_question_is_left_out(tmp_path: Path) -> None
     messages = as_text(["<image>what?", "red"])
     begun = [{"role": "assistant", "content": "hello"}, *messages]
     assert theirs.apply_chat_template(begun) == theirs.apply_chat_template(messages)
+    system = as_text([], "be kind")
+    assert theirs.apply_chat_template([*system, *begun]) == theirs.apply_chat_template([*system, *messages])
 
 
 @pytest.mark.parametrize(
     "messages",
     [
-        [{"role": "system", "content": "be kind"}, *as_text(["a"])],
+        [*as_text(["a", "b"]), {"role": "system", "content": "be kind"}, *as_text(["a"])],
+        as_text(["a"], "be <image> kind"),
+        [*as_text(["a"], "be kind")[:1], {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
+        [{"role": "tool", "content": "a"}, *as_text(["a"])],
         [*as_text(["a"]), *as_text(["a"])],
         [*as_text(["a", "b"]), {"role": "assistant", "content": "c"}],
         as_text(["a", "b <image>"]),

@@ -13,9 +13,9 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.batching.collate import Collator, Row
 from llava_fsdp.data.images.preprocess import ImageReader
-from llava_fsdp.data.records.record import Record, Turn
+from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
-from llava_fsdp.data.text.conversation import opening_question, prompt
+from llava_fsdp.data.text.conversation import asking, opening_question, prompt
 from llava_fsdp.data.text.encode import Sample, encode_prompt
 from llava_fsdp.data.text.templates import IMAGE_TAG, template
 from llava_fsdp.data.text.tokenizer import Tokenizer
@@ -52,9 +52,9 @@ def ask(record: Record, tokenizer: Tokenizer, reader: ImageReader, cfg: Config) 
         DataError: the record does not begin with a question and its answer.
         ImageError: the size of an image, needed with anyres, cannot be read.
     """
-    text, num_images, answer = opening_question(record)
+    system, text, num_images, answer = opening_question(record)
     form = template(cfg.trained_template)
-    segments = prompt([Turn("human", text)], form, cfg.model.image_start_end, num_images > 0)
+    segments = prompt(asking(system, text), form, cfg.model.image_start_end, num_images > 0)
     image_rows = tuple(reader.image_rows(record, number) for number in range(num_images))
     ids = encode_prompt(segments, tokenizer, [len(rows) for rows in image_rows], cfg.trained_special_tokens)
     names = record.images[:num_images]

@@ -17,7 +17,8 @@ from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.chat.open_model import open_model
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE
 from llava_fsdp.config import AUTO, EvaluateConfig, Format, Task
-from llava_fsdp.data.records.record import Turn, reading
+from llava_fsdp.data.records.record import reading
+from llava_fsdp.data.text.conversation import asking
 from llava_fsdp.data.text.templates import IMAGE_TAG, template
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, storage_errors
@@ -181,7 +182,7 @@ def open_as_trained(cfg: EvaluateConfig) -> Opened:
 
 def with_paths(question: BenchmarkQuestion, folder: str | None) -> Question:
     paths = [Path(folder or ".") / name for name in question.images]
-    return Question([Turn("human", question.text)], paths, question.where)
+    return Question(asking(question.system, question.text), paths, question.where)
 
 
 def model_digest(checkpoint: str) -> str:

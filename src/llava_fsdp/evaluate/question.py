@@ -42,6 +42,8 @@ class BenchmarkQuestion:
     groups: tuple[tuple[str, str], ...] = ()
     """Groups to which the question belongs, as (kind, name), such as (category, adversarial). Every group is also
     scored separately."""
+    system: str | None = None
+    """Text that replaces the system text of the model's conversation template; None: the template's own."""
 
 
 def with_image_tag(text: str, images: Sequence[str]) -> str:

@@ -83,8 +83,9 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:
     """Return the first question of a LLaVA record. The right answer is the answer that the record gives."""
     check_unread(record.where, record.unread)
-    text, images, answer = opening_question(record)
-    return BenchmarkQuestion(number, record.id, text, text, record.images[:images], record.where, references=(answer,))
+    system, text, images, answer = opening_question(record)
+    names = record.images[:images]
+    return BenchmarkQuestion(number, record.id, text, text, names, record.where, (answer,), system=system)
 
 
 def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuestion]:

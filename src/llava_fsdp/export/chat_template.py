@@ -7,6 +7,7 @@ the conversation at its `<image>` tags, and puts a space before a stretch where 
 ids as training.
 """
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ PROBES: tuple[tuple[str, ...], ...] = (
 )
 """Test conversations for `rehearse`, as (question, answer, question, ...). Wrong chat templates gave other token ids
 for them than training."""
+SYSTEM_PROBE = " be  kind\n"
+"""Test text for `rehearse` of a system message."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,8 @@ def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap) -> st
     templates.
 
     The content of a message may be text with `<image>` tags, or a list of parts of type `image` and `text`. As in
-    training, the image of a message with exactly one image is moved to the front of the message, and an answer before
-    the first question is left out.
+    training, the image of a message with exactly one image is moved to the front of the message, an answer before the
+    first question is left out, and the text of a system message replaces the template's system text.
 
     Args:
         form: the conversation template.
@@ -106,32 +109,42 @@ def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap) -> st
         gap: where to put a space before the text between two images.
     """
     pattern = form.pattern
+    before, after = form.around_system
+    system = quoted(form.system) if form.image_only else f"{quoted(before)} ~ said.text ~ {quoted(after)}"
     return "\n".join(
         [
-            "{%- set chat = namespace(text='', begun=false, asked=false) -%}",
+            f"{{%- set chat = namespace(text='', system={quoted(form.system)}, begun=false, asked=false) -%}}",
             "{%- for message in messages -%}",
             *CONTENT,
             "{%- if message['role'] == 'user' -%}",
             "{%- if chat.asked -%}" + refuse("user and assistant take turns") + "{%- endif -%}",
             *question(form, start_end),
-            f"{{%- set first, later = {quoted(pattern.first_question)}, {quoted(pattern.next_question)} -%}}",
-            "{%- set chat.text = chat.text ~ (later if chat.begun else first) ~ said.text -%}",
+            "{%- if chat.begun -%}",
+            f"{{%- set chat.text = chat.text ~ {quoted(pattern.next_question)} -%}}",
+            "{%- else -%}",
+            f"{{%- set chat.text = {quoted(pattern.before_system)} ~ chat.system -%}}",
+            f"{{%- set chat.text = chat.text ~ {quoted(pattern.first_question)} -%}}",
+            "{%- endif -%}",
+            "{%- set chat.text = chat.text ~ said.text -%}",
             f"{{%- set chat.text = chat.text ~ {quoted(pattern.after_question)} -%}}",
             "{%- if add_generation_prompt or not loop.last -%}",
             f"{{%- set chat.text = chat.text ~ {quoted(pattern.answer_header)} -%}}",
             "{%- endif -%}",
             "{%- set chat.begun = true -%}",
             "{%- set chat.asked = true -%}",
-            "{%- elif message['role'] != 'assistant' -%}",
-            refuse("the template has its own system text; roles are user and assistant"),
             "{%- elif '<image>' in said.text -%}",
             refuse("images belong to messages of the user"),
+            "{%- elif message['role'] == 'system' -%}",
+            "{%- if not loop.first -%}" + refuse("a system message comes first") + "{%- endif -%}",
+            f"{{%- set chat.system = {system} -%}}",
+            "{%- elif message['role'] != 'assistant' -%}",
+            refuse("roles are system, user and assistant"),
             "{%- elif chat.asked -%}",
             f"{{%- set chat.text = chat.text ~ {quoted(pattern.before_answer)} ~ said.text -%}}",
             f"{{%- set chat.text = chat.text ~ {quoted(pattern.after_answer)} -%}}",
             f"{{%- if loop.last -%}}{{%- set chat.text = chat.text ~ {quoted(pattern.end)} -%}}{{%- endif -%}}",
             "{%- set chat.asked = false -%}",
-            "{%- elif not loop.first -%}",
+            "{%- elif chat.begun or loop.index > 2 or loop.index == 2 and messages[0]['role'] != 'system' -%}",
             refuse("user and assistant take turns"),
             "{%- endif -%}",
             "{%- endfor -%}",
@@ -195,9 +208,9 @@ def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> 
     """
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     encoder = ExactEncoder(ours, form, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
-    for texts in PROBES:
-        whole, prompted = trained_ids(encoder, texts, theirs.convert_tokens_to_ids(IMAGE_TAG))
-        for messages in (as_text(texts), as_parts(texts)):
+    for texts, system in itertools.product(PROBES, (None, SYSTEM_PROBE)):
+        whole, prompted = trained_ids(encoder, texts, theirs.convert_tokens_to_ids(IMAGE_TAG), system)
+        for messages in (as_text(texts, system), as_parts(texts, system)):
             full_ids = theirs.apply_chat_template(messages, return_dict=False)
             prompt_ids = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
             for given, ids, trained in ((messages, full_ids, whole), (messages[:-1], prompt_ids, prompted)):
@@ -206,11 +219,14 @@ def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> 
     return None
 
 
-def trained_ids(encoder: ExactEncoder, texts: Sequence[str], image_id: int) -> tuple[list[int], list[int]]:
+def trained_ids(
+    encoder: ExactEncoder, texts: Sequence[str], image_id: int, system: str | None = None
+) -> tuple[list[int], list[int]]:
     """Return the token ids that training gives a conversation, and those of its prompt (the conversation without its
     last answer), with one token `image_id` for every image."""
-    turns = [Turn("gpt" if n % 2 else "human", text) for n, text in enumerate(texts)]
-    images = ("image",) * sum(turn.text.count(IMAGE_TAG) for turn in turns)
+    turns = [] if system is None else [Turn("system", system)]
+    turns += [Turn("gpt" if n % 2 else "human", text) for n, text in enumerate(texts)]
+    images = ("image",) * sum(text.count(IMAGE_TAG) for text in texts)
     sample = encoder(Record("conversation", 0, "0", images, tuple(turns), bool(images)))
     assert sample is not None
     text = prompt(turns[:-1], encoder.template, encoder.start_end, bool(images))
@@ -219,14 +235,15 @@ def trained_ids(encoder: ExactEncoder, texts: Sequence[str], image_id: int) -> t
     return whole, prompted
 
 
-def as_text(texts: Iterable[str]) -> list[dict[str, Any]]:
+def as_text(texts: Iterable[str], system: str | None = None) -> list[dict[str, Any]]:
     """Return a conversation as chat messages for transformers, whose content is text with `<image>` tags."""
-    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    lead = [] if system is None else [{"role": "system", "content": system}]
+    return [*lead, *({"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts))]
 
 
-def as_parts(texts: Iterable[str]) -> list[dict[str, Any]]:
+def as_parts(texts: Iterable[str], system: str | None = None) -> list[dict[str, Any]]:
     """Return a conversation as chat messages for transformers, whose content is a list of image and text parts."""
-    messages = as_text(texts)
+    messages = as_text(texts, system)
     for message in messages:
         parts: list[dict[str, str]] = []
         for number, piece in enumerate(message["content"].split(IMAGE_TAG)):

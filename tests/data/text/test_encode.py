@@ -11,6 +11,7 @@ import sentencepiece.sentencepiece_model_pb2
 from small import ASSETS
 
 from llava_fsdp.config import SpecialTokens, TooLong
+from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record, Turn, parse_record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import IM_END, IM_START, prompt
@@ -194,6 +195,63 @@ def test_two_turns_of_one_role_are_named(tokenizer: Tokenizer) -> None:
     wrong = Record("data.json", 3, "abc", (), (Turn("human", "a"), Turn("human", "b")), False)
     with pytest.raises(DataError, match="turn 1 is from 'human', not from 'gpt'"):
         encoder(tokenizer)(wrong)
+
+
+def with_system(text: str, made: Record) -> Record:
+    return replace(made, turns=(Turn("system", text), *made.turns))
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_a_system_turn_replaces_the_template_s_system_text(tokenizer: Tokenizer, form: str) -> None:
+    """With the template's own text as its text, the ids and labels are those without it."""
+    shape = TEMPLATES[form]
+    before, after = shape.around_system
+    made = record("<image>\nwhat colour?", "red", images=("1.png",))
+    same = with_system(shape.system.removeprefix(before).removesuffix(after), made)
+    other = with_system("be  kind </s>", made)
+    plain, again, changed = (encoder(tokenizer, form)(each) for each in (made, same, other))
+    assert plain is not None and again is not None and changed is not None
+    if shape.system or shape.image_only:
+        assert again.input_ids.tolist() == plain.input_ids.tolist()
+        assert again.labels.tolist() == plain.labels.tolist()
+    else:
+        assert tokenizer.decode(again.input_ids[again.input_ids >= 0].tolist()).startswith("[INST] <<SYS>>")
+    assert supervised(changed, tokenizer) == supervised(plain, tokenizer)
+    text = tokenizer.decode([i for i in changed.input_ids.tolist() if i != IMAGE_ID])
+    assert text.count("be  kind </s>") == (not shape.image_only), "special tokens of its text stay text"
+    assert shape.system not in text or not shape.system
+
+
+def test_an_answer_after_the_system_turn_is_left_out(tokenizer: Tokenizer) -> None:
+    made = record("what", "red")
+    begun = replace(made, turns=(Turn("gpt", "hello"), *made.turns))
+    found, expected = (encoder(tokenizer)(with_system("be kind", each)) for each in (begun, made))
+    assert found is not None and expected is not None and found.input_ids.tolist() == expected.input_ids.tolist()
+
+
+WRONG_SYSTEM = {
+    "later": ((Turn("human", "a"), Turn("gpt", "b"), Turn("system", "c")), (), Kind.wrong_roles),
+    "twice": ((Turn("system", "a"), Turn("system", "b"), Turn("human", "c"), Turn("gpt", "d")), (), Kind.wrong_roles),
+    "alone": ((Turn("system", "a"),), (), Kind.odd_turns),
+    "with an image": (
+        (Turn("system", "a <image>"), Turn("human", "<image>"), Turn("gpt", "d")), ("1.png",), Kind.image_count,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_SYSTEM)
+def test_wrong_system_turns_are_refused(tokenizer: Tokenizer, case: str) -> None:
+    turns, images, kind = WRONG_SYSTEM[case]
+    with pytest.raises(DataError) as caught:
+        encoder(tokenizer)(Record("data.json", 3, "abc", images, turns, bool(images)))
+    assert caught.value.kind is kind
+
+
+@pytest.mark.parametrize("form", ["v1", "llama_2", "mpt"])
+def test_the_original_stops_at_a_system_turn(tokenizer: Tokenizer, form: str) -> None:
+    with pytest.raises(DataError) as caught:
+        check_like_original(with_system("a", record("b", "c")), Original(tokenizer, template(form), 99))
+    assert caught.value.kind is Kind.wrong_roles
 
 
 def test_unknown_template_lists_those_that_exist() -> None:

@@ -46,6 +46,8 @@ SILENT = 5.0
 """If another process holds the lock, waiting for it is logged only after this many seconds."""
 CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
 """For each pass over the dataset, the number of records in a chunk; a chunk takes a few seconds."""
+ENCODED_FORMAT = 2
+"""Version of what the pass over tokens makes of a record with the same encoder. 2: system turns are read."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +330,7 @@ def encoded_name(plan: Plan, pictures: Path) -> str:
     reader and on the version of the columns about images."""
     reader = plan.reader
     places = reader.fingerprint, reader.aspect.value, reader.pixels.value, pictures.name
-    return f"encoded-{short(plan.encoder.fingerprint, places)}"
+    return f"encoded-{short(ENCODED_FORMAT, plan.encoder.fingerprint, places)}"
 
 
 def newest(folder: Path) -> Path | None:

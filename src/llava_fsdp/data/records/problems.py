@@ -56,7 +56,7 @@ PROBLEMS: dict[Kind, Problem] = {
     Kind.media_not_read: Problem(
         "it names video, audio or images in a key or a tag that is not read", Kept.like_original
     ),
-    Kind.wrong_roles: Problem("human and gpt do not take turns", Kept.no),
+    Kind.wrong_roles: Problem("human and gpt do not take turns, or a system turn is not the first", Kept.no),
     Kind.odd_turns: Problem("no turns, or the last question has no answer", Kept.no),
     Kind.empty_answer: Problem("an answer has no text", Kept.like_original),
     Kind.image_count: Problem("the number of <image> tags is not that of the images", Kept.no),

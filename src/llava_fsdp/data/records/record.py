@@ -51,7 +51,7 @@ JSON_NAMES = {
 @dataclass(frozen=True)
 class Turn:
     role: str
-    """The speaker of the turn: human or gpt."""
+    """The speaker of the turn: human or gpt; the first turn may be from system."""
     text: str
 
 

@@ -28,8 +28,8 @@ def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
         start_end: put `<im_start>` and `<im_end>` around every image tag.
 
     Raises:
-        DataError: turns do not alternate human, gpt, or an answer is missing, or the number of image tags is not the
-            number of images.
+        DataError: turns do not alternate human, gpt after a system turn, or an answer is missing, or the number of
+            image tags is not the number of images.
     """
     check_turns(record)
     segments = prompt(asked_turns(record), form, start_end, bool(record.images))
@@ -38,14 +38,16 @@ def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
 
 def prompt(turns: Sequence[Turn], form: Template, start_end: bool, has_images: bool) -> list[Segment]:
     """Render turns as segments, without the text that ends a conversation. If the last turn is a question, the text
-    ends where a model's answer begins.
+    ends where a model's answer begins. The text of a system turn, which may be the first, replaces the template's
+    system text; a template for captions leaves it out, as it does questions.
 
     Args:
         start_end: put `<im_start>` and `<im_end>` around every image tag.
         has_images: whether `<image>` tags stand for images; otherwise they are ordinary text.
     """
     pattern = form.pattern
-    segments = []
+    system, turns = split_system(turns)
+    segments = [Segment(pattern.before_system, False), *write_system(system, form)]
     for number, turn in enumerate(turns):
         if turn.role == "human":
             segments.append(Segment(pattern.next_question if number else pattern.first_question, False))
@@ -56,6 +58,13 @@ def prompt(turns: Sequence[Turn], form: Template, start_end: bool, has_images: b
             segments.append(Segment(turn.text, True, from_record=True))
             segments.append(Segment(pattern.after_answer, True))
     return segments
+
+
+def write_system(turn: Turn | None, form: Template) -> list[Segment]:
+    if turn is None or form.image_only:
+        return [Segment(form.system, False)]
+    before, after = form.around_system
+    return [Segment(before, False), Segment(turn.text, False, from_record=True), Segment(after, False)]
 
 
 def write_question(text: str, form: Template, start_end: bool, has_images: bool) -> list[Segment]:
@@ -82,22 +91,38 @@ def image_first(text: str, has_images: bool) -> str:
     return f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
 
 
+def split_system(turns: Sequence[Turn]) -> tuple[Turn | None, Sequence[Turn]]:
+    """Return the system turn with which a conversation begins (None if it has none), and the other turns."""
+    return (turns[0], turns[1:]) if turns and turns[0].role == "system" else (None, turns)
+
+
 def asked_turns(record: Record) -> tuple[Turn, ...]:
-    """Return a record's turns. If the first turn is an answer, it is left out, as in LLaVA (LLaVA train.py:441-443)."""
-    return record.turns[1:] if record.turns and record.turns[0].role == "gpt" else record.turns
+    """Return a record's turns. An answer before the first question is left out, as in LLaVA (LLaVA
+    train.py:441-443)."""
+    system, turns = split_system(record.turns)
+    asked = turns[1:] if turns and turns[0].role == "gpt" else turns
+    return tuple(asked) if system is None else (system, *asked)
 
 
-def opening_question(record: Record) -> tuple[str, int, str]:
-    """Return a record's first question (with image tags), the number of the question's images, and the answer to it.
+def opening_question(record: Record) -> tuple[str | None, str, int, str]:
+    """Return a record's system text (None if it has none), its first question (with image tags), the number of the
+    question's images, and the answer to it.
 
     Raises:
         DataError: the record does not begin with a question and its answer.
     """
-    turns = asked_turns(record)
+    system, turns = split_system(asked_turns(record))
     if [turn.role for turn in turns[:2]] != ["human", "gpt"]:
         raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")
     text = image_first(turns[0].text, bool(record.images))
-    return text, min(len(record.images), text.count(IMAGE_TAG)), turns[1].text
+    images = min(len(record.images), text.count(IMAGE_TAG))
+    return None if system is None else system.text, text, images, turns[1].text
+
+
+def asking(system: str | None, question: str) -> list[Turn]:
+    """Return the turns of a conversation with one question and, unless it is None, a system text."""
+    asked = Turn("human", question)
+    return [asked] if system is None else [Turn("system", system), asked]
 
 
 def role_cure(role: str) -> str:
@@ -111,17 +136,17 @@ def role_cure(role: str) -> str:
         case "gpt" | "model" | "bot":
             return f"rename {role} to gpt"
         case "system":
-            return "take it out, or put its text before the first question's: the system text is the template's"
+            return "labels=exact reads one system turn, at the beginning: move it there, or take it out"
         case _:
-            return "rename it to human or gpt, or take it out"
+            return "rename it to system, human or gpt, or take it out"
 
 
 def check_turns(record: Record) -> None:
-    """Raise DataError if the turns of a record do not alternate human, gpt, or its image tags do not match its
-    images."""
-    turns = asked_turns(record)
-    for position, turn in enumerate(turns):
-        expected = "human" if position % 2 == 0 else "gpt"
+    """Raise DataError if the turns of a record do not alternate human, gpt after a system turn, or its image tags do
+    not match its images."""
+    system, turns = split_system(asked_turns(record))
+    for position, turn in enumerate(turns, start=0 if system is None else 1):
+        expected = "human" if (position % 2 == 0) is (system is None) else "gpt"
         if turn.role != expected:
             raise DataError(
                 f"{record.where}: turn {position} is from {turn.role!r}, not from {expected!r}; {role_cure(turn.role)}",
@@ -133,6 +158,11 @@ def check_turns(record: Record) -> None:
                 "questions: take it out",
                 Kind.image_count,
             )
+    if system is not None and record.images and IMAGE_TAG in system.text:
+        raise DataError(
+            f"{record.where}: the system turn has {IMAGE_TAG} in it; images belong to questions: take it out",
+            Kind.image_count,
+        )
     if len(turns) % 2 or not turns:
         raise DataError(
             f"{record.where}: the conversation has {len(turns)} turns; it must end with an answer: "

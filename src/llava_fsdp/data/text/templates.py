@@ -24,8 +24,9 @@ class Style(Enum):
 class Pattern:
     """The texts around questions and answers in one style; a template's texts replace `{system}`, `{sep}` etc."""
 
+    before_system: str
     first_question: str
-    """Text before the first question."""
+    """Text between the system text and the first question."""
     next_question: str
     """Text before each later question."""
     after_question: str
@@ -40,11 +41,11 @@ class Pattern:
 
 
 STYLES: dict[Style, Pattern] = {
-    Style.PLAIN: Pattern("", "", "", "", "", "{sep}"),
-    Style.TWO: Pattern("{system}{sep}{user}: ", "{user}: ", "{sep}", "{assistant}:", " ", "{sep2}"),
-    Style.LLAMA_2: Pattern("[INST] {system}", "{sep}[INST] ", " [/INST]", "", " ", " {sep2}"),
-    Style.MPT: Pattern("{system}{sep}{user}", "{user}", "{sep}", "{assistant}", "", "{sep}"),
-    Style.MARKERS: Pattern("{system}\n\n### {user}: ", " {user}: ", "\n", "### {assistant}:", " ", "\n###", end=" "),
+    Style.PLAIN: Pattern("", "", "", "", "", "", "{sep}"),
+    Style.TWO: Pattern("", "{sep}{user}: ", "{user}: ", "{sep}", "{assistant}:", " ", "{sep2}"),
+    Style.LLAMA_2: Pattern("[INST] ", "", "{sep}[INST] ", " [/INST]", "", " ", " {sep2}"),
+    Style.MPT: Pattern("", "{sep}{user}", "{user}", "{sep}", "{assistant}", "", "{sep}"),
+    Style.MARKERS: Pattern("", "\n\n### {user}: ", " {user}: ", "\n", "### {assistant}:", " ", "\n###", end=" "),
 }
 
 
@@ -66,6 +67,18 @@ class Template:
         """The Pattern of the template's style with this template's texts filled in."""
         own = asdict(self)
         return Pattern(*(part.format(**own) for part in astuple(STYLES[self.style])))
+
+    @property
+    def around_system(self) -> tuple[str, str]:
+        """The texts before and after a record's own system text, which replaces `system`."""
+        match self.style:
+            case Style.LLAMA_2:
+                before, after = LLAMA_2_SYSTEM.split("{}")
+                return before, after
+            case Style.MPT:
+                return MPT_SYSTEM, ""
+            case _:
+                return "", ""
 
     @property
     def image_only(self) -> bool:
@@ -103,6 +116,7 @@ LANGUAGE_AND_VISION = (
     "provides, and assist the user with a variety of tasks using natural language."
 )
 LLAMA_2_SYSTEM = "<<SYS>>\n{}\n<</SYS>>\n\n"
+MPT_SYSTEM = "<|im_start|>system\n"
 WRAPPED_IMAGE = f"<Image>{IMAGE_TAG}</Image>"
 
 
@@ -117,7 +131,7 @@ def markers(system: str, image: str = IMAGE_TAG) -> Template:
 def mpt(system: str) -> Template:
     return Template(
         Style.MPT,
-        f"<|im_start|>system\n{system}",
+        MPT_SYSTEM + system,
         "<|im_start|>user\n",
         "<|im_start|>assistant\n",
         sep="<|im_end|>",
