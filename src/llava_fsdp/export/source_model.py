@@ -12,6 +12,7 @@ from llava_fsdp.checkpoint.manifest import STATE_FILE
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_alone, verify
 from llava_fsdp.config import (
+    AUTO,
     AspectRatio,
     Config,
     ConversionConfig,
@@ -24,6 +25,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.config.renamed import VALUES, present_tree
 from llava_fsdp.data.images.preprocess import preprocessor_fields
+from llava_fsdp.data.text.jinja_template import usable_name
 from llava_fsdp.export.adapter_folder import check_fingerprint
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.formats import SourceModel, source_of_run
@@ -42,7 +44,7 @@ from llava_fsdp.model.load_weights import (
 )
 from llava_fsdp.model.lora_files import AdapterFolder, is_adapter_folder, open_adapter
 from llava_fsdp.model.lora_names import BASE, is_adapter, module_of, without_base
-from llava_fsdp.model.pretrained import EXPORT, NEXT, artifacts_of, find_parts, find_projector, read_json, resolve
+from llava_fsdp.model.pretrained import EXPORT, NEXT, Parts, artifacts_of, find_parts, find_projector, read_json, resolve
 from llava_fsdp.model.pretrained_config import read_base, read_model
 from llava_fsdp.model.tensor_files import Stored
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ModelError
@@ -250,7 +252,7 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
     notes = read_notes(folder)
     return SourceModel(
         model=model,
-        template=notes.get("template", cfg.template),
+        template=notes.get("template") or default_template(cfg, model.parts),
         aspect=cfg.image_aspect_ratio or aspect_of(folder, raw, notes),
         grid_pinpoints=notes.get("grid_pinpoints")
         or model.parts.grid_pinpoints
@@ -264,6 +266,13 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
         renamed_tower=cfg.vision,
         history={key: notes[key] for key in ("run", "stage", "step", "train") if key in notes},
     )
+
+
+def default_template(cfg: ConversionConfig, parts: Parts) -> str:
+    """Return the conversation template of a model whose folder names none."""
+    if cfg.template != AUTO:
+        return cfg.template
+    return (usable_name(parts.language_folder) if parts.grid_pinpoints is not None else None) or "v1"
 
 
 C = TypeVar("C", bound=Enum)
