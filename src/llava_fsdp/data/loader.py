@@ -122,7 +122,8 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: Ima
     `llava_v1_5`, which gives LLaVA's own token ids and labels.
 
     Raises:
-        ConfigError: `data.template` does not exist or cannot be trained with, or the tokenizer lacks tokens that the settings need.
+        ConfigError: `data.template` does not exist or cannot be trained with, or the tokenizer lacks tokens that the
+            settings need.
     """
     start_end = cfg.model.image_start_end
     extra = (PAD_OF_V0,) if has_padding_token(cfg) else ()

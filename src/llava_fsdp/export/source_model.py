@@ -44,7 +44,16 @@ from llava_fsdp.model.load_weights import (
 )
 from llava_fsdp.model.lora_files import AdapterFolder, is_adapter_folder, open_adapter
 from llava_fsdp.model.lora_names import BASE, is_adapter, module_of, without_base
-from llava_fsdp.model.pretrained import EXPORT, NEXT, Parts, artifacts_of, find_parts, find_projector, read_json, resolve
+from llava_fsdp.model.pretrained import (
+    EXPORT,
+    NEXT,
+    Parts,
+    artifacts_of,
+    find_parts,
+    find_projector,
+    read_json,
+    resolve,
+)
 from llava_fsdp.model.pretrained_config import read_base, read_model
 from llava_fsdp.model.tensor_files import Stored
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ModelError

@@ -1,5 +1,5 @@
-"""Write conversations with a language model's own chat template (Jinja), and find which characters of the text come from
-the record's turns.
+"""Write conversations with a language model's own chat template (Jinja), and find which characters come from the
+record's turns.
 
 The text is exactly what transformers' `apply_chat_template` renders. The text around the turns (frames) depends on the
 roles alone. It is learned once for each sequence of roles, from a conversation whose turns are marks. A record's
@@ -41,9 +41,9 @@ DATE = (
 Llama 3 writes if it knows none. Otherwise the tokens of a record would change from day to day."""
 BOS = "{%- if true %}{{- bos_token }}{%- endif %}\n"
 """Jinja code put before the template of a LLaVA-NeXT processor, which adds a BOS token that the template lacks."""
-MARK = "\ue000{}\ue001"
-"""The text of a turn when frames are learned; private-use characters, which no template looks for."""
-MARKS = re.compile("\ue000(\\d+)\ue001")
+MARK = "\ue000turn {}\ue001"
+"""The text of a turn when frames are learned, with private-use characters, which no template looks for."""
+MARKS = re.compile("\ue000turn (\\d+)\ue001")
 ANSWER = "\ue000answer\ue001"
 """Text in place of an answer that is to be generated."""
 LEFT, RIGHT = "\n\t\n", "\n \n"
