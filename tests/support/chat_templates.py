@@ -46,7 +46,7 @@ def write_tokenizer(code: str, folder: Path, pieces: bool = False) -> Path:
     Args:
         pieces: words that begin with a space (as Gemma's) instead of bytes (as Qwen's).
     """
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     made, special = (
         FastTokenizer(models.BPE(byte_fallback=pieces, unk_token="<unk>" if pieces else None)),
         specials(code),

@@ -158,8 +158,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
     parts = find_parts(cfg.model)
     if names_none:
         cfg = with_template(cfg, parts)
-        own = f"{parts.language_folder}, a {parts.language.model_type}"
-        log().info("data.template=%s, for the language model %s", cfg.data.template, own)
+        log().info("auto: data.template=%s, for the language model %s", cfg.data.template, parts.language.model_type)
     if not cfg.has_auto:
         return cfg
     shapes = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
