@@ -25,7 +25,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.config.renamed import VALUES, present_tree
 from llava_fsdp.data.images.preprocess import preprocessor_fields
-from llava_fsdp.data.text.jinja_template import usable_name
+from llava_fsdp.data.text.jinja_template import OWN, own_name, usable_name
 from llava_fsdp.export.adapter_folder import check_fingerprint
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.formats import SourceModel, source_of_run
@@ -279,6 +279,8 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
 
 def default_template(cfg: ConversionConfig, parts: Parts) -> str:
     """Return the conversation template of a model whose folder names none."""
+    if cfg.template == OWN:
+        return own_name(parts.language_folder) or OWN
     if cfg.template != AUTO:
         return cfg.template
     return (usable_name(parts.language_folder) if parts.grid_pinpoints is not None else None) or "v1"

@@ -271,7 +271,7 @@ def test_images_stand_in_the_question(start_end: bool, tmp_path: Path) -> None:
     """The only one at its front, as with LLaVA's templates, also where the template strips the text."""
     form = own(PUBLISHED["llama3"] + "{# <im_start> #}", tmp_path / "lm")
     encode = replace(encoder(form, form.tokenizer, SpecialTokens.text, images=4), start_end=start_end)
-    sample = encode(record(("human", " what? <image> "), ("gpt", "red"), images=("a.png",)))
+    sample = encode(record(("human", " what? <image> "), ("gpt", " red\n"), images=("a.png",)))
     assert sample is not None
     at = np.flatnonzero(sample.input_ids == IMAGE_ID)
     assert at.tolist() == list(range(at[0], at[0] + 4)) and (sample.labels[at] == IGNORE).all()
