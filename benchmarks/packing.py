@@ -268,7 +268,7 @@ def micro_batches(state: TrainState, cfg: Config, layout: str) -> Step:
     facts = StepFacts(0, samples=len(rows), label_tokens=sum(s.num_labels for s, _ in rows))
     collate = Collator(steps.image_reader, Normalize.step, pack=False)
     lengths = [
-        (len(s.input_ids) + (PICTURE - steps.image_reader.image_tokens) * bool(s.images), bool(s.images))
+        (len(s.input_ids) + (PICTURE - steps.image_reader.tokens.features) * bool(s.images), bool(s.images))
         for s, _ in rows
     ]
     if layout == GROUPED:  # the records were written in its order

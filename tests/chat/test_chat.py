@@ -323,7 +323,7 @@ def test_every_folder_can_be_asked(noise: Path, assistant: Assistant, pictures: 
     for folder in (noise / "export", noise / "checkpoints" / "step-000001", unfinished, original):
         found = Assistant(str(folder), "plain", AspectRatio.square)
         assert found.answers([question], 12) == expected, folder
-        assert found.reader.aspect is AspectRatio.pad and found.template_name == "v1"
+        assert found.reader.tokens.aspect is AspectRatio.pad and found.template_name == "v1"
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"model\.checkpoint=.*empty"):
         Assistant(str(tmp_path / "empty"), "v1", AspectRatio.pad)
@@ -336,8 +336,8 @@ def test_a_folder_that_says_little(noise: Path, pictures: list[Path], tmp_path: 
     processor = json.loads((tmp_path / "theirs" / "preprocessor_config.json").read_text())
     write_json(tmp_path / "theirs" / "preprocessor_config.json", {**processor, "do_pad": False})
     found = Assistant(str(tmp_path / "theirs"), "chatml", AspectRatio.square)
-    assert (found.template_name, found.reader.aspect) == ("chatml", AspectRatio.square)
-    assert Assistant(str(tmp_path / "theirs"), "v1", AspectRatio.pad).reader.aspect is AspectRatio.pad
+    assert (found.template_name, found.reader.tokens.aspect) == ("chatml", AspectRatio.square)
+    assert Assistant(str(tmp_path / "theirs"), "v1", AspectRatio.pad).reader.tokens.aspect is AspectRatio.pad
 
 
 def test_a_model_of_tiles(parts: Path, dataset: Path, tmp_path: Path) -> None:

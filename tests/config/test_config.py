@@ -68,10 +68,14 @@ def keys(node: DictConfig, prefix: str = "") -> set[str]:
 
 
 def leaves(path: Path) -> dict[str, object]:
-    """What a YAML file sets, by dotted key."""
+    """What a YAML file and the files of its folder that it is based on set, by dotted key."""
     whole = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(whole, dict)
-    return dotted({str(key): value for key, value in whole.items() if key != "defaults"})
+    made: dict[str, object] = {}
+    for base in whole.pop("defaults", []):
+        if isinstance(base, str) and base != "_self_":
+            made |= leaves(path.with_name(f"{base}.yaml"))
+    return made | dotted({str(key): value for key, value in whole.items()})
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
@@ -131,6 +135,7 @@ WRONG = [
     (
         "stage=nope",
         "stage=nope: choose one of finetune, finetune_lora, finetune_qlora, finetune_task, finetune_task_lora, "
+        "onevision_1_5, onevision_2, onevision_2_single_image, "
         "pretrain",
     ),
     (

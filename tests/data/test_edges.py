@@ -19,8 +19,8 @@ from llava_fsdp.data.batching.collate import Collator, dropout_seeds
 from llava_fsdp.data.batching.sampler import Shuffle, amounts, shares_of
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.images import check, preprocess
-from llava_fsdp.data.images.anyres import feature_rows
 from llava_fsdp.data.images.fast_resize import Decoded
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, check_enlarged, parse_preprocessor
 from llava_fsdp.data.index import build, duplicate_ids, statistics
 from llava_fsdp.data.index.build import Index
@@ -97,7 +97,14 @@ def test_tokens_around_neighbouring_images_are_special() -> None:
 
 def test_only_a_sample_that_had_labels_can_be_left_without(tokenizer: Tokenizer) -> None:
     encoder = exact(tokenizer, 6, TooLong.truncate)
-    task = EncodeRecords(Path(), 1, Path(), Path(), encoder, ImageReader(None, CLIP, AspectRatio.pad, Pixels.exact, 4))
+    task = EncodeRecords(
+        Path(),
+        1,
+        Path(),
+        Path(),
+        encoder,
+        ImageReader(None, CLIP, ImageTokens(AspectRatio.pad, CLIP.size, 4), Pixels.exact),
+    )
     made = encoder.measure(RECORD, [6])
     assert task.losses(made)[0, 3] == 1
     unlabelled = dataclasses.replace(made.whole, labels=np.full_like(made.whole.labels, IGNORE))
@@ -169,7 +176,7 @@ def test_a_step_without_labels_has_a_scale() -> None:
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_a_micro_batch_of_nothing_is_one_position_without_a_label(pack: bool) -> None:
-    reader = ImageReader(None, CLIP, AspectRatio.pad, Pixels.exact, 4)
+    reader = ImageReader(None, CLIP, ImageTokens(AspectRatio.pad, CLIP.size, 4), Pixels.exact)
     made = Collator(reader, Normalize.micro_batch, pack)([], StepFacts(0), 2)
     assert made.input_ids.tolist() == [[0]] and not len(made.label_ids) and not len(made.label_positions)
     assert (made.lengths, made.cu_seqlens.tolist()) == (((1,), [0, 1]) if pack else ((), []))
@@ -498,18 +505,6 @@ def test_the_value_that_is_white(mode: str, least: float, most: float, white: fl
         return
     with pytest.raises(ImageError):
         check.white_of(mode, values, "x")
-
-
-@pytest.mark.parametrize("size", [(28, 56), (56, 56), (84, 28), (28, 84)])
-def test_tiles_are_counted_by_what_they_show(size: tuple[int, int]) -> None:
-    """The ends of lines are of none; one tile where nothing is shown in tiles."""
-    reader = ImageReader(None, CLIP, AspectRatio.anyres, Pixels.exact, 4, (size,))
-    for merge in (preprocess.PatchMerge.flat, preprocess.PatchMerge.spatial, preprocess.PatchMerge.spatial_unpad):
-        rows = feature_rows(size, [size], 28, 2, merge)
-        assert reader.count_tiles(rows) == 1 + size[0] * size[1] // 28**2
-        assert dataclasses.replace(reader, merge=merge).most_tokens == len(rows)
-    assert reader.count_tiles(np.arange(4)) == 1
-    assert dataclasses.replace(reader, aspect=AspectRatio.pad).most_tokens == 4
 
 
 @pytest.mark.parametrize(("wide", "narrower"), [(124, False), (125, True), (250, True), (100, False), (90, False)])

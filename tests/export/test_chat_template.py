@@ -121,7 +121,7 @@ def test_every_new_id_has_a_row(pad: str | None, spare: int, tmp_path: Path) -> 
     size = open_tokenizer(source).size
     staged = tmp_path / "staged"
     staged.mkdir()
-    image_id, pad_id, rows = write_tokenizer(source, staged, LlamaConfig(vocab_size=size + spare), "v1", False)
+    (image_id, pad_id, _), rows = write_tokenizer(source, staged, LlamaConfig(vocab_size=size + spare), "v1", False)
     new = [image_id] if pad else [image_id, pad_id]
     assert new == [size + n for n in range(len(new))]
     assert rows == (size + spare if spare >= len(new) else -(-(size + len(new)) // 64) * 64)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from llava_fsdp.config import DType, FolderFormat, LinearKind, Quantizer
+from llava_fsdp.config import AspectRatio, DType, FolderFormat, LinearKind, Quantizer
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.export import verify_logits
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.train import final_export
@@ -90,6 +91,9 @@ def test_an_export_is_current_if_all_of_it_is(
     assert current(export=wrong) is lora
 
 
+RULE = ImageTokens(AspectRatio.square, 28, 4)
+
+
 @pytest.mark.parametrize("form", FolderFormat)
 def test_a_converted_folder_has_the_logits_of_its_source(form: FolderFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal for our own model, close for transformers'; nan is never close."""
@@ -103,9 +107,9 @@ def test_a_converted_folder_has_the_logits_of_its_source(form: FolderFormat, mon
     monkeypatch.setattr(verify_logits, "replace_projector", lambda *_: None)
     model: Any = None
     outputs = iter((expected, written, written))
-    assert verify_logits.prove(form, model, {}, {}, Path("x")) == 0
+    assert verify_logits.prove(form, model, {}, {}, Path("x"), RULE) == 0
     for wrong in (1e-3, math.nan):
         for place in (1, 2) if form is FolderFormat.projector else (1,):
             outputs = iter([expected, *(written + wrong * (place == n) for n in (1, 2))])
             with pytest.raises(ModelError):
-                verify_logits.prove(form, model, {}, {}, Path("x"))
+                verify_logits.prove(form, model, {}, {}, Path("x"), RULE)

@@ -375,7 +375,7 @@ def test_exported_processor_makes_our_pixels_and_tokens(
     ours = load_image(tmp_path / "a.png", loader.steps.image_reader.preprocessor, cfg.data.image_aspect_ratio, "x")
     assert torch.equal(normalize(torch.from_numpy(ours)[None], loader.table), inputs["pixel_values"])
     image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
-    assert int((inputs["input_ids"] == image_id).sum()) == loader.steps.image_reader.image_tokens == tokens
+    assert int((inputs["input_ids"] == image_id).sum()) == loader.steps.image_reader.tokens.features == tokens
 
 
 def test_checkpoint_brings_its_projector(noise: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:

@@ -42,12 +42,13 @@ def source(whole: Path | None = None) -> SourceModel:
         language_folder=whole,
     )
     cfg = SimpleNamespace(patch_merge=PatchMerge.spatial, image_start_end=True)
-    model: Any = SimpleNamespace(parts=parts, cfg=cfg)
+    model: Any = SimpleNamespace(parts=parts, cfg=cfg, image_tokens=4)
     return SourceModel(
         model=model,
         template="plain",
         aspect=AspectRatio.anyres,
         grid_pinpoints=[[28, 56]],
+        max_tiles=5,
         pixels=Pixels.llava_v1_5,
         special_tokens=SpecialTokens.parse,
         max_length=55,
@@ -63,7 +64,7 @@ def test_notes_say_all_of_it(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "llava_fsdp.json").read_text())
     assert {key: value for key, value in found.items() if key not in ("files", "digest")} == {
         "run": "r", "stage": "s", "step": 3, "train": ["projector"], "dtype": "bf16", "template": "plain",
-        "image_aspect_ratio": "anyres", "grid_pinpoints": [[28, 56]], "pixels": "llava_v1_5",
+        "image_aspect_ratio": "anyres", "grid_pinpoints": [[28, 56]], "max_tiles": 5, "pixels": "llava_v1_5",
         "special_tokens": "parse", "max_length": 55, "vocab_size": 77, "image_start_end": True,
         "language": "a/language", "vision": "b/vision",
     }  # fmt: skip
@@ -116,7 +117,7 @@ def test_an_originals_configuration_is_kept_but_for_what_has_changed(tmp_path: P
 def test_rows_of_a_model_without_a_tokenizer(vocabulary: int, rows: int, tmp_path: Path) -> None:
     """Two ids follow the trained ones, and rows are a multiple of 64."""
     language: Any = SimpleNamespace(vocab_size=vocabulary)
-    assert write_tokenizer(tmp_path, tmp_path, language, "v1", False) == (vocabulary, vocabulary + 1, rows)
+    assert write_tokenizer(tmp_path, tmp_path, language, "v1", False) == ((vocabulary, vocabulary + 1, None), rows)
 
 
 def test_a_tokenizer_for_an_older_release() -> None:

@@ -14,12 +14,14 @@ from reference import EXPORTED
 from safetensors.torch import save_file
 from small import conversion, make_config, write_json, write_parts
 from tiers import slow_after
+from tiled import SIGLIP_IMAGES, parts_of, write_pictures
 from transformers import AutoImageProcessor, AutoProcessor, LlavaNextConfig, LlavaNextForConditionalGeneration
 from weights import same, weights
 
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels
 from llava_fsdp.data.images.anyres import grid_sizes
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import normalize, pixel_table
 from llava_fsdp.data.records.record import Turn
@@ -39,54 +41,12 @@ GRIDS = [[56, 28], [28, 56], [84, 56]]
 ANYRES = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad", "data.max_length=512"]
 TILED = [*ANYRES, f"data.grid_pinpoints={GRIDS}", "model.select_feature=auto"]
 RUN = [*TILED, *EXPORTED, "export.verify=true", "max_steps=2", "global_batch_size=4", "micro_batch_size=4"]
-SIZES = {"wide": (93, 41), "dot": (1, 1), "high": (30, 77)}
-SIGLIP = {
-    "model_type": "siglip_vision_model", "hidden_size": 20, "intermediate_size": 30, "num_hidden_layers": 3,
-    "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
-}  # fmt: skip
-SIGLIP_IMAGES: dict[str, Any] = {
-    "image_processor_type": "SiglipImageProcessor", "size": {"height": 28, "width": 28}, "resample": 2,
-    "image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.5, 0.6],
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset: a picture of several tiles, one of a single pixel, two in a sample, and a text."""
     folder = tmp_path_factory.mktemp("pictures")
-    (folder / "images").mkdir()
-    for name, size in SIZES.items():
-        Image.effect_noise(size, 90).convert("RGB").save(folder / "images" / f"{name}.png")
-    questions: list[tuple[list[str], str]] = [
-        (["wide"], "<image>\nwhat is left"),
-        (["dot"], "<image>\nhow large is it"),
-        (["high", "wide"], "is <image> left of<image>"),
-        ([], "what colour is the circle"),
-    ]
-    records = [
-        {
-            "id": str(number),
-            **({"image": [f"{name}.png" for name in names]} if names else {}),
-            "conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "the red circle"}],
-        }
-        for number, (names, text) in enumerate(questions)
-    ]
-    write_json(folder / "mixed.json", records)
-    return folder
-
-
-def parts_of(kind: str, folder: Path) -> Path:
-    """CLIP and Llama, or SigLIP and a Qwen3 with tied embeddings."""
-    write_parts(folder, spare_rows=0)
-    language = json.loads((folder / "language" / "config.json").read_text())
-    if kind == "siglip_qwen3":
-        write_json(folder / "vision" / "config.json", SIGLIP)
-        write_json(folder / "vision" / "preprocessor_config.json", SIGLIP_IMAGES)
-        tied = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}
-        write_json(folder / "language" / "config.json", language | tied | {"head_dim": 6})
-    if kind == "clip_mistral":
-        window = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 9}
-        write_json(folder / "language" / "config.json", language | window)
+    write_pictures(folder)
     return folder
 
 
@@ -284,7 +244,7 @@ def test_their_folder_answers_as_their_model(theirs: Path, pictures: Path) -> No
     """Neither tiles nor their sizes have to be named."""
     path = pictures / "images" / "wide.png"
     ours = Assistant(str(theirs), "v1", AspectRatio.pad)
-    assert (ours.reader.aspect, [list(size) for size in ours.reader.sizes]) == (AspectRatio.anyres, GRIDS)
+    assert (ours.reader.tokens.aspect, [list(size) for size in ours.reader.tokens.sizes]) == (AspectRatio.anyres, GRIDS)
     processor, model = AutoProcessor.from_pretrained(theirs), loaded(theirs)
     text = processor.apply_chat_template(
         [{"role": "user", "content": "<image>\nwhat is it"}], add_generation_prompt=True
@@ -311,7 +271,8 @@ def test_pixels_of_their_processor(kind: str, number: int, tmp_path: Path) -> No
     write_preprocessor(tmp_path / "vision", tmp_path / "export", False, [[height, width] for width, height in sizes])
     processor = AutoImageProcessor.from_pretrained(tmp_path / "export")
     own = read_preprocessor(tmp_path / "vision")
-    reader = ImageReader(None, own, AspectRatio.anyres, Pixels.exact, 4, tuple(sizes), PatchMerge.spatial_unpad)
+    rule = ImageTokens(AspectRatio.anyres, 28, 4, tuple(sizes), PatchMerge.spatial_unpad)
+    reader = ImageReader(None, own, rule, Pixels.exact)
     table, dice, file = pixel_table(own, torch.device("cpu")), random.Random(number), tmp_path / "picture.png"
     for _ in range(number):
         size = dice.choice([1, 2, 3, 9, 30, 150]), dice.randrange(1, 150)

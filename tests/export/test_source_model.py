@@ -12,7 +12,7 @@ from llava_fsdp.export.main import check_target
 from llava_fsdp.export.source_model import aspect_of, choice_of, source_of_folder
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
-MODEL: Any = SimpleNamespace(parts=SimpleNamespace(grid_pinpoints=None))
+MODEL: Any = SimpleNamespace(parts=SimpleNamespace(grid_pinpoints=None, max_tiles=None))
 PARTS: Any = SimpleNamespace(language="its language", vision="its tower")
 
 
@@ -45,7 +45,7 @@ def test_what_a_folder_says_wins_over_what_is_assumed(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {"tokenizer_model_max_length": 777, "image_grid_pinpoints": [[3, 4]]})
     found = source_of_folder(tmp_path, MODEL, PARTS, cfg)
     assert (found.max_length, found.grid_pinpoints) == (777, [[3, 4]])
-    tiled: Any = SimpleNamespace(parts=SimpleNamespace(grid_pinpoints=[[4, 3]]))
+    tiled: Any = SimpleNamespace(parts=SimpleNamespace(grid_pinpoints=[[4, 3]], max_tiles=5))
     assert source_of_folder(tmp_path, tiled, PARTS, cfg).grid_pinpoints == [[4, 3]]
     notes = {"max_length": 99, "template": "v0", "language": "l", "vision": "v", "run": "r", "step": 3, "seed": 8,
              "stage": "finetune", "train": ["projector"], "grid_pinpoints": [[5, 6]], "pixels": "fast",

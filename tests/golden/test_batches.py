@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from small import config_of
 from tiers import slow_after
 
-from llava_fsdp.config import Config, PatchMerge
-from llava_fsdp.data.images.anyres import NEWLINE_ROW, feature_rows, grid_sizes
+from llava_fsdp.config import AspectRatio, Config, PatchMerge
+from llava_fsdp.data.images.anyres import grid_sizes
+from llava_fsdp.data.images.image_tokens import NEWLINE_ROW, ImageTokens
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import spliced
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
@@ -82,7 +83,8 @@ def rows_of(number: int, tiles: torch.Tensor, overrides: dict, merge: PatchMerge
         return torch.arange(len(tiles) * SIDE * SIDE)
     width, height = overrides["image_sizes_wh"][number]
     sizes = grid_sizes(overrides["image_grid_pinpoints"], TILE)
-    return torch.from_numpy(feature_rows((width, height), sizes, TILE, SIDE, merge))
+    rule = ImageTokens(AspectRatio.anyres, TILE, SIDE**2, tuple(sizes), merge)
+    return torch.from_numpy(rule.of((width, height), 1))
 
 
 def run(model: Llava, batch: dict, inputs: dict[str, torch.Tensor]) -> tuple[float, int]:

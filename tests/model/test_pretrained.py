@@ -61,7 +61,8 @@ def test_a_checkpoint_takes_the_features_that_it_was_trained_on(tmp_path: Path) 
             vision_config=SimpleNamespace(image_size=42, patch_size=14),
             image_seq_length=positions,
         )
-        cfg: Any = SimpleNamespace(select_layer=-2, select_feature=feature)
+        projector = {"projector_type": "mlp2x_gelu", "shuffle_factor": 1}
+        cfg: Any = SimpleNamespace(select_layer=-2, select_feature=feature, **projector)
         check_selection(config, cfg, tmp_path)
 
     check(-2, "default", 9, Feature.patch)

@@ -58,7 +58,7 @@ def test_a_cls_token_is_dropped_where_there_is_one(name: str, feature: Feature, 
     with torch.device("meta"):
         tower = AutoModel.from_config(TOWERS[name], attn_implementation="sdpa")
     probe = probe_vision_tower(tower, TOWERS[name], -2, feature)
-    assert (probe.drops_cls, probe.image_tokens) == (drops, tokens)
+    assert (probe.drops_cls, probe.features) == (drops, tokens)
 
 
 def test_last_hidden_state_may_be_another_than_the_last_layers() -> None:

@@ -10,8 +10,8 @@ import torch
 
 from llava_fsdp.chat.open_model import choose_dtype, config_of, open_model
 from llava_fsdp.config import AspectRatio
-from llava_fsdp.data.images.anyres import NEWLINE_ROW, grid_sizes
 from llava_fsdp.data.images.check import read_size
+from llava_fsdp.data.images.image_tokens import join_tokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import normalize, pixel_table
 from llava_fsdp.data.records.record import Turn
@@ -47,13 +47,15 @@ class LoadedImage:
     Attributes:
         number: unique among all images that one assistant has read.
         tiles: pixels, uint8 [tiles, 3, size, size].
-        rows: for each image token in the prompt, the row of this image's features that it takes, int64 [image tokens].
+        rows: the image's tokens, as `ImageTokens` returns them.
+        images: number of images of the conversation for which it was prepared.
     """
 
     number: int
     path: Path
     tiles: np.ndarray
     rows: np.ndarray
+    images: int = 1
 
 
 class Assistant:
@@ -87,11 +89,8 @@ class Assistant:
         self.reader = ImageReader(
             folder=None,
             preprocessor=read_preprocessor(shapes.parts.vision_folder),
-            aspect=source.aspect,
+            tokens=source.image_tokens,
             pixels=source.pixels,
-            image_tokens=shapes.image_tokens,
-            sizes=tuple(grid_sizes(source.grid_pinpoints, shapes.parts.image_size)),
-            merge=shapes.cfg.patch_merge,
         )
         self.special_tokens = source.special_tokens
         self.tokenizer: Tokenizer = open_tokenizer(shapes.parts.language_folder, shapes.parts.language.vocab_size)
@@ -113,7 +112,7 @@ class Assistant:
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
         """
-        images = [[self.load_image(path, q.where) for path in q.images] for q in questions]
+        images = [[self.load_image(path, q.where, len(q.images)) for path in q.images] for q in questions]
         prompts = [self.encode(q.turns, own, q.where) for q, own in zip(questions, images, strict=True)]
         length = max(len(p) for p in prompts)
         ids = np.zeros((len(prompts), length), dtype=np.int64)
@@ -177,16 +176,31 @@ class Assistant:
         yield text.close()
         return False
 
-    def load_image(self, path: Path, where: str) -> LoadedImage:
+    def load_image(self, path: Path, where: str, images: int = 1) -> LoadedImage:
         """Read an image file and prepare it for the vision tower. Error messages begin with `where`.
+
+        Args:
+            images: number of images of the conversation.
 
         Raises:
             ImageError: the file cannot be read; the error's `kind` says why.
         """
-        rows = np.arange(self.reader.image_tokens)
-        if self.reader.in_tiles:
-            rows = self.reader.rows_of(read_size(path, where))
-        return LoadedImage(next(self._numbers), path, self.reader.load(path, where), rows)
+        rule = self.reader.tokens
+        rows = rule.of(read_size(path, where) if rule.needs_size(images) else None, images)
+        return LoadedImage(next(self._numbers), path, self.reader.load(path, where, images), rows, images)
+
+    def prepared(self, images: Sequence[LoadedImage]) -> list[LoadedImage]:
+        """Return a conversation's images as they must be prepared for this number of images: LLaVA-OneVision cuts only
+        a single image into tiles. Images that are prepared otherwise are read again.
+
+        Raises:
+            ImageError: a file cannot be read.
+        """
+        count, tiled = len(images), self.reader.tokens.needs_size
+        return [
+            image if tiled(image.images) == tiled(count) else self.load_image(image.path, "the conversation", count)
+            for image in images
+        ]
 
     def encode(self, turns: Sequence[Turn], images: Sequence[LoadedImage], where: str) -> np.ndarray:
         """Return the token ids of a conversation's prompt, int64 [length]. The ids of image tokens are IMAGE_ID.
@@ -216,15 +230,15 @@ class Assistant:
             ids: int64 [batch, length]; the ids of image tokens are IMAGE_ID, and their order is that of `images`.
             blank: replace all images with the mean color.
         """
-        features = sum(len(image.tiles) for image in images) * self.reader.image_tokens
-        starts = itertools.accumulate((len(i.tiles) * self.reader.image_tokens for i in images), initial=0)
-        rows = [np.where(i.rows == NEWLINE_ROW, features, i.rows + at) for i, at in zip(images, starts, strict=False)]
+        per_tile = self.reader.tokens.features
+        rows, weights = join_tokens([(image.rows, len(image.tiles) * per_tile) for image in images])
+        taken = torch.from_numpy(rows).to(self.device)
         pixels = None
         if images:
             pixels = normalize(torch.from_numpy(np.concatenate([i.tiles for i in images])).to(self.device), self._table)
         return torch.from_numpy(np.where(ids == IMAGE_ID, 0, ids)).to(self.device), (
             torch.from_numpy(np.flatnonzero(ids == IMAGE_ID)).to(self.device),
-            torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])).to(self.device),
+            (taken, torch.from_numpy(weights).to(self.device)) if len(weights) else taken,
             torch.zeros_like(pixels) if blank and pixels is not None else pixels,
         )
 

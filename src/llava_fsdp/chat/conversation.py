@@ -59,7 +59,7 @@ class Conversation:
             OutOfMemory: the conversation does not fit into memory.
         """
         turns = [*self.turns, Turn("human", self.with_tags(text))]
-        images = [*self.images, *self.next_images]
+        images = self.assistant.prepared([*self.images, *self.next_images])
         before = self.turns, self.images, self.next_images
         self.was_cut, answer = True, ""
         stream = self.assistant.stream(turns, images, sampling, self.generator)

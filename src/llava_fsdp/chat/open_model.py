@@ -12,7 +12,7 @@ from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.export.verify_logits import compute_dtype
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.llava_v1_5_config import is_original
-from llava_fsdp.model.pretrained import EXPORT, NEXT, read_json
+from llava_fsdp.model.pretrained import EXPORT, NEXT, ONEVISION, read_json
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import NOTES, read_notes
@@ -64,7 +64,7 @@ def leaves_padding_open(folder: Path) -> bool:
     """Return whether a model folder does not say if images are padded to a square. Many folders in transformers' format
     do not."""
     raw = config_of(folder, "config.json")
-    if not raw or is_original(raw) or raw.get("model_type") == NEXT or (folder / NOTES).is_file():
+    if not raw or is_original(raw) or raw.get("model_type") in (NEXT, ONEVISION) or (folder / NOTES).is_file():
         return False
     return not preprocessor_fields(folder).get("do_pad")
 

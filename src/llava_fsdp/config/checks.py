@@ -215,12 +215,20 @@ def check_original(cfg: Config) -> None:
 
 def check_anyres(cfg: Config) -> None:
     merge, aspect = cfg.model.patch_merge, cfg.data.image_aspect_ratio
+    if aspect is AspectRatio.anyres_max and (
+        merge is not PatchMerge.spatial_unpad or cfg.data.pixels is Pixels.llava_v1_5 or cfg.labels is Parity.llava_v1_5
+    ):
+        raise ConfigError(
+            "data.image_aspect_ratio=anyres_max is LLaVA-OneVision's, and needs model.patch_merge=spatial_unpad "
+            f"(it is {merge.value}), data.pixels=exact or fast (it is {cfg.data.pixels.value}) and labels=exact (it is "
+            f"{cfg.labels.value})"
+        )
     if merge is PatchMerge.flat:
         return
-    if aspect is not AspectRatio.anyres:
+    if aspect not in (AspectRatio.anyres, AspectRatio.anyres_max):
         raise ConfigError(
-            f"model.patch_merge={merge.value} is for data.image_aspect_ratio=anyres; with {aspect.value} an image is "
-            "one tile: set model.patch_merge=flat"
+            f"model.patch_merge={merge.value} is for data.image_aspect_ratio=anyres and anyres_max; with "
+            f"{aspect.value} an image is one tile: set model.patch_merge=flat"
         )
     if cfg.data.pixels is Pixels.llava_v1_5:
         raise ConfigError(
@@ -230,9 +238,11 @@ def check_anyres(cfg: Config) -> None:
 
 
 def check_export(cfg: Config) -> None:
-    """Raise ConfigError if the run would end with the export of a model that transformers' LLaVA cannot represent."""
+    """Raise ConfigError if the run would end with the export of a model that no class of transformers can represent."""
     if not cfg.exports_model:
         return
+    if cfg.model.shuffle_factor > 1:
+        return  # `rehearse_hf` checks it, as it depends on the vision tower
     cure = "export.merge=false" if cfg.model.lora.enabled else "export.enabled=false"
     merge = cfg.model.patch_merge
     if cfg.data.trained_aspect is AspectRatio.anyres and merge is not PatchMerge.spatial_unpad:

@@ -89,8 +89,12 @@ class DataConfig:
     image_aspect_ratio: AspectRatio
     """How an image is fitted into the square input of the vision tower."""
     grid_pinpoints: list[list[int]]
-    """anyres only: sizes [width, height] in pixels that an image may be fitted into, multiples of the vision tower's
-    input size; empty: LLaVA-NeXT's sizes, which are 1x2, 2x1, 2x2, 3x1 and 1x3 times the input size."""
+    """anyres and anyres_max only: sizes [width, height] in pixels that an image may be fitted into, multiples of the
+    vision tower's input size; empty: with anyres LLaVA-NeXT's sizes, which are 1x2, 2x1, 2x2, 3x1 and 1x3 times the
+    input size; with anyres_max LLaVA-OneVision's, 1x1 to 6x6 times."""
+    max_tiles: int
+    """anyres_max only: an image with more features than this many tiles have, without the tile of the whole image, is
+    shrunk to about that many (`anyres_max_9` of LLaVA-OneVision: 9)."""
     pixels: Pixels
     """How image files are decoded to pixels. exact: as an image viewer shows them; llava_v1_5: as the original LLaVA
     reads them (no EXIF orientation, 16-bit and floating point values clipped, transparency ignored, anyres as square);
@@ -157,11 +161,12 @@ class DataConfig:
             raise ConfigError(f"data.max_bad_records={self.max_bad_records} is more than all records; 100% is the most")
         at_least("data.max_length", self.max_length, 2)
         at_least("data.max_record_bytes", self.max_record_bytes, 1024)
-        if self.grid_pinpoints and self.image_aspect_ratio is not AspectRatio.anyres:
+        if self.grid_pinpoints and self.image_aspect_ratio not in (AspectRatio.anyres, AspectRatio.anyres_max):
             raise ConfigError(
-                f"data.grid_pinpoints is for data.image_aspect_ratio=anyres; with {self.image_aspect_ratio.value} an "
-                "image is one tile: set it to []"
+                f"data.grid_pinpoints is for data.image_aspect_ratio=anyres and anyres_max; with "
+                f"{self.image_aspect_ratio.value} an image is one tile: set it to []"
             )
+        at_least("data.max_tiles", self.max_tiles, 1)
         for size in self.grid_pinpoints:
             if len(size) != 2 or min(size) < 1:
                 raise ConfigError(f"data.grid_pinpoints: {size} is not a [width, height] in pixels")

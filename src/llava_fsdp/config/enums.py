@@ -51,9 +51,17 @@ class Examine(Enum):
 
 
 class AspectRatio(Enum):
+    """How an image is fitted into the square input of the vision tower."""
+
     square = "square"
+    """It is squeezed to a square, or its centre is cropped, as the vision tower's own preprocessing does."""
     pad = "pad"
+    """It is padded to a square with the mean colour (LLaVA-1.5)."""
     anyres = "anyres"
+    """It becomes several tiles (LLaVA-NeXT)."""
+    anyres_max = "anyres_max"
+    """It becomes several tiles, whose features are shrunk if they are too many; each of several images of a sample is
+    padded instead (LLaVA-OneVision)."""
 
 
 class Parity(Enum):

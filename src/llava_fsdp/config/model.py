@@ -80,7 +80,8 @@ class ModelConfig:
     or file that contains a projector."""
     projector_type: str
     """Type of projector: linear, mlp2x_gelu, mlp3x_gelu, ..., identity (LLaVA
-    multimodal_projector/builder.py:33-51)."""
+    multimodal_projector/builder.py:33-51); or pixel_shuffle2x_mlp2x_gelu (also 4x and 8x), which first joins 2 x 2
+    neighbouring features into one, so that an image has a quarter of the tokens (transformers' InternVL)."""
     select_layer: int
     """Index of the vision tower's hidden state that is used as image features; -2 is the output of the last layer but
     one."""
@@ -110,6 +111,12 @@ class ModelConfig:
         return replace(self, lora=LoraConfig(), quantize=QuantizeConfig())
 
     @property
+    def shuffle_factor(self) -> int:
+        """How many features, in each direction of the grid, the projector joins into one: 1 without pixel shuffle."""
+        found = re.match(r"pixel_shuffle(\d)x_", self.projector_type)
+        return int(found[1]) if found else 1
+
+    @property
     def adapted(self) -> list[Part]:
         """Model parts that get adapters."""
         return [part for part in self.train if part is not Part.projector] if self.lora.enabled else []
@@ -132,10 +139,12 @@ class ModelConfig:
                 f"model.quantize.mode={mode.value} with model.lora.use_dora=true would unpack every weight at every "
                 "step for its rows' lengths; set one of the two back"
             )
-        if not re.fullmatch(r"linear|identity|mlp[1-9]\d*x_gelu", self.projector_type):
+        kinds = r"linear|identity|mlp[1-9]\d*x_gelu|pixel_shuffle[248]x_mlp2x_gelu"
+        if not re.fullmatch(kinds, self.projector_type):
             raise ConfigError(
                 f"model.projector_type={self.projector_type} is not a projector; "
-                "choose linear, mlp2x_gelu (any number of layers: mlp3x_gelu, ...) or identity"
+                "choose linear, mlp2x_gelu (any number of layers: mlp3x_gelu, ...), pixel_shuffle2x_mlp2x_gelu (or 4x, "
+                "8x) or identity"
             )
         if not self.train:
             raise ConfigError("model.train=[] trains nothing; name parts of [projector, language, vision]")

@@ -6,7 +6,6 @@ workers.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,14 +13,14 @@ from pathlib import Path
 
 import torch
 
-from llava_fsdp.config import BadRecords, Config, Parity
+from llava_fsdp.config import AspectRatio, BadRecords, Config, Parity
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step
 from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import num_micro_batches
 from llava_fsdp.data.batching.sampler import Sampler, open_sampler
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.batching.workers import Watch, from_workers
-from llava_fsdp.data.images.anyres import grid_sizes
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, read_preprocessor
 from llava_fsdp.data.index.bad_records import open_records, remarks
 from llava_fsdp.data.index.dataset import Records
@@ -53,7 +52,9 @@ class ModelShape:
     """Greatest number of tokens in a sequence of the language model."""
     vocab_size: int
     grid_pinpoints: list[list[int]] | None = None
-    """Sizes [width, height] in pixels that images of anyres must be fitted into; None: any."""
+    """Sizes [width, height] in pixels that images of several tiles must be fitted into; None: any."""
+    max_tiles: int | None = None
+    """With LLaVA-OneVision, the required `data.max_tiles`; None: any."""
     cost: CostModel = field(default_factory=CostModel)
     """Estimates the cost of training on a sample, so that all ranks get about equal cost. By default, the cost is the
     number of tokens."""
@@ -106,11 +107,8 @@ def open_encoding(
     image_reader = ImageReader(
         folder=Path(cfg.data.images) if cfg.data.images is not None else None,
         preprocessor=read_preprocessor(vision_folder),
-        aspect=cfg.data.trained_aspect,
+        tokens=ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens),
         pixels=cfg.data.pixels,
-        image_tokens=shape.image_tokens,
-        sizes=tuple(grid_sizes(cfg.data.grid_pinpoints, shape.image_size)),
-        merge=cfg.model.patch_merge,
     )
     encoder = open_encoder(cfg, language_folder, shape, image_reader)
     check_fit(cfg, shape, encoder.tokenizer.size, image_reader, vision_folder)
@@ -158,20 +156,28 @@ def has_padding_token(cfg: Config) -> bool:
 
 
 def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader: ImageReader, folder: Path) -> None:
-    preprocessor, side = image_reader.preprocessor, math.isqrt(shape.image_tokens)
-    if image_reader.in_tiles and side * side != shape.image_tokens:
+    preprocessor, rule = image_reader.preprocessor, image_reader.tokens
+    tiled = rule.needs_size(1)
+    if tiled and rule.side**2 != shape.image_tokens:
         raise ConfigError(
-            f"data.image_aspect_ratio=anyres needs a square of features, and the vision tower gives "
+            f"data.image_aspect_ratio={rule.aspect.value} needs a square of features, and the vision tower gives "
             f"{shape.image_tokens} for a tile; set model.select_feature=patch if one is of a CLS token, or choose "
             "square or pad"
         )
-    if image_reader.in_tiles and shape.grid_pinpoints not in (None, [list(size) for size in image_reader.sizes]):
+    if shape.max_tiles is not None and (rule.aspect, rule.max_tiles) != (AspectRatio.anyres_max, shape.max_tiles):
+        raise ConfigError(
+            f"model.checkpoint={cfg.model.checkpoint} is a LLaVA-OneVision model; train it as it was, with "
+            f"data.image_aspect_ratio=anyres_max (it is {rule.aspect.value}) and data.max_tiles={shape.max_tiles} (it "
+            f"is {rule.max_tiles})"
+        )
+    starts_onevision = rule.aspect is AspectRatio.anyres_max and shape.max_tiles is None
+    if tiled and not starts_onevision and shape.grid_pinpoints not in (None, [list(size) for size in rule.sizes]):
         raise ConfigError(
             f"model.checkpoint={cfg.model.checkpoint} was trained with images fitted into {shape.grid_pinpoints}, and "
             f"this configuration says data.grid_pinpoints={cfg.data.grid_pinpoints}; set data.grid_pinpoints="
             f"{str(shape.grid_pinpoints).replace(' ', '')}"
         )
-    for width, height in image_reader.sizes if image_reader.in_tiles else ():
+    for width, height in rule.sizes if tiled else ():
         if width % preprocessor.size or height % preprocessor.size:
             raise ConfigError(
                 f"data.grid_pinpoints: [{width}, {height}] is no multiple of the vision tower's "
@@ -187,10 +193,9 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader:
             f"data.max_length={cfg.data.max_length} is above the {shape.max_length} tokens of the language model; "
             f"set data.max_length={shape.max_length} or less"
         )
-    if image_reader.most_tokens >= cfg.data.max_length:
+    if rule.most >= cfg.data.max_length:
         raise ConfigError(
-            f"data.max_length={cfg.data.max_length} has no room for an image of {image_reader.most_tokens} tokens; "
-            "raise it"
+            f"data.max_length={cfg.data.max_length} has no room for an image of {rule.most} tokens; raise it"
         )
     if tokenizer_size > shape.vocab_size + has_padding_token(cfg):
         raise ConfigError(

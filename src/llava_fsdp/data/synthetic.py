@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from llava_fsdp.config import AspectRatio, Config
+from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import boundaries
-from llava_fsdp.data.images.anyres import grid_sizes
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.loader import Loader, ModelShape
 
 
@@ -48,10 +48,8 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
 def tiles_of_an_image(cfg: Config, shape: ModelShape) -> int:
     """Return the largest number of tiles of an image: 1, or with anyres the number of tiles of the largest grid plus
     1."""
-    if cfg.data.trained_aspect is not AspectRatio.anyres:
-        return 1
-    side = shape.image_size
-    return 1 + max(w * h // side**2 for w, h in grid_sizes(cfg.data.grid_pinpoints, side))
+    rule = ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens)
+    return max(rule.count_tiles(size, 1) for size in rule.sizes)
 
 
 def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool) -> MicroBatch:

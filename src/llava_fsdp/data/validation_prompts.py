@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -54,10 +54,11 @@ def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config) -> H
     system, text, num_images, answer = opening_question(record)
     form = encoder.template
     segments = prompt(asking(system, text), form, cfg.model.image_start_end, num_images > 0, record.where)
-    image_rows = tuple(reader.image_rows(record, number) for number in range(num_images))
+    names, sizes = record.images[:num_images], record.sizes
+    shown = replace(record, images=names, sizes=None if sizes is None else sizes[:num_images])
+    image_rows = tuple(reader.image_rows(shown, number) for number in range(num_images))
     lengths = [len(rows) for rows in image_rows]
     ids = encode_prompt(segments, encoder.tokenizer, lengths, cfg.trained_special_tokens, form.adds_bos)
-    names = record.images[:num_images]
     sample = Sample(ids, np.full(len(ids), IGNORE), names, image_rows, 0, 0)
     question = text.replace(IMAGE_TAG, "").strip() if record.images else text
     return HeldOutQuestion(record.where, question, answer, sample, tuple(reader.path(record, name) for name in names))
@@ -74,11 +75,12 @@ def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
         mask[row, length - len(sample.input_ids) :] = True
     image_positions = np.flatnonzero(ids == IMAGE_ID)
     ids[ids == IMAGE_ID] = 0
-    images, image_rows = collate.lay_out(list(rows))
+    images, image_rows, image_weights = collate.lay_out(list(rows))
     micro = MicroBatch(
         input_ids=torch.from_numpy(ids),
         image_positions=torch.from_numpy(image_positions),
         image_rows=torch.from_numpy(image_rows),
+        image_weights=torch.from_numpy(image_weights),
         images=torch.from_numpy(images),
         label_positions=torch.arange(1, len(ids) + 1) * length - 1,
         label_ids=torch.zeros(0, dtype=torch.int64),

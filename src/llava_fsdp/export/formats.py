@@ -2,7 +2,6 @@
 projector alone, with which the original LLaVA's second training stage begins."""
 
 import copy
-import math
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,10 +12,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LlavaConfig, LlavaNextConfig
+from transformers import (
+    GenerationConfig,
+    InternVLConfig,
+    InternVLVisionConfig,
+    LlavaConfig,
+    LlavaNextConfig,
+    LlavaOnevisionConfig,
+)
 
 from llava_fsdp.config import AspectRatio, Config, FolderFormat, Part, PatchMerge, Pixels, SpecialTokens
-from llava_fsdp.data.images.anyres import Size, feature_rows, grid_sizes
+from llava_fsdp.data.images.anyres import grid_sizes
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.text.jinja_template import is_own, open_template
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.distributed.consensus import on_first_rank
@@ -73,7 +80,9 @@ class SourceModel:
     Attributes:
         model: model with this architecture. Only its configuration and shapes are used: its weights may be sharded or
             on the meta device.
-        grid_pinpoints: for anyres, sizes in pixels that an image may be fitted into; empty: those of LLaVA-NeXT.
+        grid_pinpoints: for images of several tiles, sizes in pixels that an image may be fitted into; empty: those of
+            LLaVA-NeXT or LLaVA-OneVision.
+        max_tiles: `data.max_tiles`, used with anyres_max.
         pixels: how to decode and resize the images of questions: as in training, but `exact` after training with
             `fast`.
         language, vision: folders or hub names of the language model and of the vision tower; empty if not known.
@@ -86,6 +95,7 @@ class SourceModel:
     template: str
     aspect: AspectRatio
     grid_pinpoints: list[list[int]]
+    max_tiles: int
     pixels: Pixels
     special_tokens: SpecialTokens
     max_length: int
@@ -93,6 +103,14 @@ class SourceModel:
     vision: str
     renamed_tower: str | None
     history: dict[str, Any]
+
+    @property
+    def image_tokens(self) -> ImageTokens:
+        """The rule for the tokens of an image."""
+        tile = self.model.parts.image_size
+        sizes = tuple(grid_sizes(self.grid_pinpoints, tile, self.aspect))
+        merge = self.model.cfg.patch_merge
+        return ImageTokens(self.aspect, tile, self.model.image_tokens, sizes, merge, self.max_tiles)
 
     @property
     def vocabulary(self) -> int:
@@ -107,6 +125,7 @@ def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceM
         template=cfg.trained_template,
         aspect=cfg.data.trained_aspect,
         grid_pinpoints=cfg.data.grid_pinpoints,
+        max_tiles=cfg.data.max_tiles,
         pixels=Pixels.llava_v1_5 if cfg.data.pixels is Pixels.llava_v1_5 else Pixels.exact,
         special_tokens=cfg.trained_special_tokens,
         max_length=cfg.data.max_length,
@@ -144,6 +163,7 @@ def write_folder(
             weights, staged, partial(plan_save, config), with_vocabulary(source.model), source.vocabulary, rows
         )
     elif form is FolderFormat.llava:
+        check_original(source.model)
         on_first_rank(lambda: write_configs(source, weights.widest, staged), failing)
         on_first_rank(lambda: copy_or_convert_tokenizer(source, staged), failing)
         plan, rows = partial(renamed, weights.shapes, rename), source.vocabulary
@@ -168,7 +188,7 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype) -> None:
     with TemporaryDirectory(prefix="llava_fsdp-") as made:
         rows = begin_hf(source, dtype, Path(made))
         if has_tokenizer(parts.language_folder) and preprocessor_fields(parts.vision_folder):
-            check_image_tokens(Path(made), PROBED, tokens_of_image(source, PROBED))
+            check_image_tokens(Path(made), PROBED, len(source.image_tokens.of(PROBED, 1)))
     config = hf_config(source, dtype, rows)
     try:
         outputs = plan_save(config, read_nothing)
@@ -183,15 +203,6 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype) -> None:
             f"and this model do not agree about {min(own ^ written)}; set export.enabled=false to train without an "
             "export"
         )
-
-
-def tokens_of_image(source: SourceModel, size: Size) -> int:
-    """Return the number of tokens of an image of a size in pixels, (width, height)."""
-    model, parts = source.model, source.model.parts
-    if source.aspect is not AspectRatio.anyres:
-        return model.image_tokens
-    tiles, side = grid_sizes(source.grid_pinpoints, parts.image_size), math.isqrt(model.image_tokens)
-    return len(feature_rows(size, tiles, parts.image_size, side, model.cfg.patch_merge))
 
 
 def read_nothing(name: str, box: Box) -> torch.Tensor:
@@ -214,6 +225,7 @@ def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> Non
         "template": source.template,
         "image_aspect_ratio": source.aspect.value,
         "grid_pinpoints": source.grid_pinpoints,
+        "max_tiles": source.max_tiles,
         "pixels": source.pixels.value,
         "special_tokens": source.special_tokens.value,
         "max_length": source.max_length,
@@ -230,16 +242,19 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     embeddings must have."""
     model, parts = source.model, source.model.parts
     check_hf(model, source.aspect)
-    image_id, pad_id, rows = write_tokenizer(
-        parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end
+    has_video = source.aspect is AspectRatio.anyres_max
+    ids, rows = write_tokenizer(
+        parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end, has_video
     )
     config = hf_config(source, dtype, rows)
-    config.image_token_index, config.pad_token_id = image_id, pad_id
+    config.image_token_id, config.pad_token_id = ids.image, ids.pad
+    if ids.video is not None:
+        config.video_token_id = ids.video
     config.save_pretrained(staged)
     check_template(parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end)
-    write_processor(parts.vision_folder, staged, config, source.aspect is AspectRatio.pad)
+    write_processor(parts.vision_folder, staged, config, source.aspect is AspectRatio.pad, model.image_tokens)
     GenerationConfig(
-        bos_token_id=parts.language.bos_token_id, eos_token_id=parts.language.eos_token_id, pad_token_id=pad_id
+        bos_token_id=parts.language.bos_token_id, eos_token_id=parts.language.eos_token_id, pad_token_id=ids.pad
     ).save_pretrained(staged)
     came_from = originals_files(parts)
     if came_from is not None:
@@ -248,28 +263,57 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     return rows
 
 
+def check_original(model: Llava) -> None:
+    """Raise ConfigError if the original LLaVA does not have the model's projector."""
+    if model.cfg.shuffle_factor > 1:
+        raise ConfigError(
+            f"the original LLaVA has no {model.cfg.projector_type} projector; choose format=hf (with a vision tower of "
+            "type internvl_vision), or format=projector for the projector alone"
+        )
+
+
 def check_hf(model: Llava, aspect: AspectRatio) -> None:
-    """Raise ConfigError if transformers' LLaVA (for one tile) or LLaVA-NeXT (for several) cannot compute what this
-    model computes."""
-    cfg, parts, tiled = model.cfg, model.parts, aspect is AspectRatio.anyres
+    """Raise ConfigError if transformers' LLaVA (for one tile), LLaVA-NeXT or LLaVA-OneVision (for several) or InternVL
+    (for pixel shuffle) cannot compute what this model computes."""
+    cfg, parts, tiled = model.cfg, model.parts, aspect in (AspectRatio.anyres, AspectRatio.anyres_max)
+    if cfg.shuffle_factor > 1:
+        return check_internvl(model, tiled)
     if cfg.projector_type != "mlp2x_gelu":
         raise ConfigError(f"transformers' LLaVA has no {cfg.projector_type} projector; choose format=llava")
     if cfg.patch_merge is not (PatchMerge.spatial_unpad if tiled else PatchMerge.flat):
         raise ConfigError(
             f"image_aspect_ratio={aspect.value} with patch_merge={cfg.patch_merge.value} has no equal in transformers: "
-            "its LLaVA takes an image as one tile, and its LLaVA-NeXT several (anyres), joined as spatial_unpad; "
-            "choose format=llava, which the original's programs and model.checkpoint= read"
+            "its LLaVA takes an image as one tile, and its LLaVA-NeXT (anyres) and LLaVA-OneVision (anyres_max) take "
+            "several, joined as spatial_unpad; choose format=llava, which the original's programs and "
+            "model.checkpoint= read"
         )
     grid = (parts.image_size // patch_size(parts.vision)) ** 2
     if tiled and (model.image_tokens != grid or parts.vision.image_size != parts.image_size):
         raise ConfigError(
-            f"transformers' LLaVA-NeXT takes image_size // patch_size features for each side of a tile, and the vision "
-            f"tower with image_size={parts.vision.image_size} gives {model.image_tokens} for a tile of {grid} patches; "
-            "choose format=llava"
+            "transformers' LLaVA-NeXT and LLaVA-OneVision take image_size // patch_size features for each side of a "
+            f"tile, and the vision tower with image_size={parts.vision.image_size} gives {model.image_tokens} for a "
+            f"tile of {grid} patches; choose format=llava"
         )
 
 
-def hf_config(source: SourceModel, dtype: torch.dtype, rows: int) -> LlavaConfig | LlavaNextConfig:
+def check_internvl(model: Llava, tiled: bool) -> None:
+    """Raise ConfigError if transformers' InternVL cannot compute what a model with pixel shuffle computes."""
+    kind, said = model.parts.vision.model_type, f"model.projector_type={model.cfg.projector_type}"
+    if not isinstance(model.parts.vision, InternVLVisionConfig):
+        raise ConfigError(
+            f"{said} is exported as transformers' InternVL, which reads no other vision tower than its own "
+            f"(internvl_vision), and this one is a {kind}; train it with export.enabled=false, or choose mlp2x_gelu"
+        )
+    if tiled:
+        raise ConfigError(
+            f"{said} with image_aspect_ratio=anyres or anyres_max has no equal in transformers, whose InternVL does "
+            "not join tiles as LLaVA does; choose image_aspect_ratio=square or pad, or train with export.enabled=false"
+        )
+
+
+def hf_config(
+    source: SourceModel, dtype: torch.dtype, rows: int
+) -> LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig:
     """Return transformers' configuration of a model whose embeddings have `rows` rows, without its special tokens."""
     model, parts = source.model, source.model.parts
     fields: dict[str, Any] = {
@@ -277,16 +321,32 @@ def hf_config(source: SourceModel, dtype: torch.dtype, rows: int) -> LlavaConfig
         "text_config": type(parts.language).from_dict(
             {**parts.language.to_dict(), "vocab_size": rows, "use_cache": True}
         ),
-        "image_seq_length": model.image_tokens,
         "vision_feature_layer": model.cfg.select_layer,
         "vision_feature_select_strategy": "default" if model.probe.drops_cls else "full",
         "tie_word_embeddings": bool(parts.language.tie_word_embeddings),
         "dtype": dtype_name(dtype),
     }
-    if source.aspect is not AspectRatio.anyres:
-        return LlavaConfig(**fields, architectures=["LlavaForConditionalGeneration"])
-    grids = [[height, width] for width, height in grid_sizes(source.grid_pinpoints, parts.image_size)]
-    return LlavaNextConfig(**fields, image_grid_pinpoints=grids, architectures=["LlavaNextForConditionalGeneration"])
+    grids = [[height, width] for width, height in source.image_tokens.sizes]
+    if source.aspect is AspectRatio.anyres_max:
+        name = "LlavaOnevisionForConditionalGeneration"
+        limit = f"anyres_max_{source.max_tiles}"
+        return LlavaOnevisionConfig(
+            **fields, image_grid_pinpoints=grids, vision_aspect_ratio=limit, architectures=[name]
+        )
+    fields["image_seq_length"] = model.image_tokens
+    if model.cfg.shuffle_factor > 1:
+        if model.cfg.select_layer == -1 and not parts.vision.use_mean_pooling:
+            fields["vision_feature_layer"] = model.probe.layers  # InternVL applies the tower's last norm to -1
+        return InternVLConfig(
+            **fields,
+            downsample_ratio=1 / model.cfg.shuffle_factor,
+            architectures=["InternVLForConditionalGeneration"],
+        )
+    if source.aspect is AspectRatio.anyres:
+        return LlavaNextConfig(
+            **fields, image_grid_pinpoints=grids, architectures=["LlavaNextForConditionalGeneration"]
+        )
+    return LlavaConfig(**fields, architectures=["LlavaForConditionalGeneration"])
 
 
 def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None:
@@ -359,10 +419,12 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
     if Part.vision.value in source.history.get("train", []):
         # without this the original LLaVA replaces the trained vision tower by the pretrained one
         config["unfreeze_mm_vision_tower"] = True
-    if source.aspect is AspectRatio.anyres:
-        sizes = grid_sizes(source.grid_pinpoints, parts.image_size)
-        config["image_grid_pinpoints"] = [list(size) for size in sizes]
-    return {**config, "image_aspect_ratio": source.aspect.value, "torch_dtype": dtype_name(dtype)}
+    aspect = source.aspect.value
+    if source.image_tokens.needs_size(1):
+        config["image_grid_pinpoints"] = [list(size) for size in source.image_tokens.sizes]
+    if source.aspect is AspectRatio.anyres_max:
+        aspect = f"anyres_max_{source.max_tiles}"  # as LLaVA-NeXT's repository has it, for LLaVA-OneVision
+    return {**config, "image_aspect_ratio": aspect, "torch_dtype": dtype_name(dtype)}
 
 
 def tower_name(source: SourceModel) -> str:

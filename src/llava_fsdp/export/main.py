@@ -74,7 +74,7 @@ def export(cfg: ConversionConfig) -> Path:
     if cfg.verify:
         try:
             source = opened.source
-            prove(cfg.format, source.model, opened.sources, dtypes, staged, source.grid_pinpoints)
+            prove(cfg.format, source.model, opened.sources, dtypes, staged, source.image_tokens)
         except ModelError as error:
             raise ModelError(f"{error}\n{final} was not made; {staged} has what was written") from error
     publish_folder(staged, final)

@@ -4,17 +4,20 @@ and pixels as training."""
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
+    InternVLConfig,
     LlavaConfig,
     LlavaNextConfig,
+    LlavaOnevisionConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import is_torchvision_available
 
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.preprocess import preprocessor_fields, read_preprocessor
@@ -28,6 +31,8 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json
 
 PAD_TOKEN = "<pad>"
+VIDEO_TAG = "<video>"
+VIDEO_FILE = "video_preprocessor_config.json"
 ROW_MULTIPLE = 64
 PROBES = ("a  b   c", " leading", "\n\tx  ", "1 234", "größe 中文 🙂", "USER: a ASSISTANT: b")
 """Test texts for `check_same_ids`. Wrongly exported tokenizers gave other token ids for them than training."""
@@ -37,10 +42,19 @@ def has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer.model").is_file() or (folder / "tokenizer.json").is_file()
 
 
+class TokenIds(NamedTuple):
+    """Ids of tokens that an exported model's tokenizer has and that training does not need."""
+
+    image: int
+    pad: int
+    video: int | None
+    """Only with LLaVA-OneVision."""
+
+
 def write_tokenizer(
-    folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool
-) -> tuple[int, int, int]:
-    """Write the tokenizer for transformers, with an `<image>` token and a padding token. Return the ids of these two
+    folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool, video: bool = False
+) -> tuple[TokenIds, int]:
+    """Write the tokenizer for transformers, with an `<image>` token and a padding token. Return the ids of these
     tokens, and the number of rows that the exported model's embeddings must have.
 
     As in the hub's conversions of LLaVA, new ids follow the existing ones, and the number of rows is rounded up to a
@@ -52,10 +66,12 @@ def write_tokenizer(
         staged: the folder to write into.
         form: name of the conversation template.
         start_end: whether the chat template puts `<im_start>` and `<im_end>` around every image.
+        video: whether the tokenizer gets a `<video>` token, too.
     """
     vocab_size = language.vocab_size
     if lacks_tokenizer(folder, staged):
-        return vocab_size, vocab_size + 1, -(-(vocab_size + 2) // ROW_MULTIPLE) * ROW_MULTIPLE
+        made = TokenIds(vocab_size, vocab_size + 1, vocab_size + 2 if video else None)
+        return made, rows_for(made, vocab_size)
     ours = open_tokenizer(folder, vocab_size)  # before transformers opens it, whose errors are less clear
     with foreign(f"{folder}: transformers cannot read its tokenizer"):
         if (folder / "tokenizer.model").is_file():
@@ -65,7 +81,7 @@ def write_tokenizer(
             )
         else:
             tokenizer = from_file(folder)
-    tokenizer.add_tokens([IMAGE_TAG], special_tokens=True)
+    tokenizer.add_tokens([IMAGE_TAG, VIDEO_TAG] if video else [IMAGE_TAG], special_tokens=True)
     if tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
     tokenizer.chat_template = None
@@ -82,10 +98,15 @@ def write_tokenizer(
     with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
         gap = find_gap(from_file(staged), ours)
     write_template(staged, own, start_end, ours.bos is not None, gap)
-    image_id, pad_id = tokenizer.convert_tokens_to_ids(IMAGE_TAG), tokenizer.pad_token_id
-    needed = max(image_id, pad_id) + 1
-    rows = vocab_size if needed <= vocab_size else -(-needed // ROW_MULTIPLE) * ROW_MULTIPLE
-    return image_id, pad_id, rows
+    image, pad = tokenizer.convert_tokens_to_ids(IMAGE_TAG), tokenizer.pad_token_id
+    made = TokenIds(image, pad, tokenizer.convert_tokens_to_ids(VIDEO_TAG) if video else None)
+    return made, rows_for(made, vocab_size)
+
+
+def rows_for(ids: TokenIds, vocab_size: int) -> int:
+    """Return the number of rows that an exported model's embeddings must have."""
+    needed = max(number for number in ids if number is not None) + 1
+    return vocab_size if needed <= vocab_size else -(-needed // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def begins_with_bos(own: Template | ChatTemplate, folder: Path) -> bool:
@@ -174,11 +195,15 @@ def check_template(folder: Path, staged: Path, language: PretrainedConfig, form:
 
 
 def check_image_tokens(staged: Path, size: Size, expected: int) -> None:
-    """Check that the processor of an export gives an image of a size in pixels as many tokens as training does.
+    """Check that the processor of an export gives an image of a size in pixels as many tokens as training does. Without
+    torchvision, a processor for videos too cannot be loaded, and is not checked.
 
     Raises:
         ModelError: the processor cannot be loaded, or gives another number.
     """
+    if (staged / VIDEO_FILE).is_file() and not is_torchvision_available():
+        log().info("the export's processor is not tried, because its part for videos needs torchvision")
+        return
     with foreign("transformers cannot use the processor that an export of this model would have"):
         processor: Any = AutoProcessor.from_pretrained(staged, trust_remote_code=False, local_files_only=True)
         ids = processor(text=IMAGE_TAG, images=Image.new("RGB", size))["input_ids"][0]
@@ -235,7 +260,7 @@ def write_preprocessor(folder: Path, staged: Path, pads: bool, grid_pinpoints: l
     ours = read_preprocessor(folder)
     square = {"height": ours.size, "width": ours.size}
     kind = preprocessor_fields(folder).get("image_processor_type", "CLIPImageProcessor")
-    if kind in ("LlavaImageProcessor", "LlavaNextImageProcessor"):  # they pad by default, and the others do not
+    if kind.startswith(("LlavaImage", "LlavaNextImage", "GotOcr2Image")):  # they pad or cut tiles by default
         kind = "CLIPImageProcessor" if ours.keep_ratio else "SiglipImageProcessor"
     images = {
         "processor_class": "LlavaProcessor",
@@ -264,30 +289,86 @@ def write_preprocessor(folder: Path, staged: Path, pads: bool, grid_pinpoints: l
     (staged / "preprocessor_config.json").write_text(json.dumps(images, indent=1) + "\n")
 
 
-def write_processor(folder: Path, staged: Path, config: LlavaConfig | LlavaNextConfig, pads: bool) -> None:
-    """Write the files with which transformers prepares images and prompts: `preprocessor_config.json` and
-    `processor_config.json`. If the vision tower's folder has no image preprocessing, only log a warning.
+def write_processor(
+    folder: Path,
+    staged: Path,
+    config: LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig,
+    pads: bool,
+    tokens: int,
+) -> None:
+    """Write the files with which transformers prepares images and prompts: `preprocessor_config.json`,
+    `processor_config.json` and with LLaVA-OneVision `video_preprocessor_config.json`. If the vision tower's folder has
+    no image preprocessing, only log a warning.
+
+    Also an InternVL model gets a LlavaProcessor, with patches as wide as the squares that its projector joins. Its own
+    processor puts two more tokens around every image, which training does not have, and needs torchvision.
 
     Args:
         folder: the vision tower's folder.
         staged: the folder to write into.
         pads: whether images are padded to squares.
+        tokens: number of image tokens of a tile.
     """
     if not preprocessor_fields(folder):
         log().warning("%s has no preprocessor_config.json, so %s gets none", folder, staged)
         return
+    if isinstance(config, LlavaOnevisionConfig):
+        write_onevision(folder, staged, config, tokens)
+        return
     grids = config.image_grid_pinpoints if isinstance(config, LlavaNextConfig) else None
     write_preprocessor(folder, staged, pads, grids)
     vision: Any = config.vision_config
-    grid = (image_size(vision) // patch_size(vision)) ** 2
+    patch = patch_size(vision)
+    if isinstance(config, InternVLConfig):
+        patch *= round(1 / config.downsample_ratio)
+    grid = (image_size(vision) // patch) ** 2
     default = config.vision_feature_select_strategy == "default"
     processor = {
         "processor_class": "LlavaProcessor" if grids is None else "LlavaNextProcessor",
-        "patch_size": patch_size(vision),
+        "patch_size": patch,
         "vision_feature_select_strategy": config.vision_feature_select_strategy,
-        "num_additional_image_tokens": 1 if default else config.image_seq_length - grid,
+        "num_additional_image_tokens": 1 if default else tokens - grid,
         "image_token": IMAGE_TAG,
     }
+    (staged / "processor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
+
+
+def write_onevision(folder: Path, staged: Path, config: LlavaOnevisionConfig, tokens: int) -> None:
+    """Write the files with which transformers' LlavaOnevisionProcessor prepares images, videos and prompts; arguments
+    as for `write_processor`. They are written without transformers, whose video processor needs torchvision."""
+    ours = read_preprocessor(folder)
+    common = {
+        "processor_class": "LlavaOnevisionProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"height": ours.size, "width": ours.size},
+        "resample": int(Image.Resampling.BICUBIC),  # as tiles are cut in training, with every vision tower
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(ours.mean),
+        "image_std": list(ours.std),
+    }
+    images = {
+        "image_processor_type": "LlavaOnevisionImageProcessor",
+        "do_pad": True,  # images of few tiles, with empty tiles to the number of the others
+        "image_grid_pinpoints": config.image_grid_pinpoints,
+    }
+    videos = {
+        "video_processor_type": "LlavaOnevisionVideoProcessor",
+        "do_sample_frames": False,
+        "return_metadata": False,
+    }
+    processor = {
+        "processor_class": "LlavaOnevisionProcessor",
+        "num_image_tokens": tokens,
+        "vision_feature_select_strategy": "full",  # `num_image_tokens` is already without a CLS token
+        "vision_aspect_ratio": config.vision_aspect_ratio,
+        "image_token": IMAGE_TAG,
+        "video_token": VIDEO_TAG,
+    }
+    (staged / "preprocessor_config.json").write_text(json.dumps(common | images, indent=1) + "\n")
+    (staged / VIDEO_FILE).write_text(json.dumps(common | videos, indent=1) + "\n")
     (staged / "processor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
 
 

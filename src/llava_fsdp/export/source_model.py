@@ -24,6 +24,7 @@ from llava_fsdp.config import (
     load,
 )
 from llava_fsdp.config.renamed import VALUES, present_tree
+from llava_fsdp.data.images.image_tokens import MAX_TILES
 from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.data.text.jinja_template import OWN, own_name, usable_name
 from llava_fsdp.export.adapter_folder import check_fingerprint
@@ -46,7 +47,9 @@ from llava_fsdp.model.lora_files import AdapterFolder, is_adapter_folder, open_a
 from llava_fsdp.model.lora_names import BASE, is_adapter, module_of, without_base
 from llava_fsdp.model.pretrained import (
     EXPORT,
+    LIMITED,
     NEXT,
+    ONEVISION,
     Parts,
     artifacts_of,
     find_parts,
@@ -267,6 +270,7 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
         or model.parts.grid_pinpoints
         or raw.get("image_grid_pinpoints")
         or [],
+        max_tiles=notes.get("max_tiles") or model.parts.max_tiles or limit_of(raw),
         pixels=choice_of(Pixels, notes, "pixels", Pixels.exact, folder),
         special_tokens=choice_of(SpecialTokens, notes, "special_tokens", SpecialTokens.text, folder),
         max_length=notes.get("max_length") or raw.get("tokenizer_model_max_length") or 2048,
@@ -299,14 +303,21 @@ def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder
     return kind(value)
 
 
+def limit_of(raw: dict[str, Any]) -> int:
+    """Return the `data.max_tiles` that the original's config.json (`raw`) names (anyres_max_N), else the default."""
+    found = LIMITED.fullmatch(str(raw.get("image_aspect_ratio")))
+    return int(found[1]) if found else MAX_TILES
+
+
 def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> AspectRatio:
     """Return how a model makes images square. This is read from the first of these that contains it: the folder's
     `llava_fsdp.json` (`notes`), the original LLaVA's config.json (`raw`), transformers' preprocessor_config.json."""
     value = notes.get("image_aspect_ratio")
     if value is None and is_original(raw):
         value = raw.get("image_aspect_ratio", "square")
-    if value is None and raw.get("model_type") == NEXT:
-        value = "anyres"
+        value = "anyres_max" if LIMITED.fullmatch(str(value)) else value
+    if value is None:
+        value = {NEXT: "anyres", ONEVISION: "anyres_max"}.get(raw.get("model_type", ""))
     if value is None:
         value = "pad" if preprocessor_fields(folder).get("do_pad") else "square"
     if value not in [choice.value for choice in AspectRatio]:

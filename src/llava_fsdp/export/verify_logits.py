@@ -1,20 +1,19 @@
 """Compare the logits of a model with the logits of its export, loaded again from the exported folder."""
 
 import gc
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, LlavaNextConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, LlavaNextConfig, LlavaOnevisionConfig
 from transformers.utils import logging as transformers_logging
 
-from llava_fsdp.config import FolderFormat, LoraConfig, PatchMerge
+from llava_fsdp.config import AspectRatio, FolderFormat, LoraConfig
 from llava_fsdp.data.batching.batch import MicroBatch
-from llava_fsdp.data.images.anyres import NEWLINE_ROW, Size, best_size, feature_rows, grid_sizes
+from llava_fsdp.data.images.anyres import Size
+from llava_fsdp.data.images.image_tokens import ImageTokens, join_tokens
 from llava_fsdp.distributed.local_shards import local_shards
 from llava_fsdp.distributed.parallelize import materialize
 from llava_fsdp.distributed.precision import MasterWeights
@@ -91,7 +90,8 @@ def prove_merge(model: Llava, adapted: Adapted) -> float:
     Raises:
         ModelError: the logits differ by more than another order of summation explains.
     """
-    compute, (micro, _) = compute_dtype(model), random_rows(model)
+    rule = ImageTokens(AspectRatio.square, model.parts.image_size, model.image_tokens)
+    compute, (micro, _) = compute_dtype(model), random_rows(model, rule)
     expected = logits(load_copy(model, adapted.sources, compute, adapted), micro)
     gc.collect()
     difference = relative_difference(logits(load_copy(model, adapted.merged, compute), micro), expected)
@@ -109,7 +109,7 @@ def prove(
     sources: dict[str, Stored],
     dtypes: dict[str, torch.dtype],
     folder: Path,
-    grid_pinpoints: Sequence[Sequence[int]] = (),
+    rule: ImageTokens,
 ) -> float:
     """Load an exported folder and compare its logits with those of the source's weights rounded to the export's dtypes.
 
@@ -121,7 +121,7 @@ def prove(
         sources: stored values of the source's parameters, by name.
         dtypes: dtypes of the exported parameters, by name.
         folder: the exported folder.
-        grid_pinpoints: for tiles, the sizes in pixels that an image may be fitted into; empty: those of LLaVA-NeXT.
+        rule: how images are cut into tiles in the source model.
 
     Returns:
         The largest difference, relative to the largest logit.
@@ -130,7 +130,7 @@ def prove(
         ModelError: the logits differ.
     """
     compute = compute_dtype(model)
-    micro, sizes = random_rows(model, grid_pinpoints)
+    micro, sizes = random_rows(model, rule)
     source = load_copy(model, {n: Rounded(s, dtypes[n]) for n, s in sources.items()}, compute)
     expected = logits(source, micro)
     if form is FolderFormat.projector:
@@ -173,26 +173,21 @@ def compute_dtype(model: Llava) -> torch.dtype:
     return torch.bfloat16
 
 
-def random_rows(model: Llava, grid_pinpoints: Sequence[Sequence[int]] = ()) -> tuple[MicroBatch, list[Size]]:
+def random_rows(model: Llava, rule: ImageTokens) -> tuple[MicroBatch, list[Size]]:
     """Return a random micro-batch of two rows, one with an image and one without, in which every token is a label; and
-    the size of the image in pixels. If tiles are joined with ends of lines, the image has several, with bars around it.
-    """
+    the size of the image in pixels. If images are cut into tiles, the image has several, with bars around it."""
     dice = torch.Generator().manual_seed(0)
     tile = model.parts.image_size
-    size, rows, tiles = (tile, tile), torch.arange(model.image_tokens), 1
-    if model.cfg.patch_merge is PatchMerge.spatial_unpad:
-        size, side = (tile, tile + tile // 3), math.isqrt(model.image_tokens)
-        sizes = grid_sizes([list(grid) for grid in grid_pinpoints], tile)
-        rows = torch.from_numpy(feature_rows(size, sizes, tile, side, model.cfg.patch_merge))
-        across, down = (n // tile for n in best_size(size, sizes))
-        tiles += across * down
-        rows[rows == NEWLINE_ROW] = tiles * model.image_tokens  # the end-of-line vector follows all image features
+    size = (tile, tile + tile // 3) if rule.needs_size(1) else (tile, tile)
+    tiles = rule.count_tiles(size, 1)
+    rows, weights = (torch.from_numpy(a) for a in join_tokens([(rule.of(size, 1), tiles * rule.features)]))
     # only ids of the lower half of the vocabulary, as the <image> token may be one of the last
     ids = torch.randint(model.parts.language.vocab_size // 2, (2, len(rows) + TEXT), generator=dice)
     micro = MicroBatch(
         input_ids=ids,
         image_positions=torch.arange(TEXT // 2, TEXT // 2 + len(rows)),
         image_rows=rows,
+        image_weights=weights,
         images=torch.randn((tiles, 3, tile, tile), generator=dice),
         label_positions=torch.arange(ids.numel()),
         label_ids=torch.zeros(0),
@@ -281,7 +276,10 @@ def reloaded_logits(
     ids = micro.input_ids.clone()
     ids.view(-1)[micro.image_positions] = model.config.image_token_id
     inputs = {"pixel_values": images.to(dtype)} if len(images) else {}
-    if isinstance(config, LlavaNextConfig) and len(images):
+    if isinstance(config, LlavaNextConfig | LlavaOnevisionConfig) and len(images):
         inputs["image_sizes"] = torch.tensor([(height, width) for width, height in sizes])
+    if isinstance(config, LlavaOnevisionConfig) and len(images):
+        single = len(images) > len(sizes)  # several images of a sample are one tile each
+        inputs["batch_num_images"] = torch.tensor([1 if single else max(2, len(sizes))])
     logits = model.eval()(input_ids=ids, **inputs).logits.float()
     return logits.flatten(0, 1)[micro.label_positions]

@@ -100,7 +100,8 @@ def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
     """
     own, tower = trains[Part.projector], trains[Part.vision]
     layers = [2 * p.numel() for p in model.multi_modal_projector.parameters() if p.ndim > 1]
-    factors = [1 + own + (tower or (own and number > 0)) for number in range(len(layers))]
+    has_norm = model.cfg.shuffle_factor > 1  # before the first layer
+    factors = [1 + own + (tower or (own and (has_norm or number > 0))) for number in range(len(layers))]
     return model.image_tokens * sum(f * layer for f, layer in zip(factors, layers, strict=True))
 
 

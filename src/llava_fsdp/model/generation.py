@@ -10,10 +10,10 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from llava_fsdp.model.attention import Continued
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava import Llava, Rows
 from llava_fsdp.runtime.errors import ConfigError
 
-ImageInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+ImageInputs = tuple[torch.Tensor, Rows, torch.Tensor | None]
 """Image inputs of the model: `image_positions`, `image_rows` and `images` as in `Llava.forward`."""
 
 

@@ -82,8 +82,7 @@ def draw_rule(model: nn.Module, name: str) -> DrawRule:
     parent = model.get_submodule(name.rpartition(".")[0])
     shape = weight_shape(model, name)
     part = name.partition(".")[0]
-    if part == "multi_modal_projector":
-        assert isinstance(parent, nn.Linear)
+    if part == "multi_modal_projector" and isinstance(parent, nn.Linear):
         return DrawRule(Rule.UNIFORM, parent.in_features**-0.5)
     if part == "image_newline":  # LLaVA llava_arch.py:83-88
         return DrawRule(Rule.NORMAL, shape[0] ** -0.5)

@@ -19,12 +19,14 @@ from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
 from llava_fsdp.model.loss import Each, LabelLoss, choose_loss, whole_loss
 from llava_fsdp.model.pretrained import Parts
-from llava_fsdp.model.projector import Projector
+from llava_fsdp.model.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.quantization import quantize_layers
 from llava_fsdp.model.sample_dropout import TokenKeys
 from llava_fsdp.model.vision_tower import hidden_state, probe_vision_tower
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.safe_load import foreign
+
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class Llava(nn.Module):
@@ -50,7 +52,7 @@ class Llava(nn.Module):
         self.label_loss = label_loss
         self.vision_tower = AutoModel.from_config(parts.vision, attn_implementation="sdpa", trust_remote_code=False)
         hidden = parts.language.hidden_size
-        self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden)
+        self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden, cfg.shuffle_factor)
         if cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline = nn.Parameter(torch.empty(hidden))
         self.attention = kernel.name if kernel is not None else padded_attention(parts.language)
@@ -64,6 +66,7 @@ class Llava(nn.Module):
             self.lm_head.weight = self.language_model.get_input_embeddings().weight
         feature = parts.trained_feature or cfg.select_feature
         self.probe = probe_vision_tower(self.vision_tower, parts.vision, cfg.select_layer, feature)
+        check_can_be_shuffled(cfg, parts.vision, self.probe.features)
         self.token_keys = TokenKeys()
         self.adapted: list[str] = []
         """Names of the modules that have adapters."""
@@ -73,7 +76,7 @@ class Llava(nn.Module):
         input_ids: torch.Tensor,
         segments: Segments | Continued | None,
         image_positions: torch.Tensor,
-        image_rows: torch.Tensor,
+        image_rows: Rows,
         images: torch.Tensor | None,
         seeds: tuple[torch.Tensor, torch.Tensor],
         label_positions: torch.Tensor,
@@ -92,7 +95,9 @@ class Llava(nn.Module):
                 key-value cache: positions and mask of the new tokens, and the cache.
             image_positions: int64 [image tokens]: index of each image token in the flattened rows.
             image_rows: int64 [image tokens]: index of each image token's feature in the concatenated features of all
-                tiles; the index after the last feature selects the learned end-of-line vector (`image_newline`).
+                tiles; the index after the last feature selects the learned end-of-line vector (`image_newline`). For
+                tokens that are weighted sums of four features: the indices, int64 [image tokens, 4], and the weights,
+                float32 [image tokens, 4].
             images: float32 [tiles, 3, size, size], normalised; None if no rank has any.
             seeds: dropout seeds, int64 [samples] and int64 [tiles]; used in training with dropout.
             label_positions: int64 [labels]: index in the flattened rows of the token at which each label is predicted.
@@ -119,7 +124,7 @@ class Llava(nn.Module):
         self,
         input_ids: torch.Tensor,
         image_positions: torch.Tensor,
-        image_rows: torch.Tensor,
+        image_rows: Rows,
         images: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the input embeddings of the language model, [rows, length, hidden], with projected image features at
@@ -132,23 +137,23 @@ class Llava(nn.Module):
         embeds = self.language_model.get_input_embeddings()(input_ids)  # [rows, length, hidden]
         # In a micro-batch without an image this copies nothing, but keeps the projector in the graph: every rank then
         # reduces its gradient, and the embeddings require a gradient although they are frozen.
-        image_embeds = features.index_select(0, image_rows).to(embeds.dtype)
+        image_embeds = take_features(features, image_rows).to(embeds.dtype)
         return embeds.flatten(0, 1).index_copy(0, image_positions, image_embeds).view_as(embeds)
 
     @property
     def image_tokens(self) -> int:
         """Number of tokens of an image tile in the language model."""
-        return self.probe.image_tokens
+        return self.probe.features // self.cfg.shuffle_factor**2
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute the vision tower's features of image tiles, [tiles, image_tokens, vision width].
+        """Compute the vision tower's features of image tiles, [tiles, features, vision width].
 
         If the micro-batch has no image, a frozen vision tower does not run. A trainable one runs on a blank image whose
         features are discarded, so that its blocks run on every rank.
         """
         trains = Part.vision in self.cfg.train
         if not trains and not len(images):
-            return images.new_zeros((0, self.image_tokens, self.parts.vision.hidden_size), dtype=self.compute_dtype)
+            return images.new_zeros((0, self.probe.features, self.parts.vision.hidden_size), dtype=self.compute_dtype)
         with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
             pixels = (images if len(images) else images.new_zeros((1, *images.shape[1:]))).to(self.compute_dtype)
             features = hidden_state(self.vision_tower, pixels, self.cfg.select_layer, self.probe.last_layer)
@@ -192,6 +197,16 @@ class Llava(nn.Module):
         for name, parameter in self.vision_tower.named_parameters():
             if name in leftovers or not parameter.numel():  # DINOv3 without registers has an empty parameter for them
                 parameter.requires_grad_(False)
+
+
+def take_features(features: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return the feature of each image token, [image tokens, hidden]; arguments as in `Llava.forward`. Weighted sums
+    are computed in float32."""
+    if isinstance(rows, torch.Tensor):
+        return features.index_select(0, rows)
+    pairs = zip(rows[0].unbind(1), rows[1].unbind(1), strict=True)
+    terms = [features.index_select(0, index) * weight[:, None] for index, weight in pairs]
+    return sum(terms[1:], start=terms[0])
 
 
 def build_llava(

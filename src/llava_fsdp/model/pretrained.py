@@ -5,12 +5,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, LlavaConfig, LlavaNextConfig, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    InternVLConfig,
+    LlavaConfig,
+    LlavaNextConfig,
+    LlavaOnevisionConfig,
+    PretrainedConfig,
+)
 
 from llava_fsdp.config import Config, Feature, ModelConfig, PatchMerge
+from llava_fsdp.model import weight_names
 from llava_fsdp.model.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
 from llava_fsdp.model.lora_files import find_adapter, is_adapter_folder
-from llava_fsdp.model.tensor_files import WHOLE_MODEL
+from llava_fsdp.model.tensor_files import WHOLE_MODEL, open_tensors
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.log import log
@@ -26,6 +34,12 @@ CHECKPOINT_FILE = "manifest.json"
 EXPORT = "export"
 NEXT = LlavaNextConfig.model_type
 """`model_type` in the config.json of transformers' LLaVA-NeXT, whose images are several tiles."""
+ONEVISION = LlavaOnevisionConfig.model_type
+"""`model_type` in the config.json of transformers' LLaVA-OneVision: a sample's single image is several tiles, and each
+of several images is one."""
+LIMITED = re.compile(r"anyres_max_(\d+)")
+"""The `vision_aspect_ratio` of LLaVA-OneVision, with the number that `data.max_tiles` has here."""
+INTERNVL = InternVLConfig.model_type
 MOST = {
     "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 26, "image_size": 1 << 13,
@@ -50,8 +64,10 @@ class Parts:
     """With which tokens of the vision tower `model.checkpoint` was trained: `patch` (without the CLS token) or `full`;
     None without `model.checkpoint`."""
     grid_pinpoints: list[list[int]] | None = None
-    """For a LLaVA-NeXT `model.checkpoint`, the sizes [width, height] in pixels that its images were fitted into; else
-    None."""
+    """For a LLaVA-NeXT or LLaVA-OneVision `model.checkpoint`, the sizes [width, height] in pixels that its images were
+    fitted into; else None."""
+    max_tiles: int | None = None
+    """For a LLaVA-OneVision `model.checkpoint`, the `data.max_tiles` with which it was trained; else None."""
 
     @property
     def image_size(self) -> int:
@@ -85,11 +101,19 @@ def find_parts(cfg: ModelConfig) -> Parts:
     config = read_llava_config(folder, "model.checkpoint")
     with foreign(f"model.checkpoint={folder}: its config.json is damaged"):
         check_selection(config, cfg, folder)
+    if isinstance(config, InternVLConfig) and not read_notes(folder):
+        log().warning(
+            "model.checkpoint=%s is an InternVL model: it was trained with many tiles of an image and with <img> and "
+            "</img> around them; here images are as data.image_aspect_ratio says, and prompts as data.template", folder,
+        )  # fmt: skip
+        # its class ties by default, unless the files have both weights; and hub folders do not say
+        config.tie_word_embeddings = config.tie_word_embeddings and not has_both_embeddings(folder)
     language: Any = config.text_config
     language.vocab_size = trained_vocabulary(folder, config)
     language.tie_word_embeddings = config.tie_word_embeddings  # transformers' classes go by this one
     feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
-    return Parts(folder, folder, language, vision_config(config), folder, feature, grids_of(config, folder))
+    grids, most = grids_of(config, folder), max_tiles_of(config, folder)
+    return Parts(folder, folder, language, vision_config(config), folder, feature, grids, most)
 
 
 def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:
@@ -130,14 +154,14 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
 
 
 def read_llava_config(folder: Path, key: str) -> Any:
-    """Read the LlavaConfig or LlavaNextConfig in a model folder of transformers. The result is typed as Any, because
-    the types of its fields in transformers are too narrow.
+    """Read the configuration in a model folder of transformers, of LLaVA, LLaVA-NeXT, LLaVA-OneVision or InternVL. The
+    result is typed as Any, because the types of its fields in transformers are too narrow.
 
     Raises:
         ModelError: the folder has another kind of model, or a projector or vision features that are not supported.
     """
     config = read_config(folder, key)
-    if not isinstance(config, LlavaConfig | LlavaNextConfig):
+    if not isinstance(config, LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig):
         raise ModelError(
             f"{key}={folder} is a {config.model_type} model, not a LLaVA one; "
             "a language model alone goes into model.language"
@@ -148,24 +172,57 @@ def read_llava_config(folder: Path, key: str) -> Any:
             raise ModelError(f"{key}={folder} has {name}={getattr(config, name)}; only {value} is supported")
     if not isinstance(config.vision_feature_layer, int):
         raise ModelError(f"{key}={folder} takes tower layers {config.vision_feature_layer}; only one is supported")
+    if isinstance(config, InternVLConfig):
+        check_internvl(config, folder, key)
     return config
+
+
+def check_internvl(config: Any, folder: Path, key: str) -> None:
+    """Raise ModelError if the projector of transformers' InternVL, or the features that it gets, are not supported."""
+    if config.downsample_ratio not in (1 / 2, 1 / 4, 1 / 8):
+        raise ModelError(f"{key}={folder} has downsample_ratio={config.downsample_ratio}; 0.5, 0.25, 0.125 are known")
+    if config.vision_feature_layer == -1 and not config.vision_config.use_mean_pooling:
+        raise ModelError(
+            f"{key}={folder} takes its vision tower's output after the last norm (vision_feature_layer=-1 without "
+            "use_mean_pooling), which is not supported; its folder can be given as model.language and model.vision"
+        )
+
+
+def projector_type_of(config: Any) -> str:
+    """Return the `model.projector_type` of a model of transformers, given by its configuration."""
+    if not isinstance(config, InternVLConfig):
+        return "mlp2x_gelu"
+    return f"pixel_shuffle{round(1 / config.downsample_ratio)}x_mlp2x_gelu"
 
 
 def merge_of(config: Any) -> PatchMerge:
     """Return how transformers' class joins the tiles of an image: LLaVA has only one tile."""
-    return PatchMerge.spatial_unpad if isinstance(config, LlavaNextConfig) else PatchMerge.flat
+    return PatchMerge.spatial_unpad if isinstance(config, LlavaNextConfig | LlavaOnevisionConfig) else PatchMerge.flat
 
 
 def grids_of(config: Any, folder: Path) -> list[list[int]] | None:
-    """Return the sizes [width, height] that a LLaVA-NeXT model's images are fitted into; None for a LLaVA model. The
-    configuration has them as [height, width]."""
-    if not isinstance(config, LlavaNextConfig):
+    """Return the sizes [width, height] that the images of a LLaVA-NeXT or LLaVA-OneVision model are fitted into; None
+    for other models. The configuration has them as [height, width]."""
+    if not isinstance(config, LlavaNextConfig | LlavaOnevisionConfig):
         return None
     grids: Any = config.image_grid_pinpoints
     pairs = [grid for grid in grids if isinstance(grid, list | tuple) and len(grid) == 2]
     if not pairs or len(pairs) < len(grids) or not all(type(n) is int and n > 0 for pair in pairs for n in pair):
         raise ModelError(f"{folder / 'config.json'} has image_grid_pinpoints={grids}, which are no [height, width]")
     return [[width, height] for height, width in grids]
+
+
+def max_tiles_of(config: Any, folder: Path) -> int | None:
+    """Return the `data.max_tiles` with which a LLaVA-OneVision model was trained; None for other models."""
+    if not isinstance(config, LlavaOnevisionConfig):
+        return None
+    found = LIMITED.fullmatch(str(config.vision_aspect_ratio))
+    if found is None:
+        raise ModelError(
+            f"{folder / 'config.json'} has vision_aspect_ratio={config.vision_aspect_ratio}; only anyres_max_N is "
+            "supported, as anyres_max_9"
+        )
+    return int(found[1])
 
 
 def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
@@ -178,17 +235,23 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
         "select strategy": config.vision_feature_select_strategy,
     }
     ours = {"model.select_layer": cfg.select_layer, "select strategy": strategy}
+    if projector_type_of(config) != cfg.projector_type:
+        raise ConfigError(
+            f"model.projector_type={cfg.projector_type}, and model.checkpoint={folder} is a {config.model_type} model; "
+            f"set model.projector_type={projector_type_of(config)}"
+        )
     if theirs != ours:
         raise ConfigError(f"model.checkpoint={folder} was trained with {theirs}, this configuration says {ours}")
     if merge_of(config) is PatchMerge.spatial_unpad and cfg.patch_merge is not PatchMerge.spatial_unpad:
         raise ConfigError(
-            f"model.checkpoint={folder} is a LLaVA-NeXT model, which joins tiles as spatial_unpad, and this "
+            f"model.checkpoint={folder} is a {config.model_type} model, which joins tiles as spatial_unpad, and this "
             f"configuration says model.patch_merge={cfg.patch_merge.value}; set model.patch_merge=spatial_unpad and "
-            "data.image_aspect_ratio=anyres"
+            f"data.image_aspect_ratio={'anyres_max' if isinstance(config, LlavaOnevisionConfig) else 'anyres'}"
         )
-    grid = (image_size(config.vision_config) // patch_size(config.vision_config)) ** 2
+    patch = patch_size(config.vision_config) * cfg.shuffle_factor
+    grid = (image_size(config.vision_config) // patch) ** 2
     expected = grid if strategy == "default" else None
-    if expected is not None and config.image_seq_length != expected:
+    if expected is not None and getattr(config, "image_seq_length", expected) != expected:
         raise ModelError(
             f"model.checkpoint={folder}: image_seq_length={config.image_seq_length}, but its tower gives {expected} "
             "positions for an image; fix config.json"
@@ -208,7 +271,15 @@ def trained_vocabulary(folder: Path, config: Any) -> int:
             )
         return rows
     rows = config.text_config.vocab_size
+    if isinstance(config, InternVLConfig):  # its image token is not the last one that was trained
+        return rows
     return config.image_token_index if 0 < rows - config.image_token_index <= 64 else rows
+
+
+def has_both_embeddings(folder: Path) -> bool:
+    """Return whether a model folder's files have weights of the output layer beside those of the embeddings."""
+    found = {weight_names.ours(name) for name in open_tensors(folder)}
+    return {"lm_head.weight", "language_model.embed_tokens.weight"} <= found
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

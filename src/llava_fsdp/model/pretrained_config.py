@@ -9,7 +9,18 @@ from omegaconf import OmegaConf
 from llava_fsdp.config import Feature, ModelConfig, Part, load
 from llava_fsdp.model.llava_v1_5_config import TOWER, Selection, is_original, read_selection
 from llava_fsdp.model.lora_files import ADAPTER_CONFIG, AdapterFolder
-from llava_fsdp.model.pretrained import HUB_NAME, NEXT, PACKAGE, merge_of, read_json, read_llava_config, resolve_model
+from llava_fsdp.model.pretrained import (
+    HUB_NAME,
+    INTERNVL,
+    NEXT,
+    ONEVISION,
+    PACKAGE,
+    merge_of,
+    projector_type_of,
+    read_json,
+    read_llava_config,
+    resolve_model,
+)
 from llava_fsdp.model.tensor_files import PROJECTOR, WHOLE_MODEL
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.provenance import NOTES, read_notes
@@ -42,7 +53,7 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
         config = read_llava_config(folder, "source")
         start_end = bool(read_notes(folder).get("image_start_end", False))
         feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
-        said = Selection("mlp2x_gelu", config.vision_feature_layer, feature, merge_of(config), start_end)
+        said = Selection(projector_type_of(config), config.vision_feature_layer, feature, merge_of(config), start_end)
         whole, base, tower = True, "", vision or ""
     return ModelConfig(
         name=folder.name,
@@ -125,7 +136,7 @@ def said_base(found: AdapterFolder) -> Path:
 def is_whole(folder: Path) -> bool:
     """Return whether a folder holds a whole LLaVA model, not only a language model."""
     raw = read_json(folder / "config.json", f"base={folder}")
-    return is_original(raw) or raw.get("model_type") in ("llava", NEXT)
+    return is_original(raw) or raw.get("model_type") in ("llava", NEXT, ONEVISION, INTERNVL)
 
 
 def find_tower(raw: dict, folder: Path) -> str:

@@ -1,36 +1,86 @@
 """The projector: from features of the vision tower to embeddings of the language model."""
 
+import math
 import re
 
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import PretrainedConfig
 
+from llava_fsdp.config import ModelConfig
+from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ConfigError
 
 
 class Projector(nn.Module):
-    """Projector of image features to the language model's embedding space: linear, mlp{N}x_gelu or identity.
+    """Projector of image features to the language model's embedding space: linear, mlp{N}x_gelu or identity; or, with
+    pixel shuffle, f x f neighbouring features joined into one, a LayerNorm and two layers.
 
-    As in LLaVA multimodal_projector/builder.py:33-51; layers are called linear_1, linear_2, ... as transformers does.
+    As in LLaVA multimodal_projector/builder.py:33-51, and with pixel shuffle as transformers' InternVL
+    (`pixel_shuffle` and InternVLMultiModalProjector in modeling_internvl.py). Layers are called layer_norm, linear_1,
+    linear_2, ... as transformers does.
+
+    Args:
+        kind: `model.projector_type`.
+        features, hidden: width of the vision tower's features and of the language model.
+        factor: f of the pixel shuffle; 1: without.
     """
 
-    def __init__(self, kind: str, features: int, hidden: int):
+    def __init__(self, kind: str, features: int, hidden: int, factor: int = 1):
         super().__init__()
-        depth = {"identity": 0, "linear": 1}.get(kind) or int((re.findall(r"\d+", kind) or ["0"])[0])
+        depth = {"identity": 0, "linear": 1}.get(kind) or int((re.findall(r"mlp(\d+)x", kind) or ["0"])[0])
         if depth == 0 and features != hidden:
             raise ConfigError(
                 f"model.projector_type=identity needs a tower as wide as the language model; here they are {features} "
                 f"and {hidden} wide: choose mlp2x_gelu"
             )
         self.depth = depth
+        self.factor = factor
+        features *= factor**2
+        if factor > 1:
+            self.layer_norm = nn.LayerNorm(features)
         for number in range(1, depth + 1):
             self.add_module(f"linear_{number}", nn.Linear(features if number == 1 else hidden, hidden))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Project features: [..., features] -> [..., hidden]."""
+        """Project features: [tiles, features, width] -> [tiles, features / f**2, hidden]."""
+        if self.factor > 1:
+            features = self.layer_norm(pixel_shuffle(features, self.factor))
         for number in range(1, self.depth + 1):
             if number > 1:
                 features = functional.gelu(features)
             features = self.get_submodule(f"linear_{number}")(features)
         return features
+
+
+def pixel_shuffle(features: torch.Tensor, factor: int) -> torch.Tensor:
+    """Join each square of factor x factor neighbouring features of a square grid into one feature, row by row:
+    [tiles, side**2, width] -> [tiles, (side / factor)**2, factor**2 * width]."""
+    tiles, count, width = features.shape
+    across = math.isqrt(count) // factor
+    squares = features.view(tiles, across, factor, across, factor, width).transpose(2, 3)
+    return squares.reshape(tiles, across**2, factor**2 * width)
+
+
+def check_can_be_shuffled(cfg: ModelConfig, vision: PretrainedConfig, features: int) -> None:
+    """Raise ConfigError if the projector joins features by pixel shuffle and those of the vision tower are no grid, or
+    a grid that cannot be divided.
+
+    Args:
+        features: number of features of an image tile that the projector gets.
+    """
+    side, factor = image_size(vision) // patch_size(vision), cfg.shuffle_factor
+    if factor == 1:
+        return
+    if features != side**2:
+        raise ConfigError(
+            f"model.projector_type={cfg.projector_type} joins the features of a grid, and {vision.model_type} gives "
+            f"{features} features for a grid of {side} x {side} patches; drop its CLS token with "
+            "model.select_feature=patch, or choose mlp2x_gelu"
+        )
+    if side % factor:
+        raise ConfigError(
+            f"model.projector_type={cfg.projector_type} joins squares of {factor} x {factor} features, and "
+            f"{vision.model_type} gives a grid of {side} x {side}; choose mlp2x_gelu, or another vision tower"
+        )

@@ -17,8 +17,8 @@ CACHES_TENSORS = ("beit", "data2vec-vision")
 class Probe(NamedTuple):
     """Properties of a vision tower, found by running it on the meta device."""
 
-    image_tokens: int
-    """Number of tokens of an image tile in the language model."""
+    features: int
+    """Number of features of an image tile that the projector gets."""
     tokens: int
     """Number of tokens of an image tile in the vision tower."""
     drops_cls: bool
@@ -136,7 +136,7 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
         )
     drops_cls = has_cls if feature is Feature.auto else feature is Feature.patch
     return Probe(
-        image_tokens=tokens - drops_cls,
+        features=tokens - drops_cls,
         tokens=tokens,
         drops_cls=drops_cls,
         leftovers=[name for name, gradient in zip(names, gradients, strict=True) if gradient is None],

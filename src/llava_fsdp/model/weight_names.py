@@ -48,7 +48,8 @@ def projector_name(name: str) -> str | None:
 
 def original(name: str, projector_type: str) -> str:
     """Translate llava_fsdp's parameter name to the original LLaVA's. The original's projector is one Linear, or a
-    Sequential in which every second module has weights."""
+    Sequential in which every second module has weights. A projector with pixel shuffle, which the original does not
+    have, keeps transformers' names."""
     if name.startswith("language_model."):
         return name.replace("language_model.", "model.", 1)
     if name.startswith("lm_head."):
@@ -57,6 +58,8 @@ def original(name: str, projector_type: str) -> str:
         return "model.image_newline"
     if name.startswith("vision_tower."):
         return name.replace("vision_tower.", "model.vision_tower.vision_tower.vision_model.", 1)
+    if projector_type.startswith("pixel_shuffle"):
+        return f"model.{name}"
     _, layer, kind = name.split(".")
     place = "" if projector_type == "linear" else f"{2 * (int(layer.removeprefix('linear_')) - 1)}."
     return f"model.mm_projector.{place}{kind}"

@@ -35,6 +35,7 @@ def shape_of(model: Llava) -> ModelShape:
         max_length=language.max_position_embeddings,
         vocab_size=language.vocab_size,
         grid_pinpoints=model.parts.grid_pinpoints,
+        max_tiles=model.parts.max_tiles,
         # without the FLOPs of activation checkpointing, because packing, and so the result, must not depend on it
         cost=CostModel(*count_flops(model, activation_checkpointing=False)),
     )

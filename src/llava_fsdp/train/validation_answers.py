@@ -96,7 +96,7 @@ class AnswerGenerator:
         read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompts = lay_out_prompts([row for _, row in read], self.loader.steps.collate)
         micro = self.loader.to_device(prompts.micro)
-        images = micro.image_positions, micro.image_rows, micro.images
+        images = micro.image_inputs
         mask = prompts.mask.to(micro.input_ids.device)
 
         texts = [AnswerText(self.tokenizer, self.stop, self.stops) for _ in read]
@@ -120,7 +120,8 @@ class AnswerGenerator:
         """Read the sample of a question and its image tiles; None if an image is broken and `data.bad_records=skip`."""
         try:
             return question.sample, [
-                self.loader.steps.image_reader.load(path, question.record) for path in question.images
+                self.loader.steps.image_reader.load(path, question.record, len(question.images))
+                for path in question.images
             ]
         except ImageError as error:
             if self.loader.data.bad_records is BadRecords.fail:

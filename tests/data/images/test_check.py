@@ -15,6 +15,7 @@ from PIL import ExifTags, Image
 from llava_fsdp.config import AspectRatio, Pixels
 from llava_fsdp.data.images import check as examining
 from llava_fsdp.data.images.check import check_links, examine, opened
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.images.truncation import ends_early
 from llava_fsdp.data.records.record import Record
@@ -230,7 +231,7 @@ def test_a_link_leads_within_the_folder_or_is_refused(tmp_path: Path) -> None:
 def test_too_narrow_for_a_tower(parts: Path, tmp_path: Path) -> None:
     Image.new("L", (1, 65000)).save(tmp_path / "thin.png")
     own = read_preprocessor(parts / "vision")
-    reader = ImageReader(tmp_path, own, AspectRatio.pad, Pixels.exact, 4)
+    reader = ImageReader(tmp_path, own, ImageTokens(AspectRatio.pad, own.size, 4), Pixels.exact)
     record = Record("a.json", 3, "q", ("thin.png",), (), True)
     with pytest.raises(ImageError, match=r"record 3 \(id q\): .*thin\.png is 1 x 65000") as caught:
         reader.tiles(record, "thin.png")

@@ -10,6 +10,7 @@ from PIL import ExifTags, Image
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels
 from llava_fsdp.data.images.check import examine, opened
 from llava_fsdp.data.images.fast_resize import decode, lines_within
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, load_image
 from llava_fsdp.runtime.errors import ImageError
 
@@ -112,7 +113,7 @@ def test_tiles_are_those_of_the_full_size(tmp_path: Path) -> None:
     """Half of an odd size has other proportions; the grid and its positions are those of the file's own size."""
     sizes = ((112, 56), (56, 112), (112, 112))
     readers = [
-        ImageReader(tmp_path, CLIP, AspectRatio.anyres, pixels, 16, sizes, PatchMerge.spatial)
+        ImageReader(tmp_path, CLIP, ImageTokens(AspectRatio.anyres, CLIP.size, 16, sizes, PatchMerge.spatial), pixels)
         for pixels in (Pixels.exact, Pixels.fast)
     ]
     for shape in [(601, 301), (301, 602), (999, 998), (40, 30), (112, 56)]:

@@ -14,6 +14,7 @@ from small import make_config
 from test_build import plan_of
 
 from llava_fsdp.config import AspectRatio, Examine, PatchMerge, Pixels, SpecialTokens, TooLong
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor
 from llava_fsdp.data.index.build import Plan, encoded_name, newest, pictures_name
 from llava_fsdp.data.index.dataset import Records
@@ -62,7 +63,7 @@ def test_the_originals_samples_depend_on_each_of_these(change: dict[str, Any]) -
 
 
 CLIP = Preprocessor(28, True, Image.Resampling.BICUBIC, (0.5, 0.4, 0.3), (0.5, 0.4, 0.3))
-READER = ImageReader(Path("a"), CLIP, AspectRatio.square, Pixels.exact, 4)
+READER = ImageReader(Path("a"), CLIP, ImageTokens(AspectRatio.square, CLIP.size, 4), Pixels.exact)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +72,15 @@ READER = ImageReader(Path("a"), CLIP, AspectRatio.square, Pixels.exact, 4)
         {"preprocessor": replace(CLIP, size=56)}, {"preprocessor": replace(CLIP, keep_ratio=False)},
         {"preprocessor": replace(CLIP, resample=Image.Resampling.BILINEAR)},
         {"preprocessor": replace(CLIP, mean=(0.5, 0.4, 0.2))}, {"preprocessor": replace(CLIP, std=(0.5, 0.4, 0.2))},
-        {"aspect": AspectRatio.pad}, {"pixels": Pixels.fast}, {"image_tokens": 9}, {"sizes": ((28, 56),)},
-        {"merge": PatchMerge.spatial},
+        {"pixels": Pixels.fast},
+        *({"tokens": replace(READER.tokens, **rule)} for rule in (
+            {"aspect": AspectRatio.pad}, {"features": 9}, {"sizes": ((28, 56),)}, {"merge": PatchMerge.spatial},
+        )),
     ],
 )  # fmt: skip
 def test_pixels_depend_on_each_of_these(change: dict[str, Any]) -> None:
+    limited = replace(READER, tokens=replace(READER.tokens, aspect=AspectRatio.anyres_max))
+    assert replace(limited, tokens=replace(limited.tokens, max_tiles=4)).fingerprint != limited.fingerprint
     assert replace(READER, **change).fingerprint != READER.fingerprint
     assert replace(READER, folder=Path("b")).fingerprint == READER.fingerprint, "what is in it counts"
 
@@ -94,7 +99,7 @@ def test_lengths_depend_on_each_of_these(plan: Plan) -> None:
     folder = Path(pictures_name(plan) + ".0")
     assert isinstance(plan.encoder, ExactEncoder)
     shorter = replace(plan, encoder=replace(plan.encoder, max_length=99))
-    larger = replace(plan, reader=replace(plan.reader, image_tokens=9))
+    larger = replace(plan, reader=replace(plan.reader, tokens=replace(plan.reader.tokens, features=9)))
     names = [encoded_name(shorter, folder), encoded_name(larger, folder), encoded_name(plan, folder.with_suffix(".1"))]
     assert len({encoded_name(plan, folder), *names}) == 4
 

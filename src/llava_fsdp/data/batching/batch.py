@@ -24,8 +24,8 @@ class MicroBatch:
     """Positions of the image tokens in the flattened rows, int64 [image tokens]."""
     image_rows: torch.Tensor
     """For each image token, the index of its vision feature among the concatenated features of all tiles, int64 [image
-    tokens]. With anyres, the index one past the last feature stands for `image_newline`, the learned vector that ends a
-    line of features."""
+    tokens]; with anyres_max the indices of the four features of which it is a weighted sum, int64 [image tokens, 4].
+    The index one past the last feature stands for `image_newline`, the learned vector that ends a line of features."""
     images: torch.Tensor
     """Image tiles, uint8 [tiles, 3, size, size], or float32 once normalised; an image is one tile, or several with
     anyres."""
@@ -36,6 +36,8 @@ class MicroBatch:
     """Token id of each label, int64 [labels]."""
     scale: float
     """Factor by which the sum of this micro-batch's token losses is multiplied."""
+    image_weights: torch.Tensor = field(default_factory=lambda: torch.zeros((0, 4)))
+    """With anyres_max, the weights of each image token's four features, float32 [image tokens, 4]; else empty."""
     position_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """Position id of each token of a packed row, int64 [1, tokens], starting from 0 in each sample; empty with padded
     rows."""
@@ -58,9 +60,15 @@ class MicroBatch:
         return (self.position_ids, self.cu_seqlens, self.lengths) if self.lengths else None
 
     @property
+    def image_inputs(self) -> tuple[torch.Tensor, Any, torch.Tensor]:
+        """The arguments `image_positions`, `image_rows` and `images` of `Llava.forward` for this micro-batch."""
+        weights = self.image_weights
+        return self.image_positions, (self.image_rows, weights) if len(weights) else self.image_rows, self.images
+
+    @property
     def inputs(self) -> tuple[Any, ...]:
         """The positional arguments of `Llava.forward` for this micro-batch."""
-        images = self.image_positions, self.image_rows, self.images
+        images = self.image_inputs
         seeds = self.seeds, self.tile_seeds
         return self.input_ids, self.segments, *images, seeds, self.label_positions, self.label_ids
 

@@ -11,7 +11,7 @@ import torch
 
 from llava_fsdp.config import Normalize
 from llava_fsdp.data.batching.batch import MicroBatch, StepFacts
-from llava_fsdp.data.images.anyres import NEWLINE_ROW
+from llava_fsdp.data.images.image_tokens import join_tokens
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import Sample
@@ -50,7 +50,7 @@ class Collator:
         image_positions = np.flatnonzero(ids == IMAGE_ID)
         label_positions = np.flatnonzero(labels != IGNORE)
         ids[ids == IMAGE_ID] = 0
-        images, image_rows = self.lay_out(rows)
+        images, image_rows, image_weights = self.lay_out(rows)
         if self.normalize is Normalize.step:
             scale = 1 / max(1, facts.label_tokens)
         else:
@@ -59,6 +59,7 @@ class Collator:
             input_ids=torch.from_numpy(ids),
             image_positions=torch.from_numpy(image_positions),
             image_rows=torch.from_numpy(image_rows),
+            image_weights=torch.from_numpy(image_weights),
             images=torch.from_numpy(images),
             label_positions=torch.from_numpy(label_positions),
             label_ids=torch.from_numpy(labels.reshape(-1)[label_positions]),
@@ -68,18 +69,13 @@ class Collator:
             **(label_sources(sources, rows) if sources else {}),
         )
 
-    def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the concatenated tiles of all images, uint8 [tiles, 3, size, size], and for each image token the index
-        of its vision feature among the features of these tiles, int64 [image tokens]."""
-        tiles, places = [self.image_reader.no_tiles()], [np.zeros(0, dtype=np.int64)]
-        before = 0  # number of features of the images so far
-        for sample, images in rows:
-            for image, image_rows in zip(images, sample.image_rows, strict=True):
-                tiles.append(image)
-                places.append(np.where(image_rows == NEWLINE_ROW, NEWLINE_ROW, image_rows + before))
-                before += len(tiles[-1]) * self.image_reader.image_tokens
-        where = np.concatenate(places)
-        return np.concatenate(tiles), np.where(where == NEWLINE_ROW, before, where)
+    def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the concatenated tiles of all images, uint8 [tiles, 3, size, size], and for each image token the
+        indices and weights of its vision features among the features of these tiles (`join_tokens`)."""
+        found = [pair for sample, images in rows for pair in zip(images, sample.image_rows, strict=True)]
+        per_tile = self.image_reader.tokens.features
+        joined = join_tokens([(tokens, len(tiles) * per_tile) for tiles, tokens in found])
+        return np.concatenate([self.image_reader.no_tiles(), *(tiles for tiles, _ in found)]), *joined
 
 
 def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:

@@ -4,17 +4,18 @@ The arithmetic is that of transformers' CLIPImageProcessor with Pillow, as LLaVA
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from llava_fsdp.config import AspectRatio, PatchMerge, Pixels
+from llava_fsdp.config import AspectRatio, Pixels
 from llava_fsdp.data.images import fast_resize
-from llava_fsdp.data.images.anyres import Size, cut_tiles, feature_rows
+from llava_fsdp.data.images.anyres import Size, cut_tiles
 from llava_fsdp.data.images.check import MAX_PIXELS, opened, read_size, shown_size, to_rgb
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import ImageError, ModelError
@@ -116,14 +117,9 @@ class ImageReader:
     folder: Path | None
     """Folder that the image paths of records are relative to; used for records that have no folder of their own."""
     preprocessor: Preprocessor
-    aspect: AspectRatio
-    """How images become square (pad, crop, anyres, ...); `DataConfig.trained_aspect`."""
+    tokens: ImageTokens
+    """How images are cut into tiles, and what their tokens are."""
     pixels: Pixels
-    image_tokens: int
-    """Number of image tokens of a tile."""
-    sizes: tuple[Size, ...] = ()
-    """With anyres, the sizes in pixels that an image may be fitted into."""
-    merge: PatchMerge = PatchMerge.flat
     watch: "Watch | None" = field(default=None, compare=False)
 
     @property
@@ -131,12 +127,24 @@ class ImageReader:
         """Text that changes with every setting that affects pixel values or the order of vision features."""
         # data.pixels=fast was once called lean: checkpoints of that time must still resume
         pixels = "lean" if self.pixels is Pixels.fast else self.pixels.value
-        form = f"{self.aspect.value} {pixels} {self.merge.value}"
-        return f"{self.preprocessor} {self.image_tokens} {self.sizes} {form}"
+        rule = self.tokens
+        form = f"{rule.aspect.value} {pixels} {rule.merge.value}"
+        limit = f" {rule.max_tiles}" if rule.aspect is AspectRatio.anyres_max else ""
+        return f"{self.preprocessor} {rule.features} {rule.sizes} {form}{limit}"
 
     @property
-    def in_tiles(self) -> bool:
-        return self.aspect is AspectRatio.anyres
+    def one_tile(self) -> AspectRatio:
+        """How an image that is not cut into tiles becomes one tile. LLaVA-OneVision pads each of several images
+        (transformers image_processing_pil_llava_onevision.py)."""
+        return AspectRatio.pad if self.tokens.aspect is AspectRatio.anyres_max else self.tokens.aspect
+
+    @property
+    def one_tile_preprocessor(self) -> Preprocessor:
+        """The preprocessor for an image that is not cut into tiles. LLaVA-OneVision resizes it with the filter with
+        which tiles are cut, whatever that of the vision tower is."""
+        if self.tokens.aspect is not AspectRatio.anyres_max:
+            return self.preprocessor
+        return replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
 
     def no_tiles(self) -> np.ndarray:
         return np.zeros((0, 3, self.preprocessor.size, self.preprocessor.size), dtype=np.uint8)
@@ -147,43 +155,27 @@ class ImageReader:
         return folder / name
 
     def image_rows(self, record: Record, number: int) -> np.ndarray:
-        """Return for each token of an image of the record the index of its vision feature, int64 [tokens].
+        """Return the tokens of an image of the record, as indices of vision features or weighted sums of them
+        (`ImageTokens.of`).
 
         Args:
             number: index of the image in the record.
 
         Raises:
-            ImageError: the image's size, needed with anyres, cannot be read.
+            ImageError: the image's size, if it is needed, cannot be read.
         """
-        if not self.in_tiles:
-            return np.arange(self.image_tokens)
-        return self.rows_of(self.size(record, number))
+        images = len(record.images)
+        return self.tokens.of(self.size(record, number) if self.tokens.needs_size(images) else None, images)
+
+    def count_tiles(self, record: Record, number: int) -> int:
+        """Return the number of tiles of an image of the record; arguments and errors as for `image_rows`."""
+        images = len(record.images)
+        return self.tokens.count_tiles(self.size(record, number) if self.tokens.needs_size(images) else None, images)
 
     def size(self, record: Record, number: int) -> Size:
         """Return the width and height in pixels of one of a record's images, as it is shown."""
         path = self.path(record, record.images[number])
         return read_size(path, record.where) if record.sizes is None else record.sizes[number]
-
-    def rows_of(self, size: Size) -> np.ndarray:
-        """Return for each token of an anyres image of the given size the index of its vision feature, int64
-        [tokens]."""
-        return feature_rows(size, list(self.sizes), self.preprocessor.size, math.isqrt(self.image_tokens), self.merge)
-
-    @property
-    def most_tokens(self) -> int:
-        """Largest number of tokens that an image can have; with anyres, the number for an image that fills its grid."""
-        if not self.in_tiles:
-            return self.image_tokens
-        side, tile = math.isqrt(self.image_tokens), self.preprocessor.size
-        return max(len(feature_rows(size, [size], tile, side, self.merge)) for size in self.sizes)
-
-    def count_tiles(self, rows: np.ndarray) -> int:
-        """Return the number of tiles of an image, computed from the indices of its tokens' vision features.
-
-        Args:
-            rows: index of the vision feature of each token of the image, as `image_rows` returns them.
-        """
-        return int(rows.max(initial=0)) // self.image_tokens + 1
 
     def tiles(self, record: Record, name: str) -> np.ndarray:
         """Read one of the record's images as tiles, uint8 [tiles, 3, size, size].
@@ -194,13 +186,17 @@ class ImageReader:
         path = self.path(record, name)
         if self.watch is not None:
             self.watch.at(record.where, path)
-        return self.load(path, record.where)
+        return self.load(path, record.where, len(record.images))
 
-    def load(self, path: Path, where: str) -> np.ndarray:
-        """Read an image file as tiles, uint8 [tiles, 3, size, size]."""
-        if not self.in_tiles:
-            return load_image(path, self.preprocessor, self.aspect, where, self.pixels)[None]
-        size, sizes = self.preprocessor.size, list(self.sizes)
+    def load(self, path: Path, where: str, images: int = 1) -> np.ndarray:
+        """Read an image file as tiles, uint8 [tiles, 3, size, size].
+
+        Args:
+            images: number of images of the sample.
+        """
+        if not self.tokens.needs_size(images):
+            return load_image(path, self.one_tile_preprocessor, self.one_tile, where, self.pixels)[None]
+        size, sizes = self.preprocessor.size, list(self.tokens.sizes)
         if self.pixels is Pixels.fast:
             with opened(path, where) as file:
                 tiles = fast_resize.tiles(file, size, sizes, f"{where}: {path}")

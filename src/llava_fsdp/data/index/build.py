@@ -329,7 +329,7 @@ def encoded_name(plan: Plan, pictures: Path) -> str:
     """Return the name of the folder with the columns that depend on the encoder. The name also depends on the image
     reader and on the version of the columns about images."""
     reader = plan.reader
-    places = reader.fingerprint, reader.aspect.value, reader.pixels.value, pictures.name
+    places = reader.fingerprint, reader.tokens.aspect.value, reader.pixels.value, pictures.name
     return f"encoded-{short(ENCODED_FORMAT, plan.encoder.fingerprint, places)}"
 
 

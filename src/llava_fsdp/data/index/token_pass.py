@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llava_fsdp.config import AspectRatio, Pixels, SpecialTokens
+from llava_fsdp.config import Pixels, SpecialTokens
 from llava_fsdp.data.images.preprocess import ImageReader, check_enlarged, check_height
 from llava_fsdp.data.index.examine_passes import Findings, Pass, PictureSizes, Tell, attempt
 from llava_fsdp.data.index.worker_pool import Columns
@@ -53,11 +53,12 @@ class EncodeRecords(Pass):
         columns = {name: np.zeros(len(numbers), dtype=np.int32) for name in names}
         losses = np.zeros((len(self.texts.sources), len(self.limits), len(LOSSES)), dtype=np.int64)
         for number, record in self.records(numbers):
-            made = self.encode(self.sizes.put(record, number), number, found.of(number, record.known_id))
+            record = self.sizes.put(record, number)
+            made = self.encode(record, number, found.of(number, record.known_id))
             if made is None:
                 continue
             sample = made.sample
-            tiles = sum(self.reader.count_tiles(rows) for rows in sample.image_rows)
+            tiles = sum(self.reader.count_tiles(record, place) for place in range(len(sample.images)))
             held = len(sample.input_ids), sample.num_labels, len(sample.images), tiles
             lost = sample.positions_cut, sample.labels_cut, len(made.whole.input_ids)
             for name, value in zip(names, (*held, *lost), strict=True):
@@ -72,7 +73,7 @@ class EncodeRecords(Pass):
                 reason = f"{record.where}: turn {position} is an answer without text; write one, or remove the turns"
                 tell(Kind.empty_answer, reason)
         attempt(lambda: self.check_shapes(record, number), tell)
-        if self.reader.in_tiles and not all(min(size) for size in record.sizes or ()):
+        if self.reader.tokens.needs_size(len(record.images)) and not all(min(size) for size in record.sizes or ()):
             return None  # the length is unknown because an image is bad, which the pass over images has reported
         made = attempt(lambda: self.encoder.measure(record, self.limits), tell)
         if made is not None:
@@ -88,8 +89,8 @@ class EncodeRecords(Pass):
             if not width:
                 continue
             what = self.texts.own_picture(number, f"{record.where}: image {reader.path(record, name)}")
-            if reader.aspect is not AspectRatio.anyres:
-                check_enlarged((width, height), reader.preprocessor, reader.aspect, what)
+            if not reader.tokens.needs_size(len(record.images)):
+                check_enlarged((width, height), reader.preprocessor, reader.one_tile, what)
             if reader.pixels is Pixels.llava_v1_5:
                 check_height(stored_height, what)
 

@@ -1,0 +1,204 @@
+"""The tokens of an image: how many it has, and which vision features they are made of.
+
+An image is one tile, or several with anyres; a video is one tile a frame. The vision tower and the projector turn each
+tile into a square of features. Most tokens are one of these features. Where LLaVA-OneVision shrinks a grid of features,
+a token is the weighted sum of four (bilinear interpolation). (LLaVA llava_arch.py:146-201; transformers
+modeling_llava_next.py and modeling_llava_onevision.py, `pack_image_features`.)
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from llava_fsdp.config import AspectRatio, Config, PatchMerge
+from llava_fsdp.data.images.anyres import Size, best_size, grid_sizes
+
+NEWLINE_ROW = -1
+"""Stands for the learned "newline" vector, which ends a line of features, where other numbers are indices of
+features."""
+SHRUNK = 1.1
+"""A grid of features is shrunk if each of its sides is more than this many times too long (transformers
+modeling_llava_onevision.py, `pack_image_features`)."""
+MAX_TILES = 9
+"""`data.max_tiles` of LLaVA-OneVision."""
+BLENDED = np.dtype([("row", np.int64, 4), ("weight", np.float32, 4)])
+"""Type of an element that stands for a token which is a weighted sum of four features."""
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """Rule for the tokens of an image, for one model and one way to prepare images.
+
+    The methods that return tokens return an array with one element for each token of the image: an int64 index of a
+    feature among the features of the image's tiles, or with `anyres_max` an element of type BLENDED. NEWLINE_ROW stands
+    for the newline vector.
+    """
+
+    aspect: AspectRatio
+    tile: int
+    """Width and height of a tile in pixels."""
+    features: int
+    """Number of features of a tile."""
+    sizes: tuple[Size, ...] = ()
+    """With anyres and anyres_max, the sizes in pixels that an image may be fitted into."""
+    merge: PatchMerge = PatchMerge.flat
+    max_tiles: int = MAX_TILES
+    """With anyres_max, a grid of more features than this many tiles have is shrunk to about that many."""
+
+    @classmethod
+    def of_config(cls, cfg: Config, tile: int, features: int) -> "ImageTokens":
+        """Return the rule that a configuration describes; `tile` and `features` are properties of the model."""
+        data, aspect = cfg.data, cfg.data.trained_aspect
+        sizes = tuple(grid_sizes(data.grid_pinpoints, tile, aspect))
+        return cls(aspect, tile, features, sizes, cfg.model.patch_merge, data.max_tiles)
+
+    @property
+    def side(self) -> int:
+        """Number of features along each side of a tile."""
+        return math.isqrt(self.features)
+
+    def needs_size(self, images: int) -> bool:
+        """Return whether the tokens of an image depend on its size, in a sample with this many images."""
+        return self.aspect is AspectRatio.anyres or (self.aspect is AspectRatio.anyres_max and images == 1)
+
+    def of(self, size: Size | None, images: int) -> np.ndarray:
+        """Return the tokens of an image.
+
+        Args:
+            size: width and height of the image in pixels; only used if `needs_size`.
+            images: number of images of the sample. With anyres_max, only a sample's single image is cut into tiles.
+        """
+        if self.needs_size(images):
+            assert size is not None, "the tokens of an image of several tiles depend on its size"
+            return self.tiled(size)
+        whole = np.arange(self.features)
+        return whole if self.aspect is not AspectRatio.anyres_max else single(np.append(whole, NEWLINE_ROW))
+
+    def tiled(self, size: Size) -> np.ndarray:
+        """Return the tokens of an image of several tiles: first those of the whole image, then those of the grid of
+        tiles.
+
+        With `merge=spatial_unpad`, the grid's features that show only padding are left out, and each line ends with
+        NEWLINE_ROW.
+
+        Args:
+            size: width and height of the image in pixels.
+        """
+        side, (across, down) = self.side, self.grid(size)
+        whole = np.arange(side * side)
+        grid = side * side + np.arange(across * down * side * side)
+        if self.merge is PatchMerge.flat:
+            return np.concatenate([whole, grid])
+        lines = grid.reshape(down, across, side, side).transpose(0, 2, 1, 3).reshape(down * side, across * side)
+        if self.merge is PatchMerge.spatial_unpad:
+            lines = unpad(lines, size)
+        if self.aspect is AspectRatio.anyres_max:
+            whole, lines = single(whole), self.limited(lines)
+        if self.merge is PatchMerge.spatial_unpad:
+            end = np.full((len(lines), 1), NEWLINE_ROW)
+            lines = np.concatenate([lines, end if lines.dtype != BLENDED else single(end)], axis=1)
+        return np.concatenate([whole, lines.reshape(-1)])
+
+    def grid(self, size: Size) -> Size:
+        """Return how many tiles lie beside and above each other in the grid for an image of a size in pixels."""
+        width, height = best_size(size, list(self.sizes))
+        return width // self.tile, height // self.tile
+
+    def limited(self, lines: np.ndarray) -> np.ndarray:
+        """Return a grid of features, [rows, columns], as a grid of elements of type BLENDED that is shrunk if it has
+        too many features."""
+        high, wide = lines.shape
+        ratio = math.sqrt(high * wide / (self.max_tiles * self.side**2))
+        if ratio <= SHRUNK:
+            return single(lines)
+        return shrink(lines, max(1, int(high // ratio)), max(1, int(wide // ratio)))
+
+    def count_tiles(self, size: Size | None, images: int) -> int:
+        """Return the number of tiles of an image; arguments as for `of`."""
+        if not self.needs_size(images):
+            return 1
+        assert size is not None, "the tiles of an image depend on its size"
+        return 1 + math.prod(self.grid(size))
+
+    @cached_property
+    def most(self) -> int:
+        """Largest number of tokens that an image can have; with several tiles, the number for an image that fills its
+        grid."""
+        sizes: Sequence[Size | None] = self.sizes if self.needs_size(1) else (None,)
+        return max(len(self.of(size, 1)) for size in sizes)
+
+
+def unpad(lines: np.ndarray, image: Size) -> np.ndarray:
+    """Return a two-dimensional array of feature indices without the rows or columns for the black bars beside the image
+    (LLaVA llava_arch.py:104-130)."""
+    high, wide = lines.shape
+    if image[0] / image[1] > wide / high:
+        kept = int(round(image[1] * (wide / image[0]), 7))
+        bar = (high - kept) // 2
+        return lines[bar : high - bar]
+    kept = int(round(image[0] * (high / image[1]), 7))
+    bar = (wide - kept) // 2
+    return lines[:, bar : wide - bar]
+
+
+def single(rows: np.ndarray) -> np.ndarray:
+    """Return the elements of type BLENDED for tokens that are one feature each, in the shape of `rows`."""
+    made = np.zeros(rows.shape, dtype=BLENDED)
+    made["row"] = rows[..., None]
+    made["weight"][..., 0] = 1
+    return made
+
+
+def shrink(lines: np.ndarray, high: int, wide: int) -> np.ndarray:
+    """Return the elements of type BLENDED, [high, wide], that make a grid of features smaller.
+
+    The weights are those of torch's `interpolate(mode="bilinear", align_corners=False)`, computed in float32 as there.
+
+    Args:
+        lines: indices of features, int64 [rows, columns].
+    """
+    (top, bottom, down), (left, right, across) = (
+        neighbours(old, new) for old, new in zip(lines.shape, (high, wide), strict=True)
+    )
+    one = np.float32(1)
+    made = np.zeros((high, wide), dtype=BLENDED)
+    corners = ((top, left), (top, right), (bottom, left), (bottom, right))
+    weights = ((one - down, one - across), (one - down, across), (down, one - across), (down, across))
+    for corner, ((row, column), (vertical, horizontal)) in enumerate(zip(corners, weights, strict=True)):
+        made["row"][..., corner] = lines[np.ix_(row, column)]
+        made["weight"][..., corner] = np.outer(vertical, horizontal)
+    return made
+
+
+def neighbours(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return, for each of `new` points spread over `old` points, the two old points beside it and the weight of the
+    second one, each [new]."""
+    scale = float(np.float32(old) / np.float32(new))
+    # rounded once, as torch's kernels multiply and subtract in one instruction
+    place = np.maximum((np.arange(new) + 0.5) * scale - 0.5, 0).astype(np.float32)
+    first = np.minimum(place.astype(np.int64), old - 1)
+    return first, np.minimum(first + 1, old - 1), (place - first.astype(np.float32)).clip(0, 1)
+
+
+def join_tokens(images: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of several images, as indices into the concatenated features of all their tiles.
+
+    Args:
+        images: for each image its tokens (as `ImageTokens` returns them), and the number of features of all its tiles.
+
+    Returns:
+        The indices of features, int64 [tokens], and an empty array; or if tokens are weighted sums, indices int64
+        [tokens, 4] and weights float32 [tokens, 4]. The index one past the last feature stands for the newline vector.
+    """
+    every, before = sum(features for _, features in images), 0
+    joined: list[np.ndarray] = []
+    weights = [np.zeros((0, 4), dtype=np.float32)]
+    for tokens, features in images:
+        rows = tokens["row"] if tokens.dtype == BLENDED else tokens
+        joined.append(np.where(rows == NEWLINE_ROW, every, rows + before))
+        weights += [tokens["weight"]] if tokens.dtype == BLENDED else []
+        before += features
+    return np.concatenate(joined or [np.zeros(0, dtype=np.int64)]), np.concatenate(weights)
