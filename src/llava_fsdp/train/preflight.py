@@ -151,8 +151,8 @@ def prompts_of(kind: str) -> str | None:
 def with_template(cfg: C, parts: Parts) -> C:
     """Replace `data.template=auto` in the configuration by the first of these that there is: the template with which
     `model.checkpoint` was trained, if its notes name one that is not stage 1's; the chat template of the language
-    model's folder, or of a LLaVA-NeXT without such notes (other whole models have none for their prompts); the template
-    of the language model's type; v1.
+    model's folder, or of a LLaVA-NeXT or LLaVA-OneVision without such notes (other whole models bring none); the
+    template of the language model's type; v1.
 
     Also replace `data.template=chat_template` by the name that records which chat template it is.
 
