@@ -103,8 +103,8 @@ class DataConfig:
     """Maximum number of records that data.bad_records=skip skips: a share of all records (`0.1%`, rounded down) or a
     number (`20`)."""
     template: str
-    """Name of the conversation template; auto is the one that model.checkpoint was trained with, or that of the
-    language model's type."""
+    """Name of the conversation template; auto is the one that model.checkpoint was trained with, or chat_template (the
+    language model's own), or that of the language model's type."""
     image_aspect_ratio: AspectRatio
     """How an image is fitted into the square input of the vision tower."""
     grid_pinpoints: list[list[int]]

@@ -126,7 +126,7 @@ def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_t
     questions = []
     steps = loader.steps
     for place in spread(len(numbers), cfg.val.answers) if cfg.val.answers else ():
-        question = ask(steps.records[numbers[place]], steps.encoder.tokenizer, steps.image_reader, cfg)
+        question = ask(steps.records[numbers[place]], steps.encoder, steps.image_reader, cfg)
         length = len(question.sample.input_ids)
         if length + cfg.val.max_new_tokens > max_tokens:
             raise ConfigError(
