@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-MOST_DEPTH = 8
-"""Deepest nesting of structs in a page header; Parquet's own need 3."""
+MOST_DEPTH = 16
+"""Deepest nesting of structs and lists; a footer needs 9."""
 MOST_FIELDS = 10_000
 """Most fields and list elements in a page header; Parquet's own has some 20."""
 GROUPS_AT_ONCE = 8192
@@ -27,9 +27,9 @@ class EndsEarly(Malformed):
 class Cursor:
     """A position in bytes, from which numbers and Thrift structs are read."""
 
-    def __init__(self, data: bytes, at: int = 0):
+    def __init__(self, data: bytes, at: int = 0, most_fields: int = MOST_FIELDS):
         self.data, self.at = data, at
-        self.fields = 0
+        self.fields, self.most_fields = 0, most_fields
 
     def take(self, size: int) -> bytes:
         if size > len(self.data) - self.at:
@@ -66,8 +66,8 @@ class Cursor:
 
     def count(self) -> None:
         self.fields += 1
-        if self.fields > MOST_FIELDS:
-            raise Malformed(f"it has more than {MOST_FIELDS} fields")
+        if self.fields > self.most_fields:
+            raise Malformed(f"it has more than {self.most_fields} fields")
 
     def value(self, kind: int, depth: int) -> Any:
         self.count()
@@ -89,6 +89,14 @@ class Cursor:
             case 12:
                 return self.struct(depth + 1)
         raise Malformed(f"a value is of the unknown Thrift type {kind}")
+
+
+def number_of(fields: dict[int, Any], field: int, most: int = (1 << 31) - 1) -> int:
+    """Return a field of a Thrift struct that must be a number from 0 to `most`."""
+    value = fields.get(field)
+    if type(value) is not int or not 0 <= value <= most:
+        raise Malformed(f"field {field} is {str(value)[:40]}; 0 to {most} expected")
+    return value
 
 
 def small_numbers(data: bytes, width: int, count: int) -> np.ndarray:

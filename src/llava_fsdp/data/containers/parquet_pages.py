@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from llava_fsdp.data.containers.parquet_levels import Cursor, EndsEarly, Malformed, small_numbers
+from llava_fsdp.data.containers.parquet_levels import Cursor, EndsEarly, Malformed, number_of, small_numbers
 from llava_fsdp.data.containers.place import Page, Reader
 from llava_fsdp.data.containers.read_place import MOST_BYTES, MOST_RATIO, DamagedPage, unpack
 from llava_fsdp.runtime.errors import DataError
@@ -141,7 +141,7 @@ def page_headers(chunk: Chunk) -> Iterator[PageHeader]:
 def page_header(chunk: Chunk, at: int) -> PageHeader:
     cursor, fields = read_struct(chunk, at)
     body = at + cursor.at
-    kind, unpacked, packed = (number(fields, field) for field in (1, 2, 3))
+    kind, unpacked, packed = (number_of(fields, field) for field in (1, 2, 3))
     if packed > chunk.end - body:
         raise Malformed(f"a page of {packed} bytes leaves its column")
     compressed = chunk.codec != UNCOMPRESSED
@@ -154,17 +154,19 @@ def page_header(chunk: Chunk, at: int) -> PageHeader:
     own = fields.get({DATA: 5, DICTIONARY: 7, DATA_V2: 8}.get(kind, -1))
     if not isinstance(own, dict) or not (crc is None or isinstance(crc, int)):
         raise Malformed(f"a page of the kind {kind} without a header of its own")
-    make["values"] = number(own, 1)
+    make["values"] = number_of(own, 1)
     if kind == DATA_V2:
-        repetition, definition = number(own, 6), number(own, 5)
+        repetition, definition = number_of(own, 6), number_of(own, 5)
         if repetition + definition > min(packed, unpacked):
             raise Malformed(f"levels of {repetition + definition} bytes leave their page")
         compressed = compressed and own.get(7, True) is not False
         if not compressed and packed != unpacked:
             raise Malformed(f"an uncompressed page has {packed} and {unpacked} bytes")
-        return PageHeader(**make, encoding=number(own, 4), compressed=compressed, level_sizes=(repetition, definition))
-    levels = (number(own, 4), number(own, 3)) if kind == DATA else ()
-    return PageHeader(**make, encoding=number(own, 2), compressed=compressed, level_encodings=levels)
+        return PageHeader(
+            **make, encoding=number_of(own, 4), compressed=compressed, level_sizes=(repetition, definition)
+        )
+    levels = (number_of(own, 4), number_of(own, 3)) if kind == DATA else ()
+    return PageHeader(**make, encoding=number_of(own, 2), compressed=compressed, level_encodings=levels)
 
 
 def read_struct(chunk: Chunk, at: int) -> tuple[Cursor, dict]:
@@ -178,14 +180,6 @@ def read_struct(chunk: Chunk, at: int) -> tuple[Cursor, dict]:
             if size == chunk.end - at:
                 raise
     raise Malformed(f"it has more than {HEADER_SIZES[-1]} bytes")
-
-
-def number(fields: dict, field: int) -> int:
-    """Return a field that must be a number from 0 to 2^31 - 1."""
-    value = fields.get(field)
-    if not isinstance(value, int) or not 0 <= value < 1 << 31:
-        raise Malformed(f"field {field} is {str(value)[:40]}")
-    return value
 
 
 def chunk_values(chunk: Chunk) -> tuple[Values, list[Page], np.ndarray, np.ndarray]:

@@ -6,18 +6,19 @@ compressed, an image is a range of bytes of the file; with Snappy and zstd, it i
 """
 
 import contextlib
+import functools
 import io
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any
 
 import numpy as np
 
+from llava_fsdp.data.containers.parquet_footer import BYTE_ARRAY, TYPES, Footer
 from llava_fsdp.data.containers.parquet_pages import (
     COPY_AGAIN,
     DELTA_BYTE_ARRAY,
     DICTIONARY,
-    REWRITE,
     Chunk,
     Values,
     chunk_values,
@@ -28,15 +29,10 @@ from llava_fsdp.data.containers.read_place import MOST_BYTES, MOST_RATIO
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.terminal_text import shown_name
 
-MAGIC, ENCRYPTED = b"PAR1", b"PARE"
-MOST_FOOTER = 256 << 20
-MOST_VALUES = 1 << 26
-"""Most values of a column without images in one row group."""
 ROWS_AT_ONCE = 256
 REPEATED_BYTES = 256 << 20
 """Bound on the bytes that a batch of rows takes because they repeat values of a dictionary."""
 BUFFER = 1 << 20
-DECRYPT = "decrypt it once: read it with its keys and write it without encryption"
 
 
 class ReaderFile(io.RawIOBase):
@@ -67,17 +63,6 @@ class ReaderFile(io.RawIOBase):
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """A leaf column: its number, and which definition levels mean what."""
-
-    number: int
-    max_definition: int
-    max_repetition: int
-    element: int
-    """Definition level from which an element of the list exists, even if it is null; 0 without a list."""
-
-
-@dataclass(frozen=True)
 class GroupPlaces:
     """Where the images of a row group lie.
 
@@ -102,7 +87,7 @@ class GroupPlaces:
 
 
 class ParquetShard:
-    """A Parquet file, open through pyarrow for its footer and its columns without images.
+    """A Parquet file. Places need no pyarrow, except to decompress pages; the other columns are read with it.
 
     Every method raises DataError, with the file, the column and the cure, if what it reads is damaged, encrypted, too
     large, or stored in a way that leaves images no place; and SourceError if the file cannot be read.
@@ -110,99 +95,20 @@ class ParquetShard:
 
     def __init__(self, shard: Reader):
         self.shard = shard
-        self.check_ends()
-        from pyarrow import PythonFile
-        from pyarrow.parquet import ParquetFile
+        self.footer = Footer(shard)
 
-        with self.reading("its footer"):
-            self.file = ParquetFile(PythonFile(ReaderFile(shard), mode="r"), pre_buffer=False, buffer_size=BUFFER)
-            self.groups: int = self.file.num_row_groups
-            self.columns = [self.file.schema.column(number) for number in range(len(self.file.schema))]
-            self.paths: list[str] = [column.path for column in self.columns]
-            levels = [own for field in self.file.schema_arrow for own in leaf_levels(field.type, field.nullable)]
-        if len(set(self.paths)) < len(self.paths):
-            self.refuse("two of its columns have the same path", "give one of them another name")
-        of_file = [(column.max_definition_level, column.max_repetition_level) for column in self.columns]
-        if [own[:2] for own in levels] != of_file:
-            self.refuse("its columns are nested in an unknown way", REWRITE)
-        self.leaves = {path: Leaf(number, *levels[number]) for number, path in enumerate(self.paths)}
-
-    def check_ends(self) -> None:
-        """Check the first and last bytes of the file, before pyarrow reads it."""
-        size = self.shard.size
-        if size < 12:
-            self.refuse(f"{size} bytes are no Parquet file", COPY_AGAIN)
-        head, tail = self.shard.read(0, 4), self.shard.read(size - 8, 8)
-        if ENCRYPTED in (head, tail[4:]):
-            self.refuse("it is encrypted", DECRYPT)
-        if head != MAGIC:
-            self.refuse("it is no Parquet file: its first bytes are not PAR1", COPY_AGAIN)
-        if tail[4:] != MAGIC:
-            self.refuse(f"it is truncated or damaged: its last bytes, before byte {size}, are not PAR1", COPY_AGAIN)
-        footer = int.from_bytes(tail[:4], "little")
-        if footer > min(size - 12, MOST_FOOTER):
-            self.refuse(f"its footer claims {footer} bytes", COPY_AGAIN)
-
-    def close(self) -> None:
-        self.file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def refuse(self, problem: str, cure: str, cause: Exception | None = None) -> NoReturn:
-        raise DataError(f"{self.shard.name}: {problem}; {cure}").about(file=self.shard.name) from cause
-
-    @contextlib.contextmanager
-    def reading(self, what: str) -> Iterator[None]:
-        """Context manager that turns errors of pyarrow into DataError."""
-        import pyarrow
-
-        try:
-            yield
-        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-            encrypted = "crypt" in str(error)
-            self.refuse(f"{what} cannot be read ({shown_name(error)})", DECRYPT if encrypted else COPY_AGAIN, error)
-
-    def binary_leaves(self) -> list[str]:
-        """Return the paths of the leaf columns that may hold images: bytes that are not said to be text."""
-        return [
-            column.path
-            for column in self.columns
-            if column.physical_type == "BYTE_ARRAY" and column.logical_type.type == "NONE"
-        ]
+    @property
+    def groups(self) -> int:
+        """Number of row groups."""
+        return len(self.footer.groups)
 
     def rows(self, group: int) -> int:
         """Return the number of rows of a row group."""
-        with self.reading(f"row group {group}"):
-            rows = self.file.metadata.row_group(group).num_rows
-        if not 0 <= rows <= MOST_VALUES:
-            self.refuse(f"row group {group} has {rows} rows, most are {MOST_VALUES}", REWRITE)
-        return rows
+        return self.footer.rows(group)
 
-    def chunk(self, path: str, group: int) -> Chunk:
-        """Return where a column of a row group lies, checked against the file."""
-        leaf = self.leaves[path]
-        with self.reading(f"column {shown_name(path)} of row group {group}"):
-            meta = self.file.metadata.row_group(group).column(leaf.number)
-            begin, size, values = meta.data_page_offset, meta.total_compressed_size, meta.num_values
-            if meta.has_dictionary_page and 0 < meta.dictionary_page_offset < begin:
-                begin = meta.dictionary_page_offset
-            chunk = Chunk(
-                self.shard, path, group, meta.compression, begin, begin + size, values,
-                leaf.max_definition, leaf.max_repetition,
-            )  # fmt: skip
-            if meta.path_in_schema != path or meta.physical_type != self.columns[leaf.number].physical_type:
-                chunk.refuse(f"the footer calls it {shown_name(meta.path_in_schema)} ({meta.physical_type})")
-            if meta.file_path:
-                chunk.refuse(f"it is in another file, {shown_name(meta.file_path)}", REWRITE)
-        if not (4 <= begin <= chunk.end <= self.shard.size - 8 and size >= 0):
-            chunk.refuse(f"bytes {begin} to {chunk.end} are not within the file of {self.shard.size} bytes")
-        if not 0 <= values <= MOST_VALUES:
-            chunk.refuse(f"it has {values} values, most are {MOST_VALUES}", REWRITE)
-        return chunk
+    def binary_leaves(self) -> list[str]:
+        """Return the paths of the leaf columns that may hold images: bytes that are not said to be text."""
+        return [path for path, leaf in self.footer.leaves.items() if leaf.binary]
 
     def places(self, path: str, group: int) -> GroupPlaces:
         """Find the images of a row group.
@@ -211,12 +117,12 @@ class ParquetShard:
             path: of a leaf column, such as `image.bytes`; see `binary_leaves`.
             group: number of the row group.
         """
-        leaf = self.leaves.get(path)
+        leaf = self.footer.leaves.get(path)
         if leaf is None:
-            self.refuse(f"it has no column {shown_name(path)}", f"its columns are {self.paths}")
-        chunk = self.chunk(path, group)
-        if (kind := self.columns[leaf.number].physical_type) != "BYTE_ARRAY":
-            chunk.refuse(f"images are BYTE_ARRAY, these are {kind}", "name a column of binary values")
+            self.footer.refuse(f"it has no column {shown_name(path)}", f"it has {shown_name(list(self.footer.leaves))}")
+        chunk = self.footer.chunk(path, group)
+        if leaf.kind != BYTE_ARRAY:
+            chunk.refuse(f"images are BYTE_ARRAY, these are {TYPES[leaf.kind]}", "name a column of binary values")
         if leaf.max_repetition > 1:
             chunk.refuse("lists of lists of images are not read", "store one list of images a row")
         values, pages, definition, repetition = chunk_values(chunk)
@@ -235,24 +141,45 @@ class ParquetShard:
             leave_out: paths of the columns of images, as given to `places`. A struct keeps its other fields.
             rows: most rows of a batch; fewer come if they repeat long values.
         """
-        kept = [path for path in self.paths if path not in leave_out]
+        chunks = {path: self.footer.chunk(path, group) for path in self.footer.leaves}
+        kept = [path for path in chunks if path not in leave_out]
         for path in kept:
             if any(out.startswith(f"{path}.") for out in leave_out):  # pyarrow would read both
-                self.refuse(f"the path of its column {shown_name(path)} begins another's", "give it another name")
-        longest = max((self.check_pages(self.chunk(path, group)) for path in kept), default=0)
-        batches = self.file.iter_batches(
-            max(1, min(rows, REPEATED_BYTES // max(1, longest))), row_groups=[group], columns=kept, use_threads=False
-        )
-        left = self.rows(group)
+                chunks[path].refuse("another column's path begins with its own", "give it another name")
+        longest = max((self.check_pages(chunks[path]) for path in kept), default=0)
+        rows, left = max(1, min(rows, REPEATED_BYTES // max(1, longest))), self.rows(group)
+        with self.reading(group):
+            batches = self.file.iter_batches(rows, row_groups=[group], columns=kept, use_threads=False)
         while True:
-            with self.reading(f"the columns without images of row group {group}"):
+            with self.reading(group):
                 batch = next(batches, None)
             if batch is None:
                 break
             left -= batch.num_rows
             yield batch
         if left:
-            self.refuse(f"the columns of row group {group} do not have its number of rows (by {left})", COPY_AGAIN)
+            self.footer.refuse(f"the columns of row group {group} have other numbers of rows than it says", COPY_AGAIN)
+
+    @functools.cached_property
+    def file(self) -> Any:
+        """pyarrow's `ParquetFile`."""
+        from pyarrow import PythonFile
+        from pyarrow.parquet import ParquetFile
+
+        return ParquetFile(PythonFile(ReaderFile(self.shard), mode="r"), pre_buffer=False, buffer_size=BUFFER)
+
+    @contextlib.contextmanager
+    def reading(self, group: int) -> Iterator[None]:
+        """Context manager that turns errors of pyarrow into DataError."""
+        import pyarrow
+
+        try:
+            yield
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+            raise DataError(
+                f"{self.shard.name}: the columns without images of row group {group} cannot be read "
+                f"({shown_name(error)}); {COPY_AGAIN}"
+            ).about(file=self.shard.name) from error
 
     def check_pages(self, chunk: Chunk) -> int:
         """Check the sizes in page headers, before pyarrow allocates memory for the pages. Return the size of the
@@ -264,35 +191,3 @@ class ParquetShard:
             if header.kind == DICTIONARY or header.encoding == DELTA_BYTE_ARRAY:
                 longest = max(longest, header.unpacked)
         return longest
-
-
-def leaf_levels(
-    kind: Any, nullable: bool, definition: int = 0, repetition: int = 0, element: int = 0
-) -> list[tuple[int, int, int]]:
-    """Return the highest definition and repetition levels of each leaf of an Arrow type, and the definition level from
-    which an element of its innermost list exists.
-
-    Args:
-        kind: Arrow type.
-        nullable: whether the type's values may be null.
-        definition, repetition, element: these levels of what holds the type.
-    """
-    import pyarrow
-    from pyarrow import types
-
-    definition += nullable
-    if isinstance(kind, pyarrow.BaseExtensionType):
-        kind = kind.storage_type
-    inner: list[Any] = []
-    if types.is_struct(kind):
-        inner = list(kind)
-    elif types.is_map(kind):
-        inner = [kind.key_field, kind.item_field]
-    elif hasattr(kind, "value_field"):
-        inner = [kind.value_field]
-    if not inner:
-        return [(definition, repetition, element)]
-    if not types.is_struct(kind):
-        definition, repetition = definition + 1, repetition + 1
-        element = definition
-    return [own for field in inner for own in leaf_levels(field.type, field.nullable, definition, repetition, element)]
