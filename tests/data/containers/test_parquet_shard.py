@@ -13,7 +13,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from llava_fsdp.data.containers import parquet_footer, parquet_pages, parquet_shard
+from llava_fsdp.data.containers import parquet_footer, parquet_shard, parquet_values
+from llava_fsdp.data.containers.parquet_footer import Footer
+from llava_fsdp.data.containers.parquet_pages import page_headers
 from llava_fsdp.data.containers.parquet_shard import ParquetShard
 from llava_fsdp.data.containers.place import LocalFile
 from llava_fsdp.data.containers.read_place import PageCache, read_place
@@ -172,7 +174,7 @@ def test_of_uncompressed_images_only_their_lengths_are_read() -> None:
     assert [row["text"] for row in rows[:25]] == [
         row["text"] for batch in shard.batches(0, ["image.bytes"]) for row in batch.to_pylist()
     ]
-    assert sum(size for _, size in memory.ranges) < 30_000 < memory.size / 30
+    assert sum(size for _, size in memory.ranges) < 100_000 < memory.size / 9, "64 KiB of it for pyarrow's footer"
     own = places.row(3)[0]
     assert own is not None and memory.data[own.offset :][: own.size] == rows[3]["image"]["bytes"]
 
@@ -276,8 +278,8 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     data = write(rows, compression="snappy")
     assert len(images(Memory(data), "raw")) == 20
     for module, name, value in (
-        (parquet_pages, "MOST_BYTES", 1000),
-        (parquet_pages, "MOST_IMAGES", 19),
+        (parquet_values, "MOST_BYTES", 1000),
+        (parquet_values, "MOST_IMAGES", 19),
         (parquet_footer, "MOST_VALUES", 19),
         (parquet_footer, "MOST_FOOTER", 100),
         (parquet_footer, "MOST_FIELDS", 100),
@@ -294,41 +296,53 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         list(shard.batches(0, ["image.bytes"]))
 
 
-@pytest.mark.parametrize("name", ["none-1.0-plain-large", "none-1.0-dictionary-small", "snappy-1.0-dictionary-large",
-                                  "zstd-2.0-plain-small", "none-2.0-dictionary-large", "checksums"])  # fmt: skip
-def test_fuzz(name: str) -> None:
-    """A changed byte or a cut gives the bytes that were written, or a typed error.
+FUZZED = (
+    "none-1.0-plain-large", "none-1.0-dictionary-small", "snappy-1.0-dictionary-large", "zstd-2.0-plain-small",
+    "none-2.0-dictionary-large", "checksums",
+)  # fmt: skip
 
-    Without checksums, a change within an image, of a dictionary's number or of a level may give a changed image or
-    another one of the file; a place never leaves the file.
+
+@pytest.mark.parametrize("times", [50, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FUZZED)
+def test_fuzz(name: str, times: int) -> None:
+    """A changed byte or a cut gives the bytes that were written, or a DataError.
+
+    Where a page has no checksum, a change in it may give a changed image, or another one of the same column.
     """
     schema = pyarrow.schema([SCHEMA.field(column) for column in ("images", "raw", "text")])
-    rows = [{key: row[key] for key in schema.names} for row in make_rows(15)]
-    data = write(rows, schema, 8, **LAYOUTS[name])
+    rows = [{key: row[key] for key in schema.names} for row in make_rows(9)]
+    data = write(rows, schema, 5, **LAYOUTS[name])
     leaves = {leaf: column for leaf, column in LEAVES.items() if column in schema.names}
     written = {leaf: [expected(row, column) for row in rows] for leaf, column in leaves.items()}
-    draw, right, changed, errors = random.Random(0), 0, 0, 0
-    tracemalloc.start()
-    for _ in range(300):
-        other = bytearray(data)
+    footer = Footer(Memory(data))
+    unproven = {
+        at
+        for leaf, group in itertools.product(leaves, (0, 1))
+        for page in page_headers(footer.chunk(leaf, group))
+        for at in range(page.body, page.body + page.packed)
+        if page.crc is None or not (page.compressed or page.encoding)
+    }
+    draw, errors = random.Random(0), 0
+    if times > 50 or name == FUZZED[0]:  # it makes Python some seven times slower
+        tracemalloc.start()
+    for _ in range(times):
+        other, at = bytearray(data), draw.randrange(len(data))
         if draw.random() < 0.9:
-            other[draw.randrange(len(other))] = draw.randrange(256)
+            other[at] = draw.randrange(256)
         else:
-            del other[draw.randrange(len(other)) :]
+            del other[at:]
         shard = Memory(bytes(other))
         try:
             for leaf in leaves:
-                same = images(shard, leaf) == written[leaf]
-                right, changed = right + same, changed + (not same)
+                assert images(shard, leaf) == written[leaf] or at in unproven, (at, other[at])
             opened = ParquetShard(shard)
             for group in range(opened.groups):
                 for batch in opened.batches(group, list(leaves)):
-                    assert batch.num_rows <= 8
+                    assert batch.num_rows <= 5
         except DataError:
             errors += 1
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    print(name, right, changed, errors, peak, pyarrow.default_memory_pool().max_memory())
     assert peak < 4 << 20
     assert pyarrow.default_memory_pool().max_memory() < 1 << 30
-    assert errors > 60
+    assert errors > times / 5

@@ -37,16 +37,21 @@ class Cursor:
         self.at += size
         return self.data[self.at - size : self.at]
 
+    def byte(self) -> int:
+        if self.at >= len(self.data):
+            raise EndsEarly("a byte expected, none is left")
+        self.at += 1
+        return self.data[self.at - 1]
+
     def varint(self) -> int:
         """Read a number in base 128, least significant digit first, at most 64 bits long."""
         number = shift = 0
-        while shift < 64:
-            byte = self.take(1)[0]
+        while (byte := self.byte()) > 127:
             number |= (byte & 127) << shift
-            if byte < 128:
-                return number
             shift += 7
-        raise Malformed("a number has more than 64 bits")
+            if shift > 63:
+                raise Malformed("a number has more than 64 bits")
+        return number | byte << shift
 
     def zigzag(self) -> int:
         number = self.varint()
@@ -57,7 +62,7 @@ class Cursor:
         if depth > MOST_DEPTH:
             raise Malformed(f"structs are nested more than {MOST_DEPTH} deep")
         values, number = {}, 0
-        while (head := self.take(1)[0]) != 0:
+        while (head := self.byte()) != 0:
             number = number + (head >> 4) if head >> 4 else self.zigzag()
             # a boolean of a struct is in the head of its field
             values[number] = head & 15 == 1 if head & 15 in (1, 2) else self.value(head & 15, depth)
@@ -73,9 +78,9 @@ class Cursor:
         self.count()
         match kind:
             case 1 | 2:  # in a list
-                return self.take(1)[0] == 1
+                return self.byte() == 1
             case 3:
-                return self.take(1)[0]
+                return self.byte()
             case 4 | 5 | 6:
                 return self.zigzag()
             case 7:
@@ -83,7 +88,7 @@ class Cursor:
             case 8:
                 return self.take(self.varint())
             case 9 | 10:
-                head = self.take(1)[0]
+                head = self.byte()
                 count = self.varint() if head >> 4 == 15 else head >> 4
                 return [self.value(head & 15, depth + 1) for _ in range(count)]
             case 12:

@@ -20,10 +20,9 @@ from llava_fsdp.data.containers.parquet_pages import (
     DELTA_BYTE_ARRAY,
     DICTIONARY,
     Chunk,
-    Values,
-    chunk_values,
     page_headers,
 )
+from llava_fsdp.data.containers.parquet_values import Values, chunk_values
 from llava_fsdp.data.containers.place import Page, Place, Reader
 from llava_fsdp.data.containers.read_place import MOST_BYTES, MOST_RATIO
 from llava_fsdp.runtime.errors import DataError
