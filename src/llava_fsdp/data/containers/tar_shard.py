@@ -196,9 +196,9 @@ def octal(data: bytes) -> int | None:
 def text(shard: Reader, at: int, data: bytes) -> str:
     """Decode a name up to its first zero byte."""
     try:
-        return data.partition(b"\0")[0].decode()
+        return (name := data.partition(b"\0")[0]).decode()
     except UnicodeDecodeError:
-        refuse(shard, at, f"the name {shown_name(data[:80])} is not UTF-8", f"{PACK_AGAIN}, with names in UTF-8")
+        refuse(shard, at, f"the name {shown_name(name[:80])} is not UTF-8", f"{PACK_AGAIN}, with names in UTF-8")
 
 
 def header_name(shard: Reader, at: int, header: bytes) -> str:
