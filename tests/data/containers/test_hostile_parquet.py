@@ -192,6 +192,7 @@ def test_pages(name: str) -> None:
 
 LEVELS = {
     "too high": levels(b"\x02\x03") + plain(b"ab"),
+    "too high, without a value": levels(b"\x02\x03"),
     "past their page": b"\xff\xff\xff\x7f\x02\x01" + plain(b"ab"),
     "of no numbers": levels(b"\x00\x01") + plain(b"ab"),
     "end early": levels(b"\x02") + plain(b"ab"),
@@ -227,6 +228,7 @@ def column(**fields: Any) -> list[dict[int, Any]]:
 
 
 ONE = page(plain(b"ab"))
+META = {1: 6, 2: [PLAIN], 3: [b"raw"], 4: 0, 5: 1, 6: len(ONE), 7: len(ONE), 9: 4}
 FOOTERS = {
     "five million nulls": file(NULLS, 5_000_000, OPTIONAL),
     "2^60 values": file(NULLS, 1 << 60, OPTIONAL),
@@ -247,7 +249,9 @@ FOOTERS = {
     "no columns": file(ONE, footer={4: [{3: 1}]}),
     "two columns": file(ONE, footer={4: [{1: [{}, {}], 3: 1}]}),
     "no metadata": file(ONE, footer={4: [{1: [{2: 4}], 3: 1}]}),
-    "encrypted column": file(ONE, footer={4: [{1: [{2: 4, 8: {1: {}}}], 3: 1}]}),
+    "encrypted column": file(ONE, footer={4: [{1: [{3: META, 8: {1: {}}}], 3: 1}]}),
+    "encrypted column without metadata": file(ONE, footer={4: [{1: [{2: 4, 8: {1: {}}, 9: b"x"}], 3: 1}]}),
+    "column shorter than its page": file(ONE, _7=len(ONE) - 1),
     "encrypted": file(ONE, footer={8: {1: {}}}),
     "another file": file(ONE, footer={4: [{1: [{1: b"b.parquet"}], 3: 1}]}),
     "groups of numbers": file(ONE, footer={4: [1, 2]}),
@@ -264,6 +268,12 @@ FOOTERS = {
 @pytest.mark.parametrize("name", FOOTERS)
 def test_footers(name: str) -> None:
     refused(FOOTERS[name])
+
+
+def test_other_columns_have_the_rows_of_their_group() -> None:
+    with pytest.raises(DataError):
+        list(ParquetShard(Memory(FOOTERS["other number of rows"])).batches(0, []))
+    assert len(list(ParquetShard(Memory(file(ONE, footer={4: [{1: [{2: 4, 3: META}], 3: 1}]}))).batches(0, []))) == 1
 
 
 def test_a_legacy_list() -> None:

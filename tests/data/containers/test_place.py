@@ -126,3 +126,5 @@ def test_the_best_compression_is_within_its_bound(codec: str) -> None:
     body = packed(codec, content)
     page = Page(0, len(body), codec, len(content))
     assert read_place(Counted(body), Place("memory", 5, 100, page), PageCache()) == bytes(100)
+    with pytest.raises(module.DamagedPage):
+        module.check_page(Page(0, 10, codec, 1 << 29))

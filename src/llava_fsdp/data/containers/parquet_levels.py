@@ -124,8 +124,6 @@ def small_numbers(data: bytes, width: int, count: int) -> np.ndarray:
     done, cursor = 0, Cursor(data)
     while done < count:
         head = cursor.varint()
-        if head < 2:
-            raise Malformed("a run has no numbers")
         if head & 1:
             groups = min(head >> 1, -(-(count - done) // 8), GROUPS_AT_ONCE)
             left = (head >> 1) - groups
