@@ -165,6 +165,14 @@ def test_other_columns_come_without_images(name: str) -> None:
         assert row["images"] == (right["images"] and [one and {"path": one["path"]} for one in right["images"]])
 
 
+def test_other_columns_have_the_rows_of_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = ParquetShard(Memory(write(make_rows(9))))
+    assert sum(batch.num_rows for batch in shard.batches(0, list(LEAVES))) == 9
+    monkeypatch.setattr(shard.footer, "rows", lambda group: 10)
+    with pytest.raises(DataError):
+        list(shard.batches(0, list(LEAVES)))
+
+
 def test_of_uncompressed_images_only_their_lengths_are_read() -> None:
     schema = pyarrow.schema([("image", IMAGE), ("text", pyarrow.string())])
     rows = [{"image": {"bytes": random.Random(n).randbytes(20_000), "path": "a"}, "text": f"t{n}"} for n in range(50)]
