@@ -278,8 +278,8 @@ def write_texts(source: SourceFile, folder: Path, plan: Plan, watch: Watch) -> t
     path = Path(source.path)
     if not parquet.is_parquet(path):
         return source, path
-    file = parquet.open_file(path)
-    task = parquet.WriteRows(path.absolute(), folder.absolute(), plan.cfg.max_record_bytes)
+    file = parquet.open_file(path, source.keys)
+    task = parquet.WriteRows(path.absolute(), folder.absolute(), plan.cfg.max_record_bytes, source.keys)
     groups = file.num_row_groups
     if not task.whole.is_file():
         with watch("reading Parquet", groups) as advance:

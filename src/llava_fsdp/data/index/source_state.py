@@ -13,7 +13,7 @@ from llava_fsdp.runtime.errors import SourceError
 from llava_fsdp.runtime.progress import Watch
 from llava_fsdp.runtime.small_json import parse_object
 
-FORMAT = 5
+FORMAT = 6
 """Version of the index format. It is increased whenever the columns change, or the values in them for the same
 record."""
 KNOWN = "known.json"
@@ -38,7 +38,7 @@ def find_state(sources: list[SourceFile], folder: Path, most: int, watch: Watch,
                 advance(1)
         check_unchanged(sources, most, now)
         whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-        places = [[s.name, s.path, s.images and os.path.realpath(s.images)] for s in sources]
+        places = [[s.name, s.path, s.images and os.path.realpath(s.images), s.keys] for s in sources]
         known[now] = {"key": short(FORMAT, most, digests, places), "fingerprint": whole[:32]}
         replace_file(folder / KNOWN, json.dumps(known).encode())
     return known[now]
@@ -69,9 +69,7 @@ def read_known(folder: Path) -> dict[str, dict[str, str]]:
 
 def stamp(sources: list[SourceFile], most: int) -> str:
     stats = [os.stat(s.path) for s in sources]
-    values = [
-        [s.name, s.path, s.images, stat.st_size, stat.st_mtime_ns] for s, stat in zip(sources, stats, strict=True)
-    ]
+    values = [[s, stat.st_size, stat.st_mtime_ns] for s, stat in zip(sources, stats, strict=True)]
     return short(FORMAT, most, values)
 
 

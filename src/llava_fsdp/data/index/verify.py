@@ -20,6 +20,7 @@ from llava_fsdp.data.index.integrity import check_part
 from llava_fsdp.data.index.record_store import Texts, sources_of
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, chunk_file, column, open_column, rows_column, run_chunks
 from llava_fsdp.data.records import parquet
+from llava_fsdp.data.records.record import INLINE
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.progress import Watch
 
@@ -60,7 +61,7 @@ class CompareContent:
             first = int(self.names.first[number])
             for place, name in enumerate(self.names.of(number)):
                 known = int(images[first + place])
-                if not known or source.images is None:
+                if not known or source.images is None or name.startswith(INLINE):  # an inline image is in the record
                     continue
                 path = Path(source.images) / name
                 now = seen[path] if path in seen else seen.setdefault(path, digest_of(path))
@@ -127,7 +128,7 @@ def changed_rows(index: Index) -> list[str]:
     for source, begin, end in zip(texts.sources, texts.firsts, texts.firsts[1:], strict=False):
         if not parquet.is_parquet(Path(source.path)):
             continue
-        now = parquet.lines(Path(source.path), parquet.Store(None), most=texts.most)
+        now = parquet.lines(Path(source.path), parquet.Store(None), most=texts.most, keys=source.keys)
         digests = [xxh3_64_intdigest(line) for line in now]
         if len(digests) != end - begin:
             changed.append(f"{source.path} has {len(digests):,} records, and had {end - begin:,}")
