@@ -45,6 +45,8 @@ SPEAKERS = {
     "system": "system",
 }  # fmt: skip
 """The role of a turn by the name of its speaker. A turn with another name keeps it, and is refused by name later."""
+ROLES = ("human", "gpt")
+"""Roles of a question and its answer."""
 TOOLS = frozenset("tool function ipython observation tool_call tool_response function_call function_response".split())
 """Names of speakers that are tools, or that call them."""
 TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call")
@@ -211,9 +213,8 @@ class RecordReader:
             if not isinstance(own, dict) or not set(ENTRY_KEYS) <= own.keys():
                 raise self.bad(f"{key}, entry {number}", own, "an object with user and assistant")
             self.note_unread(own)
-            turns += [
-                Turn(SPEAKERS[name], self.text(f"{key}, entry {number}, {name}", own[name])) for name in ENTRY_KEYS
-            ]
+            for role, name in zip(ROLES, ENTRY_KEYS, strict=True):
+                turns.append(Turn(role, self.text(f"{key}, entry {number}, {name}", own[name])))
         return turns
 
     def images(self, raw: dict[str, Any], keys: Iterable[str]) -> dict[str, list[str]]:
@@ -285,10 +286,7 @@ def parse_record(path: Path, index: int, raw: Any, line: int | None = None, keys
     if form in FORMS:
         turns = FORMS[form](reader, form, raw[form])
     else:
-        assert keys.pair is not None
-        turns = [
-            Turn(role, reader.text(key, raw.get(key))) for role, key in zip(("human", "gpt"), keys.pair, strict=True)
-        ]
+        turns = [Turn(role, reader.text(key, raw.get(key))) for role, key in zip(ROLES, keys.pair or (), strict=True)]
     if form == "messages":
         reader.refuse_tools("the record", raw)
     names = one_list(where, {**listed, "the parts of its turns": reader.in_parts})

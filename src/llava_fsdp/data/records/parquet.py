@@ -333,7 +333,9 @@ def line(row: Any, store: Store | None, most: int, keys: RecordKeys = NO_KEYS) -
     for name in (name for name in FORMS if name in record):
         record[name] = [plain_turn(turn) for turn in record[name]]
     own_names: dict[str, str | None] = {}
-    for name in (name for name in keys.images if store is not None and name in record):
+    for name in (name for name in keys.images if name in record):
+        if store is None:
+            continue
         record[name] = store.put(record[name], own_names)
         if record[name] is None:  # it was a struct of two nulls
             del record[name]
