@@ -298,7 +298,7 @@ CURES = {
     ),
     "not a number": (
         {"conversations": [{"from": "gpt", "value": math.nan}]},
-        r'turn 0 is {"from": "gpt", "value": NaN}',
+        r"turn 0 is NaN; it must be text",
     ),
     "dots": ({"image": "a/../b.png", "conversations": OK}, r"\.\. is not allowed in a path, wherever it leads"),
     "slash": ({"image": "b.png/", "conversations": OK}, r"'b\.png/', which names a folder; take the / off"),

@@ -157,18 +157,17 @@ class RecordReader:
         return [self.turn(f"turn {number}", own) for number, own in enumerate(raw)]
 
     def turn(self, what: str, raw: Any) -> Turn:
-        pairs = []
-        if isinstance(raw, dict):
-            self.refuse_tools(what, raw, next((raw[own] for own, _ in TURN_KEYS if raw.get(own) is not None), None))
-            pairs = [pair for pair in TURN_KEYS if all(raw.get(own) is not None for own in pair)]
-        if len(pairs) != 1 or not isinstance(raw[pairs[0][0]], str):
+        fields = raw if isinstance(raw, dict) else {}
+        speakers = [name for key, _ in TURN_KEYS if isinstance(name := fields.get(key), str)]
+        self.refuse_tools(what, fields, speakers)
+        texts = [key for pair in TURN_KEYS if all(fields.get(own) is not None for own in pair) for key in pair[1:]]
+        if len(texts) != 1 or len(speakers) != 1:
             raise self.bad(what, raw, "an object with from and value, or with role and content")
-        ((speaker, said),) = pairs
-        self.note_unread(raw)
-        text = raw[said]
-        if said == "content" and isinstance(text, list):
+        self.note_unread(fields)
+        text = fields[texts[0]]
+        if texts == ["content"] and isinstance(text, list):
             text = "".join(self.part(f"{what}, part {number}", own) for number, own in enumerate(text))
-        return Turn(SPEAKERS.get(raw[speaker], raw[speaker]), self.text(what, text))
+        return Turn(SPEAKERS.get(speakers[0]) or speakers[0], self.text(what, text))
 
     def text(self, what: str, value: Any) -> str:
         if not isinstance(value, str):
@@ -196,9 +195,11 @@ class RecordReader:
         self.note_unread({kind: raw})
         return ""
 
-    def refuse_tools(self, what: str, raw: dict[str, Any], speaker: Any = None) -> None:
+    def refuse_tools(self, what: str, raw: dict[str, Any], speakers: Iterable[str] = ()) -> None:
+        """Raise DataError if a record or turn has tools or calls of tools, or a tool is among the speakers."""
+        speaker = next((own for own in speakers if own in TOOLS), None)
         called = next((own for own in TOOL_KEYS if not is_empty(raw.get(own))), None)
-        if called is not None or (isinstance(speaker, str) and speaker in TOOLS):
+        if called is not None or speaker is not None:
             said = f"is from {speaker}" if called is None else f"has {called}"
             raise DataError(
                 f"{self.where}: {what} {said}, and tools are not read; take the record out", Kind.wrong_roles
