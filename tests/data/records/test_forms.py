@@ -160,7 +160,7 @@ def parse(raw: object, keys: RecordKeys = PAIR) -> Record:
 @pytest.mark.parametrize("way", WAYS)
 def test_every_form_gives_the_same_record(way: str) -> None:
     made, numbers = converted(way)
-    assert len(made) >= 12
+    assert len(made) >= 9
     for raw, number in zip(made, numbers, strict=True):
         record, own = parse(raw), parse(BASE[number])
         assert (record.id, record.turns, record.has_image_key) == (own.id, own.turns, own.has_image_key), raw
@@ -182,7 +182,10 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write(path: Path, records: list[dict]) -> Path:
     if path.suffix == ".parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(records), path)
+        names = dict.fromkeys(name for raw in records for name in raw)
+        parquet.write_table(
+            pyarrow.Table.from_pylist([{name: raw.get(name) for name in names} for raw in records]), path
+        )
     elif path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(raw) + "\n" for raw in records))
     else:
@@ -199,8 +202,8 @@ def prepared(path: Path, parts: Path, dataset: Path, *overrides: str) -> tuple[R
 
 
 @pytest.mark.parametrize(("way", "suffix"), [
-    ("sharegpt", ".jsonl"), ("openai_text", ".parquet"), ("openai_paths", ".parquet"), ("openai_inline", ".jsonl"),
-    ("openai_inline", ".parquet"), ("fine_vision", ".parquet"), ("columns", ".parquet"),
+    ("sharegpt", ".jsonl"), ("openai_text", ".parquet"), ("openai_paths", ".json"), ("openai_inline", ".jsonl"),
+    ("openai_holes", ".parquet"), ("fine_vision", ".parquet"), ("columns", ".parquet"),
 ])  # fmt: skip
 def test_every_form_gives_the_same_sample(
     way: str, suffix: str, parts: Path, dataset: Path, pictures: Path, tmp_path: Path
@@ -212,7 +215,7 @@ def test_every_form_gives_the_same_sample(
     theirs, other = prepared(write(tmp_path / f"a{suffix}", made), parts, dataset, f"data.images={folder}")
     flags = ours.index.flags(0, len(numbers)).tolist()
     assert theirs.index.flags(0, len(numbers)).tolist() == flags and set(flags) == {0, BITS[Kind.empty_answer]}
-    assert len(theirs) == len(ours) > 10 and max(ours.images) > 2 - (way == "columns")
+    assert len(theirs) == len(ours) >= 8 and max(ours.images) > 2 - (way == "columns")
     for number in range(len(ours)):
         (sample, tiles), (expected, drawn) = other.read(number), own.read(number)
         assert sample.input_ids.tolist() == expected.input_ids.tolist()
@@ -426,7 +429,9 @@ def test_questions_and_answers_are_named_together(parts: Path, dataset: Path, tm
 
 
 WRONG = {
-    "bytes in parts": [user([{"type": "image", "image": {"bytes": b"a", "path": None}}])],
+    "bytes in parts": [
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": {"bytes": b"a", "path": None}}]}]}
+    ],
     "texts of text": [{"texts": ["a"]}],
     "no answers": [{"texts": [{"user": "a"}]}],
     "numbers as answers": [{"q": "a", "a": 3}],
