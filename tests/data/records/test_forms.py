@@ -5,6 +5,7 @@ import copy
 import io
 import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,18 +16,25 @@ from harness import CPU
 from PIL import Image
 from pyarrow import parquet
 from small import make_config, write_json
-from test_build import FITS
+from test_build import FITS, open_again, plan_of
 
+from llava_fsdp.config import Task
 from llava_fsdp.data.batching.step_dataset import Steps
-from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.images.check import ImageBytes, read_size
+from llava_fsdp.data.index.verify import verify_index
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.records.forms import FORMS, GIVEN_AS, RecordKeys, parse_record
 from llava_fsdp.data.records.problems import BITS, Kind
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.data.text.conversation import check_turns
+from llava_fsdp.evaluate.check_images import check_images
+from llava_fsdp.evaluate.main import with_paths
+from llava_fsdp.evaluate.read_questions import first_question, read_file
 from llava_fsdp.runtime.errors import ConfigError, DataError
+from llava_fsdp.runtime.progress import watch_silently
 
+EMPTY = BITS[Kind.empty_answer]
 PAIR = RecordKeys("q", "a", "file")
 IMAGE = ["0.jpg", "1.png", "2.jpg", "3.png", "4.jpg"]
 
@@ -91,8 +99,7 @@ def messages_of(raw: dict) -> list[dict]:
 
 
 def openai_text(raw: dict) -> dict | None:
-    made = {"id": raw["id"], "messages": messages_of(raw), "conversations": None}
-    return made | ({"images": raw["image"]} if "image" in raw else {})
+    return {"id": raw["id"], "messages": messages_of(raw), "conversations": None, "images": images_of(raw)}
 
 
 def in_parts(raw: dict, give: Callable[[int, str], dict]) -> dict:
@@ -193,31 +200,35 @@ def write(path: Path, records: list[dict]) -> Path:
     return path
 
 
-def prepared(path: Path, parts: Path, dataset: Path, *overrides: str) -> tuple[Records, Steps]:
+def prepared(path: Path, parts: Path, dataset: Path, *overrides: str) -> Steps:
     keys = "data.question=q", "data.answer=a", "data.image_column=file", "data.image_aspect_ratio=anyres"
     bad = "data.bad_records=skip", "data.max_bad_records=100%"
     cfg = make_config(parts, dataset, path.parent, f"data.path={path}", *keys, *bad, *overrides)
-    steps = build_loader(cfg, parts / "language", parts / "vision", FITS, 0, 1, CPU).steps
-    return steps.records, steps
+    return build_loader(cfg, parts / "language", parts / "vision", FITS, 0, 1, CPU).steps
+
+
+@pytest.fixture(scope="module")
+def own(parts: Path, dataset: Path, pictures: Path) -> Steps:
+    """The samples of LLaVA's form."""
+    return prepared(write(pictures.parent / "base.json", BASE), parts, dataset, f"data.images={pictures}")
 
 
 @pytest.mark.parametrize(("way", "suffix"), [
-    ("sharegpt", ".jsonl"), ("openai_text", ".parquet"), ("openai_paths", ".json"), ("openai_inline", ".jsonl"),
-    ("openai_holes", ".parquet"), ("fine_vision", ".parquet"), ("columns", ".parquet"),
+    ("openai_text", ".parquet"), ("openai_inline", ".jsonl"), ("openai_holes", ".parquet"), ("fine_vision", ".parquet"),
+    ("columns", ".parquet"), ("openai_paths", ".json"),
 ])  # fmt: skip
 def test_every_form_gives_the_same_sample(
-    way: str, suffix: str, parts: Path, dataset: Path, pictures: Path, tmp_path: Path
+    way: str, suffix: str, own: Steps, parts: Path, dataset: Path, pictures: Path, tmp_path: Path
 ) -> None:
     made, numbers = converted(way)
-    base = write(tmp_path / "base.json", [BASE[n] for n in numbers])
-    ours, own = prepared(base, parts, dataset, f"data.images={pictures}")
     folder = "null" if way == "openai_inline" else pictures
-    theirs, other = prepared(write(tmp_path / f"a{suffix}", made), parts, dataset, f"data.images={folder}")
-    flags = ours.index.flags(0, len(numbers)).tolist()
-    assert theirs.index.flags(0, len(numbers)).tolist() == flags and set(flags) == {0, BITS[Kind.empty_answer]}
-    assert len(theirs) == len(ours) >= 8 and max(ours.images) > 2 - (way == "columns")
-    for number in range(len(ours)):
-        (sample, tiles), (expected, drawn) = other.read(number), own.read(number)
+    other = prepared(write(tmp_path / f"a{suffix}", made), parts, dataset, f"data.images={folder}")
+    flags = other.records.index.flags(0, len(numbers)).tolist()
+    assert flags == own.records.index.flags(0, len(BASE))[numbers].tolist() and set(flags) == {0, EMPTY}
+    places = {own.records[n].id: n for n in range(len(own.records))}
+    assert len(other.records) == flags.count(0) >= 8 and max(other.records.images) > 1
+    for number in range(len(other.records)):
+        (sample, tiles), (expected, drawn) = other.read(number), own.read(places[other.records[number].id])
         assert sample.input_ids.tolist() == expected.input_ids.tolist()
         assert sample.labels.tolist() == expected.labels.tolist()
         assert len(tiles) == len(drawn) == len(sample.image_rows)
@@ -410,7 +421,8 @@ def test_problems_of_images_in_the_record(parts: Path, dataset: Path, tmp_path: 
     urls = [whole, cut, "data:image/png;base64,", "data:image/png;base64,QUFB", "data:image/png;base64,QUF", whole]
     rows = [{"id": n, **part(type="image", url=own)} for n, own in enumerate([*urls, f"{whole}{'A' * 20000}"])]
     path = write(tmp_path / "a.jsonl", [*rows, part(type="image", path="0.jpg")])
-    records, steps = prepared(path, parts, dataset, "data.images=null", "data.max_record_bytes=20000")
+    steps = prepared(path, parts, dataset, "data.images=null", "data.max_record_bytes=20000")
+    records = steps.records
     kinds = [set(), {"image_truncated"}, {"image_empty"}, {"image_unreadable"}, {"image_unreadable"}, set()]
     kinds += [{"record_too_large"}, {"images_unset"}]
     flags = records.index.flags(0, 8).tolist()
@@ -418,8 +430,8 @@ def test_problems_of_images_in_the_record(parts: Path, dataset: Path, tmp_path: 
     assert [records[n].id for n in range(len(records))] == ["0", "5"]
     assert all(np.array_equal(*pair) for pair in zip(steps.read(0)[1], steps.read(1)[1], strict=True))
     assert all(len(row["reason"]) < 500 for row in records.index.rows())
-    heads, _ = prepared(path, parts, dataset, "data.images=null", "data.examine=head", f"data.index={tmp_path / 'i'}")
-    assert not heads.index.flags(0, 1)[0] and heads.index.flags(2, 3)[0] == BITS[Kind.image_empty]
+    heads = prepared(path, parts, dataset, "data.images=null", "data.examine=head", f"data.index={tmp_path / 'i'}")
+    assert not heads.records.index.flags(0, 1)[0] and heads.records.index.flags(2, 3)[0] == BITS[Kind.image_empty]
 
 
 def test_questions_and_answers_are_named_together(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -450,7 +462,7 @@ def test_rows_with_images_and_calls_of_tools(parts: Path, dataset: Path, tmp_pat
     data = [base64.b64decode(FILES[name]) for name in IMAGE[:3]]
     texts = [{"user": "a", "assistant": "b"}]
     rows = [{"texts": texts, "images": [{"bytes": own, "path": None} for own in data[:n]]} for n in (1, 3, 0)]
-    records, _ = prepared(write(tmp_path / "a.parquet", rows), parts, dataset, "data.images=null")
+    records = prepared(write(tmp_path / "a.parquet", rows), parts, dataset, "data.images=null").records
     assert [len(records[n].images) for n in range(3)] == [1, 3, 0] and records[0].folder is not None
     found = [(records[1].folder / name).read_bytes() for name in records[1].images]
     assert found == data and records[1].turns[0].text == "<image>\n<image>\n<image>\na"
@@ -459,3 +471,31 @@ def test_rows_with_images_and_calls_of_tools(parts: Path, dataset: Path, tmp_pat
     with pytest.raises(DataError) as caught:
         RecordFile(write(tmp_path / "b.parquet", rows))[0]
     assert caught.value.kind == Kind.wrong_roles and "tool_calls" in str(caught.value)
+
+
+def test_images_in_the_record_are_verified_with_it(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    rows = [part(type="image", url=url(name)) for name in IMAGE[:3]]
+    path = write(tmp_path / "a.jsonl", rows)
+    cfg = make_config(parts, dataset, tmp_path, f"data.path={path}", "data.images=null")
+    open_again(cfg, parts)
+    assert verify_index(plan_of(cfg, parts), watch_silently) == (3, 3)
+    stat, text = path.stat(), path.read_text()
+    path.write_text(text.replace(FILES["1.png"][-9:], "A" + FILES["1.png"][-8:]))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(DataError, match=r"1 records or images are not .*\n.*record 1 "):
+        verify_index(plan_of(cfg, parts), watch_silently)
+
+
+def test_questions_of_every_form_are_asked(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Of a benchmark too, whose images may be in the record itself."""
+    path = write(
+        tmp_path / "a.jsonl", [{"id": "r0", **part(type="image", url=url("1.png"))}, {"id": "r1", **user("c")}]
+    )
+    questions = list(read_file(path, Task.multiple_choice, 1 << 20))
+    assert [q.text for q in questions] == ["<image>\na", "c"] and [q.references for q in questions] == [("B",), ("B",)]
+    asked = [first_question(RecordFile(path)[n]) for n in range(2)]
+    assert [(q.text, q.references) for q in asked] == [("<image>\na", ("b",)), ("c", ("b",))]
+    for question in (questions[0], asked[0]):
+        check_images([question], make_config(parts, dataset, tmp_path, "data.images=null").data)
+        (file,) = with_paths(question, None).images
+        assert isinstance(file, ImageBytes) and read_size(file, "here") == (29, 41)
