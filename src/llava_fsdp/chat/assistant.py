@@ -10,7 +10,7 @@ import torch
 
 from llava_fsdp.chat.open_model import choose_dtype, config_of, open_model
 from llava_fsdp.config import AspectRatio
-from llava_fsdp.data.images.check import read_size
+from llava_fsdp.data.images.check import ImageFile, read_size
 from llava_fsdp.data.images.image_tokens import join_tokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import normalize, pixel_table
@@ -36,7 +36,7 @@ class Question:
     `where`."""
 
     turns: list[Turn]
-    images: list[Path]
+    images: list[ImageFile]
     where: str
 
 
@@ -52,7 +52,7 @@ class LoadedImage:
     """
 
     number: int
-    path: Path
+    path: ImageFile
     tiles: np.ndarray
     rows: np.ndarray
     images: int = 1
@@ -176,7 +176,7 @@ class Assistant:
         yield text.close()
         return False
 
-    def load_image(self, path: Path, where: str, images: int = 1) -> LoadedImage:
+    def load_image(self, path: ImageFile, where: str, images: int = 1) -> LoadedImage:
         """Read an image file and prepare it for the vision tower. Error messages begin with `where`.
 
         Args:

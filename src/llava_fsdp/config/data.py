@@ -86,6 +86,13 @@ class DataConfig:
     by commas."""
     images: str | None
     """Folder of the images; the image paths in records are relative to it."""
+    question: str | None = None
+    """Key (in Parquet, column) of a record's question, for records of one question and one answer; null: records have
+    another form."""
+    answer: str | None = None
+    """Key of a record's answer, beside data.question."""
+    image_column: str | None = None
+    """Key of a record's images, beside `image` and `images`."""
     sources: dict[str, SourceConfig]
     """Several data sources by name, instead of the single source data.path."""
     index: str | None
@@ -167,6 +174,12 @@ class DataConfig:
             raise ConfigError(
                 f"data.path={self.path} and data.sources={sorted(self.sources)} are both set; make the file one of the "
                 "sources, or set data.path=null"
+            )
+        if (self.question is None) is not (self.answer is None) or (
+            self.question is not None and self.question == self.answer
+        ):
+            raise ConfigError(
+                f"data.question={self.question} and data.answer={self.answer}: name two keys of a record, or none"
             )
         sources = self.sources.values()
         has_both = any(source.weight is not None and source.epochs is not None for source in sources)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ import torch
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.batching.collate import Collator, Row
+from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
@@ -31,7 +31,7 @@ class HeldOutQuestion:
     reference: str
     sample: Sample
     """The tokens of the question up to the place where the answer begins, without labels."""
-    images: tuple[Path, ...]
+    images: tuple[ImageFile, ...]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.chat.open_model import open_model
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE
 from llava_fsdp.config import AUTO, EvaluateConfig, Format, Task
+from llava_fsdp.data.images.check import ImageBytes
 from llava_fsdp.data.records.record import reading
 from llava_fsdp.data.text.conversation import asking
 from llava_fsdp.data.text.jinja_template import OWN, is_own
@@ -189,8 +190,9 @@ def same_template(given: str, trained: str) -> bool:
 
 
 def with_paths(question: BenchmarkQuestion, folder: str | None) -> Question:
-    paths = [Path(folder or ".") / name for name in question.images]
-    return Question(asking(question.system, question.text), paths, question.where)
+    inline = question.inline
+    files = [ImageBytes(n, inline[n]) if n in inline else Path(folder or ".") / n for n in question.images]
+    return Question(asking(question.system, question.text), files, question.where)
 
 
 def model_digest(checkpoint: str) -> str:

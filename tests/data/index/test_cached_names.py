@@ -121,6 +121,8 @@ SOURCES: dict[str, Callable[[SourceFile], SourceFile]] = {
     "name": lambda s: replace(s, name="b"),
     "path": lambda s: replace(s, path=s.path.replace("a.json", "b.json")),
     "images": lambda s: replace(s, images=None),
+    "question": lambda s: replace(s, question="q"),
+    "image_column": lambda s: replace(s, image_column="file"),
 }
 
 

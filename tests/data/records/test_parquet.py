@@ -159,7 +159,7 @@ TURNS = [{"from": "a", "value": "b"}]
 WRONG = {
     "an id of bytes": ([{"conversations": TURNS, "id": b"a"}], r"id is binary; it must be text or a number"),
     "text of bytes": ([{"conversations": [{"from": "a", "value": b"b"}]}], r"from and value, which are text"),
-    "no columns": ([{"text": "a"}], r"has the columns \['text'\]; LLaVA records have id, image and conversations"),
+    "no columns": ([{"text": "a"}], r"has the columns \['text'\]; records have one of conversations, messages, texts"),
     "turns as text": ([{"conversations": "a"}], r"conversations is string; it must be a list of structs"),
     "a number": ([{"conversations": [{"from": "a", "value": "b"}], "image": 3}], r"image is int64; it must be a path"),
 }
@@ -196,16 +196,16 @@ def test_no_parquet_at_all(parts: Path, dataset: Path, tmp_path: Path, monkeypat
         opened(tmp_path / "a.parquet", parts, dataset)
 
 
-@pytest.mark.parametrize("key", ["images", "image"])
+@pytest.mark.parametrize("key", ["photo", "image"])
 def test_tables_without_pictures_are_told(key: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """The column has another name; or every struct is of two nulls."""
     turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
-    rows = [{key: "0.jpg" if key == "images" else {"bytes": None, "path": None}, "conversations": turns}] * 2
+    rows = [{key: "0.jpg" if key == "photo" else {"bytes": None, "path": None}, "conversations": turns}] * 2
     struct = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
     schema = pyarrow.Table.from_pylist(rows).schema
-    schema = schema if key == "images" else schema.set(0, pyarrow.field("image", struct))
+    schema = schema if key == "photo" else schema.set(0, pyarrow.field("image", struct))
     records = opened(write(tmp_path / "a.parquet", rows, schema), parts, dataset)
-    kind = "media_not_read" if key == "images" else "tag_without_image"
+    kind = "media_not_read" if key == "photo" else "tag_without_image"
     assert records.counts[kind] == records.out == 2
 
 

@@ -17,11 +17,11 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from llava_fsdp.config import Examine
-from llava_fsdp.data.images.check import ImageFacts, check_links, examine
+from llava_fsdp.data.images.check import ImageBytes, ImageFacts, check_links, examine
 from llava_fsdp.data.index.record_store import Texts
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
 from llava_fsdp.data.records.problems import BITS, Kind
-from llava_fsdp.data.records.record import Record, unread_reason
+from llava_fsdp.data.records.record import INLINE, Record, unread_reason
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.terminal_text import shown_name
@@ -185,10 +185,11 @@ def id_hash(identity: str) -> int:
 
 
 def check_pictures_named(record: Record, tell: Tell) -> None:
-    if record.images and record.folder is None:
+    outside = next((name for name in record.images if name not in record.inline), None)
+    if outside is not None and record.folder is None:
         tell(
             Kind.images_unset,
-            f"{record.where} has image {record.images[0]}, but data.images is not set: set it to their folder",
+            f"{record.where} has image {outside}, but data.images is not set: set it to their folder",
         )
     if record.unread is not None:
         tell(Kind.media_not_read, unread_reason(record.where, record.unread))
@@ -238,10 +239,12 @@ class ExaminePictures(Pass):
         seen: dict[tuple[str | None, str], ImageFacts | Wrong] = {}
         pictures: list[ImageFacts] = []
         for number in numbers:
-            for name in self.names.of(number):
+            names = self.names.of(number)
+            inline = self.texts.record(number).inline if any(name.startswith(INLINE) for name in names) else {}
+            for name in names:
                 key = self.texts.place(number)[0].images, name
                 if key not in seen:
-                    seen[key] = self.look(*key)
+                    seen[key] = self.look(*key, inline.get(name))
                 picture = seen[key]
                 if isinstance(picture, Wrong):
                     record = self.texts.record(number)
@@ -254,13 +257,18 @@ class ExaminePictures(Pass):
         columns = {name: np.array(column, dtype=np.int32) for name, column in values.items()}
         return {**columns, "digest": np.array([p.digest for p in pictures], dtype=np.uint64)}
 
-    def look(self, folder: str | None, name: str) -> ImageFacts | Wrong:
-        if folder is None:
+    def look(self, folder: str | None, name: str, data: bytes | None) -> ImageFacts | Wrong:
+        """Check an image, whose file is `data` or, if that is None, in the image folder."""
+        if data is not None:
+            file = ImageBytes(name, data)
+        elif folder is not None:
+            file = Path(folder) / name
+        else:
             return ImageFacts(0, 0, 0)
         try:
-            path = Path(folder) / name
-            check_links(path, self.real_folders[folder], self.allow_links)
-            return examine(path, name, self.how is Examine.decode, self.scaled)
+            if isinstance(file, Path):
+                check_links(file, self.real_folders[str(folder)], self.allow_links)
+            return examine(file, name, self.how is Examine.decode, self.scaled)
         except DataError as error:
             assert error.kind is not None
             return Wrong(error.kind, str(error))

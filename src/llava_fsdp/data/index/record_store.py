@@ -19,6 +19,7 @@ from llava_fsdp.data.index.find_files import find_files
 from llava_fsdp.data.index.integrity import DONE, damaged, read_column, read_json, seal
 from llava_fsdp.data.index.worker_pool import Columns, open_column, write_column
 from llava_fsdp.data.records import parquet
+from llava_fsdp.data.records.forms import RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import Span, spans
 from llava_fsdp.data.records.record import (
     Record,
@@ -26,7 +27,6 @@ from llava_fsdp.data.records.record import (
     id_of,
     name_place,
     name_record,
-    parse_record,
     parse_text,
     reading,
 )
@@ -50,6 +50,14 @@ class SourceFile:
     """Name of the data source that the file belongs to; a source may have several files."""
     path: str
     images: str | None
+    question: str | None = None
+    """Key of a record for its question, if the configuration names one; likewise the next two (`RecordKeys`)."""
+    answer: str | None = None
+    image_column: str | None = None
+
+    @property
+    def keys(self) -> RecordKeys:
+        return RecordKeys(self.question, self.answer, self.image_column)
 
 
 @dataclass(frozen=True)
@@ -99,12 +107,13 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
     sources = []
     for name, (path, images) in named.items():
         key = f"{group}.sources.{name}." if cfg.sources else f"{group}."
+        columns = cfg.question, cfg.answer, cfg.image_column
         files = find_files(path, f"{key}path")
         for file in files:
             parquet.check_installed(Path(file))
         if images is not None and not Path(images).is_dir():
             raise ConfigError(f"{key}images={images} is not a folder; give the one with the records' images")
-        sources.append(DataSource(name, path, tuple(SourceFile(name, file, images) for file in files)))
+        sources.append(DataSource(name, path, tuple(SourceFile(name, file, images, *columns) for file in files)))
     return sources
 
 
@@ -252,9 +261,7 @@ class Texts:
         """
         if not self.embeds(number):
             return reason
-        raw = self.raw(number)
-        names = raw["image"] if isinstance(raw["image"], list) else [raw["image"]]
-        for name, original in zip(names, raw[parquet.OWN_NAMES], strict=True):
+        for name, original in self.raw(number).get(parquet.OWN_NAMES, {}).items():
             called = "without a name" if original is None else repr(original)
             reason = reason.replace(f"{self.place(number)[0].images}/{name}", f"{called} (in the row itself)")
         return reason.replace("copy it again", "put a whole one into the file")
@@ -271,7 +278,7 @@ class Texts:
         source, index = self.place(number)
         path, folder = self._paths[source]
         raw = self.raw(number) if text is None else self.parse(number, text)
-        record = parse_record(path, index, raw, self.line(number))
+        record = parse_record(path, index, raw, self.line(number), source.keys)
         return record if folder is None else replace(record, folder=folder)
 
 

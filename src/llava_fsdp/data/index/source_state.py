@@ -50,7 +50,7 @@ def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch,
         digests = digests_of(files, folder, watch, look_again)
         check_unchanged(sources, most, now)
         whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-        places = [[f.name, f.path, f.images and os.path.realpath(f.images)] for f in files]
+        places = [[f.name, f.path, f.images and os.path.realpath(f.images), f.keys] for f in files]
         shards = [short(FORMAT, most, own, place) for own, place in zip(digests, places, strict=True)]
         known[now] = State(short(FORMAT, most, digests, places), whole[:32], shards)
         replace_file(folder / KNOWN, json.dumps({key: asdict(own) for key, own in known.items()}).encode())
@@ -102,7 +102,7 @@ def stamp(sources: list[DataSource], most: int) -> str:
     values = []
     for file in files_of(sources):
         stat = os.stat(file.path)
-        values.append([file.name, file.path, file.images, stat.st_size, stat.st_mtime_ns])
+        values.append([file, stat.st_size, stat.st_mtime_ns])
     return short(FORMAT, most, values)
 
 

@@ -29,6 +29,7 @@ from llava_fsdp.data.index.worker_pool import (
     run_chunks,
 )
 from llava_fsdp.data.records import parquet
+from llava_fsdp.data.records.record import INLINE
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.progress import Watch
 
@@ -69,7 +70,7 @@ class CompareContent:
             first = int(self.names.first[number])
             for place, name in enumerate(self.names.of(number)):
                 known = int(images[first + place])
-                if not known or source.images is None:
+                if not known or source.images is None or name.startswith(INLINE):  # an inline image is in the record
                     continue
                 path = Path(source.images) / name
                 now = seen[path] if path in seen else seen.setdefault(path, digest_of(path))
@@ -137,7 +138,7 @@ def changed_rows(index: Index) -> list[str]:
         path, begin, end = Path(part.file.path), part.first, part.first + part.count
         if not parquet.is_parquet(path):
             continue
-        now = parquet.lines(path, parquet.Store(None), most=texts.most)
+        now = parquet.lines(path, parquet.Store(None), most=texts.most, keys=part.file.keys)
         digests = [xxh3_64_intdigest(line) for line in now]
         if len(digests) != end - begin:
             changed.append(f"{path} has {len(digests):,} records, and had {end - begin:,}")

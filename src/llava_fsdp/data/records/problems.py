@@ -53,7 +53,7 @@ PROBLEMS: dict[Kind, Problem] = {
     Kind.not_json: Problem("a line of a JSON Lines file is not JSON", Kept.no),
     Kind.not_utf8: Problem("its bytes are not UTF-8", Kept.no),
     Kind.record_too_large: Problem("more bytes than data.max_record_bytes", Kept.no),
-    Kind.bad_form: Problem("not an object with conversations of from and value", Kept.no),
+    Kind.bad_form: Problem("an object of none of the forms of a record, or of two", Kept.no),
     Kind.media_not_read: Problem(
         "it names video, audio or images in a key or a tag that is not read", Kept.like_original
     ),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llava_fsdp.data.records.forms import SPEAKERS
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.text.jinja_template import ChatTemplate
@@ -159,15 +160,11 @@ def asking(system: str | None, question: str) -> list[Turn]:
 def role_cure(role: str) -> str:
     match role.lower():
         case "human" | "gpt" if role in ("human", "gpt"):
-            return "human and gpt take turns, human first: fix the conversation"
-        case "user" | "assistant":
-            return "rename user to human, and assistant to gpt"
-        case "human":
-            return f"rename {role} to human"
-        case "gpt" | "model" | "bot":
-            return f"rename {role} to gpt"
+            return "human (user) and gpt (assistant) take turns, human first: fix the conversation"
         case "system":
             return "labels=exact reads one system turn, at the beginning: move it there, or take it out"
+        case name if name in SPEAKERS:
+            return f"rename {role} to {name}"
         case _:
             return "rename it to system, human or gpt, or take it out"
 
