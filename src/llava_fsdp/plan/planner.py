@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, OffloadMode, Strategy
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.distributed.memory import Bytes, bytes_per_rank
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
@@ -130,7 +131,8 @@ class Planner:
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - quantized
         self.flops = count_flops(self.model, activation_checkpointing=False)
         self.recomputing_flops = count_flops(self.model, activation_checkpointing=True)
-        self.samples = samples or samples_of(cfg, self.model.image_tokens)
+        self.image_rule = ImageTokens.of_config(cfg, self.parts.image_size, self.model.image_tokens)
+        self.samples = samples or samples_of(cfg, self.image_rule)
         self.meters: dict[ActivationCheckpointing, ActivationMeter] = {}
         self.measured: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
         self.interpolated: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
@@ -306,13 +308,15 @@ class Planner:
         return {OffloadMode.none: 0, OffloadMode.optimizer: stored.optimizer, OffloadMode.params: states}[offload], 0
 
     def input_bytes(self, micros: Sequence[MicroBatch]) -> int:
-        """Return the bytes of a step's inputs: pixels, and int64 token ids, positions and places of image tokens.
+        """Return the bytes of a step's inputs: pixels, and int64 token ids, positions, and places and rows of image
+        tokens. A token that is a weighted sum has the rows and fp32 weights of four features.
 
         A GPU holds only the micro-batch that runs, with its pixels in fp32. A CPU machine holds all micro-batches with
         pixels in uint8, and in addition the fp32 pixels of the one that runs.
         """
         pixels = [micro.tiles * 3 * self.parts.image_size**2 for micro in micros]
-        numbers = [2 * m.tokens + 2 * m.tiles * self.model.image_tokens + 2 * m.labels for m in micros]
+        each = 7 if self.image_rule.blends else 2
+        numbers = [2 * m.tokens + each * m.image_tokens + 2 * m.labels for m in micros]
         if self.machine.device != "cpu":
             return max(4 * p + 8 * n for p, n in zip(pixels, numbers, strict=True))
         return sum(pixels) + 8 * sum(numbers) + 4 * max(pixels)
@@ -338,7 +342,7 @@ def peak(
         rank: the rank whose memory is predicted.
     """
     planner = Planner(cfg, machine_for(device.type if isinstance(device, torch.device) else device, world_size))
-    micros = micros or configured_split(cfg, planner.samples, world_size, planner.model.image_tokens)
+    micros = micros or configured_split(cfg, planner.samples, world_size)
     choice = Choice(cfg.sharding.strategy, cfg.activation_checkpointing, cfg.offload.mode)
     ranks = Ranks(world_size, cfg.sharding.shard_size or world_size, node_size=world_size)
     return planner.row(choice, ranks, micros, rank=rank)
