@@ -83,8 +83,8 @@ def count_sources(records: Records) -> list[SourceCounts]:
             counts.label_tokens += int(records.labels[block].sum(dtype=np.int64))
             counts.pictures += int(records.pictures[block].sum(dtype=np.int64))
             counts.tiles += int(records.tiles[block].sum(dtype=np.int64))
-            if counts.image_tokens is not None:
-                counts.image_tokens += int(image_tokens[block].sum(dtype=np.int64))
+            if image_tokens is not None:
+                counts.image_tokens = (counts.image_tokens or 0) + int(image_tokens[block].sum(dtype=np.int64))
             counts.text_only += int(np.count_nonzero(records.pictures[block] == 0))
         first += counted
         found.append(counts)
