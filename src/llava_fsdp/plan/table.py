@@ -23,8 +23,8 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
     )
     console.print(
         f"a checkpoint: {checkpoint_bytes(planner.weights, planner.cfg.precision) / GB:.1f} GB; "
-        f"samples: {samples.tokens:.0f} tokens, {samples.image_tokens:.0f} of them of images, {samples.tiles:.2f} image "
-        f"tiles, {samples.labels:.0f} label tokens "
+        f"samples: {samples.tokens:.0f} tokens, {samples.image_tokens:.0f} of them image tokens, {samples.tiles:.2f} "
+        f"image tiles, {samples.labels:.0f} label tokens "
         f"({samples.source}); a step: {planner.cfg.global_batch_size} samples"
     )
     fitting = [row for row in rows if row.fits]
