@@ -1,5 +1,6 @@
 """A data source of many files of records: the same samples as one file, and only new files are examined."""
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -155,3 +156,36 @@ def test_sources_of_several_files(parts: Path, dataset: Path, tmp_path: Path) ->
         "a",
         "b",
     ]
+
+
+def write_packed(path: Path, text: bytes) -> Path:
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text))
+    else:
+        with pyarrow.output_stream(str(path), compression="zstd") as file:
+            file.write(text)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
+def test_a_compressed_file_is_as_its_content(suffix: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    text = b"".join(json.dumps(row).encode() + b"\n" for row in rows_of(dataset))
+    path = write_packed(tmp_path / f"a{suffix}", text)
+    records = open_again(config(parts, dataset, tmp_path, path), parts)
+    whole = open_again(config(parts, dataset, tmp_path / "one", dataset / "mixed.json"), parts)
+    assert samples(records) == samples(whole) and np.array_equal(records.lengths, whole.lengths)
+    assert records[3].file == str(path) and records[3].line == 4
+    assert open_again(config(parts, dataset, tmp_path, path), parts).fingerprint == records.fingerprint
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
+def test_a_damaged_or_hostile_compressed_file_is_named(suffix: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    whole = write_packed(tmp_path / f"whole{suffix}", b'{"id": 1}\n' * 999).read_bytes()
+    bomb = write_packed(tmp_path / f"bomb{suffix}", b" " * (300 << 20)).read_bytes()
+    cases = {"cut": whole[:-9], "other": b'{"id": 1}\n', "bomb": bomb}
+    for name, content in cases.items():
+        path = tmp_path / f"{name}{suffix}"
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"{name}.jsonl.* (cannot be unpacked|unpacks to more than 200 times)"):
+            open_again(config(parts, dataset, tmp_path / name, path), parts)
+        assert not list((tmp_path / name / "index").glob("rows/*/*.jsonl"))

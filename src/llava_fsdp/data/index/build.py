@@ -5,7 +5,7 @@
     pictures-KEY.looked      changes whenever all bad images have been examined again
     digests.json             the digest of each file of records, by its size and time
     chunks/PASS/KEY-N.npz    columns of N and the following records of one file of records; KEY depends on its content
-    rows/KEY                 the rows of a Parquet file as JSON Lines
+    rows/KEY                 the rows of a Parquet file, or the content of a compressed one, as JSON Lines
     KEY/texts                positions of the records (`Texts`); KEY depends on the content of all files of records
     KEY/records              columns with properties of the records
     KEY/pictures-KEY.N       columns with properties of the records' images; a new N when a bad image was fixed
@@ -48,6 +48,7 @@ from llava_fsdp.data.index.source_state import check_unchanged, find_state, read
 from llava_fsdp.data.index.token_pass import LOSSES, EncodeRecords
 from llava_fsdp.data.index.worker_pool import BLOCK, ROWS, join, open_column, run_chunks
 from llava_fsdp.data.records import parquet
+from llava_fsdp.data.records.packed_text import Unpack, is_packed
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder
 from llava_fsdp.runtime.errors import BuildError, LlavaFsdpError, SourceError
 from llava_fsdp.runtime.log import log
@@ -117,6 +118,8 @@ class Index:
 
 
 CHUNKS_FOLDER, ROWS_FOLDER = "chunks", "rows"
+TEXT = "unpacked.jsonl"
+"""Name of the text of a compressed file of records, in its folder of the index."""
 
 
 def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | None = None) -> Index:
@@ -290,7 +293,7 @@ def undo(folder: Path, state: Path, before: set[Path]) -> None:
 
 
 def write_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Watch) -> tuple[Shard, ...]:
-    """Write the rows of Parquet files as JSON Lines files; text files stay as they are.
+    """Write the rows of Parquet files as JSON Lines files, and unpack compressed files; text files stay as they are.
 
     Args:
         keys: the key of each file.
@@ -310,10 +313,15 @@ def write_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Wat
         with watch("reading Parquet", len(unwritten.groups)) as advance:
             run_chunks(unwritten, unwritten.files, plan.workers, advance)
         unwritten.gather()
+    packed = [(Path(f.path), folder / key / TEXT) for f, key in zip(files, keys, strict=True) if is_packed(f.path)]
+    if packed:
+        unpack = Unpack(tuple(path for path, _ in packed), tuple(target for _, target in packed))
+        with watch("unpacking", len(packed)) as advance:
+            run_chunks(unpack, unpack.files(), plan.workers, advance)
     shards = []
     for number, (file, key) in enumerate(zip(files, keys, strict=True)):
         if number not in tasks:
-            shards.append(Shard(file, Path(file.path), key))
+            shards.append(Shard(file, folder / key / TEXT if is_packed(file.path) else Path(file.path), key))
             continue
         images = tasks[number].images()
         own = file if images is None else replace(file, images=str(images))

@@ -5,9 +5,10 @@ import os
 from pathlib import Path
 
 from llava_fsdp.config import paths_in
+from llava_fsdp.data.records.packed_text import GZIP, ZSTD
 from llava_fsdp.runtime.errors import ConfigError
 
-SUFFIXES = (".json", ".jsonl", ".parquet")
+SUFFIXES = (".json", ".jsonl", ".parquet", GZIP, ZSTD)
 """Endings of the names of files of records; in a folder, other files are ignored."""
 INDEX = ".index"
 """Ending of the name of an index folder, which is not searched for files of records."""

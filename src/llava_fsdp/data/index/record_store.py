@@ -21,6 +21,7 @@ from llava_fsdp.data.index.worker_pool import Columns, open_column, write_column
 from llava_fsdp.data.records import parquet
 from llava_fsdp.data.records.forms import RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import Span, spans
+from llava_fsdp.data.records.packed_text import check_unpacks, is_packed
 from llava_fsdp.data.records.record import (
     Record,
     check_bytes,
@@ -83,7 +84,8 @@ class Part:
     """Index of the data source."""
     file: SourceFile
     text: str
-    """Path of the text file with the records: the file itself, or for Parquet the JSON Lines file written from it."""
+    """Path of the text file with the records: the file itself, or the JSON Lines file written from a Parquet or
+    compressed file."""
     key: str
     """Text that changes with the file's path and content."""
     first: int
@@ -111,6 +113,7 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
         files = find_files(path, f"{key}path")
         for file in files:
             parquet.check_installed(Path(file))
+            check_unpacks(Path(file))
         if images is not None and not Path(images).is_dir():
             raise ConfigError(f"{key}images={images} is not a folder; give the one with the records' images")
         sources.append(DataSource(name, path, tuple(SourceFile(name, file, images, *columns) for file in files)))
@@ -226,7 +229,7 @@ class Texts:
     def line(self, number: int) -> int | None:
         """Return the line on which a record begins in its source file; None if the source is not a text file."""
         part = self.part(number)
-        return int(self.lines[number]) if part.text == part.file.path else None
+        return int(self.lines[number]) if part.text == part.file.path or is_packed(part.file.path) else None
 
     def id_of(self, number: int) -> str | None:
         """Return the id of a record, even if the record is invalid; None if it has no id."""
