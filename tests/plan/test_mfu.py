@@ -40,7 +40,7 @@ def test_facts_are_the_sums_over_all_ranks(
         micros = [micro for step in steps for micro in step.micro_batches]
         assert facts.tiles == sum(len(micro.images) for micro in micros) >= facts.images > 0
         assert facts.tokens == sum(len(s.input_ids) for s in samples)
-        if cfg.pack:
+        if cfg.packs:
             lengths = [length for micro in micros for length in micro.lengths]
             assert facts.pairs == sum(length**2 for length in lengths)
         else:

@@ -37,10 +37,10 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
     tokens with one image each, in which each token after the image is a label.
     """
     length = cfg.data.max_length
-    tokens = cfg.row_tokens if cfg.pack else cfg.micro_batch_size * length
+    tokens = cfg.row_tokens if cfg.packs else cfg.micro_batch_size * length
     lengths = (length,) * (tokens // length) + ((tokens % length,) if tokens % length else ())
     tiles = tiles_of_an_image(cfg, shape)
-    images = max(1, tokens // (tiles * shape.image_tokens + 1)) if cfg.pack else cfg.micro_batch_size
+    images = max(1, tokens // (tiles * shape.image_tokens + 1)) if cfg.packs else cfg.micro_batch_size
     image_tokens = sum(min(n - 1, shape.image_tokens) for n in lengths)
     return Contents(lengths, images, images * tiles, tokens - len(lengths) - image_tokens)
 
@@ -98,7 +98,7 @@ def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Conf
         images=times * contents.images,
         tiles=times * contents.tiles,
     )
-    return Step(facts, [synthetic_micro_batch(contents, shape, cfg.pack) for _ in range(count)])
+    return Step(facts, [synthetic_micro_batch(contents, shape, cfg.packs) for _ in range(count)])
 
 
 class SyntheticLoader(Loader):

@@ -10,8 +10,8 @@ from llava_fsdp.model.attention import (
     Kernel,
     Segments,
     attention_arguments,
-    check_can_be_packed,
-    check_reaches_all_layers,
+    layers_out_of_reach,
+    other_attention,
     padded_attention,
     register_attention,
 )
@@ -23,7 +23,7 @@ from llava_fsdp.model.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.quantization import quantize_layers
 from llava_fsdp.model.sample_dropout import TokenKeys
 from llava_fsdp.model.vision_tower import hidden_state, probe_vision_tower
-from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.safe_load import foreign
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -229,7 +229,7 @@ def build_llava(
     """
     if kernel is not None:
         register_attention()
-        check_can_be_packed(parts.language)
+        refuse_packing(other_attention(parts.language))
     if not hasattr(parts.vision, "image_size"):
         raise ModelError(
             f"model.vision={parts.vision_folder}: a vision tower of type {parts.vision.model_type} is not supported "
@@ -240,7 +240,7 @@ def build_llava(
     with torch.device("meta"), foreign(f"config.json of {', '.join(folders)} describes no model that can be built"):
         model = Llava(parts, cfg, compute_dtype, kernel, label_loss)
         if kernel is not None:
-            check_reaches_all_layers(model.language_model)
+            refuse_packing(layers_out_of_reach(model.language_model))
     linears = linear_layers(model, Part.language)
     if cfg.lora.enabled:
         with torch.device("meta"):
@@ -251,3 +251,8 @@ def build_llava(
     if cfg.quantize.mode is not Quantizer.none:
         quantize_layers(model, linears, cfg.quantize, compute_dtype)
     return model
+
+
+def refuse_packing(reason: str | None) -> None:
+    if reason is not None:
+        raise ConfigError(f"pack=true: {reason}; set pack=false, or auto")

@@ -19,6 +19,7 @@ from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.pretrained import Parts, find_parts, find_projector
 from llava_fsdp.model.tensor_files import Stored
+from llava_fsdp.plan.auto import settle_packing
 from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import read_notes
@@ -44,6 +45,7 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
         ConfigError, ModelError, DataError: a check failed; a training would end with the same error.
     """
     check_run(cfg)
+    cfg, _ = settle_packing(cfg, find_parts(cfg.model).language)
     model, projector = open_model(cfg, device)
     warnings = check_prompts(with_template(cfg, model.parts), model)
     find_sources(cfg, model, projector)
