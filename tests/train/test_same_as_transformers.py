@@ -12,7 +12,7 @@ from harness import RankPool
 from reference import EXPORTED, assert_near, difference, outcome, plain_loop, train_on
 from safetensors.torch import load_file
 from small import make_config
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlavaForConditionalGeneration
 
 from llava_fsdp.config import Config
 
@@ -64,18 +64,24 @@ def save_parts(pair: Pair, parts: Path, folder: Path) -> None:
     vocabulary = AutoConfig.from_pretrained(parts / "language").vocab_size
     torch.manual_seed(1)
     language = AutoConfig.for_model(pair.language, **(TEXT | pair.language_values | {"vocab_size": vocabulary}))
-    AutoModelForCausalLM.from_config(language, dtype=torch.float32).save_pretrained(folder / "language")
     vision = AutoConfig.for_model(pair.vision, **(IMAGE | pair.vision_values))
-    AutoModel.from_config(vision, dtype=torch.float32).save_pretrained(folder / "vision")
+    for part, model in (
+        ("language", AutoModelForCausalLM.from_config(language, dtype=torch.float32)),
+        ("vision", AutoModel.from_config(vision, dtype=torch.float32)),
+    ):
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight", "query.weight", "key.weight")):
+                # as large as in a trained model: with scores near 0 a wrong attention would hardly show, and the
+                # gradients of queries and keys would be rounding noise
+                torch.nn.init.normal_(parameter, std=0.3)
+        model.save_pretrained(folder / part)
 
 
 def whole_of(folder: Path, export: Path, to: Path) -> dict[str, torch.Tensor]:
-    """Let transformers read the two parts, join them with an export's projector, and save the whole model; the tensors
-    that it has written."""
-    config = LlavaConfig.from_pretrained(export)
-    whole: Any = LlavaForConditionalGeneration(config)
-    exported = LlavaForConditionalGeneration.from_pretrained(export, dtype=torch.float32)
-    whole.load_state_dict(exported.state_dict())  # the projector, and the rows of the vocabulary that nothing trains
+    """Let transformers read the two parts, put them into the model that it reads from an export, and save that; the
+    tensors that it has written. Of the export remain the projector, the rows of the vocabulary that nothing trains, and
+    whether a vision tower's names have the `vision_model.` of earlier releases."""
+    whole: Any = LlavaForConditionalGeneration.from_pretrained(export, dtype=torch.float32)
     language: Any = AutoModelForCausalLM.from_pretrained(folder / "language", dtype=torch.float32)
     tower = AutoModel.from_pretrained(folder / "vision", dtype=torch.float32)
     pairs = (

@@ -397,6 +397,11 @@ def check_sizes(config: Any, folder: Path) -> None:
             value = getattr(own, name, None)
             if isinstance(value, list | tuple) and len(set(value)) == 1:  # width and height
                 value = value[0]
+            if isinstance(value, list | tuple) and len(value) > 1:
+                raise ModelError(
+                    f"{folder / 'config.json'} has {name}={value}: a model of type {own.model_type} is not supported: "
+                    "its stages have several sizes, and a plain transformer is needed"
+                )
             if value is not None and (type(value) is not int or not 1 <= value <= most):
                 raise ModelError(
                     f"{folder / 'config.json'} has {name}={value!r}, which is no whole number of 1 to {most:,}"
