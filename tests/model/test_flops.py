@@ -10,10 +10,12 @@ from small import make_config
 from tiers import slow_after
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModel
 
 from llava_fsdp.config import Part
 from llava_fsdp.data.batching.collate import boundaries
-from llava_fsdp.model.flops import Flops, count_flops
+from llava_fsdp.model.blocks import find_blocks
+from llava_fsdp.model.flops import Flops, count_flops, last_products, matrix_weights, trained_weights
 from llava_fsdp.model.llava import Llava
 
 STAGE_1, STAGE_2 = "[projector]", "[projector,language]"
@@ -83,6 +85,33 @@ def test_adapters_are_counted_and_no_gradient_of_what_is_frozen(
     model = build(make_config(parts, dataset, tmp_path, *keys)).model
     assert isinstance(model, Llava) and model.adapted
     check_counts(model, activation_checkpointing == "full", pack=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        # attention: 40 x 24 for queries and the output, 40 x 12 for keys and values; MLPs of three matrices
+        ("llama", {}, 3 * (2880 + 3 * 40 * 56)),
+        # each token goes to 2 of 5 experts; the router has a row for each
+        ("mixtral", {}, 3 * (2880 + 5 * 40 + 2 * 3 * 40 * 56)),
+        # its first layer is dense, and its experts are narrower
+        ("qwen3_moe", {"mlp_only_layers": [0]}, 3 * 2880 + 3 * 40 * 56 + 2 * (5 * 40 + 2 * 3 * 40 * 24)),
+        # biases of experts are no matrices
+        ("gpt_oss", {}, 3 * (2880 + 5 * 40 + 2 * 3 * 40 * 56)),
+    ],
+)
+def test_the_experts_that_a_token_is_sent_to(kind: str, values: dict[str, object], expected: int) -> None:
+    sizes: dict[str, object] = {
+        "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 6,
+        "num_key_value_heads": 2, "vocab_size": 77, "num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "decoder_sparse_step": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    with torch.device("meta"):
+        stack = find_blocks(AutoModel.from_config(AutoConfig.for_model(kind, **(sizes | values))))
+    assert matrix_weights(stack, active=2) == trained_weights(stack, active=2) == expected
+    has_experts = kind != "llama"
+    assert (matrix_weights(stack) > expected) is has_experts
+    assert last_products(stack) == (0 if kind in ("mixtral", "gpt_oss") else 3 * 40 * 56 if kind == "llama" else 2240)
 
 
 def check_counts(model: Llava, activation_checkpointing: bool, pack: bool) -> None:

@@ -41,9 +41,9 @@ LANGUAGE: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}, "gemma": {}, "phi3": {}, "smollm3": {},
     "olmo2": {}, "granite": {}, "glm4": {}, "starcoder2": {}, "cohere2": {"sliding_window": 9}, "exaone4": {},
     "mixtral": EXPERTS, "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
-    "stablelm": {}, "nemotron": {}, "llama4_text": EXPERTS, "lfm2": {"full_attn_idxs": [1]},
+    "stablelm": {}, "nemotron": {}, "llama4_text": EXPERTS, "lfm2": {"full_attn_idxs": [1]}, "doge": {}, "biogpt": {},
 }  # fmt: skip
-PADDED = ("stablelm", "nemotron", "llama4_text", "lfm2")
+PADDED = ("stablelm", "nemotron", "llama4_text", "lfm2", "doge", "biogpt")
 """Language models whose rows are padded, because they cannot keep the samples of a packed row apart."""
 VISION: dict[str, dict[str, Any]] = {
     "dinov2": {"use_swiglu_ffn": True}, "aimv2_vision_model": {},

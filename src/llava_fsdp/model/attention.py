@@ -160,14 +160,15 @@ def register_attention() -> None:
 
 def padded_attention(language: PretrainedConfig) -> str:
     """Return the name of the attention implementation for padded rows: `PADDED`, for which transformers builds no mask,
-    where every layer has full causal attention; otherwise transformers' "sdpa" or, where a model has none, "eager".
+    where every layer has full causal attention and leaves it to the implementation; otherwise transformers' "sdpa" or,
+    where a model has none, "eager".
 
     With "sdpa" and "eager", transformers searches the position ids of every micro-batch for packed samples, for which
     the host waits for the device.
     """
     if attention_of_transformers(language) == "eager":
         return "eager"
-    if other_attention(language) is not None or layers_with_window(language):
+    if layers_with_window(language) or packing_refused(language) is not None:
         return "sdpa"
     AttentionInterface.register(PADDED, attend_padded)
     return PADDED
