@@ -19,10 +19,11 @@ from reference import EXPORTED, outcome, train_on
 from safetensors.torch import load_file, save_file
 from small import make_config
 from tiers import slow_after
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.train import main as train
+from llava_fsdp.train.preflight import preflight
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TEXT: dict[str, Any] = {
@@ -72,24 +73,25 @@ def saved(parts: Path, tmp_path: Path) -> Callable[[str], Path]:
         is_vision = kind in VISION or "vision" in kind or kind == "beit"
         folder = tmp_path / "parts"
         shutil.copytree(parts, folder)
-        values = VISION.get(kind) or LANGUAGE.get(kind) or (REFUSED[kind][0] if kind in REFUSED else {})
         pairs = {
-            "language": (
-                "llama" if is_vision else kind,
-                AutoModelForCausalLM,
-                TEXT | {"vocab_size": vocabulary(parts)},
-            ),
-            "vision": (kind if is_vision else "clip_vision_model", AutoModel, IMAGE),
+            "language": ("llama" if is_vision else kind, AutoModelForCausalLM),
+            "vision": (kind if is_vision else "clip_vision_model", AutoModel),
         }
-        for part, (name, auto, common) in pairs.items():
-            if name == "siglip2_vision_model":
-                common = {key: value for key, value in common.items() if key != "image_size"}
-            config = AutoConfig.for_model(name, **(common | (values if name == kind else {})))
+        for part, (name, auto) in pairs.items():
             torch.manual_seed(1)
+            config = config_of_kind(name, part, parts)
             auto.from_config(config, dtype=torch.float32).save_pretrained(folder / part)
         return folder
 
     return save
+
+
+def config_of_kind(kind: str, part: str, parts: Path) -> PretrainedConfig:
+    values = VISION.get(kind) or LANGUAGE.get(kind) or (REFUSED[kind][0] if kind in REFUSED else {})
+    common = IMAGE if part == "vision" else TEXT | {"vocab_size": vocabulary(parts)}
+    if kind == "siglip2_vision_model":
+        common = {key: value for key, value in common.items() if key != "image_size"}
+    return AutoConfig.for_model(kind, **(common | values))
 
 
 def vocabulary(parts: Path) -> int:
@@ -108,6 +110,30 @@ def test_trains_and_exports(kind: str, saved: Callable[[str], Path], dataset: Pa
     names = {name.rpartition("vision_tower.")[2].removeprefix("vision_model.") for name in after}
     if kind in VISION:  # none of the tower's tensors has another name than in its own files
         assert names >= {name.removeprefix("vision_model.") for name in before}
+
+
+@pytest.mark.parametrize(("kind", "base"), slow_after(2, itertools.product(LANGUAGE, ("nf4", "none"))))
+def test_trains_adapters_and_exports_them_merged(
+    kind: str, base: str, saved: Callable[[str], Path], dataset: Path, tmp_path: Path
+) -> None:
+    """Over a base in full precision, and over one in 4 bits."""
+    keys = ["model.train=[projector,language]", "model.lora.enabled=true", "model.lora.r=3"]
+    values = [*keys, f"model.quantize.mode={base}", "export.enabled=true", "export.dtype=fp32", "max_steps=2"]
+    train.train(make_config(saved(kind), dataset, tmp_path / "run", *BOTH[:2], *values))
+    assert (tmp_path / "run" / "adapter").is_dir() and (tmp_path / "run" / "export").is_dir()
+
+
+@pytest.mark.parametrize("kind", slow_after(1, LANGUAGE))
+def test_every_language_model_goes_with_every_vision_tower(
+    kind: str, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """The checks before the first step, the rehearsal of the export among them."""
+    shutil.copytree(parts, tmp_path / "parts")
+    config_of_kind(kind, "language", parts).save_pretrained(tmp_path / "parts" / "language")
+    for tower in VISION:
+        config_of_kind(tower, "vision", parts).save_pretrained(tmp_path / "parts" / "vision")
+        values = ["model.select_feature=auto", "model.train=[projector,language,vision]", "export.enabled=true"]
+        preflight(make_config(tmp_path / "parts", dataset, tmp_path / "run", *values), torch.device("cpu"))
 
 
 @pytest.mark.ranks
@@ -217,6 +243,9 @@ def test_a_planner_that_cannot_compute_a_model_stops_no_training(
 def test_the_page_says_what_was_tried() -> None:
     page = PAGE.read_text()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
-    said = {row.split("`")[1]: "refused" in row for row in rows}
-    assert said == dict.fromkeys([*LANGUAGE, *VISION], False) | dict.fromkeys(REFUSED, True)
+    said = {row.split("`")[1]: [cell.strip() for cell in row.split("|")[2:-2]] for row in rows}
+    works = {**dict.fromkeys(LANGUAGE, ["yes"] * 3), **dict.fromkeys(VISION, ["yes"] * 2)}
+    assert {kind: cells for kind, cells in said.items() if "refused" not in cells} == works
+    assert {kind for kind, cells in said.items() if {*cells} == {"refused"}} == {*REFUSED}
+    assert said.keys() == {*works, *REFUSED}
     assert {row.split("`")[1] for row in rows if "padded" in row} == {*PADDED}

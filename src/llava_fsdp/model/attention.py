@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MODEL_MAPPING, AttentionInterface, AutoModel, Cache, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -172,6 +173,17 @@ def padded_attention(language: PretrainedConfig) -> str:
         return "sdpa"
     AttentionInterface.register(PADDED, attend_padded)
     return PADDED
+
+
+class NothingPacked(TorchDispatchMode):
+    """Dispatch mode for running a language model with padded rows on the meta device, whose tensors have no values.
+    Transformers asks whether all positions follow each other, so that a row has no packed samples
+    (masking_utils.py, `find_packed_sequence_indices`). The answer, as to any question of yes or no, is yes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 def attention_of_transformers(language: PretrainedConfig) -> str:

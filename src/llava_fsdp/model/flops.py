@@ -43,8 +43,9 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
     A weight costs, per token: 2 in the forward pass, 2 for the gradient of its input, 2 for its own gradient if it is
     trained (with adapters, only the adapters' weights are), and 2 if activation checkpointing recomputes it. The
     gradient passes through the whole language model even if that is frozen, because the projector comes before it. Of a
-    mixture of experts those are counted that a token is sent to. A sliding window is counted as full attention. DoRA's work on whole weights, once per micro-batch, is not counted. Recomputing a block leaves out its last matrix
-    product, whose output nothing needs. With activation checkpointing in fp16, the logits too count as recomputed
+    mixture of experts those are counted that a token is sent to. A sliding window is counted as full attention. DoRA's
+    work on whole weights, once per micro-batch, is not counted. Recomputing a block leaves out its last matrix product,
+    whose output nothing needs. With activation checkpointing in fp16, the logits too count as recomputed
     (`model/loss.py`).
 
     Args:

@@ -18,7 +18,7 @@ from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.parallelize import block_names
 from llava_fsdp.distributed.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
-from llava_fsdp.model.attention import Kernel, packing_refused
+from llava_fsdp.model.attention import Kernel, NothingPacked, packing_refused
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import Parts
@@ -165,7 +165,7 @@ def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
     trace = Trace()
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *tensors]))
-    with collect_gradients(model, live, trace), mark_blocks(model, trace), FuseAttention(), live:
+    with collect_gradients(model, live, trace), mark_blocks(model, trace), FuseAttention(), NothingPacked(), live:
         loss = model(*inputs)
         trace.mark("backward")
         # `loss.backward()` without its wrappers: FuseAttention is off inside of a function that it handles, and blocks
