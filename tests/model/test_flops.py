@@ -15,7 +15,14 @@ from transformers import AutoConfig, AutoModel
 from llava_fsdp.config import Part
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.model.blocks import find_blocks
-from llava_fsdp.model.flops import Flops, count_flops, last_products, matrix_weights, trained_weights
+from llava_fsdp.model.flops import (
+    Flops,
+    count_flops,
+    last_products,
+    matrix_weights,
+    pairs_in_windows,
+    trained_weights,
+)
 from llava_fsdp.model.llava import Llava
 
 STAGE_1, STAGE_2 = "[projector]", "[projector,language]"
@@ -112,6 +119,29 @@ def test_the_experts_that_a_token_is_sent_to(kind: str, values: dict[str, object
     has_experts = kind != "llama"
     assert (matrix_weights(stack) > expected) is has_experts
     assert last_products(stack) == (0 if kind in ("mixtral", "gpt_oss") else 3 * 40 * 56 if kind == "llama" else 2240)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "lengths", "expected"),
+    [
+        ("mistral", {"sliding_window": None}, [30, 30], 1800),
+        ("mistral", {"sliding_window": 7}, [30, 30], 2 * 7 * 60),  # in every layer
+        ("mistral", {"sliding_window": 7}, [9], 81),  # shorter than two windows: all pairs are the bound
+        ("gemma2", {"sliding_window": 7}, [30, 30], (1800 + 2 * 7 * 60) / 2),  # in one of the two layers
+        ("qwen2", {"sliding_window": 7, "use_sliding_window": False}, [30, 30], 1800),
+    ],
+)
+def test_pairs_that_a_sliding_window_leaves_out(
+    kind: str, values: dict[str, object], lengths: list[int], expected: float
+) -> None:
+    """The bound is never below what each token of each sample attends to, counted one by one."""
+    language = AutoConfig.for_model(kind, num_hidden_layers=2, **values)
+    pairs = pairs_in_windows(language, sum(lengths), sum(n * n for n in lengths))
+    assert pairs == expected
+    window = values["sliding_window"] if kind == "mistral" else None
+    if isinstance(window, int):
+        attended = sum(min(place, window) - 0.5 for n in lengths for place in range(1, n + 1))  # the diagonal is half
+        assert 2 * attended <= pairs < 1.3 * 2 * attended
 
 
 def check_counts(model: Llava, activation_checkpointing: bool, pack: bool) -> None:

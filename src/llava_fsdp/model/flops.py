@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from llava_fsdp.config import Part
-from llava_fsdp.model.attention import head_size
+from llava_fsdp.model.attention import head_size, layers_with_window
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.quantization import weight_shape
@@ -43,10 +44,10 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
     A weight costs, per token: 2 in the forward pass, 2 for the gradient of its input, 2 for its own gradient if it is
     trained (with adapters, only the adapters' weights are), and 2 if activation checkpointing recomputes it. The
     gradient passes through the whole language model even if that is frozen, because the projector comes before it. Of a
-    mixture of experts those are counted that a token is sent to. A sliding window is counted as full attention. DoRA's
-    work on whole weights, once per micro-batch, is not counted. Recomputing a block leaves out its last matrix product,
-    whose output nothing needs. With activation checkpointing in fp16, the logits too count as recomputed
-    (`model/loss.py`).
+    mixture of experts those are counted that a token is sent to. Attention in a sliding window is counted as full
+    attention (`pairs_in_windows` says how much less it is). DoRA's work on whole weights, once per micro-batch, is not
+    counted. Recomputing a block leaves out its last matrix product, whose output nothing needs. With activation
+    checkpointing in fp16, the logits too count as recomputed (`model/loss.py`).
 
     Args:
         compiled: whether the language model's blocks are compiled; compiled blocks are recomputed to the end.
@@ -69,6 +70,21 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
         label=label * model.lm_head.weight.numel(),
         tile=tower_flops(model, trains[Part.vision], activation_checkpointing) + projector_flops(model, trains),
     )
+
+
+def pairs_in_windows(language: PretrainedConfig, tokens: int, pairs: int) -> float:
+    """Return the sum of the squares of samples' lengths, `pairs`, less what the language model's sliding windows leave
+    out of it, averaged over the layers. In a window of w tokens a sample of n has at most w * n of the n * n / 2 pairs.
+
+    Args:
+        tokens: sum of the samples' lengths. It stands for the single lengths, so that the result is too large if short
+            samples lie among long ones.
+    """
+    layers = layers_with_window(language)
+    if not layers:
+        return pairs
+    in_window = min(pairs, 2 * language.sliding_window * tokens)
+    return pairs - (pairs - in_window) * layers / language.num_hidden_layers
 
 
 def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> float:
