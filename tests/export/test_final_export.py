@@ -53,7 +53,7 @@ def load_ours(cfg: Config, checkpoint: Path) -> torch.nn.Module:
     """Our model with the weights of a folder, in fp32, on one rank."""
     cfg.model.checkpoint, cfg.model.random_weights = str(checkpoint), False
     parts = find_parts(cfg.model)
-    kernel = choose_kernel(cfg.attention, parts.language, CPU, torch.float32) if cfg.pack else None
+    kernel = choose_kernel(cfg.attention, parts.language, CPU, torch.float32) if cfg.packs else None
     model = build_llava(parts, cfg.model, torch.float32, kernel)
     sources, buffers = find_weights(model, parts, cfg.model, None, 0), computed_buffers(model)
     materialize(model, lambda empty: empty.to_empty(device="cpu"))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small import Configure, config_of, write_json
+from transformers import AutoConfig
 
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.preprocess import read_preprocessor
@@ -29,7 +30,7 @@ from llava_fsdp.export.formats import (
 from llava_fsdp.export.processor import as_older_release, check_image_tokens, write_preprocessor, write_tokenizer
 from llava_fsdp.export.weights_writer import Weights, renamed, write_shards
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.pretrained import Parts, find_parts
 from llava_fsdp.runtime.errors import ModelError
 
 
@@ -70,6 +71,23 @@ def test_notes_say_all_of_it(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def model_of(whole: Path | None, tower: Path) -> Llava:
+    model, nothing = object.__new__(Llava), AutoConfig.for_model("llama")
+    object.__setattr__(model, "parts", Parts(Path("language"), tower, nothing, nothing, whole))
+    return model
+
+
+def test_a_run_names_the_tower_that_it_has(tmp_path: Path) -> None:
+    """A whole model brings its own, and may say which; the original's only names it."""
+    cfg = config_of(["model.checkpoint=x", "model.language=their/language", "model.vision=their/vision"])
+    for notes, names in (({}, ("", "")), ({"language": "a", "vision": "b"}, ("a", "b"))):
+        write_json(tmp_path / "llava_fsdp.json", notes)
+        own = source_of_run(model_of(tmp_path, tmp_path), cfg, "r", 3)
+        assert (own.language, own.vision) == names
+    assert source_of_run(model_of(tmp_path, Path("tower")), cfg, "r", 3).vision == "their/vision"
+    assert source_of_run(model_of(None, Path("tower")), cfg, "r", 3).language == "their/language"
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
@@ -83,7 +101,7 @@ def test_notes_say_all_of_it(tmp_path: Path) -> None:
 def test_a_run_exports_what_it_trained_with(keys: list[str], said: str) -> None:
     """That is not always what its keys say: some mean another value beside the original's."""
     cfg = config_of(["export.enabled=false", "data.image_aspect_ratio=anyres", "data.max_length=99", *keys])
-    found = source_of_run(object.__new__(Llava), cfg, "r", 3)
+    found = source_of_run(model_of(None, Path("tower")), cfg, "r", 3)
     values = found.template, found.aspect.value, found.special_tokens.value, found.pixels.value
     assert (" ".join(values), found.max_length) == (said, 99)
 

@@ -824,6 +824,7 @@ def test_accelerates_own_file_of_defaults(tmp_path: Path) -> None:
         (2, "", 16, (2, 8)),
         (2, "", 7, (1, 7)),
         (4, "--num_machines 2", None, (2, 4)),
+        (2, "--num_processes 8", None, (2, 4)),
     ],
 )
 def test_accelerate_counts_the_processes_of_all_machines(

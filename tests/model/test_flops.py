@@ -10,10 +10,19 @@ from small import make_config
 from tiers import slow_after
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModel
 
 from llava_fsdp.config import Part
 from llava_fsdp.data.batching.collate import boundaries
-from llava_fsdp.model.flops import Flops, count_flops
+from llava_fsdp.model.blocks import find_blocks
+from llava_fsdp.model.flops import (
+    Flops,
+    count_flops,
+    last_products,
+    matrix_weights,
+    pairs_in_windows,
+    trained_weights,
+)
 from llava_fsdp.model.llava import Llava
 
 STAGE_1, STAGE_2 = "[projector]", "[projector,language]"
@@ -83,6 +92,56 @@ def test_adapters_are_counted_and_no_gradient_of_what_is_frozen(
     model = build(make_config(parts, dataset, tmp_path, *keys)).model
     assert isinstance(model, Llava) and model.adapted
     check_counts(model, activation_checkpointing == "full", pack=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        # attention: 40 x 24 for queries and the output, 40 x 12 for keys and values; MLPs of three matrices
+        ("llama", {}, 3 * (2880 + 3 * 40 * 56)),
+        # each token goes to 2 of 5 experts; the router has a row for each
+        ("mixtral", {}, 3 * (2880 + 5 * 40 + 2 * 3 * 40 * 56)),
+        # its first layer is dense, and its experts are narrower
+        ("qwen3_moe", {"mlp_only_layers": [0]}, 3 * 2880 + 3 * 40 * 56 + 2 * (5 * 40 + 2 * 3 * 40 * 24)),
+        # biases of experts are no matrices
+        ("gpt_oss", {}, 3 * (2880 + 5 * 40 + 2 * 3 * 40 * 56)),
+    ],
+)
+def test_the_experts_that_a_token_is_sent_to(kind: str, values: dict[str, object], expected: int) -> None:
+    sizes: dict[str, object] = {
+        "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 6,
+        "num_key_value_heads": 2, "vocab_size": 77, "num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "decoder_sparse_step": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    with torch.device("meta"):
+        stack = find_blocks(AutoModel.from_config(AutoConfig.for_model(kind, **(sizes | values))))
+    assert matrix_weights(stack, active=2) == trained_weights(stack, active=2) == expected
+    has_experts = kind != "llama"
+    assert (matrix_weights(stack) > expected) is has_experts
+    assert last_products(stack) == (0 if kind in ("mixtral", "gpt_oss") else 3 * 40 * 56 if kind == "llama" else 2240)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "lengths", "expected"),
+    [
+        ("mistral", {"sliding_window": None}, [30, 30], 1800),
+        ("mistral", {"sliding_window": 7}, [30, 30], 2 * 7 * 60),  # in every layer
+        ("mistral", {"sliding_window": 7}, [9], 81),  # shorter than two windows: all pairs are the bound
+        ("gemma2", {"sliding_window": 7}, [30, 30], (1800 + 2 * 7 * 60) / 2),  # in one of the two layers
+        ("qwen2", {"sliding_window": 7, "use_sliding_window": False}, [30, 30], 1800),
+    ],
+)
+def test_pairs_that_a_sliding_window_leaves_out(
+    kind: str, values: dict[str, object], lengths: list[int], expected: float
+) -> None:
+    """The bound is never below what each token of each sample attends to, counted one by one."""
+    language = AutoConfig.for_model(kind, num_hidden_layers=2, **values)
+    pairs = pairs_in_windows(language, sum(lengths), sum(n * n for n in lengths))
+    assert pairs == expected
+    window = values["sliding_window"] if kind == "mistral" else None
+    if isinstance(window, int):
+        attended = sum(min(place, window) - 0.5 for n in lengths for place in range(1, n + 1))  # the diagonal is half
+        assert 2 * attended <= pairs < 1.3 * 2 * attended
 
 
 def check_counts(model: Llava, activation_checkpointing: bool, pack: bool) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from small import Configure
 from transformers import AutoConfig
 
@@ -17,13 +18,28 @@ def own_parts(configure: Configure) -> Parts:
     return find_parts(configure().model)
 
 
-def test_a_vision_tower_without_a_fixed_size(configure: Configure, parts: Path, tmp_path: Path) -> None:
-    import torch
-
-    AutoConfig.for_model("siglip2_vision_model", hidden_size=32, num_attention_heads=4).save_pretrained(tmp_path / "v")
-    cfg = configure(f"model.vision={tmp_path / 'v'}")
-    with pytest.raises(ModelError, match=r"siglip2_vision_model.*image_size"):
-        open_model(cfg, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("siglip2_vision_model", "image_size"),
+        ("swin", "several sizes"),
+        ("swinv2", "several sizes"),
+        ("convnext", "hidden_size"),
+        ("vitdet", "attention"),
+        ("vit_mae", "differentiate"),
+        ("beit", "meta device"),
+        ("sam_vision_model", "features of shape"),
+        ("bert", "image_size"),
+        ("blip_vision_model", "no class"),
+    ],
+)
+def test_a_vision_tower_that_gives_no_sequence_of_features(
+    kind: str, reason: str, configure: Configure, tmp_path: Path
+) -> None:
+    AutoConfig.for_model(kind).save_pretrained(tmp_path / "v")
+    with pytest.raises(ModelError, match=rf"type {kind} is not supported: .*{reason}") as caught:
+        open_model(configure(f"model.vision={tmp_path / 'v'}"), torch.device("cpu"))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from harness import CPU
 from packed import build, write_every_kind
 from small import make_config
+from transformers import LlamaConfig
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, DType
 from llava_fsdp.data.batching.batch import StepFacts
@@ -40,7 +41,7 @@ def test_facts_are_the_sums_over_all_ranks(
         micros = [micro for step in steps for micro in step.micro_batches]
         assert facts.tiles == sum(len(micro.images) for micro in micros) >= facts.images > 0
         assert facts.tokens == sum(len(s.input_ids) for s in samples)
-        if cfg.pack:
+        if cfg.packs:
             lengths = [length for micro in micros for length in micro.lengths]
             assert facts.pairs == sum(length**2 for length in lengths)
         else:
@@ -51,7 +52,7 @@ def test_facts_are_the_sums_over_all_ranks(
 
 def test_shares_of_the_peak() -> None:
     """Two ranks of 1000 FLOPs a second, half a second."""
-    found = Utilization(Flops(2, 1, 4, 8), Flops(1, 0, 0, 2), 2000.0, "").of(
+    found = Utilization(Flops(2, 1, 4, 8), LlamaConfig(), Flops(1, 0, 0, 2), 2000.0, "").of(
         StepFacts(0, tokens=10, pairs=50, label_tokens=5, tiles=3), 0.5
     )
     assert found == {"flops": 114, "mfu": 0.114, "hfu": 0.13}
@@ -120,7 +121,7 @@ def test_a_run_on_a_cpu_has_no_mfu(parts: Path, dataset: Path, tmp_path: Path) -
 def test_the_line_of_a_step_has_mfu(
     parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = Utilization(Flops(1, 0, 0, 0), Flops(1, 0, 0, 0), 400.0, "")
+    known = Utilization(Flops(1, 0, 0, 0), LlamaConfig(), Flops(1, 0, 0, 0), 400.0, "")
     reporter = Reporter(
         make_config(parts, dataset, tmp_path, "log_every=1"), 4, 9, is_first_rank=True, utilization=known
     )

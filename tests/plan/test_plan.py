@@ -97,7 +97,7 @@ def test_recommended_command_is_a_training(
     assert cfg.dry_run is None and len({w.partition("=")[0] for w in words if "=" in w}) == sum("=" in w for w in words)
     assert cfg.sharding.strategy.value == best["strategy"] and cfg.offload.mode.value == best["offload"]
     assert cfg.activation_checkpointing.mode.value == best["activation_checkpointing"] and cfg.global_batch_size == 64
-    if not cfg.pack:
+    if not cfg.packs:
         assert cfg.micro_batch_size * cfg.data.max_length == best["tokens_per_micro_batch"]
     elif cfg.sampler.name is SamplerName.shuffle:
         assert cfg.row_tokens == best["tokens_per_micro_batch"]

@@ -34,7 +34,7 @@ from llava_fsdp.train import main as train
 TOLERANCE = 1e-5
 # Adding one number to every key changes no attention weight, so the true gradient of a key bias is exactly zero, and
 # Adam turns its rounding noise into full steps.
-ZERO_GRADIENT = "self_attn.k_proj.bias"
+ZERO_GRADIENT = "self_attn.k_proj.bias", "attention.key.bias"
 EXPORTED = ["export.enabled=true", "export.dtype=fp32", "export.verify=false"]
 
 
@@ -76,13 +76,14 @@ def outcome(folder: Path) -> Outcome:
     return Outcome([r["loss"] for r in rows], [r["grad_norm"] for r in rows], weights)
 
 
-def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None) -> Outcome:
+def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None, to: Path | None = None) -> Outcome:
     """LLaVA's training without any of our model, cutting or sharding: one sample at a time, one process, AdamW.
 
     Starts from the weights that a run exported; takes nothing but the choice of samples and their ids from us.
 
     Args:
         adapters: train instead of the whole language model.
+        to: folder in which transformers saves the trained model, whose names in files the weights then have.
 
     With `model.quantize.mode` the language model's linear layers are bitsandbytes' own.
     """
@@ -133,7 +134,11 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None) -> 
         norms.append(math.sqrt(sum(float(p.grad.square().sum()) for p in trained if p.grad is not None)))
         optimizer.step()
         losses.append(loss_sum)
-    return Outcome(losses, norms, {ours(n): p.detach() for n, p in model.named_parameters()})
+    weights = dict(model.named_parameters())
+    if to is not None:
+        model.save_pretrained(to)
+        weights = load_file(to / "model.safetensors")
+    return Outcome(losses, norms, {ours(n): p.detach() for n, p in weights.items()})
 
 
 def quantize(module: torch.nn.Module, cfg: QuantizeConfig) -> None:

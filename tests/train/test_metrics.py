@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.model.flops import Flops
@@ -36,7 +37,7 @@ def test_a_row_has_every_number_of_its_step(monkeypatch: pytest.MonkeyPatch) -> 
         "flops": None, "mfu": None, "hfu": None, "recompiles": 2, "peak_memory_bytes": 77,
     }  # fmt: skip
     assert metrics_row(result) == row
-    known = Utilization(Flops(1, 0, 0, 0), Flops(1, 0, 0, 0), 400.0, "")
+    known = Utilization(Flops(1, 0, 0, 0), LlamaConfig(), Flops(1, 0, 0, 0), 400.0, "")
     assert metrics_row(result, known) == row | {"flops": 300, "mfu": 0.5, "hfu": 1.0}
 
 

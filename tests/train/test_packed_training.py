@@ -57,8 +57,8 @@ def test_loss_and_every_gradient_are_those_of_padded_rows(
         step = state.loader.steps.prepare(0)
         total = 0.0
         for micro in step.micro_batches:
-            assert bool(micro.lengths) == cfg.pack
-            assert not cfg.pack or micro.input_ids.numel() == sum(micro.lengths) <= room, "padding, or too much"
+            assert bool(micro.lengths) == cfg.packs
+            assert not cfg.packs or micro.input_ids.numel() == sum(micro.lengths) <= room, "padding, or too much"
             loss = micro.scale * state.model(*state.loader.to_device(micro).inputs)
             loss.backward()
             total += float(loss.detach())

@@ -20,6 +20,7 @@ from llava_fsdp.data.text.jinja_template import own_name
 from llava_fsdp.doctor.checks import CHECKS, run_check
 from llava_fsdp.doctor.context import Context
 from llava_fsdp.doctor.findings import Finding, Level, result_and_cure
+from llava_fsdp.model.pretrained import NoProjector
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 from llava_fsdp.train import main as train
 from llava_fsdp.train import preflight as checks
@@ -249,6 +250,18 @@ def test_plan_prepare_and_dry_run_say_what_train_says(
         assert (type(error), str(error)) == (type(refused.value), str(refused.value))
 
 
+def test_a_training_that_waits_for_stage_1_is_planned_without_a_warning(
+    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = configure("model.projector=auto", "model.random_weights=false", to="runs/finetune")
+    with pytest.raises(NoProjector):
+        preflight(cfg, torch.device("cpu"))
+    with caplog.at_level(logging.INFO):
+        warn_if_refused(cfg)
+    (line,) = caplog.messages
+    assert "stage=pretrain" in line and "refuses" not in line and "\n" not in line
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("module", "more"), [("plan", "gpus=1"), ("prepare", "prepare.workers=1"), ("train", "dry_run=1")]
@@ -258,7 +271,7 @@ def test_plan_prepare_and_dry_run_check_first(
 ) -> None:
     """Each of them warns of what train refuses, and does its work."""
     words = [f"model.language={parts / 'language'}", f"model.vision={parts / 'vision'}", "data=llava_json"]
-    words += ["data.max_length=256", "global_batch_size=2", "tokens_per_micro_batch=512"]
+    words += ["data.max_length=256", "global_batch_size=2", "tokens_per_micro_batch=512", "model.projector=random"]
     words += [
         f"data.path={dataset / 'mixed.json'}",
         f"data.images={dataset / 'images'}",

@@ -64,16 +64,16 @@ def check_packing(cfg: Config) -> None:
     tokens, is_original = cfg.tokens_per_micro_batch, cfg.sampler.name is SamplerName.llava_v1_5
     if isinstance(tokens, str) and tokens != AUTO:
         raise ConfigError(f"tokens_per_micro_batch={tokens} must be {WORDS['tokens_per_micro_batch']}")
-    if not cfg.pack:
+    if isinstance(cfg.pack, str) and cfg.pack != AUTO:
+        raise ConfigError(f"pack={cfg.pack} must be {WORDS['pack']}")
+    if not cfg.packs:
         if isinstance(tokens, int):
             raise ConfigError(
-                f"tokens_per_micro_batch={tokens} is for pack=true; padded micro-batches hold micro_batch_size "
+                f"tokens_per_micro_batch={tokens} is for packed rows; padded micro-batches hold micro_batch_size "
                 "rows: set it to null"
             )
         if cfg.attention not in (Attention.auto, Attention.sdpa):
-            raise ConfigError(
-                f"attention={cfg.attention.value} is for the rows of pack=true; with pack=false set attention=auto"
-            )
+            raise ConfigError(f"attention={cfg.attention.value} is for packed rows; with pack=false set attention=auto")
         return
     if isinstance(tokens, int) and tokens < cfg.data.max_length:
         raise ConfigError(
@@ -87,7 +87,7 @@ def check_packing(cfg: Config) -> None:
         )
     if not is_original and cfg.loss.normalize is Normalize.micro_batch:
         raise ConfigError(
-            "loss.normalize=micro_batch is a mean of means, and with pack=true a micro-batch is whatever fits into "
+            "loss.normalize=micro_batch is a mean of means, and a packed micro-batch is whatever fits into "
             "a row: a sample would weigh more or less with its neighbours; set pack=false, or loss.normalize=step"
         )
 

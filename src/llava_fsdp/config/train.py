@@ -199,14 +199,14 @@ class Config:
     global_batch_size: int
     """Number of samples of a step, on all ranks together."""
     micro_batch_size: int
-    """Maximum number of rows that a rank processes at once; with pack=true it gives a maximum number of tokens instead:
-    micro_batch_size * data.max_length."""
-    pack: bool
+    """Maximum number of rows that a rank processes at once; with packed rows it gives a maximum number of tokens
+    instead: micro_batch_size * data.max_length."""
+    pack: bool | str
     """Whether to pack the samples of a micro-batch end to end into one row, each attending only to itself; else rows
-    are padded."""
+    are padded. auto: packed, if the language model can keep the samples of a row apart; the run records which."""
     tokens_per_micro_batch: int | str | None
-    """pack=true only: maximum number of tokens that a rank processes at once; null: micro_batch_size * data.max_length;
-    auto: the planner chooses when a training begins, and the run records its choice."""
+    """packed rows only: maximum number of tokens that a rank processes at once; null: micro_batch_size *
+    data.max_length; auto: the planner chooses when a training begins, and the run records its choice."""
     attention: Attention
     """Implementation of attention within the samples of packed rows."""
     compile: bool | str
@@ -239,10 +239,16 @@ class Config:
         return tokens if isinstance(tokens, int) else self.micro_batch_size * self.data.max_length
 
     @property
+    def packs(self) -> bool:
+        """Whether rows are packed. True for `pack=auto`, too: before `plan.auto.settle_packing` has decided it, a model
+        that cannot be packed is refused."""
+        return self.pack is not False
+
+    @property
     def plans_tokens(self) -> bool:
         """Whether the planner chooses the number of tokens of a packed row. It does not with pack=false or
         sampler=llava_v1_5: these use micro_batch_size, and treat `auto` as null."""
-        is_free = self.pack and self.sampler.name is not SamplerName.llava_v1_5
+        is_free = self.packs and self.sampler.name is not SamplerName.llava_v1_5
         return is_free and self.tokens_per_micro_batch == AUTO
 
     @property

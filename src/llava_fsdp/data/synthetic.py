@@ -40,7 +40,7 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
     fewest tokens, in which each token after the image is a label.
     """
     length = cfg.data.max_length
-    tokens = cfg.row_tokens if cfg.pack else cfg.micro_batch_size * length
+    tokens = cfg.row_tokens if cfg.packs else cfg.micro_batch_size * length
     lengths = (length,) * (tokens // length) + ((tokens % length,) if tokens % length else ())
     rule = ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens)
     sizes = rule.sizes if rule.needs_size(1) else (None,)
@@ -49,7 +49,7 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
 
     def with_images(size: Size | None) -> Contents:
         each = len(rule.of(size, 1))
-        images = max(1, tokens // (each + 1)) if cfg.pack else cfg.micro_batch_size
+        images = max(1, tokens // (each + 1)) if cfg.packs else cfg.micro_batch_size
         return Contents(lengths, images, images * rule.count_tiles(size, 1), labels, min(tokens, images * each))
 
     return max(map(with_images, sizes), key=lambda contents: (contents.tiles, contents.image_tokens))
@@ -101,7 +101,7 @@ def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Conf
         tiles=times * contents.tiles,
     )
     blends = ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens).blends
-    return Step(facts, [synthetic_micro_batch(contents, shape, cfg.pack, blends) for _ in range(count)])
+    return Step(facts, [synthetic_micro_batch(contents, shape, cfg.packs, blends) for _ in range(count)])
 
 
 class SyntheticLoader(Loader):

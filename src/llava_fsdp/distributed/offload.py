@@ -215,7 +215,7 @@ def cures(cfg: Config, device: torch.device) -> list[str]:
     found = (
         ["activation_checkpointing=full"] if cfg.activation_checkpointing.mode is ActivationCheckpointing.none else []
     )
-    found.append("a smaller tokens_per_micro_batch" if cfg.pack else "a smaller micro_batch_size")
+    found.append("a smaller tokens_per_micro_batch" if cfg.packs else "a smaller micro_batch_size")
     if cfg.sharding.strategy is not Strategy.FULL_SHARD:
         found.append("sharding=zero3")
     modes = list(OffloadMode) if device.type == "cuda" else [OffloadMode.nvme]

@@ -62,7 +62,7 @@ def parallelize(
     in_fp8 = cfg.precision.linear is LinearKind.fp8
     if in_fp8:
         multiply_in_fp8(stacks[0], sharded=mesh is not None)
-    one_row = cfg.pack or cfg.micro_batch_size == 1
+    one_row = cfg.packs or cfg.micro_batch_size == 1
     apply_activation_checkpointing(stacks, cfg.activation_checkpointing, offload.device, count, one_row)
     if mesh is not None:
         ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])

@@ -78,14 +78,17 @@ class Context:
 
         from llava_fsdp.distributed.memory import ITEM_SIZE, checkpoint_bytes
         from llava_fsdp.distributed.mesh import World
-        from llava_fsdp.plan.auto import rows_for
+        from llava_fsdp.plan.auto import rows_for, settle_packing
         from llava_fsdp.plan.hardware import this_machine
+        from llava_fsdp.plan.model_shapes import shapes_of
         from llava_fsdp.plan.planner import Planner
 
+        parts = shapes_of(self.cfg.model)
+        cfg, _ = settle_packing(self.cfg, parts.language)
         device = torch.device("cuda" if self.torch.devices else "cpu")
-        planner = Planner(self.cfg, this_machine(self.ranks, device.type))
+        planner = Planner(cfg, this_machine(self.ranks, device.type), parts=parts)
         world = World(0, self.ranks * self.cfg.nodes, 0, self.ranks, device)
-        row = rows_for(planner, self.cfg, world)[0]
+        row = rows_for(planner, cfg, world)[0]
         export = sum(w.count for w in planner.weights) * ITEM_SIZE[self.cfg.export.dtype]
         kept, inputs = planner.input_bytes(row.micro_batches)
         return Needs(

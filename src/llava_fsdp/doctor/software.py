@@ -87,12 +87,16 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
     from llava_fsdp.model.attention import choose_kernel
     from llava_fsdp.model.lora import import_peft
     from llava_fsdp.model.quantization import check_quantizer
+    from llava_fsdp.plan.auto import settle_packing
     from llava_fsdp.plan.model_shapes import shapes_of
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def attention() -> str:
         language = shapes_of(cfg.model).language
+        _, padded = settle_packing(cfg, language)
+        if padded is not None:
+            return padded
         kernel = choose_kernel(cfg.attention, language, device, DTYPES[cfg.precision.param_dtype])
         if kernel.attention is Attention.flash and output_of([sys.executable, "-c", "import flash_attn"], 60) is None:
             raise ConfigError(
@@ -117,7 +121,7 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
         return f"torchao {version_of('torchao')}"
 
     needs: dict[str, Callable[[], str]] = {"compile": compiling}
-    if cfg.pack:
+    if cfg.packs:
         needs["attention"] = attention
     if cfg.model.lora.enabled:
         needs["adapters"] = peft

@@ -21,7 +21,7 @@ from transformers import (
     LlavaOnevisionConfig,
 )
 
-from llava_fsdp.config import AspectRatio, Config, FolderFormat, Part, PatchMerge, Pixels, SpecialTokens
+from llava_fsdp.config import AspectRatio, Config, FolderFormat, ModelConfig, Part, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.text.jinja_template import is_own, open_template
@@ -59,7 +59,7 @@ from llava_fsdp.model.weight_names import original
 from llava_fsdp.runtime.durable_files import make_empty
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.provenance import seal
+from llava_fsdp.runtime.provenance import read_notes, seal
 
 PROBED = (31, 50)
 """Size in pixels of the image for which an export's processor is tried."""
@@ -120,6 +120,7 @@ class SourceModel:
 def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceModel:
     """Return the description of a run's model after `step` steps, for exporting it."""
     assert isinstance(model, Llava)  # also with FSDP, which gives the model a subclass of Llava
+    language, vision = names_of_parts(model.parts, cfg.model)
     return SourceModel(
         model=model,
         template=cfg.trained_template,
@@ -129,11 +130,20 @@ def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceM
         pixels=Pixels.llava_v1_5 if cfg.data.pixels is Pixels.llava_v1_5 else Pixels.exact,
         special_tokens=cfg.trained_special_tokens,
         max_length=cfg.data.max_length,
-        language=cfg.model.language,
-        vision=cfg.model.vision,
+        language=language,
+        vision=vision,
         renamed_tower=None,
         history=history(run, cfg.stage.name, step, cfg.model.train),
     )
+
+
+def names_of_parts(parts: Parts, cfg: ModelConfig) -> tuple[str, str]:
+    """Return the folders or hub names of a run's language model and vision tower; empty if not known, because a
+    `model.checkpoint` brings the part and does not name it."""
+    if parts.whole is None:
+        return cfg.language, cfg.vision
+    notes, brings_tower = read_notes(parts.whole), parts.vision_folder.is_relative_to(parts.whole)
+    return notes.get("language", ""), notes.get("vision", "") if brings_tower else cfg.vision
 
 
 def history(run: str, stage: str, step: int, train: list[Part]) -> dict[str, Any]:
@@ -160,14 +170,14 @@ def write_folder(
         rows = on_first_rank(lambda: begin_hf(source, weights.widest, staged), failing)
         config = hf_config(source, weights.widest, rows)
         write_shards(
-            weights, staged, partial(plan_save, config), with_vocabulary(source.model), source.vocabulary, rows
+            weights, staged, partial(plan_save, config), source.model.with_vocabulary(), source.vocabulary, rows
         )
     elif form is FolderFormat.llava:
         check_original(source.model)
         on_first_rank(lambda: write_configs(source, weights.widest, staged), failing)
         on_first_rank(lambda: copy_or_convert_tokenizer(source, staged), failing)
         plan, rows = partial(renamed, weights.shapes, rename), source.vocabulary
-        write_shards(weights, staged, plan, with_vocabulary(source.model), source.vocabulary, rows)
+        write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
     else:
         on_first_rank(lambda: begin_projector(source, weights, staged), failing)
         write_projector(weights, staged, rename)
@@ -207,13 +217,6 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype) -> None:
 
 def read_nothing(name: str, box: Box) -> torch.Tensor:
     raise AssertionError(f"{name} was read while an export was planned")
-
-
-def with_vocabulary(model: Llava) -> set[str]:
-    """Return the names of the parameters with a row for each token: the embeddings and the output layer."""
-    embeddings = model.language_model.get_input_embeddings().weight
-    names = {name for name, own in model.language_model.named_parameters() if own is embeddings}
-    return {"lm_head.weight", *(f"language_model.{name}" for name in names)}
 
 
 def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> None:

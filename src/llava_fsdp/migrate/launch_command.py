@@ -117,8 +117,8 @@ class Ranks:
 
 
 def ranks_of(launch: Launch) -> Ranks:
-    """Return the number of processes that the launcher's flags give. Accelerate's YAML file, which can also give it, is
-    not read here."""
+    """Return the number of processes that the flags of DeepSpeed's launcher or of torchrun give; one for a script that
+    is started without a launcher."""
     flags = launch.flags
     if launch.launcher == "deepspeed":
         include = flags.get("include", flags.get("i"))
@@ -132,9 +132,6 @@ def ranks_of(launch: Launch) -> Ranks:
         per_node = flags.get("nproc_per_node", "1")
         counted = visible(launch.devices) if per_node in ("gpu", "auto") else number(per_node)
         return Ranks(counted, number(flags.get("nnodes", "1")))
-    if launch.launcher == "accelerate":
-        total, nodes = number(flags.get("num_processes")), number(flags.get("num_machines", "1"))
-        return Ranks(total // nodes if total and nodes else None, nodes)
     return Ranks(1)
 
 

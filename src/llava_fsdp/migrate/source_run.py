@@ -162,7 +162,7 @@ class Run:
         """Number of processes: the number that the user gave as `gpus=N`, or else the number in the launcher's flags or
         in Accelerate's file."""
         found = ranks_of(self.launch)
-        if self.launch.launcher == "accelerate" and not found.per_node:
+        if self.launch.launcher == "accelerate":  # each of the two numbers is a flag or in Accelerate's file
             total, nodes = number(str(self.launched("num_processes"))), number(str(self.launched("num_machines") or 1))
             found = Ranks(total // nodes if total and nodes else None, nodes)
         if self.given_gpus:

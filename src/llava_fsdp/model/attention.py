@@ -7,6 +7,7 @@ keyword arguments through the language model to the attention of every layer.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import itertools
@@ -17,11 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from transformers import MODEL_MAPPING, AttentionInterface, Cache, PretrainedConfig, PreTrainedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import MODEL_MAPPING, AttentionInterface, AutoModel, Cache, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from llava_fsdp.config import Attention
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.safe_load import foreign
 
 Segments = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
 """Sample boundaries of a packed row: position_ids int64 [1, tokens], cu_seqlens int32 [samples + 1], and the samples'
@@ -59,7 +62,6 @@ NAMES = {
 }
 """Names under which llava_fsdp's attention implementations for packed rows are registered in transformers'
 AttentionInterface."""
-CURE = "set pack=false"
 PADDED = "llava_fsdp_padded"
 """Name of llava_fsdp's attention implementation for padded rows. It calls transformers' SDPA, but transformers builds
 no mask for it."""
@@ -159,17 +161,29 @@ def register_attention() -> None:
 
 def padded_attention(language: PretrainedConfig) -> str:
     """Return the name of the attention implementation for padded rows: `PADDED`, for which transformers builds no mask,
-    where every layer has full causal attention; otherwise transformers' "sdpa" or, where a model has none, "eager".
+    where every layer has full causal attention and leaves it to the implementation; otherwise transformers' "sdpa" or,
+    where a model has none, "eager".
 
     With "sdpa" and "eager", transformers searches the position ids of every micro-batch for packed samples, for which
     the host waits for the device.
     """
     if attention_of_transformers(language) == "eager":
         return "eager"
-    if not can_be_packed(language) or layers_with_window(language):
+    if layers_with_window(language) or packing_refused(language) is not None:
         return "sdpa"
     AttentionInterface.register(PADDED, attend_padded)
     return PADDED
+
+
+class NothingPacked(TorchDispatchMode):
+    """Dispatch mode for running a language model with padded rows on the meta device, whose tensors have no values.
+    Transformers asks whether all positions follow each other, so that a row has no packed samples
+    (masking_utils.py, `find_packed_sequence_indices`). The answer, as to any question of yes or no, is yes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 def attention_of_transformers(language: PretrainedConfig) -> str:
@@ -345,12 +359,12 @@ support."""
 
 def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torch.Tensor | None) -> None:
     if mask is not None:  # transformers builds no mask for our implementations
-        raise ConfigError(f"pack=true: {type(module).__name__} attends with a mask of its own; {CURE}")
+        raise ConfigError(f"{type(module).__name__} attends with a mask of its own")
     for name in CHANGES_ATTENTION:
         if others.get(name) is not None:
-            raise ConfigError(f"pack=true: {type(module).__name__} attends with {name}, which packed rows lack; {CURE}")
+            raise ConfigError(f"{type(module).__name__} attends with {name}, which packed rows lack")
     if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
-        raise ConfigError(f"pack=true: {type(module).__name__} attends to later tokens; {CURE}")
+        raise ConfigError(f"{type(module).__name__} attends to later tokens")
 
 
 @torch.compiler.disable(recursive=True)  # it would be recompiled for every combination of lengths
@@ -439,17 +453,32 @@ def attention_arguments(segments: Segments | Continued | None, implementation: s
     return {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "segment_lengths": Lengths(lengths, max(lengths))}
 
 
-def check_can_be_packed(language: PretrainedConfig) -> None:
-    """Check in a language model's configuration that every layer has causal attention, in full or in a sliding window,
-    so that the samples of a packed row can be kept apart.
+def packing_refused(language: PretrainedConfig) -> str | None:
+    """Return why the samples of a packed row could not be kept apart in a language model; None if they can.
+
+    Reads the configuration, and runs the model once on the meta device.
 
     Raises:
-        ConfigError: a layer has another kind of attention.
+        ModelError: transformers cannot build the model.
     """
+    reason = other_attention(language)
+    if reason is not None:
+        return reason
+    register_attention()
+    with torch.device("meta"), foreign(f"transformers cannot build a {language.model_type} model"):
+        model = AutoModel.from_config(
+            copy.deepcopy(language), attn_implementation=NAMES[Attention.sdpa], trust_remote_code=False
+        )
+    return layers_out_of_reach(model)
+
+
+def other_attention(language: PretrainedConfig) -> str | None:
+    """Return which attention of a language model's configuration is not causal within each sample, in full or in a
+    sliding window, so that the samples of a packed row could not be kept apart; None if there is none."""
     if not getattr(MODEL_MAPPING[type(language)], "_supports_attention_backend", False):
-        raise ConfigError(
-            f"pack=true: transformers' {language.model_type} does not attend through its AttentionInterface, so the "
-            f"samples of a row could not be kept apart; {CURE}"
+        return (
+            f"transformers' {language.model_type} does not attend through its AttentionInterface, so the samples of a "
+            "row could not be kept apart"
         )
     known = ("full_attention", "sliding_attention")
     kinds = sorted({kind for kind in getattr(language, "layer_types", None) or [] if kind not in known})
@@ -463,25 +492,15 @@ def check_can_be_packed(language: PretrainedConfig) -> None:
         other = "ALiBi biases"
     elif rope.get("rope_type") == "longrope":
         other = "rotary frequencies (longrope) that depend on the longest sample of a batch"
-    if other is not None:
-        raise ConfigError(
-            f"pack=true: {language.model_type} has {other}, and a packed row needs causal attention within each "
-            f"sample; {CURE}"
-        )
+    if other is None:
+        return None
+    return f"{language.model_type} has {other}, and a packed row needs causal attention within each sample"
 
 
 def in_bf16(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a model's parameters and buffers in bf16, which some kernels of mixtures of experts require."""
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return {name: value.bfloat16() if value.is_floating_point() else value for name, value in named}
-
-
-def can_be_packed(language: PretrainedConfig) -> bool:
-    try:
-        check_can_be_packed(language)
-    except ConfigError:
-        return False
-    return True
 
 
 def layers_with_window(language: PretrainedConfig) -> int:
@@ -493,17 +512,14 @@ def layers_with_window(language: PretrainedConfig) -> int:
     return language.num_hidden_layers if has_window else 0
 
 
-def check_reaches_all_layers(model: PreTrainedModel) -> None:
-    """Check on the meta device that every layer of a language model keeps the samples of a packed row apart.
-
-    Raises:
-        ConfigError: a layer mixes tokens outside llava_fsdp's attention implementation, or does not get the sample
-            boundaries.
-    """
+def layers_out_of_reach(model: PreTrainedModel) -> str | None:
+    """Run a language model of the meta device on a packed row. Return why a layer would mix the samples of a row: it
+    mixes tokens outside llava_fsdp's attention implementation, or does not get the sample boundaries. None if all
+    layers keep them apart."""
     config: Any = model.config
     mixers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)})
     if mixers:
-        raise ConfigError(f"pack=true: {config.model_type} mixes neighbouring tokens ({', '.join(mixers)}); {CURE}")
+        return f"{config.model_type} mixes neighbouring tokens ({', '.join(mixers)})"
     visits: list[tuple[nn.Module, int | None]] = []
     weights = in_bf16(model)
     try:
@@ -512,16 +528,17 @@ def check_reaches_all_layers(model: PreTrainedModel) -> None:
             embeds = torch.zeros((1, 2, config.hidden_size), dtype=torch.bfloat16)
             inputs = {"inputs_embeds": embeds, "use_cache": False}
             functional_call(model, weights, kwargs={**inputs, **attention_arguments(segments), "visits": visits})
-    except (TypeError, RuntimeError, ValueError, LookupError, AttributeError) as error:
-        raise ConfigError(f"pack=true: {config.model_type} does not run on a packed row ({error}); {CURE}") from error
+    except (ConfigError, TypeError, RuntimeError, ValueError, LookupError, AttributeError) as error:
+        return f"{config.model_type} does not run on a packed row ({error})"
     windows, expected = sum(window is not None for _, window in visits), layers_with_window(config)
     if windows != expected:
-        raise ConfigError(
-            f"pack=true: {expected} layers of {config.model_type} attend in a sliding window, and {windows} of them "
-            f"pass it to their attention; {CURE}"
+        return (
+            f"{expected} layers of {config.model_type} attend in a sliding window, and {windows} of them pass it to "
+            "their attention"
         )
     if len({id(module) for module, _ in visits}) != config.num_hidden_layers:
-        raise ConfigError(
-            f"pack=true: {len(visits)} of the {config.num_hidden_layers} layers of {config.model_type} attend through "
-            f"transformers' AttentionInterface, and the others would mix the samples of a row; {CURE}"
+        return (
+            f"{len(visits)} of the {config.num_hidden_layers} layers of {config.model_type} attend through "
+            "transformers' AttentionInterface, and the others would mix the samples of a row"
         )
+    return None

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from llava_fsdp.config import Part
-from llava_fsdp.model.attention import head_size
+from llava_fsdp.model.attention import head_size, layers_with_window
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.quantization import weight_shape
@@ -42,10 +43,11 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
 
     A weight costs, per token: 2 in the forward pass, 2 for the gradient of its input, 2 for its own gradient if it is
     trained (with adapters, only the adapters' weights are), and 2 if activation checkpointing recomputes it. The
-    gradient passes through the whole language model even if that is frozen, because the projector comes before it. All
-    experts of a mixture of experts are counted. DoRA's work on whole weights, once per micro-batch, is not counted.
-    Recomputing a block leaves out its last matrix product, whose output nothing needs. With activation checkpointing in
-    fp16, the logits too count as recomputed (`model/loss.py`).
+    gradient passes through the whole language model even if that is frozen, because the projector comes before it. Of a
+    mixture of experts those are counted that a token is sent to. Attention in a sliding window is counted as full
+    attention (`pairs_in_windows` says how much less it is). DoRA's work on whole weights, once per micro-batch, is not
+    counted. Recomputing a block leaves out its last matrix product, whose output nothing needs. With activation
+    checkpointing in fp16, the logits too count as recomputed (`model/loss.py`).
 
     Args:
         compiled: whether the language model's blocks are compiled; compiled blocks are recomputed to the end.
@@ -53,7 +55,8 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
     trains = {part: part in model.cfg.train for part in Part}
     language: Any = model.language_model.config
     stack = find_blocks(model.language_model)
-    weights = matrix_weights(stack)
+    active = getattr(language, "num_experts_per_tok", None)
+    weights = matrix_weights(stack, active=active)
     again = 2 * (weights - (0 if compiled else last_products(stack))) if activation_checkpointing else 0
     label = (
         4
@@ -62,11 +65,26 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
     )
     width = language.num_attention_heads * head_size(language)
     return Flops(
-        token=4 * weights + 2 * trained_weights(stack) + again,
+        token=4 * weights + 2 * trained_weights(stack, active=active) + again,
         pair=(2 + 4 + 2 * activation_checkpointing) * language.num_hidden_layers * width,
         label=label * model.lm_head.weight.numel(),
         tile=tower_flops(model, trains[Part.vision], activation_checkpointing) + projector_flops(model, trains),
     )
+
+
+def pairs_in_windows(language: PretrainedConfig, tokens: int, pairs: int) -> float:
+    """Return the sum of the squares of samples' lengths, `pairs`, less what the language model's sliding windows leave
+    out of it, averaged over the layers. In a window of w tokens a sample of n has at most w * n of the n * n / 2 pairs.
+
+    Args:
+        tokens: sum of the samples' lengths. It stands for the single lengths, so that the result is too large if short
+            samples lie among long ones.
+    """
+    layers = layers_with_window(language)
+    if not layers:
+        return pairs
+    in_window = min(pairs, 2 * language.sliding_window * tokens)
+    return pairs - (pairs - in_window) * layers / language.num_hidden_layers
 
 
 def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> float:
@@ -105,20 +123,32 @@ def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
     return model.image_tokens * sum(f * layer for f, layer in zip(factors, layers, strict=True))
 
 
-def matrix_weights(*modules: nn.Module) -> int:
-    """Return the number of weights that are used in matrix products: all but norms, biases and embeddings."""
-    return sum(sum(sizes_of_matrices(module)) - rows_looked_up(module) for module in modules)
+def matrix_weights(*modules: nn.Module, active: int | None = None) -> int:
+    """Return the number of weights that are used in matrix products: all but norms, biases and embeddings.
+
+    Args:
+        active: number of experts that a token is sent to; None counts all.
+    """
+    return sum(sum(s for _, s in matrices(module, active)) - rows_looked_up(module) for module in modules)
 
 
-def sizes_of_matrices(module: nn.Module) -> list[int]:
-    """Return the number of weights in each matrix of a module, in order of registration; of a quantized matrix, the
-    number before quantization."""
-    return [math.prod(weight_shape(module, name)) for name, p in module.named_parameters() if p.ndim > 1]
+def matrices(module: nn.Module, active: int | None = None) -> list[tuple[nn.Parameter, int]]:
+    """Return each matrix of a module, in order of registration, with its number of weights that a token is multiplied
+    with; of a quantized matrix, the number before quantization. The experts of a mixture are one parameter, [experts,
+    rows, columns]."""
+    found = []
+    for name, parameter in module.named_parameters():
+        shape = weight_shape(module, name)
+        if parameter.ndim == 3 and active is not None:
+            shape = (min(active, shape[0]), *shape[1:])
+        if parameter.ndim > 1 and not name.endswith("bias"):
+            found.append((parameter, math.prod(shape)))
+    return found
 
 
-def trained_weights(*modules: nn.Module) -> int:
-    """Return the number of trained weights, counting only matrices."""
-    return sum(p.numel() for module in modules for p in module.parameters() if p.ndim > 1 and p.requires_grad)
+def trained_weights(*modules: nn.Module, active: int | None = None) -> int:
+    """Return the number of trained weights, counting only matrices; `active` as in `matrix_weights`."""
+    return sum(size for module in modules for p, size in matrices(module, active) if p.requires_grad)
 
 
 def rows_looked_up(module: nn.Module) -> int:
@@ -128,5 +158,7 @@ def rows_looked_up(module: nn.Module) -> int:
 
 def last_products(blocks: nn.ModuleList | list[nn.Module]) -> int:
     """Return the number of weights in each block's last matrix product, summed over the blocks. It is the matrix that a
-    block registers last, as transformers' blocks do."""
-    return sum(sizes_of_matrices(block)[-1] for block in blocks)
+    block registers last, as transformers' blocks do. A mixture of experts has none: the router's gradient needs the
+    output of the experts' last product."""
+    found = [matrices(block) for block in blocks]
+    return sum(own[-1][1] for own in found if all(parameter.ndim < 3 for parameter, _ in own))

@@ -92,7 +92,7 @@ def draw_rule(model: nn.Module, name: str) -> DrawRule:
         return DrawRule(Rule.ONES)
     if isinstance(parent, nn.Embedding) or len(shape) == 1:
         return DrawRule(Rule.NORMAL, SCALES[part].embedding)
-    return DrawRule(Rule.NORMAL, SCALES[part].matrix * math.prod(shape[1:]) ** -0.5)
+    return DrawRule(Rule.NORMAL, SCALES[part].matrix * max(math.prod(shape[1:]), 1) ** -0.5)
 
 
 def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

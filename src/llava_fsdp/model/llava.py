@@ -10,8 +10,8 @@ from llava_fsdp.model.attention import (
     Kernel,
     Segments,
     attention_arguments,
-    check_can_be_packed,
-    check_reaches_all_layers,
+    layers_out_of_reach,
+    other_attention,
     padded_attention,
     register_attention,
 )
@@ -22,8 +22,8 @@ from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.model.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.quantization import quantize_layers
 from llava_fsdp.model.sample_dropout import TokenKeys
-from llava_fsdp.model.vision_tower import hidden_state, probe_vision_tower
-from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.model.vision_tower import build_vision_tower, hidden_state, probe_vision_tower
+from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.safe_load import foreign
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -50,7 +50,7 @@ class Llava(nn.Module):
         self.compute_dtype = compute_dtype
         self.kernel = kernel
         self.label_loss = label_loss
-        self.vision_tower = AutoModel.from_config(parts.vision, attn_implementation="sdpa", trust_remote_code=False)
+        self.vision_tower = build_vision_tower(parts.vision)
         hidden = parts.language.hidden_size
         self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden, cfg.shuffle_factor)
         if cfg.patch_merge is PatchMerge.spatial_unpad:
@@ -178,6 +178,12 @@ class Llava(nn.Module):
         """
         return [self.vision_tower]
 
+    def with_vocabulary(self) -> set[str]:
+        """Return the names of the parameters with a row for each token: the embeddings and the output layer."""
+        embeddings = self.language_model.get_input_embeddings().weight
+        names = {name for name, own in self.language_model.named_parameters() if own is embeddings}
+        return {"lm_head.weight", *(f"language_model.{name}" for name in names)}
+
     def freeze(self) -> None:
         """Freeze all parameters except those that train. These are the parts in `model.train`, or in parts with
         adapters only the adapters and the biases that `model.lora.bias` selects; but no parameter that cannot get a
@@ -229,21 +235,17 @@ def build_llava(
     Raises:
         ConfigError: the language model cannot keep the samples of a packed row apart, or does not support adapters or
             quantization; or `loss.kernel` is not supported.
+        ModelError: transformers cannot build one of the parts, or the vision tower is not supported.
     """
     if kernel is not None:
         register_attention()
-        check_can_be_packed(parts.language)
-    if not hasattr(parts.vision, "image_size"):
-        raise ModelError(
-            f"model.vision={parts.vision_folder}: a vision tower of type {parts.vision.model_type} is not supported "
-            "yet: its configuration has no image_size, so that the number of an image's tokens is unknown"
-        )
+        refuse_packing(other_attention(parts.language))
     label_loss = whole_loss if loss is None else choose_loss(loss, compute_dtype)
     folders = sorted({str(parts.whole or parts.language_folder), str(parts.vision_folder)})
     with torch.device("meta"), foreign(f"config.json of {', '.join(folders)} describes no model that can be built"):
         model = Llava(parts, cfg, compute_dtype, kernel, label_loss)
         if kernel is not None:
-            check_reaches_all_layers(model.language_model)
+            refuse_packing(layers_out_of_reach(model.language_model))
     linears = linear_layers(model, Part.language)
     if cfg.lora.enabled:
         with torch.device("meta"):
@@ -254,3 +256,8 @@ def build_llava(
     if cfg.quantize.mode is not Quantizer.none:
         quantize_layers(model, linears, cfg.quantize, compute_dtype)
     return model
+
+
+def refuse_packing(reason: str | None) -> None:
+    if reason is not None:
+        raise ConfigError(f"pack=true: {reason}; set pack=false, or auto")

@@ -25,6 +25,7 @@ from llava_fsdp.model.conversions import (
     whole_model_of,
 )
 from llava_fsdp.model.init_weights import Drawn, DrawRule, Rule, draw_rule
+from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.llava_v1_5_config import TOWER, is_original
 from llava_fsdp.model.lora import start_of_a
 from llava_fsdp.model.lora_files import find_adapter, open_adapter, started_from
@@ -61,9 +62,7 @@ class Rows(Protocol):
         ...
 
 
-def find_weights(
-    model: nn.Module, parts: Parts, cfg: ModelConfig, projector: Path | None, seed: int
-) -> dict[str, Stored]:
+def find_weights(model: Llava, parts: Parts, cfg: ModelConfig, projector: Path | None, seed: int) -> dict[str, Stored]:
     """Find where the values of every parameter of a meta-device model come from: a tensor in a file, or random values.
 
     Args:
@@ -89,6 +88,7 @@ def find_weights(
         if projector is not None or cfg.projector == "random":  # the configured one, not the adapter's
             beside = {n: tensor for n, tensor in beside.items() if not n.startswith(PROJECTOR_PREFIX)}
         found |= beside
+    extended = model.with_vocabulary() if parts.whole is not None else set()  # exports add rows to them
     sources: dict[str, Stored] = {}
     for own_name, _ in model.named_parameters():
         if is_adapter(own_name):
@@ -101,7 +101,7 @@ def find_weights(
         if parts.grid_pinpoints is None:  # LLaVA too initialises it if a model has none (llava_arch.py:83-88)
             drawn = drawn or name == NEWLINE
         if name in found:
-            check_shape(name, shape, found[name], parts)
+            check_shape(name, shape, found[name], may_have_more_rows=name in extended)
             _ = found[name].dtype  # raises ModelError for the dtype of a quantized model
             sources[own_name] = found[name]
         elif drawn:
@@ -319,12 +319,10 @@ def projector_alone(path: Path) -> dict[str, Stored]:
     return {name: tensor for name, tensor in named.items() if name is not None}
 
 
-def check_shape(name: str, expected: tuple[int, ...], stored: Stored, parts: Parts) -> None:
-    """Raise ModelError if a stored tensor has another shape than its parameter. Embeddings of a whole model may have
-    more rows, since exports add some."""
+def check_shape(name: str, expected: tuple[int, ...], stored: Stored, may_have_more_rows: bool) -> None:
+    """Raise ModelError if a stored tensor has another shape than its parameter."""
     got = stored.shape
-    more_rows = parts.whole is not None and got[:1] > expected[:1] and got[1:] == expected[1:]
-    if got == expected or (more_rows and name.startswith(("language_model.embed", "lm_head."))):
+    if got == expected or (may_have_more_rows and got[:1] > expected[:1] and got[1:] == expected[1:]):
         return
     file = stored.file if isinstance(stored, StoredTensor) else "?"
     raise ModelError(

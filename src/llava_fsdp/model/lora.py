@@ -16,7 +16,7 @@ from torch import nn
 from torch.func import functional_call
 
 from llava_fsdp.config import LoraBias, LoraConfig, Part
-from llava_fsdp.model.attention import attention_arguments, in_bf16
+from llava_fsdp.model.attention import NothingPacked, attention_arguments, in_bf16
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.lora_names import ADAPTER, is_adapter
 from llava_fsdp.model.sample_dropout import SampleDropout, TokenKeys
@@ -57,11 +57,11 @@ def targets(model: Adaptable) -> list[str]:
 
 def linear_layers(model: Adaptable, part: Part) -> list[str]:
     """Return the full paths of the linear layers in the blocks of a part (language model or vision tower), which must
-    not have adapters yet."""
+    not have adapters yet. Subclasses of `nn.Linear`, such as Llama 4's router, are left out: they compute more."""
     root_name = {Part.language: "language_model", Part.vision: "vision_tower"}[part]
     root = model.get_submodule(root_name)
     in_blocks = {module for block in find_blocks(root) for module in block.modules()}
-    found = [name for name, module in root.named_modules() if isinstance(module, nn.Linear) and module in in_blocks]
+    found = [name for name, module in root.named_modules() if type(module) is nn.Linear and module in in_blocks]
     return [f"{root_name}.{name}" for name in found]
 
 
@@ -151,7 +151,7 @@ def check_gradients(model: Adaptable) -> None:
     size = model.parts.image_size
     was_training = model.training
     model.eval()  # without dropout, which needs the seeds of samples
-    with torch.enable_grad(), torch.device("meta"), tried(type(language).__name__):
+    with torch.enable_grad(), torch.device("meta"), NothingPacked(), tried(type(language).__name__):
         embeds = torch.zeros((1, 2, language.config.hidden_size), dtype=torch.bfloat16)
         weights = in_bf16(language)
         segments = torch.zeros((1, 2), dtype=torch.int64), torch.tensor([0, 2], dtype=torch.int32), (2,)

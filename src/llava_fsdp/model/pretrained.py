@@ -48,6 +48,10 @@ MOST = {
 """Largest sizes accepted from a model's config.json, far beyond any existing model."""
 
 
+class NoProjector(ConfigError):
+    """The stage=pretrain run whose projector a training would begin with has not finished, or does not exist."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """A model's folders, and the configurations that give its shapes."""
@@ -397,6 +401,11 @@ def check_sizes(config: Any, folder: Path) -> None:
             value = getattr(own, name, None)
             if isinstance(value, list | tuple) and len(set(value)) == 1:  # width and height
                 value = value[0]
+            if isinstance(value, list | tuple) and len(value) > 1:
+                raise ModelError(
+                    f"{folder / 'config.json'} has {name}={value}: a model of type {own.model_type} is not supported: "
+                    "its stages have several sizes, and a plain transformer is needed"
+                )
             if value is not None and (type(value) is not int or not 1 <= value <= most):
                 raise ModelError(
                     f"{folder / 'config.json'} has {name}={value!r}, which is no whole number of 1 to {most:,}"
@@ -422,7 +431,8 @@ def find_projector(cfg: Config) -> Path | None:
     `model.checkpoint` or of the adapter folder.
 
     Raises:
-        ConfigError: there is no projector (the message says how to train one), or it belongs to another model.
+        NoProjector: there is no projector yet; the message says how to train one.
+        ConfigError: the projector belongs to another model, or `model.projector` names none.
     """
     given = cfg.model.projector
     if cfg.model.checkpoint is not None and given not in ("auto", "random"):
@@ -448,7 +458,7 @@ def find_projector(cfg: Config) -> Path | None:
     own = f"model.language={cfg.model.language} model.vision={cfg.model.vision}"
     named = own if cfg.model.name == "own" else f"model={cfg.model.name}"
     state = f"{run} is a run that has not finished" if run.exists() else f"there is no {run}"
-    raise ConfigError(
+    raise NoProjector(
         f"model.projector=auto looks for the projector of a stage=pretrain run, and {state}. Make one:\n"
         f"  llava-fsdp train stage=pretrain {named} output_dir={run} "
         "data=llava_json data.path=CAPTIONS.json data.images=DIR\n"

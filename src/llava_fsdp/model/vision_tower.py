@@ -1,17 +1,26 @@
 """Compute a hidden state of any of transformers' vision towers, without running the layers after it."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig
 
 from llava_fsdp.config import Feature
-from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.runtime.safe_load import foreign
 
 CACHES_TENSORS = ("beit", "data2vec-vision")
 """Types of vision towers whose relative positions are cached for the whole process, on the device of the first call."""
+
+
+AUGMENTS = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
+"""Values of DINOv3's configuration with which its positions are moved at random in training, as in its pretraining.
+They are not used here: each rank would draw others, and a resumed run too."""
+SIZES = ("image_size", "patch_size", "num_hidden_layers", "hidden_size")
+"""Values that the configuration of a vision tower must have."""
 
 
 class Probe(NamedTuple):
@@ -46,6 +55,38 @@ def patch_size(vision: PretrainedConfig) -> int:
 
 def side(size: int | Sequence[int]) -> int:
     return size if isinstance(size, int) else size[0]
+
+
+def build_vision_tower(vision: PretrainedConfig) -> nn.Module:
+    """Build transformers' model for a vision tower's configuration.
+
+    Raises:
+        ModelError: a model of this type is no vision transformer that gives an image's features as one sequence of
+            tokens, or transformers cannot build it.
+    """
+    kind, lacks = MODEL_MAPPING.get(type(vision), None), [name for name in SIZES if not hasattr(vision, name)]
+    if kind is None:
+        raise ModelError(f"{unsupported(vision)} transformers has no class for it alone")
+    if lacks:
+        raise ModelError(
+            f"{unsupported(vision)} its configuration has no {lacks[0]}, so that the number or the width of an image's "
+            "tokens is unknown"
+        )
+    if not getattr(kind, "_supports_sdpa", False):
+        raise ModelError(
+            f"{unsupported(vision)} transformers' {getattr(kind, '__name__', kind)} has no scaled dot product attention"
+        )
+    own = copy.deepcopy(vision)
+    for name in AUGMENTS:
+        if hasattr(own, name):
+            setattr(own, name, None)
+    with foreign(f"{unsupported(vision)} transformers cannot build it"):
+        return AutoModel.from_config(own, attn_implementation="sdpa", trust_remote_code=False)
+
+
+def unsupported(vision: PretrainedConfig) -> str:
+    """Return the beginning of an error about a vision tower of this type."""
+    return f"model.vision: a vision tower of type {vision.model_type} is not supported:"
 
 
 class Reached(Exception):
@@ -91,11 +132,12 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
     Raises:
         ConfigError: the tower has no layer `model.select_layer`, or no CLS token for `model.select_feature=patch` to
             drop.
+        ModelError: the tower does not compute one sequence of features for each image.
     """
     if vision.model_type in CACHES_TENSORS:
-        raise ConfigError(
-            f"a vision tower of type {vision.model_type} is not supported: transformers' code for it keeps tensors of "
-            "the meta device, on which the model is built, and computes with them later"
+        raise ModelError(
+            f"{unsupported(vision)} transformers' code for it keeps tensors of the meta device, on which the model is "
+            "built, and computes with them later"
         )
     depth = vision.num_hidden_layers
     if not 1 <= abs(select_layer) <= depth:
@@ -117,12 +159,13 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
         return lambda module, inputs, output: outputs.update({name: first_of(output)})
 
     handles = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
-    with torch.enable_grad():
+    failing = f"{unsupported(vision)} transformers' model does not compute and differentiate the features of an image"
+    with torch.enable_grad(), foreign(failing):
         features = vision_tower(pixel_values=pixels, output_hidden_states=True).hidden_states[select_layer]
-        if features.ndim != 3:
-            raise ConfigError(
-                f"a vision tower of type {vision.model_type} is not supported: its layers give features of shape "
-                f"{list(features.shape)}, and not [images, tokens, width]"
+        if features.ndim != 3 or features.shape[2] != vision.hidden_size:
+            raise ModelError(
+                f"{unsupported(vision)} its layers give features of shape {list(features.shape)}, and not [images, "
+                f"tokens, {vision.hidden_size}]"
             )
         gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
     for handle in handles:

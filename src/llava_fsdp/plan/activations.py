@@ -19,7 +19,7 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.parallelize import block_names
 from llava_fsdp.distributed.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
-from llava_fsdp.model.attention import Kernel, can_be_packed
+from llava_fsdp.model.attention import Kernel, NothingPacked, packing_refused
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import Parts
@@ -106,7 +106,9 @@ class ActivationMeter:
     ):
         short = with_depth(parts, MEASURED_BLOCKS)
         # padded rows: this package's SDPA in place of transformers', whose mask needs values, absent on the meta device
-        attention = kernel or (Kernel(Attention.sdpa, "padded rows") if can_be_packed(parts.language) else None)
+        attention = kernel or (
+            Kernel(Attention.sdpa, "padded rows") if packing_refused(parts.language) is None else None
+        )
         model = build_llava(short, cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss)
         store_weights(model, cfg.precision, sharded=False)
         compute_norms_in_fp32(model, cfg.precision)
@@ -173,7 +175,7 @@ def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
     trace = Trace()
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *tensors]))
-    with collect_gradients(model, live, trace), mark_blocks(model, trace), FuseAttention(), live:
+    with collect_gradients(model, live, trace), mark_blocks(model, trace), FuseAttention(), NothingPacked(), live:
         loss = model(*inputs)
         trace.mark("backward")
         # `loss.backward()` without its wrappers: FuseAttention is off inside of a function that it handles, and blocks

@@ -1,18 +1,21 @@
-"""Choose values for `sharding`, `activation_checkpointing` and `tokens_per_micro_batch` where the configuration says
-`auto`."""
+"""Choose values for `pack`, `sharding`, `activation_checkpointing` and `tokens_per_micro_batch` where the configuration
+says `auto`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from transformers import PretrainedConfig
 
-from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, Strategy
+from llava_fsdp.config import AUTO, ActivationCheckpointing, ActivationCheckpointingConfig, Config, Strategy
 from llava_fsdp.config.renamed import present_tree
 from llava_fsdp.distributed.compile import splits_blocks
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
+from llava_fsdp.model.attention import packing_refused
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan.hardware import Machine, this_machine
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
@@ -21,10 +24,29 @@ from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
 
+C = TypeVar("C", bound=Config)
 GB = 1e9
 COMPILED_MARGIN = 0.1
 """Share of a GPU's memory that is left free when values for `auto` are chosen and blocks may be compiled. The planner
 measures uncompiled blocks; compiled ones may keep other activations."""
+
+
+def settle_packing(cfg: C, language: PretrainedConfig) -> tuple[C, str | None]:
+    """Replace `pack=auto` in the configuration: by true, or by false if this language model cannot keep the samples of
+    a packed row apart. Return the configuration and, if it was auto and became false, the reason in one line.
+
+    Raises:
+        ConfigError: rows must be padded, and another key is for packed rows alone.
+    """
+    if cfg.pack != AUTO:
+        return cfg, None
+    refused = packing_refused(language)
+    if refused is None:
+        return replace(cfg, pack=True), None
+    try:
+        return replace(cfg, pack=False), f"pack=false, rows are padded: {refused}"
+    except ConfigError as error:
+        raise ConfigError(f"pack=auto: rows must be padded, as {refused}; {error}") from error
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,15 @@ from pathlib import Path
 
 from llava_fsdp.config import DType, Format, OffloadMode, PlanConfig, SamplerName, Source
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
+from llava_fsdp.plan.auto import settle_packing
 from llava_fsdp.plan.hardware import Machine, machine_named
+from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Planner, PlanRow, Ranks
 from llava_fsdp.plan.scaling_page import scale, write_page
 from llava_fsdp.plan.search import choices, distinct_strategies, plan_rows, splits_to_try
 from llava_fsdp.plan.table import as_object, names, show_plan
 from llava_fsdp.runtime.console import TextConsole
+from llava_fsdp.runtime.log import log
 
 OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "format"}
 CHOSEN = {"sharding", "activation_checkpointing", "offload", "tokens_per_micro_batch", "dry_run"}
@@ -38,7 +41,11 @@ def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
     machine = machine_named(cfg.gpu, cfg.gpus)
     cfg, fp16 = with_fp16(cfg, machine, typed)
     typed = [*typed, *fp16]
-    planner = Planner(cfg, machine)
+    parts = shapes_of(cfg.model)
+    cfg, padded = settle_packing(cfg, parts.language)
+    if padded is not None:
+        log().info("auto: %s", padded)
+    planner = Planner(cfg, machine, parts=parts)
     ranks = Ranks(cfg.gpus * cfg.nodes, cfg.sharding.shard_size or cfg.gpus, cfg.gpus)
     # every recipe sets micro_batch_size, so that only a number of tokens fixes the micro-batches
     is_free = not isinstance(cfg.tokens_per_micro_batch, int)
@@ -80,7 +87,7 @@ def command(cfg: PlanConfig, row: PlanRow, typed: Sequence[str]) -> str:
     launch = f"llava-fsdp train --nproc-per-node {cfg.gpus}"
     if cfg.nodes > 1:
         launch += f" --nnodes {cfg.nodes} --rdzv-endpoint HOST:29500"
-    chosen = CHOSEN | (set() if cfg.pack else {"micro_batch_size"})
+    chosen = CHOSEN | (set() if cfg.packs else {"micro_batch_size"})
     kept = [word for word in typed if key_of(word) not in OWN_KEYS and key_of(word).partition(".")[0] not in chosen]
     keys = {key_of(word) for word in kept}
     kept = [f"stage={cfg.stage.name}"] * ("stage" not in keys) + [shlex.quote(word) for word in kept]
@@ -89,7 +96,7 @@ def command(cfg: PlanConfig, row: PlanRow, typed: Sequence[str]) -> str:
         planned.append(f"sharding.shard_size={cfg.sharding.shard_size}")
     if row.choice.offload is OffloadMode.nvme and cfg.offload.folder is not None:
         planned.append(f"offload.folder={shlex.quote(cfg.offload.folder)}")
-    if not cfg.pack:
+    if not cfg.packs:
         planned.append(f"micro_batch_size={row.micro_batches[0].rows}")
     elif cfg.sampler.name is not SamplerName.llava_v1_5:
         planned.append(f"tokens_per_micro_batch={row.tokens}")

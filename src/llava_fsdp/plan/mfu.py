@@ -7,11 +7,12 @@ and recomputation. HFU also counts the FLOPs that run again in the backward pass
 from dataclasses import dataclass
 
 import torch
+from transformers import PretrainedConfig
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, DType
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.distributed.compile import choose_compiling
-from llava_fsdp.model.flops import Flops, count_flops
+from llava_fsdp.model.flops import Flops, count_flops, pairs_in_windows
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.plan.hardware import DEVICES, GPUS
 from llava_fsdp.plan.step_time import recomputed_share
@@ -24,6 +25,7 @@ class Utilization:
     """FLOPs of a run's model, and the hardware's peak FLOPs per second, from which MFU and HFU are computed."""
 
     flops: Flops
+    language: PretrainedConfig
     recomputed: Flops
     """FLOPs that activation checkpointing computes again in the backward pass."""
     peak: float | None
@@ -34,7 +36,8 @@ class Utilization:
     def of(self, facts: StepFacts, seconds: float) -> dict[str, float | None]:
         """Return the `flops` of a step on all ranks together, and its `mfu` and `hfu` as shares of the peak (None if
         the peak is unknown). The step took `seconds`."""
-        counts = facts.tokens, facts.pairs, facts.label_tokens, facts.tiles
+        pairs = pairs_in_windows(self.language, facts.tokens, facts.pairs)
+        counts = facts.tokens, pairs, facts.label_tokens, facts.tiles
         needed = self.flops.of(*counts)
         most = None if self.peak is None else self.peak * seconds
         return {
@@ -56,7 +59,7 @@ def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: 
     )  # in fp16 the loss runs again, under any activation checkpointing
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     peak, source = peak_of(name, cfg.precision.param_dtype)
-    return Utilization(needed, recomputed, None if peak is None else peak * world_size, source)
+    return Utilization(needed, model.parts.language, recomputed, None if peak is None else peak * world_size, source)
 
 
 def recomputed_flops_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:

@@ -62,7 +62,7 @@ def kernel_for(cfg: Config, language: PretrainedConfig, device: str, bf16: bool)
     Raises:
         ConfigError: the configuration names a kernel that cannot run on the device.
     """
-    if not cfg.pack:
+    if not cfg.packs:
         return None
     compute = DTYPES[cfg.precision.param_dtype]
     if device == "cpu":

@@ -97,7 +97,7 @@ def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool)
     first. If `is_free` is false, return only the split that the configuration sets."""
     args = cfg, planner.samples, world_size
     is_fixed = (
-        cfg.pack and cfg.sampler.name is SamplerName.llava_v1_5
+        cfg.packs and cfg.sampler.name is SamplerName.llava_v1_5
     )  # each of this sampler's rows has micro_batch_size samples
     return possible_splits(*args) if is_free and not is_fixed else [configured_split(*args)]
 

@@ -142,7 +142,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
     """
     per_rank = cfg.global_batch_size / world_size
     splits: dict[MicroBatch, list[MicroBatch]] = {}
-    if not cfg.pack:
+    if not cfg.packs:
         for count in range(1, math.ceil(per_rank) + 1):
             rows = math.ceil(per_rank / count)
             if cfg.sampler.name is SamplerName.llava_v1_5 and rows * count != per_rank:
@@ -166,7 +166,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
 def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[MicroBatch]:
     """Split a rank's samples of a step into micro-batches of the size that the configuration sets."""
     per_rank = cfg.global_batch_size / world_size
-    if not cfg.pack:
+    if not cfg.packs:
         rows = min(cfg.micro_batch_size, math.ceil(per_rank))
         micro = micro_batch(samples, rows, cfg.data.max_length, rows)
         return [micro] * max(1, math.ceil(per_rank / cfg.micro_batch_size))

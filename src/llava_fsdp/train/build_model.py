@@ -22,7 +22,7 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
         check_fp8(device)
     check_quantizer(cfg.model.quantize, device)
     compute_dtype = DTYPES[cfg.precision.param_dtype]
-    kernel = choose_kernel(cfg.attention, parts.language, device, compute_dtype) if cfg.pack else None
+    kernel = choose_kernel(cfg.attention, parts.language, device, compute_dtype) if cfg.packs else None
     choose_compiling(cfg, device, kernel and kernel.attention)
     return build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss)
 

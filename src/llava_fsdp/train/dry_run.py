@@ -31,7 +31,7 @@ from llava_fsdp.model.init_weights import Rule, draw_rule
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.quantization import quantized_weights
 from llava_fsdp.plan.activations import MicroBatch
-from llava_fsdp.plan.auto import decide
+from llava_fsdp.plan.auto import decide, settle_packing
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import PlanRow
 from llava_fsdp.plan.planner import peak as plan_peak
@@ -68,11 +68,15 @@ def dry_run(cfg: Config) -> None:
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
-    """Replace every `auto` in the configuration by the planner's choice. The planner uses the dataset's statistics if
-    they are known, else the mean lengths of LLaVA's own data."""
+    """Replace `pack=auto` by what the language model can do, and every other `auto` in the configuration by the
+    planner's choice. The planner uses the dataset's statistics if they are known, else the mean lengths of LLaVA's own
+    data."""
+    parts = shapes_of(cfg.model)
+    cfg, padded = settle_packing(cfg, parts.language)
+    if padded is not None:
+        log().info("auto: %s", padded)
     if not cfg.has_auto:
         return cfg
-    parts = shapes_of(cfg.model)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
     rule = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens)
     decision = decide(cfg, world, parts, samples_of(cfg, rule))
@@ -142,7 +146,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
 
 def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     """Return the planner's estimate of the memory of this rank in the steps that `measure` runs."""
-    rows = 1 if cfg.pack else len(contents.lengths)
+    rows = 1 if cfg.packs else len(contents.lengths)
     samples, tokens = len(contents.lengths), contents.tokens
     micro = MicroBatch(rows, tokens // rows, samples, contents.tiles, contents.labels, contents.image_tokens)
     return plan_peak(cfg, world.size, world.device, [micro] * micro_batches_of(contents, cfg, world.size))

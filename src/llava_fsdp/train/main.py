@@ -22,7 +22,7 @@ from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
-from llava_fsdp.plan.auto import Decision, decide
+from llava_fsdp.plan.auto import Decision, decide, settle_packing
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.report.run_reader import CONFIG_FILE
 from llava_fsdp.runtime.durable_files import replace_file
@@ -150,12 +150,15 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
-    """Replace every `auto` in the configuration: `data.template` by that of the model's parts, and the others by the
-    planner's choice. Rank 0 plans for all ranks. A collective."""
+    """Replace every `auto` in the configuration: `data.template` by that of the model's parts, `pack` by what the
+    language model can do, and the others by the planner's choice. Rank 0 plans for all ranks. A collective."""
     names_none = cfg.data.template in (AUTO, OWN)
-    if not cfg.has_auto and not names_none:
+    if not cfg.has_auto and not names_none and cfg.pack != AUTO:
         return cfg
     parts = find_parts(cfg.model)
+    cfg, padded = settle_packing(cfg, parts.language)
+    if padded is not None:
+        log().info("auto: %s", padded)
     if names_none:
         cfg = with_template(cfg, parts)
         log().info("auto: data.template=%s, for the language model %s", cfg.data.template, parts.language.model_type)

@@ -18,8 +18,9 @@ from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.export.formats import rehearse_hf, source_of_run
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import find_weights
-from llava_fsdp.model.pretrained import Parts, find_parts, find_projector
+from llava_fsdp.model.pretrained import NoProjector, Parts, find_parts, find_projector
 from llava_fsdp.model.tensor_files import Stored
+from llava_fsdp.plan.auto import settle_packing
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import read_notes
@@ -45,6 +46,7 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
         ConfigError, ModelError, DataError: a check failed; a training would end with the same error.
     """
     check_run(cfg)
+    cfg, _ = settle_packing(cfg, find_parts(cfg.model).language)
     model, projector = open_model(cfg, device)
     warnings = check_prompts(with_template(cfg, model.parts), model)
     find_sources(cfg, model, projector)
@@ -54,7 +56,8 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
 
 
 def warn_if_refused(cfg: Config) -> None:
-    """Log a warning if a training would refuse the configuration; the warning contains the training's error.
+    """Log a warning if a training would refuse the configuration; the warning contains the training's error. That
+    stage 1 has not made the projector yet is no such error: the stages are planned before the first is trained.
 
     Only paths are checked if a part of the model would first have to be downloaded.
 
@@ -68,6 +71,8 @@ def warn_if_refused(cfg: Config) -> None:
     try:
         for warning in preflight(cfg, torch.device("cpu")):
             log().warning("%s", warning)
+    except NoProjector:
+        log().info("train stage=pretrain first: this training begins with the projector of its run (model.projector)")
     except LlavaFsdpError as error:
         log().warning("train refuses this configuration: %s: %s", type(error).__name__, error)
 

@@ -62,7 +62,7 @@ def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
         "peft": cfg.model.lora.enabled,
         "bitsandbytes": cfg.model.quantize.mode is not Quantizer.none,
         "torchao": cfg.precision.linear is LinearKind.fp8,
-        "flash-attn": cfg.pack and cfg.attention in (Attention.auto, Attention.flash),
+        "flash-attn": cfg.packs and cfg.attention in (Attention.auto, Attention.flash),
     }
     return {
         "llava_fsdp": lambda: __version__,

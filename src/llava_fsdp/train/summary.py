@@ -192,7 +192,7 @@ def describe_precision(precision: PrecisionConfig) -> str:
 
 
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
-    if cfg.sampler.name is SamplerName.shuffle and cfg.pack:
+    if cfg.sampler.name is SamplerName.shuffle and cfg.packs:
         return (
             f"{cfg.global_batch_size} samples packed into rows of at most {cfg.row_tokens:,} tokens, "
             "as few as they need on each rank"
@@ -201,7 +201,7 @@ def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
     return (
         f"micro-batch {cfg.micro_batch_size} x accumulation {count} x ranks {world.size} = "
         f"{cfg.micro_batch_size * count * world.size} rows for a global batch of {cfg.global_batch_size}"
-        + (", each micro-batch's packed into one" if cfg.pack else "")
+        + (", each micro-batch's packed into one" if cfg.packs else "")
     )
 
 

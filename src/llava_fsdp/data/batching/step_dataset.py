@@ -46,9 +46,9 @@ class Steps(Dataset):
         self.image_reader = image_reader
         self.global_batch_size = cfg.global_batch_size
         self.micro_batch_size = cfg.micro_batch_size
-        self.most_tokens = cfg.row_tokens if cfg.pack else None
+        self.most_tokens = cfg.row_tokens if cfg.packs else None
         self.bad = cfg.data.bad_records
-        self.collate = Collator(image_reader, cfg.loss.normalize, cfg.pack)
+        self.collate = Collator(image_reader, cfg.loss.normalize, cfg.packs)
         self.cost = cost
         self.rank = rank
         self.world_size = world_size
