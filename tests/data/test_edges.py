@@ -100,6 +100,7 @@ def test_only_a_sample_that_had_labels_can_be_left_without(tokenizer: Tokenizer)
     task = EncodeRecords(
         Path(),
         1,
+        None,
         Path(),
         Path(),
         encoder,
