@@ -42,13 +42,14 @@ PROBES: tuple[tuple[str, ...], ...] = (
     ("first <image> , then<image>\n<image>", "two", "text", "c", "x <image>y <image> z", "d"),
     ("what?", "nothing", "<image>\nand here?", "a  circle"),
 )
+"""Test conversations for `rehearse`, as (question, answer, question, ...). Wrong chat templates gave other token ids
+for them than training."""
 VIDEO_PROBES: tuple[tuple[str, ...], ...] = (
     ("<video>\nwhat colour  is it?", "red", "and now", "blue"),
     ("is  it\n<video> ", "12 größe 中文 🙂"),
     ("first <image> , then<video>\n<video>", "two", "text", "c", "x <video>y <image> z", "d"),
 )
-"""Test conversations for `rehearse`, as (question, answer, question, ...). Wrong chat templates gave other token ids
-for them than training."""
+"""More of them, for templates that take videos."""
 SYSTEM_PROBE = " be  kind\n"
 """Test text for `rehearse` of a system message."""
 

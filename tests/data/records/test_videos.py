@@ -1,16 +1,18 @@
 """Records with videos: which file stands for which tag, and what is not read."""
 
+import base64
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llava_fsdp.data.records import parquet
-from llava_fsdp.data.records.forms import parse_record
+from llava_fsdp.data.records.forms import RecordKeys, parse_record
 from llava_fsdp.data.records.parquet import Store, lines
 from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.data.records.record import Record, count_images
+from llava_fsdp.data.records.record import Record, count_images, is_video
 from llava_fsdp.data.records.record_file import RecordFile
+from llava_fsdp.data.text.conversation import check_turns
 from llava_fsdp.runtime.errors import DataError
 
 
@@ -65,6 +67,47 @@ def test_a_model_without_videos_reads_none(keys: dict[str, Any]) -> None:
     record = parse("<image>\nwhat", videos=False, **keys)
     assert record.unread is not None and record.images == (() if "image" not in keys else (keys["image"],))
     assert record.has_image_key is ("image" in keys)
+
+
+def test_videos_in_other_forms() -> None:
+    """Parts in the order of their images and videos; a list of files without tags goes in front. What has no place in a
+    question, or gives no file, is not read in silence."""
+
+    def ask(*content: Any, videos: bool = True, **keys: Any) -> Record:
+        said = [{"role": "user", "content": content[0] if isinstance(content[0], str) else list(content)}]
+        turns = [*said, {"role": "assistant", "content": "a <video> of it"}]
+        return parse_record(Path("a.json"), 0, {"messages": turns, **keys}, videos=videos)
+
+    video, image, text = ({"type": "video", "video": "a.mp4"}, {"type": "image", "path": "i.png"},
+                          {"type": "text", "text": "what"})  # fmt: skip
+    for own in (video, {"type": "video", "path": "a.mp4"}):
+        record = ask(own, image, text, own)
+        assert record.images == ("a.mp4", "i.png", "a.mp4") and record.unread is None
+        assert record.turns[0].text == "<image><image>what<image>" and record.turns[1].text == "a <video> of it"
+    record = ask("what", images=["i.png"], video="a.mp4")
+    assert (record.images, record.turns[0].text) == (("i.png", "a.mp4"), "<image>\n<image>\nwhat")
+    record = ask("what <video>", video="a.mp4")
+    assert (record.images, record.turns[0].text) == (("a.mp4",), "what <image>")
+    pairs = {"texts": [{"user": "<video> what", "assistant": "b"}], "video": ["a.mp4"]}
+    assert parse_record(Path("a.json"), 0, pairs, videos=True).turns[0].text == "<image> what"
+    asked = RecordKeys("q", "a", "file")
+    record = parse_record(Path("a.json"), 0, {"q": "what", "a": "b", "file": "a.mp4"}, keys=asked, videos=True)
+    assert (record.images, record.turns[0].text, record.unread) == (("a.mp4",), "<image>\nwhat", None)
+    asked = RecordKeys(image="video")
+    record = parse_record(Path("a.json"), 0, {**pairs, "texts": [{"user": "a", "assistant": "b"}]}, None, asked, True)
+    assert record.images == ("a.mp4",), "one list, although two keys of the configuration name it"
+    for wrong in ({"type": "video"}, {**video, "path": "b.mp4"}, {**video, "audio": "a.wav"},
+                  {"type": "video", "video": "a.flv"}):  # fmt: skip
+        assert ask(text, wrong).unread is not None
+    assert ask(video, text, videos=False).unread is not None and ask(image, text, videos=False).unread is None
+    assert ask({"type": "image", "path": "a.mp4"}, text, videos=False).unread is not None
+    data = f"data:image/png;base64,{base64.b64encode(b'a').decode()}"
+    record = ask({"type": "image", "url": data}, video)
+    assert [is_video(name) for name in record.images] == [False, True] and list(record.inline) == [record.images[0]]
+    said = [{"role": "user", "content": "what"}, {"role": "assistant", "content": [video, text]}]
+    with pytest.raises(DataError) as raised:
+        check_turns(parse_record(Path("a.json"), 0, {"messages": said}, videos=True))
+    assert raised.value.kind == Kind.image_count
 
 
 WRONG = {

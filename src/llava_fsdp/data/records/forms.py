@@ -59,7 +59,9 @@ IMAGE_PARTS = ("image", "image_url")
 GIVEN_AS = ("image", "image_url", "url", "path", "base64", "bytes")
 """Keys by which a part, or an object in place of a path, gives an image."""
 VIDEO = "video"
-"""Key of a record for its videos, type of the parts that stand for a video, and key of its path there."""
+"""Key of a record for its videos, and type of the parts that stand for a video."""
+VIDEO_GIVEN_AS = (VIDEO, "path")
+"""Keys by which a part gives a video."""
 ANY_TAG = re.compile(rf"{IMAGE_TAG}|(?i:<video>)")
 DATA_URL = re.compile(r"data:image/[\w.+-]+(?:;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 
@@ -104,8 +106,7 @@ class RecordReader:
     inline: dict[str, bytes] = field(default_factory=dict)
     """Files of the images that are in the record itself, by the names that `image` gives them."""
     in_parts: list[str] = field(default_factory=list)
-    """Names of the images that the parts of turns give."""
-    videos_in_parts: list[str] = field(default_factory=list)
+    """Names of the images, and of videos that are read, that the parts of turns give."""
     unread: str | None = None
     """Description of the first media that are not read."""
 
@@ -195,7 +196,7 @@ class RecordReader:
         return value
 
     def part(self, what: str, raw: Any) -> str:
-        """Return the text of a part of a turn; of an image, `<image>`."""
+        """Return the text of a part of a turn; of an image or a video, `<image>`."""
         kind = raw.get("type") if isinstance(raw, dict) else None
         if not isinstance(kind, str):
             raise self.bad(what, raw, "an object with type (text, image or image_url)")
@@ -209,12 +210,11 @@ class RecordReader:
             if given:
                 self.in_parts.append(self.image(what, raw))
             return IMAGE_TAG
-        if kind == VIDEO and self.reads_videos and is_empty(raw.get("text")):
-            self.note_unread(raw, (VIDEO, "path"))
-            self.videos_in_parts += [
-                self.video(what, raw[key]) for key in (VIDEO, "path") if not is_empty(raw.get(key))
-            ]
-            return "<video>"
+        named = [raw[key] for key in VIDEO_GIVEN_AS if not is_empty(raw.get(key))]
+        if kind == VIDEO and self.reads_videos and len(named) == 1 and is_empty(raw.get("text")):
+            self.note_unread(raw, VIDEO_GIVEN_AS)
+            self.in_parts.append(self.video(what, named[0]))
+            return IMAGE_TAG
         if kind in IMAGE_PARTS or not names_media(kind):
             raise self.bad(what, raw, "of type text, image or image_url, and have either text or an image")
         self.note_unread({kind: raw})
@@ -317,7 +317,7 @@ def parse_record(
     reader = RecordReader(where, videos)
     listed = reader.images(raw, keys.images)
     key_of_videos = (VIDEO,) if videos and VIDEO not in keys.images else ()
-    shows = {key: reader.videos(raw[key]) for key in key_of_videos if raw.get(key) is not None}
+    shows = [name for key in key_of_videos if raw.get(key) is not None for name in reader.videos(raw[key])]
     reader.note_unread(raw, (*keys.images, *key_of_videos, *(keys.pair or ())))
     form = form_of(where, raw, keys)
     if form in FORMS:
@@ -328,9 +328,7 @@ def parse_record(
         reader.refuse_tools("the record", raw)
     names = one_list(where, {**listed, "the parts of its turns": reader.in_parts})
     if videos:
-        names, turns = put_videos(
-            names, one_list(where, {**shows, "the parts of its turns": reader.videos_in_parts}), turns
-        )
+        names, turns = put_videos(names, shows, turns)
     parsed = tuple(turns if form == "conversations" else images_in_front(turns, len(names)))
     has_image_key = bool(names) or any(key in raw for key in ("image", *key_of_videos))
     return Record(
@@ -340,11 +338,10 @@ def parse_record(
 
 
 def one_list(where: str, listed: dict[str, list[str]]) -> tuple[str, ...]:
-    """Return the images or the videos of a record, which one place lists. Raise DataError if two places list different
-    ones."""
+    """Return the images of a record, which one place lists. Raise DataError if two places list different ones."""
     filled = {place: names for place, names in listed.items() if names}
     if len({tuple(names) for names in filled.values()}) > 1:
-        raise DataError(f"{where} has different images or videos in {' and '.join(filled)}; keep one", Kind.bad_form)
+        raise DataError(f"{where} has different images in {' and '.join(filled)}; keep one", Kind.bad_form)
     return tuple(next(iter(filled.values()), ()))
 
 
@@ -358,8 +355,8 @@ def put_videos(
     for the next video, as in LLaVA-Video-178K. Files without a tag come last.
 
     Args:
-        images: the files that are named as images, which may be videos.
-        videos: the files that are named as videos.
+        images: the files that the keys of images or the parts of turns name; some may be videos.
+        videos: the files under the key `video`.
     """
     images_left, videos_left, ordered = list(images), list(videos), list[str]()
 
