@@ -1,6 +1,7 @@
 """A training with text, images and videos is the same on any number of ranks, padded and packed."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,13 @@ import torch
 from harness import RankPool, single_world
 from reference import EXPORTED, TOLERANCE, difference, outcome, train_on, vocabulary
 from small import make_config
-from test_build import open_again
+from test_build import open_again, plan_of
 from tiled import parts_of
 from videos import write_mixed, write_video
 
 from llava_fsdp.config import Config
+from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.token_pass import EncodeRecords
 from llava_fsdp.data.records.problems import BITS, Kind
 from llava_fsdp.data.records.record import is_video
 from llava_fsdp.model.llava import build_llava
@@ -90,6 +93,45 @@ def test_the_index_has_the_length_of_each_video(siglip: Path, mixed: Path, tmp_p
         assert [len(rows) for rows in sample[0].image_rows] == [3 * 1 + 1] and len(
             sample[0].input_ids
         ) == records.lengths[4]
+
+
+def test_several_files_of_records_with_videos(siglip: Path, tmp_path: Path) -> None:
+    """Only the new file is examined, a model without videos keeps its own chunks beside them, and the chunks of tokens
+    depend on the lengths of the videos."""
+    write_mixed(tmp_path)
+    records, folder = json.loads((tmp_path / "mixed.json").read_text()), tmp_path / "records"
+    folder.mkdir()
+
+    def examined(index: str, *overrides: str) -> Records:
+        skip = ["data.bad_records=skip", "data.max_bad_records=99%", f"data.index={tmp_path / index}"]
+        own = [f"data.path={folder}", *skip, *overrides]
+        return open_again(make_config(siglip, tmp_path, tmp_path / "run", *ONEVISION, *own), siglip)
+
+    (folder / "a.json").write_text(json.dumps(records[:6]))
+    (folder / "b.json").write_text(json.dumps(records[6:8]))
+    examined("index")
+    before = set((tmp_path / "index").glob("chunks/*/*.npz"))
+    other = examined("index", "data.image_aspect_ratio=pad", "model.patch_merge=flat")
+    assert len(other) == 4
+    (folder / "c.json").write_text(json.dumps(records[8:]))
+    found, fresh = examined("index"), examined("fresh")
+    after = set((tmp_path / "index").glob("chunks/*/*.npz"))
+    assert before <= after
+    names = {path.parent.name for path in after}
+    assert {"records", "records-videos"} <= names and len([n for n in names if n.startswith("pictures-")]) == 2
+    assert len(found) == len(fresh) == 10
+    assert found.tiles.tolist() == fresh.tiles.tolist() and found.lengths.tolist() == fresh.lengths.tolist()
+    index, plan = found.index, plan_of(make_config(siglip, tmp_path, tmp_path / "run", *ONEVISION), siglip)
+    shutil.copytree(index.pictures, tmp_path / "changed")
+    frames = np.load(tmp_path / "changed" / "frames.npy")
+    np.save(tmp_path / "changed" / "frames.npy", frames + (frames == 24))
+    keys = [
+        EncodeRecords(
+            index.texts.folder, 9, plan.reader.sampling, index.records, pictures, plan.encoder, plan.reader
+        ).key_of(range(4, 6))
+        for pictures in (index.pictures, tmp_path / "changed")
+    ]
+    assert keys[0] != keys[1]
 
 
 FAULTS = {

@@ -244,9 +244,9 @@ def is_empty(value: Any) -> bool:
 
 def unread_reason(where: str, unread: str) -> str:
     return (
-        f"{where} has {unread}, and media are read from the record's keys image, images and video and from the image "
-        f"and video parts of its turns alone: name them there, or take it out; {VIDEOS_NEED}, from files that end in "
-        f"{', '.join(VIDEO_FORMATS)}"
+        f"{where} has {unread}, and media are read from the record's keys image and images and from the image parts of "
+        "its turns alone, and videos also from the key video and from video parts: name them there, or take it out; "
+        f"{VIDEOS_NEED}, from files that end in {', '.join(VIDEO_FORMATS)}"
     )
 
 
