@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from llava_fsdp.data.index.integrity import read_rows
 from llava_fsdp.data.index.record_store import DataSource, FindRecords, Shard, SourceFile, Texts, join_texts
 from llava_fsdp.data.index.statistics import describe_lengths
 from llava_fsdp.data.index.token_pass import EncodeRecords
+from llava_fsdp.data.records.forms import NO_KEYS
 from llava_fsdp.data.records.parquet import check_types, line
 from llava_fsdp.data.records.problems import BITS, Kind, is_kept
 from llava_fsdp.data.records.record import TOO_LARGE, Record, Turn, check_name, names_media
@@ -100,6 +102,7 @@ def test_only_a_sample_that_had_labels_can_be_left_without(tokenizer: Tokenizer)
     task = EncodeRecords(
         Path(),
         1,
+        None,
         Path(),
         Path(),
         encoder,
@@ -344,9 +347,10 @@ def row_of(**columns: Any) -> pyarrow.RecordBatch:
 
 def test_a_row_of_exactly_the_most_bytes_is_made_json() -> None:
     row = row_of(id="i" * 300, conversations=[{"from": "human", "value": "a"}])
-    made = line(row, None, 9999)
-    assert line(row, None, len(made)) == made
-    assert json.loads(line(row, None, len(made) - 1)) == {"id": "i" * 300, TOO_LARGE: [len(made), len(made) - 1]}
+    write = partial(line, row, None, keys=NO_KEYS, read=("id", "conversations"))
+    made = write(9999)
+    assert write(len(made)) == made
+    assert json.loads(write(len(made) - 1)) == {"id": "i" * 300, TOO_LARGE: [len(made), len(made) - 1]}
 
 
 TEXT = pyarrow.string()

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,11 @@ def random_texts(dice: random.Random) -> list[str]:
     return texts
 
 
-def exported(source: Path, folder: Path, form: str = "v1", start_end: bool = False) -> Tokenizer:
+def exported(source: Path, folder: Path, form: str = "v1", start_end: bool = False, video: bool = False) -> Tokenizer:
     """The tokenizer of training; what `export` makes of it lies in `folder`, with the configuration of a LLaVA."""
     ours = open_tokenizer(source)
     folder.mkdir(parents=True)
-    write_tokenizer(source, folder, LlamaConfig(vocab_size=ours.size), form, start_end)
+    write_tokenizer(source, folder, LlamaConfig(vocab_size=ours.size), form, start_end, video)
     write_json(folder / "config.json", {"model_type": "llava"})
     return ours
 
@@ -206,6 +207,31 @@ def test_ids_are_those_of_training_with_a_model_s_own_template(
                 call: dict[str, Any] = {"return_dict": False, "add_generation_prompt": True}
                 assert theirs.apply_chat_template(messages[:-1], **call) == prompt, messages
         assert refused < records
+
+
+@pytest.mark.parametrize(("name", "pieces"), [("qwen3", False), ("gemma3", True), ("v1", False)])
+def test_videos_with_a_model_s_own_template(name: str, pieces: bool, tmp_path: Path) -> None:
+    """As with one of LLaVA's: parts and tags, each where training has its tokens; others are refused."""
+    code = published().get(name, "")
+    source = write_model(code + "{# <im_start><im_end> #}", tmp_path / "source", pieces) if code else None
+    source = source or write_source("qwen", tmp_path / "source")
+    ours, form = open_tokenizer(source), own_name(source) if code else name
+    assert form is not None
+    for start_end in (False, True):
+        folder = tmp_path / f"export{start_end}"
+        exported(source, folder, form, start_end, video=True)
+        assert rehearse(folder, ours, open_template(form, source, ours), start_end) is None
+        assert own_name(folder) == form or not code
+        theirs = AutoTokenizer.from_pretrained(folder)
+        texts = ["<video> or <image>", "a", "and <video>", "b"]
+        for messages in (as_text(texts), as_parts(texts)):
+            text = theirs.apply_chat_template(messages, tokenize=False)
+            assert re.findall("<video>|<image>", text) == ["<video>", "<image>", "<video>"]
+        with pytest.raises(TemplateError, match="images belong to"):
+            theirs.apply_chat_template(as_text(["a", "<video>"]), tokenize=False)
+    path = folder / "chat_template.jinja"
+    path.write_text(path.read_text().replace("chat.tags + ['<video>']", "chat.tags + ['<image>']"))
+    assert rehearse(folder, ours, open_template(form, source, ours), True) is not None
 
 
 @pytest.mark.parametrize("kind", ["tiny", "hf4_legacy_default", "qwen"])

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import single_world
+from jinja2 import TemplateError
 from PIL import Image
 from reference import EXPORTED
 from small import conversion, make_config, write_json, write_parts
@@ -21,19 +23,25 @@ from transformers import (
     LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionProcessor,
 )
+from videos import write_mixed
 from weights import same, weights
 
 from llava_fsdp.chat.assistant import Assistant, Question
+from llava_fsdp.chat.conversation import Conversation
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import normalize, pixel_table
-from llava_fsdp.data.records.record import Turn
+from llava_fsdp.data.records.record import Turn, is_video
 from llava_fsdp.data.text.constants import IMAGE_ID
+from llava_fsdp.data.text.templates import TEMPLATES
+from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.export.chat_template import rehearse
 from llava_fsdp.export.main import export
 from llava_fsdp.export.source_model import open_source
 from llava_fsdp.export.verify_logits import load_copy
+from llava_fsdp.model.generation import Sampling
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.runtime.errors import ConfigError, ModelError
@@ -138,6 +146,49 @@ def test_trains_and_exports(kind: str, pictures: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+def test_videos_have_the_logits_of_transformers(theirs: Path, tmp_path: Path) -> None:
+    """A video alone, several, and videos beside one image (of several tiles) and beside two."""
+    data = write_mixed(tmp_path)
+    checkpoint = [f"model.checkpoint={theirs}", "model.projector=auto", "model.random_weights=false"]
+    cfg = make_config(
+        theirs, data, tmp_path / "run", *ONEVISION, *checkpoint, "data.video_fps=2", "data.video_frames=3"
+    )
+    opened = open_source(conversion(theirs, tmp_path / "unused"))
+    ours, model = load_copy(opened.source.model, opened.sources, torch.float32), loaded(theirs)
+    images, processor, config = AutoImageProcessor.from_pretrained(theirs), processor_of(theirs), model.config
+    processor.video_token = "<video>"
+    loader = train.open_data(cfg, single_world(), build_llava(find_parts(cfg.model), cfg.model, torch.float32))
+    kinds = set()
+    for number, record in enumerate(loader.steps.records):
+        sample, tiles = loader.steps.load(number)
+        ids, inputs = torch.tensor(sample.input_ids)[None], {}
+        tokens = [config.video_token_id if is_video(name) else config.image_token_id for name in record.images]
+        lengths = torch.tensor([len(rows) for rows in sample.image_rows], dtype=torch.int64)
+        ids[ids == IMAGE_ID] = torch.tensor(tokens, dtype=torch.int64).repeat_interleave(lengths)
+        shown = [Image.open(data / "images" / name) for name in record.images if not is_video(name)]
+        if shown:
+            inputs = dict(images([shown], return_tensors="pt"))
+        videos = [own for own, name in zip(tiles, record.images, strict=True) if is_video(name)]
+        if videos:
+            assert {len(own) for own in videos} == {3}
+            pixels = torch.stack([normalize(torch.from_numpy(own), loader.table) for own in videos])
+            inputs["pixel_values_videos"] = pixels
+            counts = [processor.replace_video_token({"pixel_values_videos": pixels}, n) for n in range(len(videos))]
+            assert [text.count("<video>") for text in counts] == [
+                len(rows) for rows, name in zip(sample.image_rows, record.images, strict=True) if is_video(name)
+            ]
+        kinds.add((len(shown), len(videos)))
+        micro = loader.to_device(loader.steps.collate([(sample, tiles)], loader.steps.facts(0, [number]), 1))
+        seeds = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+        expected = ours(
+            micro.input_ids, None, *micro.image_inputs, seeds, torch.arange(ids.numel()), return_logits=True
+        )
+        found = model(input_ids=ids, **inputs).logits[0, :, : expected.shape[1]]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert kinds == {(1, 0), (2, 0), (0, 0), (0, 1), (1, 1), (0, 2), (2, 1)}
+
+
 def test_their_folder_comes_back_to_the_bit(theirs: Path, tmp_path: Path) -> None:
     made = export(conversion(theirs, tmp_path / "made"))
     before, after = loaded(theirs).state_dict(), loaded(made).state_dict()
@@ -234,6 +285,20 @@ def test_their_folder_answers_as_their_model(theirs: Path, pictures: Path) -> No
         assert answer and answer == ours.tokenizer.decode(written.tolist()[: ended[0]]).strip()
 
 
+def test_a_conversation_takes_videos(theirs: Path, tmp_path: Path) -> None:
+    """A video does not count as an image: beside it, a single image keeps its tiles."""
+    write_mixed(tmp_path)
+    ours = Assistant(str(theirs), "v1", AspectRatio.pad)
+    conversation = Conversation(ours)
+    for name in ("short.webm", "wide.png"):
+        conversation.add(tmp_path / "images" / name, "here")
+    answer = "".join(conversation.ask("what is it", Sampling(4)))
+    assert [len(image.tiles) for image in conversation.images] == [2, 9]
+    paths = [tmp_path / "images" / name for name in ("short.webm", "wide.png")]
+    turns = [Turn("human", "<image>\n<image>\nwhat is it")]
+    assert ours.answers([Question(turns, paths, "here")], 4)[0] == answer.strip()
+
+
 @pytest.mark.parametrize(("kind", "number"), slow_after(2, [("clip", 40), ("siglip", 40), ("siglip", 1000)]))
 def test_pixels_of_their_processor(kind: str, number: int, run: Path, tmp_path: Path) -> None:
     """Bit for bit, for pictures of any size, alone and several in a sample."""
@@ -254,3 +319,28 @@ def test_pixels_of_their_processor(kind: str, number: int, run: Path, tmp_path: 
             made = processor(images=[[Image.open(file)] * images], return_tensors="pt")["pixel_values"][0]
             found = normalize(torch.from_numpy(reader.load(file, "here", images)), table)
             assert len(found) == rule.count_tiles(size, images) and torch.equal(made, found), (size, images)
+
+
+def test_the_chat_template_takes_videos(run: Path) -> None:
+    """As parts and as tags, each in the place where training has its tokens; others are refused."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(run / "export")
+    parts = [{"type": "video"}, {"type": "text", "text": " or "}, {"type": "image"}]
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True)
+        for said in (
+            parts,
+            "<video> or <image>",
+            [{"type": "text", "text": "what"}, {"type": "video"}],
+            "<video>\nwhat",
+        )
+    ]
+    assert texts[0] == texts[1] and texts[2] == texts[3]
+    assert [re.findall("<video>|<image>|what", text) for text in texts[1:3]] == [
+        ["<video>", "<image>"],
+        ["<video>", "what"],
+    ]
+    ours = open_tokenizer(run / "export", tokenizer.convert_tokens_to_ids("<image>"))
+    assert rehearse(run / "export", ours, TEMPLATES["v1"], False) is None
+    with pytest.raises(TemplateError, match="images belong to"):
+        answer = {"role": "assistant", "content": "<video>"}
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}, answer], tokenize=False)

@@ -14,7 +14,7 @@ from llava_fsdp.data.images.check import ImageFile, read_size
 from llava_fsdp.data.images.image_tokens import join_tokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import normalize, pixel_table
-from llava_fsdp.data.records.record import Turn
+from llava_fsdp.data.records.record import Turn, count_images, is_video
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import prompt
 from llava_fsdp.data.text.detokenize import AnswerText, stops_of
@@ -91,6 +91,7 @@ class Assistant:
             preprocessor=read_preprocessor(shapes.parts.vision_folder),
             tokens=source.image_tokens,
             pixels=source.pixels,
+            sampling=source.sampling,
         )
         self.special_tokens = source.special_tokens
         self.tokenizer: Tokenizer = open_tokenizer(shapes.parts.language_folder, shapes.parts.language.vocab_size)
@@ -112,7 +113,7 @@ class Assistant:
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
         """
-        images = [[self.load_image(path, q.where, len(q.images)) for path in q.images] for q in questions]
+        images = [[self.load_image(path, q.where, count_images(q.images)) for path in q.images] for q in questions]
         prompts = [self.encode(q.turns, own, q.where) for q, own in zip(questions, images, strict=True)]
         length = max(len(p) for p in prompts)
         ids = np.zeros((len(prompts), length), dtype=np.int64)
@@ -177,17 +178,21 @@ class Assistant:
         return False
 
     def load_image(self, path: ImageFile, where: str, images: int = 1) -> LoadedImage:
-        """Read an image file and prepare it for the vision tower. Error messages begin with `where`.
+        """Read an image file or a video and prepare it for the vision tower. Error messages begin with `where`.
 
         Args:
-            images: number of images of the conversation.
+            images: number of images of the conversation, without videos.
 
         Raises:
             ImageError: the file cannot be read; the error's `kind` says why.
         """
         rule = self.reader.tokens
-        rows = rule.of(read_size(path, where) if rule.needs_size(images) else None, images)
-        return LoadedImage(next(self._numbers), path, self.reader.load(path, where, images), rows, images)
+        tiles = self.reader.load(path, where, images)
+        if is_video(path):
+            rows = rule.of_video(len(tiles))
+        else:
+            rows = rule.of(read_size(path, where) if rule.needs_size(images) else None, images)
+        return LoadedImage(next(self._numbers), path, tiles, rows, images)
 
     def prepared(self, images: Sequence[LoadedImage]) -> list[LoadedImage]:
         """Return a conversation's images as they must be prepared for this number of images: LLaVA-OneVision cuts only
@@ -196,9 +201,11 @@ class Assistant:
         Raises:
             ImageError: a file cannot be read.
         """
-        count, tiled = len(images), self.reader.tokens.needs_size
+        count, tiled = count_images(image.path for image in images), self.reader.tokens.needs_size
         return [
-            image if tiled(image.images) == tiled(count) else self.load_image(image.path, "the conversation", count)
+            image
+            if is_video(image.path) or tiled(image.images) == tiled(count)
+            else self.load_image(image.path, "the conversation", count)
             for image in images
         ]
 

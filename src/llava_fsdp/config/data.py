@@ -121,6 +121,11 @@ class DataConfig:
     max_tiles: int
     """anyres_max only: an image with more features than this many tiles have, without the tile of the whole image, is
     shrunk to about that many (`anyres_max_9` of LLaVA-OneVision: 9)."""
+    video_fps: float = 1.0
+    """anyres_max only: number of frames that are taken of each second of a video."""
+    video_frames: int = 32
+    """anyres_max only: largest number of frames that are taken of a video; of a longer one, as many are taken at equal
+    distances."""
     pixels: Pixels
     """How image files are decoded to pixels. exact: as an image viewer shows them; llava_v1_5: as the original LLaVA
     reads them (no EXIF orientation, 16-bit and floating point values clipped, transparency ignored, anyres as square);
@@ -199,6 +204,8 @@ class DataConfig:
                 f"{self.image_aspect_ratio.value} an image is one tile: set it to []"
             )
         at_least("data.max_tiles", self.max_tiles, 1)
+        above_zero("data.video_fps", self.video_fps)
+        at_least("data.video_frames", self.video_frames, 1)
         for size in self.grid_pinpoints:
             if len(size) != 2 or min(size) < 1:
                 raise ConfigError(f"data.grid_pinpoints: {size} is not a [width, height] in pixels")

@@ -22,6 +22,7 @@ from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.batching.workers import Watch, from_workers
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, read_preprocessor
+from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.index.bad_records import open_records, remarks
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.text.conversation import IM_END, IM_START
@@ -109,6 +110,7 @@ def open_encoding(
         preprocessor=read_preprocessor(vision_folder),
         tokens=ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens),
         pixels=cfg.data.pixels,
+        sampling=VideoSampling.of_config(cfg.data),
     )
     encoder = open_encoder(cfg, language_folder, shape, image_reader)
     check_fit(cfg, shape, encoder.tokenizer.size, image_reader, vision_folder)

@@ -54,8 +54,10 @@ def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config) -> H
     system, text, num_images, answer = opening_question(record)
     form = encoder.template
     segments = prompt(asking(system, text), form, cfg.model.image_start_end, num_images > 0, record.where)
-    names, sizes = record.images[:num_images], record.sizes
-    shown = replace(record, images=names, sizes=None if sizes is None else sizes[:num_images])
+    names, sizes, frames = record.images[:num_images], record.sizes, record.frames
+    if sizes is not None and frames is not None:
+        sizes, frames = sizes[:num_images], frames[:num_images]
+    shown = replace(record, images=names, sizes=sizes, frames=frames)
     image_rows = tuple(reader.image_rows(shown, number) for number in range(num_images))
     lengths = [len(rows) for rows in image_rows]
     ids = encode_prompt(segments, encoder.tokenizer, lengths, cfg.trained_special_tokens, form.adds_bos)

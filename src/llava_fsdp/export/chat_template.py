@@ -9,6 +9,7 @@ ids as training.
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.data.text.tokenizer import Tokenizer
 from llava_fsdp.runtime.errors import DataError
 
+VIDEO_TAG = "<video>"
+ANY_TAG = f"{IMAGE_TAG}|{VIDEO_TAG}"
 STRETCHES = ("What is it?", "\nx", " and  ", "  two", ", a", "12 b", "größe 中文 🙂", "\t\n a", "###", "[INST] x", "▁x")
 """Test texts for `find_gap`: some tokenizers give them other ids after an image's special token, or at the beginning of
 a conversation, than if they are encoded separately."""
@@ -41,6 +44,12 @@ PROBES: tuple[tuple[str, ...], ...] = (
 )
 """Test conversations for `rehearse`, as (question, answer, question, ...). Wrong chat templates gave other token ids
 for them than training."""
+VIDEO_PROBES: tuple[tuple[str, ...], ...] = (
+    ("<video>\nwhat colour  is it?", "red", "and now", "blue"),
+    ("is  it\n<video> ", "12 größe 中文 🙂"),
+    ("first <image> , then<video>\n<video>", "two", "text", "c", "x <video>y <image> z", "d"),
+)
+"""More of them, for templates that take videos."""
 SYSTEM_PROBE = " be  kind\n"
 """Test text for `rehearse` of a system message."""
 
@@ -100,7 +109,7 @@ def refuse(why: str) -> str:
     return f"{{{{- raise_exception({quoted(why)}) -}}}}"
 
 
-def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap) -> str:
+def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap, video: bool = False) -> str:
     """Return the chat template for transformers (Jinja) that does the same as one of llava_fsdp's conversation
     templates.
 
@@ -113,17 +122,19 @@ def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap) -> st
         start_end: whether to put `<im_start>` and `<im_end>` around every image.
         begins: whether the conversation begins with the BOS token, as it does in training if the tokenizer has one.
         gap: where to put a space before the text between two images.
+        video: accept parts of type `video` and `<video>` tags, which are treated like images.
     """
-    pattern = form.pattern
+    pattern, checks = form.pattern, checks_of(video)
     before, after = form.around_system
     system = quoted(form.system) if form.image_only else f"{quoted(before)} ~ said.text ~ {quoted(after)}"
     return "\n".join(
         [
-            f"{{%- set chat = namespace(text='', system={quoted(form.system)}, begun=false, asked=false) -%}}",
+            f"{{%- set chat = namespace(text='', system={quoted(form.system)}, begun=false, asked=false, tags=[]) -%}}",
             "{%- for message in messages -%}",
-            *CONTENT,
+            *content_of(video),
             "{%- if message['role'] == 'user' -%}",
             "{%- if chat.asked -%}" + refuse("user and assistant take turns") + "{%- endif -%}",
+            *(VIDEO_TAGS if video else ()),
             *question(form, start_end),
             "{%- if chat.begun -%}",
             f"{{%- set chat.text = chat.text ~ {quoted(pattern.next_question)} -%}}",
@@ -138,9 +149,9 @@ def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap) -> st
             "{%- endif -%}",
             "{%- set chat.begun = true -%}",
             "{%- set chat.asked = true -%}",
-            *CHECKS[:3],
+            *checks[:3],
             f"{{%- set chat.system = {system} -%}}",
-            *CHECKS[3:],
+            *checks[3:],
             "{%- elif chat.asked -%}",
             f"{{%- set chat.text = chat.text ~ {quoted(pattern.before_answer)} ~ said.text -%}}",
             f"{{%- set chat.text = chat.text ~ {quoted(pattern.after_answer)} -%}}",
@@ -151,19 +162,19 @@ def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap) -> st
             "{%- endif -%}",
             "{%- endfor -%}",
             *(["{{- bos_token -}}"] if begins else []),
-            *stretches("chat.text", gap),
+            *stretches("chat.text", gap, video),
         ]
     )
 
 
-def own_chat_template(form: ChatTemplate, start_end: bool, gap: Gap) -> str:
+def own_chat_template(form: ChatTemplate, start_end: bool, gap: Gap, video: bool = False) -> str:
     """Return a chat template for transformers that does the same as training with a language model's own one.
 
     It turns messages into those of training (see `chat_template`), and then contains the model's own template. With
     `add_generation_prompt`, the text ends where answers begin in training, also if the model's own prompt differs.
 
     Args:
-        start_end, gap: see `chat_template`.
+        start_end, gap, video: see `chat_template`.
     """
     content = "[{'type': 'text', 'text': said.text}]" if form.parts else "said.text"
     answer = quoted(ANSWER)
@@ -172,15 +183,16 @@ def own_chat_template(form: ChatTemplate, start_end: bool, gap: Gap) -> str:
     cut = f"[:-{before}]" if before else ""
     return "\n".join(
         [
-            "{%- set chat = namespace(messages=[], begun=false, asked=false) -%}",
+            "{%- set chat = namespace(messages=[], begun=false, asked=false, tags=[]) -%}",
             "{%- for message in messages -%}",
-            *CONTENT,
+            *content_of(video),
             "{%- if message['role'] == 'user' -%}",
             "{%- if chat.asked -%}" + refuse("user and assistant take turns") + "{%- endif -%}",
+            *(VIDEO_TAGS if video else ()),
             *question(form, start_end),
             "{%- set chat.begun = true -%}",
             "{%- set chat.asked = true -%}",
-            *CHECKS,
+            *checks_of(video),
             "{%- elif not chat.asked -%}",
             UNASKED + refuse("user and assistant take turns") + "{%- endif -%}",
             "{%- else -%}",
@@ -196,17 +208,18 @@ def own_chat_template(form: ChatTemplate, start_end: bool, gap: Gap) -> str:
             "{%- set messages, prompts, add_generation_prompt = chat.messages, add_generation_prompt, false -%}",
             "{%- set text %}" + BEGIN + form.code + END,
             f"{{%- if prompts -%}}{{%- set text = text.split({answer})[0]{cut} -%}}{{%- endif -%}}",
-            *stretches("text", gap),
+            *stretches("text", gap, video),
         ]
     )
 
 
-def stretches(text: str, gap: Gap) -> list[str]:
+def stretches(text: str, gap: Gap, video: bool) -> list[str]:
     """Return Jinja code that writes the variable `text`, with a space before its stretches between images where the
-    tokenizer needs one."""
+    tokenizer needs one. With `video`, the tags are those of the list `chat.tags`."""
+    tag = "chat.tags[loop.index0 - 1]" if video else quoted(IMAGE_TAG)
     return [
         f"{{%- for stretch in {text}.split('<image>') -%}}",
-        "{%- if not loop.first -%}{{- '<image>' -}}{%- endif -%}",
+        f"{{%- if not loop.first -%}}{{{{- {tag} -}}}}{{%- endif -%}}",
         gap.jinja + "{{- stretch -}}",
         "{%- endfor -%}",
     ]
@@ -225,6 +238,16 @@ CONTENT = (
     "{%- endif -%}",
 )
 """Jinja code that sets the variable `said.text` to the content of `message` as one text with `<image>` tags."""
+VIDEO_PART = "{%- elif part['type'] == 'video' -%}{%- set said.text = said.text ~ '<video>' -%}"
+VIDEO_TAGS = (
+    "{%- for piece in said.text.split('<image>') -%}",
+    "{%- if not loop.first -%}{%- set chat.tags = chat.tags + ['<image>'] -%}{%- endif -%}",
+    "{%- for _ in piece.split('<video>')[1:] -%}{%- set chat.tags = chat.tags + ['<video>'] -%}{%- endfor -%}",
+    "{%- endfor -%}",
+    "{%- set said.text = said.text.replace('<video>', '<image>') -%}",
+)
+"""Jinja code that adds the tags of a question, in the variable `said.text`, to the list `chat.tags`, and replaces
+`<video>` by `<image>`."""
 
 CHECKS = (
     "{%- elif '<image>' in said.text -%}",
@@ -235,8 +258,18 @@ CHECKS = (
     refuse("roles are system, user and assistant"),
 )
 """Jinja code that refuses messages which training refuses; it follows the branch of the messages of the user."""
+VIDEO_CHECK = "{%- elif '<image>' in said.text or '<video>' in said.text -%}"
+"""The first line of CHECKS if videos are accepted."""
 UNASKED = "{%- if chat.begun or loop.index > 2 or loop.index == 2 and messages[0]['role'] != 'system' -%}"
 """Jinja code for an answer without question, which is left out if it stands before the first question."""
+
+
+def content_of(video: bool) -> tuple[str, ...]:
+    return (*CONTENT[:6], VIDEO_PART, *CONTENT[6:]) if video else CONTENT
+
+
+def checks_of(video: bool) -> tuple[str, ...]:
+    return (VIDEO_CHECK, *CHECKS[1:]) if video else CHECKS
 
 
 def question(form: Template | ChatTemplate, start_end: bool) -> list[str]:
@@ -271,9 +304,11 @@ def rehearse(folder: Path, ours: Tokenizer, form: Template | ChatTemplate, start
     """
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     encoder = ExactEncoder(ours, form, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
-    for texts, system in itertools.product(PROBES, (None, SYSTEM_PROBE)):
+    image_id = theirs.convert_tokens_to_ids(IMAGE_TAG)
+    video_id = theirs.convert_tokens_to_ids(VIDEO_TAG) if VIDEO_PART in theirs.chat_template else None
+    for texts, system in itertools.product(PROBES if video_id is None else PROBES + VIDEO_PROBES, (None, SYSTEM_PROBE)):
         try:
-            whole, prompted = trained_ids(encoder, texts, theirs.convert_tokens_to_ids(IMAGE_TAG), system)
+            whole, prompted = trained_ids(encoder, texts, image_id, system, video_id)
         except DataError:  # the model's own template takes no system turn, or no empty one
             continue
         for messages in (as_text(texts, system), as_parts(texts, system)):
@@ -286,20 +321,27 @@ def rehearse(folder: Path, ours: Tokenizer, form: Template | ChatTemplate, start
 
 
 def trained_ids(
-    encoder: ExactEncoder, texts: Sequence[str], image_id: int, system: str | None = None
+    encoder: ExactEncoder, texts: Sequence[str], image_id: int, system: str | None = None, video_id: int | None = None
 ) -> tuple[list[int], list[int]]:
     """Return the token ids that training gives a conversation, and those of its prompt (the conversation without its
-    last answer), with one token `image_id` for every image."""
+    last answer), with one token `image_id` for every image, and `video_id` for every video."""
+    if video_id is not None:
+        tags = [image_id if tag == IMAGE_TAG else video_id for tag in re.findall(ANY_TAG, "".join(texts))]
+        texts = [text.replace(VIDEO_TAG, IMAGE_TAG) for text in texts]
+    else:
+        tags = [image_id] * sum(text.count(IMAGE_TAG) for text in texts)
     turns = [] if system is None else [Turn("system", system)]
     turns += [Turn("gpt" if n % 2 else "human", text) for n, text in enumerate(texts)]
-    images = ("image",) * sum(text.count(IMAGE_TAG) for text in texts)
+    images = ("image",) * len(tags)
     sample = encoder(Record("conversation", 0, "0", images, tuple(turns), bool(images)))
     assert sample is not None
     text = prompt(turns[:-1], encoder.template, encoder.start_end, bool(images))
     lengths, begins = [1] * len(images), encoder.template.adds_bos
     both = sample.input_ids, encode_prompt(text, encoder.tokenizer, lengths, begins=begins)
-    whole, prompted = (np.where(ids == IMAGE_ID, image_id, ids).tolist() for ids in both)
-    return whole, prompted
+    for ids in both:
+        is_image = ids == IMAGE_ID
+        ids[is_image] = np.repeat(np.array(tags, dtype=np.int64), is_image.sum() // max(1, len(tags)))
+    return both[0].tolist(), both[1].tolist()
 
 
 def as_text(texts: Iterable[str], system: str | None = None) -> list[dict[str, Any]]:
@@ -313,7 +355,8 @@ def as_parts(texts: Iterable[str], system: str | None = None) -> list[dict[str, 
     messages = as_text(texts, system)
     for message in messages:
         parts: list[dict[str, str]] = []
-        for number, piece in enumerate(message["content"].split(IMAGE_TAG)):
-            parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": piece}] * bool(piece)
+        for piece in re.split(f"({ANY_TAG})", message["content"]):
+            kind = {IMAGE_TAG: "image", VIDEO_TAG: "video"}.get(piece)
+            parts += [{"type": kind}] if kind else [{"type": "text", "text": piece}] * bool(piece)
         message["content"] = parts
     return messages

@@ -4,7 +4,7 @@ projector alone, with which the original LLaVA's second training stage begins.""
 import copy
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,7 @@ from transformers import (
 from llava_fsdp.config import AspectRatio, Config, FolderFormat, ModelConfig, Part, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
+from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.text.jinja_template import is_own, open_template
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.distributed.consensus import on_first_rank
@@ -103,6 +104,12 @@ class SourceModel:
     vision: str
     renamed_tower: str | None
     history: dict[str, Any]
+    video_sampling: VideoSampling = field(default_factory=VideoSampling)
+
+    @property
+    def sampling(self) -> VideoSampling | None:
+        """Which frames of a video are taken; None if the model takes no videos."""
+        return self.video_sampling if self.aspect is AspectRatio.anyres_max else None
 
     @property
     def image_tokens(self) -> ImageTokens:
@@ -134,6 +141,7 @@ def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceM
         vision=vision,
         renamed_tower=None,
         history=history(run, cfg.stage.name, step, cfg.model.train),
+        video_sampling=VideoSampling(cfg.data.video_fps, cfg.data.video_frames),
     )
 
 
@@ -236,6 +244,9 @@ def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> Non
         "image_start_end": source.model.cfg.image_start_end,
         "language": source.language,
         "vision": source.vision,
+        **(
+            {} if source.sampling is None else {f"video_{key}": value for key, value in asdict(source.sampling).items()}
+        ),
     }
     seal(staged, notes)
 

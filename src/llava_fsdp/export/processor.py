@@ -24,14 +24,13 @@ from llava_fsdp.data.images.preprocess import preprocessor_fields, read_preproce
 from llava_fsdp.data.text.jinja_template import FILE, ChatTemplate, open_template, special_tokens
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.data.text.tokenizer import SPACE, LlamaTokenizer, added_tokens, is_legacy, open_tokenizer, read_optional
-from llava_fsdp.export.chat_template import Gap, chat_template, find_gap, own_chat_template, rehearse
+from llava_fsdp.export.chat_template import VIDEO_TAG, Gap, chat_template, find_gap, own_chat_template, rehearse
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json
 
 PAD_TOKEN = "<pad>"
-VIDEO_TAG = "<video>"
 VIDEO_FILE = "video_preprocessor_config.json"
 ROW_MULTIPLE = 64
 PROBES = ("a  b   c", " leading", "\n\tx  ", "1 234", "größe 中文 🙂", "USER: a ASSISTANT: b")
@@ -97,7 +96,7 @@ def write_tokenizer(
     check_same_ids(folder, staged, vocab_size, same_bos)
     with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
         gap = find_gap(from_file(staged), ours)
-    write_template(staged, own, start_end, ours.bos is not None, gap)
+    write_template(staged, own, start_end, ours.bos is not None, gap, video)
     image, pad = tokenizer.convert_tokens_to_ids(IMAGE_TAG), tokenizer.pad_token_id
     made = TokenIds(image, pad, tokenizer.convert_tokens_to_ids(VIDEO_TAG) if video else None)
     return made, rows_for(made, vocab_size)
@@ -116,12 +115,19 @@ def begins_with_bos(own: Template | ChatTemplate, folder: Path) -> bool:
 
 
 def write_template(
-    staged: Path, own: Template | ChatTemplate, start_end: bool, begins: bool = False, gap: Gap | None = None
+    staged: Path,
+    own: Template | ChatTemplate,
+    start_end: bool,
+    begins: bool = False,
+    gap: Gap | None = None,
+    video: bool = False,
 ) -> None:
     """Write an export's chat template; see `chat_template` for the arguments."""
     gap = Gap(False) if gap is None else gap
-    is_own = isinstance(own, ChatTemplate)
-    code = own_chat_template(own, start_end, gap) if is_own else chat_template(own, start_end, begins, gap)
+    if isinstance(own, ChatTemplate):
+        code = own_chat_template(own, start_end, gap, video)
+    else:
+        code = chat_template(own, start_end, begins, gap, video)
     (staged / FILE).write_text(code)
 
 

@@ -26,6 +26,7 @@ from llava_fsdp.config import (
 from llava_fsdp.config.renamed import VALUES, present_tree
 from llava_fsdp.data.images.image_tokens import MAX_TILES
 from llava_fsdp.data.images.preprocess import preprocessor_fields
+from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.text.jinja_template import OWN, own_name, usable_name
 from llava_fsdp.export.adapter_folder import check_fingerprint
 from llava_fsdp.export.check_folders import check_artifacts
@@ -278,6 +279,7 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
         vision=cfg.vision or notes.get("vision") or model_config.vision,
         renamed_tower=cfg.vision,
         history={key: notes[key] for key in ("run", "stage", "step", "train") if key in notes},
+        video_sampling=VideoSampling(notes.get("video_fps") or 1.0, notes.get("video_frames") or 32),
     )
 
 

@@ -27,7 +27,8 @@ KINDS: dict[str, Kinds] = {
     for kind, keys in {
         str: ("run", "stage", "dtype", "template", "image_aspect_ratio", "pixels", "special_tokens", "base", DIGEST,
               "language", "vision"),
-        int: ("step", "seed", "max_length", "max_tiles"),
+        int: ("step", "seed", "max_length", "max_tiles", "video_frames"),
+        float: ("video_fps",),
         list: ("train", "grid_pinpoints"),
         dict: ("lora", FILES),
     }.items()

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from llava_fsdp.config import BadRecords, Config, Metric
 from llava_fsdp.data.batching.collate import Row
+from llava_fsdp.data.records.record import count_images
 from llava_fsdp.data.text.detokenize import AnswerText, stops_of
 from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
 from llava_fsdp.data.validation_set import HeldOut
@@ -120,7 +121,7 @@ class AnswerGenerator:
         """Read the sample of a question and its image tiles; None if an image is broken and `data.bad_records=skip`."""
         try:
             return question.sample, [
-                self.loader.steps.image_reader.load(path, question.record, len(question.images))
+                self.loader.steps.image_reader.load(path, question.record, count_images(question.images))
                 for path in question.images
             ]
         except ImageError as error:

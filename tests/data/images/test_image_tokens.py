@@ -1,6 +1,9 @@
 """Which features become the tokens of an image, and in which order."""
 
+import inspect
+import math
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,3 +143,29 @@ def test_the_most_tokens_are_those_of_a_full_grid(size: tuple[int, int]) -> None
         assert rule.most == len(rule.of(size, 1))
     padded = ImageTokens(AspectRatio.pad, 28, 4)
     assert (padded.most, padded.count_tiles(None, 1)) == (4, 1)
+
+
+@pytest.mark.parametrize("side", slow_after(4, [1, 2, 3, 7, 27]))
+def test_tokens_of_transformers_videos(side: int) -> None:
+    """Its model makes the same tokens of the frames' features, and its processor counts as many."""
+    rule = ImageTokens(AspectRatio.anyres_max, 14 * side, side**2, (), PatchMerge.spatial_unpad)
+    newline = torch.tensor([7.0, 8.0, 9.0])
+    for frames in (1, 2, 5):
+        features = torch.randn(frames, side * side, 3, generator=torch.Generator().manual_seed(frames))
+        vision = SimpleNamespace(image_size=14 * side, patch_size=14)
+        tower = SimpleNamespace(hidden_states=[features])
+        model: Any = SimpleNamespace(
+            config=SimpleNamespace(vision_config=vision, vision_feature_layer=0, vision_feature_select_strategy="full"),
+            vision_tower=lambda *_, own=tower, **__: own, multi_modal_projector=lambda found: found,
+            image_newline=newline,
+        )  # fmt: skip
+        model.apply_pooling = partial(LlavaOnevisionModel.apply_pooling, model)
+        given = torch.zeros(1, frames, 3, 1, 1)
+        pooled = inspect.unwrap(LlavaOnevisionModel.get_video_features)(model, given, 0, "full").pooler_output
+        rows, weights = (torch.from_numpy(a) for a in join_tokens([(rule.of_video(frames), frames * side**2)]))
+        taken = take_features(torch.cat([features.flatten(0, 1), newline[None]]), (rows, weights))
+        torch.testing.assert_close(taken, pooled[0], rtol=0, atol=2e-6)
+        processor: Any = object.__new__(LlavaOnevisionProcessor)
+        processor.num_image_tokens, processor.video_token = side**2, "x"
+        assert len(rows) == len(processor.replace_video_token({"pixel_values_videos": [[0] * frames]}, 0))
+        assert len(rows) == frames * math.ceil(side / 2) ** 2 + 1

@@ -20,7 +20,7 @@ from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.integrity import damaged
-from llava_fsdp.data.records.record import Record
+from llava_fsdp.data.records.record import Record, is_video
 from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.runtime.errors import DataError, ImageError
 from llava_fsdp.runtime.seeds import derive
@@ -195,12 +195,15 @@ class Steps(Dataset):
         pixels of its images.
 
         It has step 0's first sample with an image and the first one without, if possible such that are not truncated.
+        Samples with a video are left out.
         Its `label_positions` are all tokens, so that the outputs at each of them are compared; it has no labels.
         """
         rows: dict[bool, Row] = {}
         sizes: list[Size] = []
         for number in sorted(self.sampler.samples(0), key=lambda n: bool(self.records.positions_cut[n])):
             has_image = bool(self.records.images[number])
+            if has_image and any(map(is_video, self.parse(number).images)):
+                continue
             if has_image not in rows and not isinstance(row := self.read(number), SkippedSample):
                 rows[has_image] = row
                 record = self.parse(number)

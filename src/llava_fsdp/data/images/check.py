@@ -13,10 +13,10 @@ import struct
 import time
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -28,6 +28,7 @@ from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import CURES
 from llava_fsdp.runtime.errors import ImageError
 
+T = TypeVar("T")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # only decoders that start no other program
 MAX_PIXELS = 50_000_000
 MAX_BYTES = 16 * MAX_PIXELS  # a pixel has at most four values of four bytes
@@ -71,6 +72,10 @@ class ImageFacts:
     """Height in pixels before turning by the EXIF orientation, as LLaVA reads the image."""
     digest: int = 0
     """xxh3 checksum of the file's bytes; 0 if the file was not read to its end."""
+    frames: int = 0
+    """Number of frames of a video; 0 for an image."""
+    rate: float = 0.0
+    """Frames per second of a video; 0 for an image."""
 
     @property
     def size(self) -> Size:
@@ -177,30 +182,41 @@ def read_file(path: ImageFile, where: str) -> bytes:
 
 
 def read_path(path: Path, where: str) -> bytes:
-    data = b""
+    def read(file: BinaryIO) -> bytes:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_BYTES:
+            raise ImageError(
+                f"{where}: image {path} has {size} bytes; most are {MAX_BYTES}: make it smaller",
+                Kind.image_bomb,
+            )
+        return file.read()
+
+    return with_file(path, f"{where}: image {path}", read)
+
+
+def with_file(path: Path, what: str, read: Callable[[BinaryIO], T]) -> T:
+    """Return what `read` makes of an opened file; tries again after errors that a network file system may cause for a
+    moment.
+
+    Args:
+        what: name of the file in error messages.
+
+    Raises:
+        ImageError: the file is missing or unreadable; its `kind` says which.
+    """
     for wait in (*WAITS, None):
         try:
             with open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size > MAX_BYTES:
-                    raise ImageError(
-                        f"{where}: image {path} has {size} bytes; most are {MAX_BYTES}: make it smaller",
-                        Kind.image_bomb,
-                    )
-                data = file.read()
-            break
+                return read(file)
         except (FileNotFoundError, NotADirectoryError) as error:
-            message = f"{where}: image {path} does not exist; is data.images right?"
-            raise ImageError(message, Kind.image_missing) from error
+            raise ImageError(f"{what} does not exist; is data.images right?", Kind.image_missing) from error
         except (OSError, ValueError) as error:  # ValueError: a zero character in the path
             if wait is None or getattr(error, "errno", None) not in TRANSIENT:
                 reason = getattr(error, "strerror", None) or str(error)
                 cure = CURES.get(getattr(error, "errno", None) or 0, "put an image there, or take it out of the record")
-                raise ImageError(
-                    f"{where}: image {path} cannot be read: {reason}; {cure}", Kind.image_unreadable
-                ) from error
+                raise ImageError(f"{what} cannot be read: {reason}; {cure}", Kind.image_unreadable) from error
             time.sleep(wait)
-    return data
+    raise AssertionError("the last attempt returns or raises")
 
 
 def open_head(path: ImageFile) -> BinaryIO | io.BytesIO:

@@ -82,6 +82,19 @@ class ImageTokens:
         whole = np.arange(self.features)
         return single(np.append(whole, NEWLINE_ROW)) if self.blends else whole
 
+    def of_video(self, frames: int) -> np.ndarray:
+        """Return the tokens of a video: the grid of features of each frame, shrunk to half its sides (rounded up), and
+        NEWLINE_ROW after the last frame (transformers modeling_llava_onevision.py, `get_video_features`).
+
+        Args:
+            frames: number of frames that are taken, each of which is one tile.
+        """
+        half = math.ceil(self.side / 2)
+        grid = np.arange(self.side**2).reshape(self.side, self.side)
+        every = np.broadcast_to(shrink(grid, half, half), (frames, half, half)).copy()
+        every["row"] += (np.arange(frames) * self.features)[:, None, None, None]
+        return np.append(every.reshape(-1), single(np.array([NEWLINE_ROW])))
+
     def tiled(self, size: Size) -> np.ndarray:
         """Return the tokens of an image of several tiles: first those of the whole image, then those of the grid of
         tiles.

@@ -16,8 +16,9 @@ from llava_fsdp.data.images import fast_resize
 from llava_fsdp.data.images.anyres import Size, cut_tiles
 from llava_fsdp.data.images.check import MAX_PIXELS, ImageBytes, ImageFile, opened, read_size, shown_size, to_rgb
 from llava_fsdp.data.images.image_tokens import ImageTokens
+from llava_fsdp.data.images.video import VideoSampling, examine_video, read_frames
 from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.data.records.record import Record
+from llava_fsdp.data.records.record import VIDEOS_NEED, Record, count_images, is_video
 from llava_fsdp.runtime.errors import ImageError, ModelError
 from llava_fsdp.runtime.safe_load import foreign, read_json, refuse_model_code
 
@@ -120,6 +121,8 @@ class ImageReader:
     tokens: ImageTokens
     """How images are cut into tiles, and what their tokens are."""
     pixels: Pixels
+    sampling: VideoSampling | None = None
+    """Which frames of a video are taken; None if videos are not read."""
     watch: "Watch | None" = field(default=None, compare=False)
 
     @property
@@ -129,7 +132,7 @@ class ImageReader:
         pixels = "lean" if self.pixels is Pixels.fast else self.pixels.value
         rule = self.tokens
         form = f"{rule.aspect.value} {pixels} {rule.merge.value}"
-        limit = f" {rule.max_tiles}" if rule.aspect is AspectRatio.anyres_max else ""
+        limit = f" {rule.max_tiles} {self.sampling}" if rule.aspect is AspectRatio.anyres_max else ""
         return f"{self.preprocessor} {rule.features} {rule.sizes} {form}{limit}"
 
     @property
@@ -167,13 +170,44 @@ class ImageReader:
         Raises:
             ImageError: the image's size, if it is needed, cannot be read.
         """
-        images = len(record.images)
+        if is_video(record.images[number]):
+            return self.tokens.of_video(self.count_frames(record, number))
+        images = count_images(record.images)
         return self.tokens.of(self.size(record, number) if self.tokens.needs_size(images) else None, images)
 
     def count_tiles(self, record: Record, number: int) -> int:
         """Return the number of tiles of an image of the record; arguments and errors as for `image_rows`."""
-        images = len(record.images)
+        if is_video(record.images[number]):
+            return self.count_frames(record, number)
+        images = count_images(record.images)
         return self.tokens.count_tiles(self.size(record, number) if self.tokens.needs_size(images) else None, images)
+
+    def count_frames(self, record: Record, number: int) -> int:
+        """Return how many frames are taken of one of a record's videos."""
+        if record.frames is None:
+            path = self.path(record, record.images[number])
+            assert isinstance(path, Path), "a video is never in the record itself"
+            return self.frames_of(path, record.where)
+        return len(self.video_sampling(record.where).numbers(*record.frames[number]))
+
+    def frames_of(self, path: Path, where: str) -> int:
+        """Return how many frames are taken of a video file; raise ImageError if it cannot be read."""
+        sampling = self.video_sampling(where)
+        facts = examine_video(path, where, sampling, full=False)
+        return len(sampling.numbers(facts.frames, facts.rate))
+
+    def video_sampling(self, where: str) -> VideoSampling:
+        if self.sampling is None:
+            raise ImageError(f"{where} has a video, and {VIDEOS_NEED}", Kind.media_not_read)
+        return self.sampling
+
+    def is_known(self, record: Record) -> bool:
+        """Return whether the dataset's index has what the number of tokens of each image depends on. It is missing for
+        an image or a video with a problem."""
+        assert record.sizes is not None and record.frames is not None
+        tiled = self.tokens.needs_size(count_images(record.images))
+        known = zip(record.images, record.sizes, record.frames, strict=True)
+        return all(count > 0 if is_video(name) else min(size) > 0 or not tiled for name, size, (count, _) in known)
 
     def size(self, record: Record, number: int) -> Size:
         """Return the width and height in pixels of one of a record's images, as it is shown."""
@@ -181,22 +215,37 @@ class ImageReader:
         return read_size(path, record.where) if record.sizes is None else record.sizes[number]
 
     def tiles(self, record: Record, name: str) -> np.ndarray:
-        """Read one of the record's images as tiles, uint8 [tiles, 3, size, size].
+        """Read one of the record's images or videos as tiles, uint8 [tiles, 3, size, size].
 
         Raises:
-            ImageError: the image cannot be read; its `kind` says why.
+            ImageError: the image cannot be read, or the video is not as long as when the dataset was examined; the
+                error's `kind` says why.
         """
         path = self.path(record, name)
         if self.watch is not None:
             self.watch.at(record.where, path)
-        return self.load(path, record.where, len(record.images))
+        tiles = self.load(path, record.where, count_images(record.images))
+        if is_video(name) and len(tiles) != (known := self.count_frames(record, record.images.index(name))):
+            raise ImageError(
+                f"{record.where}: video {path} gives {len(tiles)} frames, and gave {known} when the dataset was "
+                "examined; take it from its source again, or examine the dataset again",
+                Kind.image_unreadable,
+            )
+        return tiles
 
     def load(self, path: ImageFile, where: str, images: int = 1) -> np.ndarray:
-        """Read an image file as tiles, uint8 [tiles, 3, size, size].
+        """Read an image file or a video as tiles, uint8 [tiles, 3, size, size].
+
+        Each frame of a video is squeezed to one tile with the bicubic filter, as transformers'
+        LlavaOnevisionVideoProcessor does, whatever the vision tower's own preprocessing is.
 
         Args:
-            images: number of images of the sample.
+            images: number of images of the sample, without videos.
         """
+        if isinstance(path, Path) and is_video(path):
+            square = replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
+            frames = read_frames(path, where, self.video_sampling(where).numbers)
+            return np.stack([resize(frame, square) for frame in frames])
         if not self.tokens.needs_size(images):
             return load_image(path, self.one_tile_preprocessor, self.one_tile, where, self.pixels)[None]
         size, sizes = self.preprocessor.size, list(self.tokens.sizes)

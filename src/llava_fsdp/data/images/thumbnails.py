@@ -6,9 +6,11 @@ import io
 from functools import lru_cache
 from pathlib import Path
 
-from PIL import ImageOps
+from PIL import Image, ImageOps
 
 from llava_fsdp.data.images.check import opened, to_rgb
+from llava_fsdp.data.images.video import read_frames
+from llava_fsdp.data.records.record import is_video
 from llava_fsdp.runtime.errors import DataError
 
 SIDE = 208
@@ -19,8 +21,8 @@ LARGEST = 24_000
 
 @lru_cache(200)
 def thumbnail(path: str) -> str | None:
-    """Return the thumbnail of an image file as a data: URL; None if the image cannot be read."""
-    with contextlib.suppress(DataError, MemoryError), opened(Path(path), "a sample answer") as image:
+    """Return the thumbnail of an image file, or of a video's first frame, as a data: URL; None if it cannot be read."""
+    with contextlib.suppress(DataError, MemoryError), first_picture(Path(path)) as image:
         image.draft("RGB", (SIDE, SIDE))
         small = to_rgb(ImageOps.exif_transpose(image), path)
         small.thumbnail((SIDE, SIDE))
@@ -30,3 +32,9 @@ def thumbnail(path: str) -> str | None:
             if held.tell() <= LARGEST:
                 return f"data:image/jpeg;base64,{base64.b64encode(held.getvalue()).decode()}"
     return None
+
+
+def first_picture(path: Path) -> contextlib.AbstractContextManager[Image.Image]:
+    """Context manager that opens an image file, or reads the first frame of a video."""
+    where = "a sample answer"
+    return read_frames(path, where, lambda *_: [0])[0] if is_video(path) else opened(path, where)

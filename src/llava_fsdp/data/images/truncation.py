@@ -1,11 +1,12 @@
-"""Detect truncated image files by the structure of their formats.
+"""Detect truncated image and video files by the structure of their formats.
 
 Pillow's errors do not distinguish truncation: for a truncated file it raises OSError, SyntaxError or ValueError, partly
 with the same messages as for files that are not images. Sources: ITU-T T.81 B.1, PNG 5.2, and the specifications of
-GIF89a, BMP, TIFF 6 and WebP.
+GIF89a, BMP, TIFF 6, WebP, AVI (RIFF), ISO/IEC 14496-12 4.2 (MP4) and RFC 8794 4 (Matroska).
 """
 
 import struct
+from typing import BinaryIO
 
 JPEG = b"\xff\xd8\xff"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -136,3 +137,62 @@ def tiff_needs(data: bytes) -> int:
     for begin, size in PIECES.items():
         needs = max(needs, *(a + b for a, b in zip(found.get(begin, ()), found.get(size, ()), strict=False)), 0)
     return needs
+
+
+BOXES = (b"ftyp", b"styp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
+"""Types of the boxes with which MP4 and QuickTime files begin."""
+EBML = b"\x1a\x45\xdf\xa3"
+
+
+def video_ends_early(file: BinaryIO, form: str, size: int) -> bool:
+    """Return whether a file's last part continues after the file's end; False for files of another format.
+
+    Args:
+        form: PyAV's name of the format: mov, matroska or avi.
+        size: the file's size in bytes.
+    """
+    head = read_at(file, 0, 64)
+    try:
+        if form == "mov":
+            return head[4:8] in BOXES and mov_needs(file, size) > size
+        if form == "avi":
+            return head.startswith(RIFF) and 8 + number("<I", head, 4) > size
+        return head.startswith(EBML) and matroska_needs(head) > size
+    except (IndexError, struct.error):
+        return True
+
+
+def read_at(file: BinaryIO, at: int, size: int) -> bytes:
+    file.seek(at)
+    return file.read(size)
+
+
+def mov_needs(file: BinaryIO, size: int) -> int:
+    """Return the place at which the last box of an MP4 file ends, or one behind the file if it lacks the box `moov`,
+    which lists the frames. A box of size 0 reaches to the file's end."""
+    at, lists_frames = 0, False
+    while at + 8 <= size:
+        head = read_at(file, at, 16)
+        length = number(">I", head, 0)
+        length = number(">Q", head, 8) if length == 1 else length
+        lists_frames |= head[4:8] == b"moov"
+        if length < 8:
+            break
+        at += length
+    return at if lists_frames else size + 1
+
+
+def matroska_needs(head: bytes) -> int:
+    """Return the place at which the segment of a Matroska file ends, given the file's beginning; 0 if it is unknown."""
+    length, at = vint(head, len(EBML))
+    at += length + len(EBML)  # the segment has an id of four bytes, too
+    length, begin = vint(head, at)
+    unknown = length == (1 << 7 * (begin - at)) - 1
+    return 0 if unknown else begin + length
+
+
+def vint(data: bytes, at: int) -> tuple[int, int]:
+    """Return a number of variable length at a place of an EBML file, and the place after it."""
+    width = 9 - data[at].bit_length()
+    value = int.from_bytes(data[at : at + width], "big") & ((1 << 7 * width) - 1)
+    return value, at + width

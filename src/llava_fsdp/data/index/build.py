@@ -7,7 +7,7 @@
     chunks/PASS/KEY-N.npz    columns of N and the following records of one file of records; KEY depends on its content
     rows/KEY                 the rows of a Parquet file, or the content of a compressed one, as JSON Lines
     KEY/texts                positions of the records (`Texts`); KEY depends on the content of all files of records
-    KEY/records              columns with properties of the records
+    KEY/records              columns with properties of the records; KEY/records-videos if their videos are read
     KEY/pictures-KEY.N       columns with properties of the records' images; a new N when a bad image was fixed
     KEY/encoded-KEY          columns for one tokenizer, template and maximum length
 
@@ -72,6 +72,11 @@ class Plan:
     encoder: Encoder
     reader: ImageReader
     workers: int
+
+    @property
+    def records_name(self) -> str:
+        """Name of the folder with the columns of the records. They depend on whether videos are read."""
+        return "records" if self.reader.sampling is None else "records-videos"
 
     @property
     def whole_encoder(self) -> Encoder:
@@ -213,22 +218,23 @@ def find(plan: Plan, sources: list[DataSource], folder: Path) -> Index | None:
         return None
     state = folder / known.key
     pictures = newest(state / pictures_name(plan))
-    if pictures is None or not ((state / "texts").is_dir() and (state / "records").is_dir()):
+    if pictures is None or not ((state / "texts").is_dir() and (state / plan.records_name).is_dir()):
         return None
     encoded = state / encoded_name(plan, pictures)
-    return opened(folder, state, pictures, encoded) if encoded.is_dir() else None
+    return opened(plan, folder, state, pictures, encoded) if encoded.is_dir() else None
 
 
-def opened(folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
-    for part in (state / "texts", state / "records", pictures, encoded):
+def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
+    records = state / plan.records_name
+    for part in (state / "texts", records, pictures, encoded):
         check_part(part, whole=False)
-    texts = Texts(state / "texts")
+    texts = Texts(state / "texts", plan.reader.sampling is not None)
     facts = read_json(encoded / DONE)
     try:
         limits, losses = facts["limits"], np.array(facts["losses"], dtype=np.int64)
     except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise damaged(encoded / DONE, "it is not what was written") from error
-    return Index(folder, texts, state / "records", pictures, encoded, limits, losses)
+    return Index(folder, texts, records, pictures, encoded, limits, losses)
 
 
 def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
@@ -254,22 +260,23 @@ def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, loo
         join_texts(sources, finding, state / "texts", known.fingerprint, check)
         if len(shards) == 1:
             clear(finding.folder)
-    reading = ReadRecords(state / "texts", CHUNKS["records"])
-    make(reading, chunks_of(plan, "records"), state / "records", plan.workers, watch, "reading records", read_facts)
+    records, sampling = state / plan.records_name, plan.reader.sampling
+    reading = ReadRecords(state / "texts", CHUNKS["records"], sampling)
+    make(reading, chunks_of(plan, plan.records_name), records, plan.workers, watch, "reading records", read_facts)
     pictures = examine_pictures(plan, state, watch, look_again)
     encoded = state / encoded_name(plan, pictures)
     encoding = EncodeRecords(
-        state / "texts", CHUNKS["encoded"], state / "records", pictures, plan.whole_encoder, plan.reader
+        state / "texts", CHUNKS["encoded"], sampling, records, pictures, plan.whole_encoder, plan.reader
     )
     chunks = chunks_of(plan, f"encoded-{encoding_of(plan)}")
     make(encoding, chunks, encoded, plan.workers, watch, "counting tokens", encoded_facts)
     check()
-    return opened(folder, state, pictures, encoded)
+    return opened(plan, folder, state, pictures, encoded)
 
 
 def is_part(name: str) -> bool:
     """Return whether a folder is a complete part of an index, judged by the folder's name."""
-    return name in ("texts", "records") or (
+    return name in ("texts", "records", "records-videos") or (
         name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))
     )
 
@@ -365,7 +372,8 @@ def scaled(plan: Plan) -> bool:
 
 
 def pictures_name(plan: Plan) -> str:
-    return f"pictures-{short(plan.cfg.examine.value, plan.cfg.allow_links, scaled(plan))}"
+    videos = () if plan.reader.sampling is None else (str(plan.reader.sampling),)
+    return f"pictures-{short(plan.cfg.examine.value, plan.cfg.allow_links, scaled(plan), *videos)}"
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:
@@ -401,7 +409,9 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
     """
     cfg = plan.cfg
     looking = cfg.examine, scaled(plan), cfg.allow_links
-    task = ExaminePictures(state / "texts", CHUNKS["pictures"], state / "records", *looking)
+    task = ExaminePictures(
+        state / "texts", CHUNKS["pictures"], plan.reader.sampling, state / plan.records_name, *looking
+    )
     base, chunks = state / pictures_name(plan), chunks_of(plan, pictures_name(plan))
     last = newest(base)
     if last is not None:

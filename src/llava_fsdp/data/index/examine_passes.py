@@ -18,10 +18,11 @@ from xxhash import xxh3_64_intdigest
 
 from llava_fsdp.config import Examine
 from llava_fsdp.data.images.check import ImageBytes, ImageFacts, check_links, examine
+from llava_fsdp.data.images.video import VideoSampling, examine_video
 from llava_fsdp.data.index.record_store import Texts
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
 from llava_fsdp.data.records.problems import BITS, Kind
-from llava_fsdp.data.records.record import INLINE, Record, unread_reason
+from llava_fsdp.data.records.record import INLINE, Record, is_video, unread_reason
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.terminal_text import shown_name
@@ -81,10 +82,12 @@ class Pass(ABC):
 
     folder: Path
     size: int
+    sampling: VideoSampling | None
+    """Which frames of a video are taken; None if videos are not read."""
 
     @cached_property
     def texts(self) -> Texts:
-        return Texts(self.folder)
+        return Texts(self.folder, self.sampling is not None)
 
     @cached_property
     def chunks(self) -> list[range]:
@@ -215,7 +218,9 @@ class ExaminePictures(Pass):
     """Second pass over a dataset: check each image and store its size.
 
     Columns with a value per image: width and height after turning by the EXIF orientation, stored_height (before
-    turning), and digest (uint64, xxh3 of the file's bytes if all were read). All are 0 for an image with problems.
+    turning), and digest (uint64, xxh3 of the file's bytes if all were read). If videos are read, also frames (number of
+    a video's frames) and rate (float64, frames per second); both are 0 for an image. All are 0 for an image or a video
+    with problems.
     """
 
     records_folder: Path
@@ -254,8 +259,12 @@ class ExaminePictures(Pass):
                     picture = ImageFacts(0, 0, 0)
                 pictures.append(picture)
         values = {n: [getattr(p, n) for p in pictures] for n in ("width", "height", "stored_height")}
-        columns = {name: np.array(column, dtype=np.int32) for name, column in values.items()}
-        return {**columns, "digest": np.array([p.digest for p in pictures], dtype=np.uint64)}
+        columns: Columns = {name: np.array(column, dtype=np.int32) for name, column in values.items()}
+        columns["digest"] = np.array([p.digest for p in pictures], dtype=np.uint64)
+        if self.sampling is not None:
+            columns["frames"] = np.array([p.frames for p in pictures], dtype=np.int32)
+            columns["rate"] = np.array([p.rate for p in pictures], dtype=np.float64)
+        return columns
 
     def look(self, folder: str | None, name: str, data: bytes | None) -> ImageFacts | Wrong:
         """Check an image, whose file is `data` or, if that is None, in the image folder."""
@@ -266,9 +275,12 @@ class ExaminePictures(Pass):
         else:
             return ImageFacts(0, 0, 0)
         try:
+            full = self.how is Examine.decode
             if isinstance(file, Path):
                 check_links(file, self.real_folders[str(folder)], self.allow_links)
-            return examine(file, name, self.how is Examine.decode, self.scaled)
+                if is_video(name) and self.sampling is not None:
+                    return examine_video(file, name, self.sampling, full)
+            return examine(file, name, full, self.scaled)
         except DataError as error:
             assert error.kind is not None
             return Wrong(error.kind, str(error))
@@ -293,6 +305,8 @@ class PictureSizes:
         self.first = open_column(records, "first_picture")
         names = ("width", "height", "stored_height")
         self.width, self.height, self.stored_height = (open_column(pictures, name) for name in names)
+        has_videos = (pictures / "frames.npy").is_file()
+        self.frames, self.rate = (open_column(pictures, n) if has_videos else None for n in ("frames", "rate"))
 
     def of(self, number: int, place: int) -> tuple[int, int, int]:
         """Return (width, height, stored height) in pixels of one of a record's images; all 0 if the image has problems.
@@ -307,5 +321,14 @@ class PictureSizes:
     def put(self, record: Record, number: int) -> Record:
         if not record.images:
             return record
-        sizes = tuple(self.of(number, place)[:2] for place in range(len(record.images)))
-        return replace(record, sizes=sizes)
+        places = range(len(record.images))
+        sizes = tuple(self.of(number, place)[:2] for place in places)
+        return replace(record, sizes=sizes, frames=tuple(self.frames_of(number, place) for place in places))
+
+    def frames_of(self, number: int, place: int) -> tuple[int, float]:
+        """Return (number of frames, frames per second) of one of a record's videos; zeros for an image, and if the
+        index was made without videos. Arguments as for `of`."""
+        if self.frames is None or self.rate is None:
+            return 0, 0.0
+        row = int(self.first[number]) + place
+        return int(self.frames[row]), float(self.rate[row])

@@ -136,11 +136,15 @@ class Texts:
     of the sources and of their files.
 
     The columns `offset` (int64), `size` and `line` (int32) say where the bytes of a record are. When a Texts is
-    pickled, only the path of its folder is.
+    pickled, only its arguments are.
+
+    Args:
+        videos: read the records' videos; if false, a record that names a video has media that are not read.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, videos: bool = False):
         self.folder = folder
+        self.videos = videos
         facts = read_json(folder / DONE)
         try:
             require_kinds(facts, {"fingerprint": (str,), "max_record_bytes": (int,)})
@@ -156,7 +160,7 @@ class Texts:
         self._open: OrderedDict[str, int] = OrderedDict()
 
     def __reduce__(self) -> tuple:
-        return Texts, (self.folder,)
+        return Texts, (self.folder, self.videos)
 
     def __len__(self) -> int:
         return len(self.offset)
@@ -281,7 +285,7 @@ class Texts:
         source, index = self.place(number)
         path, folder = self._paths[source]
         raw = self.raw(number) if text is None else self.parse(number, text)
-        record = parse_record(path, index, raw, self.line(number), source.keys)
+        record = parse_record(path, index, raw, self.line(number), source.keys, self.videos)
         return record if folder is None else replace(record, folder=folder)
 
 

@@ -13,7 +13,7 @@ from llava_fsdp.data.images.preprocess import ImageReader, check_enlarged, check
 from llava_fsdp.data.index.examine_passes import Findings, Pass, PictureSizes, Tell, attempt
 from llava_fsdp.data.index.worker_pool import Columns
 from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.data.records.record import Record
+from llava_fsdp.data.records.record import Record, count_images, is_video
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import asked_turns
 from llava_fsdp.data.text.encode import Encoder, Measured
@@ -47,10 +47,11 @@ class EncodeRecords(Pass):
         return PictureSizes(self.records_folder, self.pictures_folder)
 
     def key_of(self, numbers: range) -> str:
-        """See `Pass.key_of`; the tokens of an image may depend on its size."""
+        """See `Pass.key_of`; the tokens of an image may depend on its size, and those of a video on its length."""
         begin, end = self.sizes.first[numbers.start], self.sizes.first[numbers.stop]
-        sizes = (self.sizes.width, self.sizes.height, self.sizes.stored_height)
-        digest = xxh3_64_hexdigest(b"".join(column[begin:end].tobytes() for column in sizes))
+        own = self.sizes
+        columns = (c for c in (own.width, own.height, own.stored_height, own.frames, own.rate) if c is not None)
+        digest = xxh3_64_hexdigest(b"".join(column[begin:end].tobytes() for column in columns))
         return f"{super().key_of(numbers)}-{digest}"
 
     @property
@@ -83,7 +84,7 @@ class EncodeRecords(Pass):
                 reason = f"{record.where}: turn {position} is an answer without text; write one, or remove the turns"
                 tell(Kind.empty_answer, reason)
         attempt(lambda: self.check_shapes(record, number), tell)
-        if self.reader.tokens.needs_size(len(record.images)) and not all(min(size) for size in record.sizes or ()):
+        if record.images and not self.reader.is_known(record):
             return None  # the length is unknown because an image is bad, which the pass over images has reported
         made = attempt(lambda: self.encoder.measure(record, self.limits), tell)
         if made is not None:
@@ -96,10 +97,10 @@ class EncodeRecords(Pass):
         reader = self.reader
         for place, name in enumerate(record.images):
             width, height, stored_height = self.sizes.of(number, place)
-            if not width:
+            if not width or is_video(name):
                 continue
             what = self.texts.own_picture(number, f"{record.where}: image {reader.path(record, name)}")
-            if not reader.tokens.needs_size(len(record.images)):
+            if not reader.tokens.needs_size(count_images(record.images)):
                 check_enlarged((width, height), reader.preprocessor, reader.one_tile, what)
             if reader.pixels is Pixels.llava_v1_5:
                 check_height(stored_height, what)

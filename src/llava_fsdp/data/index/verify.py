@@ -14,6 +14,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from llava_fsdp.data.images.check import read_file
+from llava_fsdp.data.images.video import video_digest
 from llava_fsdp.data.index.build import CHUNKS, Index, Plan, find
 from llava_fsdp.data.index.examine_passes import PictureNames
 from llava_fsdp.data.index.integrity import check_part
@@ -29,7 +30,7 @@ from llava_fsdp.data.index.worker_pool import (
     run_chunks,
 )
 from llava_fsdp.data.records import parquet
-from llava_fsdp.data.records.record import INLINE
+from llava_fsdp.data.records.record import INLINE, is_video
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.progress import Watch
 
@@ -84,7 +85,7 @@ class CompareContent:
 def digest_of(path: Path) -> int | str:
     """Return the xxh3 checksum of a file's bytes, or a text with the reason if the file cannot be read."""
     try:
-        return xxh3_64_intdigest(read_file(path, "now"))
+        return video_digest(path, "now") if is_video(path) else xxh3_64_intdigest(read_file(path, "now"))
     except DataError as error:
         return str(error)
 

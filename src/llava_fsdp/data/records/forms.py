@@ -5,7 +5,7 @@ The forms are those of FORMS, and a question and an answer in two keys that the 
 
 import base64
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from llava_fsdp.data.records.record import (
     check_text,
     id_of,
     is_empty,
+    is_video,
     name_place,
     name_record,
     names_media,
@@ -57,6 +58,11 @@ IMAGE_PARTS = ("image", "image_url")
 """Types of the parts that stand for an image."""
 GIVEN_AS = ("image", "image_url", "url", "path", "base64", "bytes")
 """Keys by which a part, or an object in place of a path, gives an image."""
+VIDEO = "video"
+"""Key of a record for its videos, and type of the parts that stand for a video."""
+VIDEO_GIVEN_AS = (VIDEO, "path")
+"""Keys by which a part gives a video."""
+ANY_TAG = re.compile(rf"{IMAGE_TAG}|(?i:<video>)")
 DATA_URL = re.compile(r"data:image/[\w.+-]+(?:;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 
 
@@ -95,10 +101,12 @@ class RecordReader:
 
     where: str
     """Name of the record in error messages."""
+    reads_videos: bool = False
+    """Whether videos are read; if not, a video is one of the media that are not read."""
     inline: dict[str, bytes] = field(default_factory=dict)
     """Files of the images that are in the record itself, by the names that `image` gives them."""
     in_parts: list[str] = field(default_factory=list)
-    """Names of the images that the parts of turns give."""
+    """Names of the images, and of videos that are read, that the parts of turns give."""
     unread: str | None = None
     """Description of the first media that are not read."""
 
@@ -133,6 +141,18 @@ class RecordReader:
                 raise self.bad(what, value, "data:image/TYPE;base64,DATA if it is a data URL")
             return self.keep(self.decoded(what, value[head.end() :]))
         check_name(value, self.where)
+        if is_video(value) and not self.reads_videos:
+            self.unread = self.unread or f"the video {shown(value)}"
+        return value
+
+    def video(self, what: str, value: Any) -> str:
+        """Return the path of a video."""
+        if not isinstance(value, str) or not value:
+            cure = "a path or a list of paths: fix it, or leave the key out of a record without videos"
+            raise self.bad(what, value, cure)
+        check_name(value, self.where, VIDEO)
+        if not is_video(value):
+            self.unread = self.unread or f"the video {shown(value)}"
         return value
 
     def decoded(self, what: str, text: Any) -> bytes:
@@ -176,7 +196,7 @@ class RecordReader:
         return value
 
     def part(self, what: str, raw: Any) -> str:
-        """Return the text of a part of a turn; of an image, `<image>`."""
+        """Return the text of a part of a turn; of an image or a video, `<image>`."""
         kind = raw.get("type") if isinstance(raw, dict) else None
         if not isinstance(kind, str):
             raise self.bad(what, raw, "an object with type (text, image or image_url)")
@@ -189,6 +209,11 @@ class RecordReader:
             self.note_unread(raw, GIVEN_AS)
             if given:
                 self.in_parts.append(self.image(what, raw))
+            return IMAGE_TAG
+        named = [raw[key] for key in VIDEO_GIVEN_AS if not is_empty(raw.get(key))]
+        if kind == VIDEO and self.reads_videos and len(named) == 1 and is_empty(raw.get("text")):
+            self.note_unread(raw, VIDEO_GIVEN_AS)
+            self.in_parts.append(self.video(what, named[0]))
             return IMAGE_TAG
         if kind in IMAGE_PARTS or not names_media(kind):
             raise self.bad(what, raw, "of type text, image or image_url, and have either text or an image")
@@ -217,6 +242,10 @@ class RecordReader:
             for role, name in zip(ROLES, ENTRY_KEYS, strict=True):
                 turns.append(Turn(role, self.text(f"{key}, entry {number}, {name}", own[name])))
         return turns
+
+    def videos(self, value: Any) -> list[str]:
+        """Read the value of the key `video`, a path or a list of paths."""
+        return [self.video(VIDEO, own) for own in (value if isinstance(value, list) else [value])]
 
     def images(self, raw: dict[str, Any], keys: Iterable[str]) -> dict[str, list[str]]:
         """Return the names of the images in each of the given keys of a record."""
@@ -264,8 +293,13 @@ def form_of(where: str, raw: dict[str, Any], keys: RecordKeys) -> str:
     return filled[0]
 
 
-def parse_record(path: Path, index: int, raw: Any, line: int | None = None, keys: RecordKeys = NO_KEYS) -> Record:
+def parse_record(
+    path: Path, index: int, raw: Any, line: int | None = None, keys: RecordKeys = NO_KEYS, videos: bool = False
+) -> Record:
     """Make a Record from parsed JSON, or from a row with the same keys, in which images may also be bytes.
+
+    Args:
+        videos: read videos; if false, a record that names a video has media that are not read.
 
     Raises:
         DataError: the record has none of the forms (docs/data.md; LLaVA's: train.py:665-740).
@@ -280,9 +314,11 @@ def parse_record(path: Path, index: int, raw: Any, line: int | None = None, keys
     if TOO_LARGE in raw:
         found, most = raw[TOO_LARGE]
         check_bytes(found, most, where)
-    reader = RecordReader(where)
+    reader = RecordReader(where, videos)
     listed = reader.images(raw, keys.images)
-    reader.note_unread(raw, (*keys.images, *(keys.pair or ())))
+    key_of_videos = (VIDEO,) if videos and VIDEO not in keys.images else ()
+    shows = [name for key in key_of_videos if raw.get(key) is not None for name in reader.videos(raw[key])]
+    reader.note_unread(raw, (*keys.images, *key_of_videos, *(keys.pair or ())))
     form = form_of(where, raw, keys)
     if form in FORMS:
         turns = FORMS[form](reader, form, raw[form])
@@ -291,9 +327,12 @@ def parse_record(path: Path, index: int, raw: Any, line: int | None = None, keys
     if form == "messages":
         reader.refuse_tools("the record", raw)
     names = one_list(where, {**listed, "the parts of its turns": reader.in_parts})
+    if videos:
+        names, turns = put_videos(names, shows, turns)
     parsed = tuple(turns if form == "conversations" else images_in_front(turns, len(names)))
+    has_image_key = bool(names) or any(key in raw for key in ("image", *key_of_videos))
     return Record(
-        str(path), index, str(index) if identity is None else identity, names, parsed, "image" in raw or bool(names),
+        str(path), index, str(index) if identity is None else identity, names, parsed, has_image_key,
         has_id=identity is not None, line=line, unread=reader.unread or unread_tag(parsed), inline=reader.inline,
     )  # fmt: skip
 
@@ -304,6 +343,39 @@ def one_list(where: str, listed: dict[str, list[str]]) -> tuple[str, ...]:
     if len({tuple(names) for names in filled.values()}) > 1:
         raise DataError(f"{where} has different images in {' and '.join(filled)}; keep one", Kind.bad_form)
     return tuple(next(iter(filled.values()), ()))
+
+
+def put_videos(
+    images: Sequence[str], videos: Sequence[str], turns: Sequence[Turn]
+) -> tuple[tuple[str, ...], list[Turn]]:
+    """Return the images and videos of a record in the order of their tags, and its turns with the tag <image> in place
+    of each tag of a video.
+
+    The tag <video> stands for the next video. The tag <image> stands for the next of `images` or, if there are none,
+    for the next video, as in LLaVA-Video-178K. Files without a tag come last.
+
+    Args:
+        images: the files that the keys of images or the parts of turns name; some may be videos.
+        videos: the files under the key `video`.
+    """
+    images_left, videos_left, ordered = list(images), list(videos), list[str]()
+
+    def take(tag: re.Match[str]) -> str:
+        wants_video = tag[0] != IMAGE_TAG
+        names = videos_left if not images or (wants_video and videos_left) else images_left
+        found = next((name for name in names if is_video(name) or not wants_video), None)
+        if found is None:
+            return tag[0]  # the checks of tags report it
+        names.remove(found)
+        ordered.append(found)
+        return IMAGE_TAG
+
+    def read(turn: Turn) -> Turn:
+        tags = re.compile(IMAGE_TAG) if "</video>" in turn.text.lower() else ANY_TAG  # <video> is HTML with </video>
+        return replace(turn, text=tags.sub(take, turn.text)) if turn.role == "human" else turn
+
+    read_turns = [read(turn) for turn in turns]
+    return (*ordered, *images_left, *videos_left), read_turns
 
 
 def images_in_front(turns: list[Turn], images: int) -> list[Turn]:

@@ -3,8 +3,8 @@ file.
 
 Columns: those of a form of records (`forms`); `id`; `image` and `images`, a path, a list of paths, or images themselves
 as Hugging Face datasets writes them (structs of bytes and path, or lists of these; if no row has bytes, the paths are
-used). A null counts as a missing key. Other columns whose names mean media (video, audio, ...) are not read: a record
-with a value in such a column is a bad record.
+used); `video`, a path or a list of paths. A null counts as a missing key. Other columns whose names mean media (audio,
+...) are not read: a record with a value in such a column is a bad record. So is one with videos themselves.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import numpy as np
 
 from llava_fsdp.data.index.integrity import read_json
 from llava_fsdp.data.index.worker_pool import BLOCK, Columns, chunk_file, columns_of
-from llava_fsdp.data.records.forms import ENTRY_KEYS, FORMS, NO_KEYS, TOOL_KEYS, TURN_KEYS, RecordKeys
+from llava_fsdp.data.records.forms import ENTRY_KEYS, FORMS, NO_KEYS, TOOL_KEYS, TURN_KEYS, VIDEO, RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
 from llava_fsdp.data.records.record import TOO_LARGE, is_empty, names_media, reading
 from llava_fsdp.runtime.durable_files import replace_file, replacing
@@ -179,6 +179,7 @@ class Store:
         if isinstance(image, list):
             return [self.put(one, names) for one in image]
         if not isinstance(image, dict):
+            self.paths += image is not None
             return image
         if image["bytes"] is None:
             self.paths += image["path"] is not None
@@ -198,8 +199,17 @@ def turn_columns(keys: RecordKeys) -> tuple[str, ...]:
     return (*FORMS, *(keys.pair or ()))
 
 
-def read_columns(keys: RecordKeys) -> tuple[str, ...]:
-    return ("id", *keys.images, *turn_columns(keys))
+def read_columns(keys: RecordKeys, schema: Any) -> list[str]:
+    """Return the names of the columns of an Arrow schema that are read. Videos are read as paths alone."""
+    names = dict.fromkeys(("id", *keys.images, *turn_columns(keys)))
+    names |= {VIDEO: None} if VIDEO in schema.names and has_paths(schema, VIDEO) else {}
+    return [name for name in names if name in schema.names]
+
+
+def has_paths(schema: Any, name: str) -> bool:
+    """Return whether a column of an Arrow schema has paths, or lists of paths."""
+    kind = schema.field(name).type
+    return is_text(kind.value_type if is_list(kind) else kind)
 
 
 def open_file(path: Path, keys: RecordKeys = NO_KEYS) -> Any:
@@ -247,11 +257,10 @@ def check_types(path: Path, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
         if not (is_text(own) or types.is_integer(own) or types.is_floating(own)):
             raise DataError(f"{path}: id is {own}; it must be text or a number")
     for name in (name for name in keys.images if name in schema.names):
-        image = schema.field(name).type
-        one = image.value_type if is_list(image) else image
-        if not (is_text(one) or is_embedded(schema, (name,))):
+        if not (has_paths(schema, name) or is_embedded(schema, (name,))):
             raise DataError(
-                f"{path}: {name} is {image}; it must be a path, a list of paths, or structs of bytes and path"
+                f"{path}: {name} is {schema.field(name).type}; it must be a path, a list of paths, or structs of bytes "
+                "and path"
             )
 
 
@@ -332,13 +341,12 @@ def lines(
     if store is None and is_embedded(file.schema_arrow, keys.images):
         raise DataError(f"{path} holds images; only llava-fsdp prepare and training read them: give paths instead")
     names = file.schema_arrow.names
-    read = read_columns(keys)
+    read = read_columns(keys, file.schema_arrow)
     unread = [name for name in names if name not in read and (names_media(name) or name in TOOL_KEYS)]
-    present = [name for name in read if name in names] + unread
     rows = 1 if unread else ROWS_AT_ONCE
-    for batch in read_on(path, file.iter_batches(rows, row_groups=groups, columns=present)):
+    for batch in read_on(path, file.iter_batches(rows, row_groups=groups, columns=read + unread)):
         for row in range(batch.num_rows):
-            yield line(batch.slice(row, 1), store, most, keys)
+            yield line(batch.slice(row, 1), store, most, keys, read)
 
 
 def read_on(path: Path, batches: Iterator[Any]) -> Iterator[Any]:
@@ -350,7 +358,7 @@ def read_on(path: Path, batches: Iterator[Any]) -> Iterator[Any]:
         raise DataError(f"{path} cannot be read: {error}; take it from its source again") from error
 
 
-def line(row: Any, store: Store | None, most: int, keys: RecordKeys = NO_KEYS) -> bytes:
+def line(row: Any, store: Store | None, most: int, keys: RecordKeys, read: Sequence[str]) -> bytes:
     names = row.schema.names
     size = row.select([name for name in turn_columns(keys) if name in names]).nbytes
     try:
@@ -361,14 +369,14 @@ def line(row: Any, store: Store | None, most: int, keys: RecordKeys = NO_KEYS) -
     except UnicodeDecodeError:
         return NOT_UTF8
     record: dict[str, Any] = {
-        name: value if name in read_columns(keys) else HELD
+        name: value if name in read else HELD
         for name, value in values.items()
-        if value is not None and (name in read_columns(keys) or not is_empty(value))
+        if value is not None and (name in read or not is_empty(value))
     }
     for name in (name for name in FORMS if name in record):
         record[name] = [plain_turn(turn) for turn in record[name]]
     own_names: dict[str, str | None] = {}
-    for name in (name for name in keys.images if name in record):
+    for name in (name for name in (*keys.images, VIDEO) if name in record and name in read):
         if store is None:
             continue
         record[name] = store.put(record[name], own_names)

@@ -37,6 +37,11 @@ ABOUT = frozenset(
 )
 """Words of JSON keys that describe media (`image_id`, `video_length`) instead of naming a media file."""
 MEDIA_TAG = re.compile(r"<(video|audio)>", re.IGNORECASE)
+VIDEO_FORMATS = {
+    ".mp4": "mov", ".m4v": "mov", ".mov": "mov", ".mkv": "matroska", ".webm": "matroska", ".avi": "avi",
+}  # fmt: skip
+"""For each suffix by which a file is a video, PyAV's name of the format."""
+VIDEOS_NEED = "videos are only read with data.image_aspect_ratio=anyres_max (LLaVA-OneVision)"
 TOO_LARGE = "llava_fsdp bytes of a row"
 """JSON key of the placeholder for a Parquet row that is too large; its value is [size of the row, limit], both in
 bytes."""
@@ -64,16 +69,20 @@ class Record:
     index: int
     id: str
     images: tuple[str, ...]
-    """Paths of the images, relative to the image folder; for an image in the record itself, its name in `inline`."""
+    """Paths of the images and videos, relative to the image folder; for an image in the record itself, its name in
+    `inline`. The tag of a video in `turns` is also <image>."""
     turns: tuple[Turn, ...]
     has_image_key: bool
-    """Whether the record has the key `image`, even with an empty value; LLaVA treats such a record as one with an
-    image."""
+    """Whether the record has the key `image`, even with an empty value, or a key `video` that is read; LLaVA treats
+    such a record as one with an image."""
     folder: Path | None = None
     """Image folder of the record's data source; None: the image folder that is set for all sources."""
     sizes: tuple[tuple[int, int], ...] | None = None
     """(width, height) in pixels of each image after turning by its EXIF orientation; None if the record does not come
     from a dataset's index."""
+    frames: tuple[tuple[int, float], ...] | None = None
+    """(number of frames, frames per second) of each of `images`; (0, 0.0) for an image. None if the record does not
+    come from a dataset's index."""
     has_id: bool = True
     """Whether the record has an id; otherwise `id` is its index."""
     line: int | None = None
@@ -183,6 +192,16 @@ def check_bytes(found: int, most: int, where: str) -> None:
         )
 
 
+def is_video(file: object) -> bool:
+    """Return whether a file is a video, judged by the suffix of its name (a path, or an `ImageBytes`)."""
+    return Path(str(file)).suffix.lower() in VIDEO_FORMATS
+
+
+def count_images(names: Iterable[object]) -> int:
+    """Return how many of the files are no videos."""
+    return sum(not is_video(name) for name in names)
+
+
 def unread_media(raw: dict[str, Any], read: Iterable[str]) -> str | None:
     """Return a description of the first key of an object that names media (video, audio, ...), has a value and is not
     one of the keys `read`. None if there is none."""
@@ -226,7 +245,8 @@ def is_empty(value: Any) -> bool:
 def unread_reason(where: str, unread: str) -> str:
     return (
         f"{where} has {unread}, and media are read from the record's keys image and images and from the image parts of "
-        "its turns alone: name images there, or take it out"
+        "its turns alone, and videos also from the key video and from video parts: name them there, or take it out; "
+        f"{VIDEOS_NEED}, from files that end in {', '.join(VIDEO_FORMATS)}"
     )
 
 
@@ -236,36 +256,37 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def check_name(name: str, where: str) -> None:
-    """Raise DataError if the name of an image is not a relative path below the image folder.
+def check_name(name: str, where: str, key: str = "image") -> None:
+    """Raise DataError if the name of an image or a video is not a relative path below the image folder.
 
     Args:
         where: name of the record in the error message.
+        key: key of the record that has the name.
     """
     if ADDRESS.match(name):
         raise DataError(
-            f"{where}: image is {name[:80]!r}, an address; nothing is fetched: download it, and give its path below "
+            f"{where}: {key} is {name[:80]!r}, an address; nothing is fetched: download it, and give its path below "
             "data.images",
             Kind.url,
         )
     if Path(name).is_absolute():
         raise DataError(
-            f"{where}: image is {name!r}, an absolute path; give its path below data.images", Kind.path_outside
+            f"{where}: {key} is {name!r}, an absolute path; give its path below data.images", Kind.path_outside
         )
     if ".." in Path(name).parts:
         raise DataError(
-            f"{where}: image is {name!r}, and .. is not allowed in a path, wherever it leads; give the path below "
+            f"{where}: {key} is {name!r}, and .. is not allowed in a path, wherever it leads; give the path below "
             "data.images without it",
             Kind.path_outside,
         )
     if name.endswith("/"):
-        raise DataError(f"{where}: image is {name!r}, which names a folder; take the / off", Kind.bad_form)
+        raise DataError(f"{where}: {key} is {name!r}, which names a folder; take the / off", Kind.bad_form)
     try:
         named = b"\0" not in name.encode()
     except UnicodeEncodeError:
         named = False
     if not named:
-        raise DataError(f"{where}: image is {name!r}, which no file can be called; fix it", Kind.bad_form)
+        raise DataError(f"{where}: {key} is {name!r}, which no file can be called; fix it", Kind.bad_form)
 
 
 def check_text(text: str, what: str) -> None:

@@ -26,7 +26,8 @@ class RecordFile:
 
     def __getitem__(self, index: int) -> Record:
         text, line = self._texts[index]
-        return parse_record(self.path, index, parse_text(self.path, index, text, line), line, self.keys)
+        raw = parse_text(self.path, index, text, line)
+        return parse_record(self.path, index, raw, line, self.keys, videos=True)
 
 
 def texts(path: Path, most: int, keys: RecordKeys = NO_KEYS) -> Iterator[tuple[bytes, int | None]]:

@@ -1,0 +1,254 @@
+"""Read frames of video files with PyAV, for models that take videos (LLaVA-OneVision).
+
+Which frames are taken (LLaVA-NeXT train.py, `process_video_with_decord`): every n-th, where n is the number of frames
+in a second divided by `data.video_fps`, rounded, and at least 1. If these are more than `data.video_frames`, that many
+at equal distances from the first frame to the last one are taken instead.
+
+A file is opened as an object without a name, in the format that its suffix names. So a playlist, or a file in another
+format, cannot make the library open other files.
+"""
+
+import errno
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import Image
+from xxhash import xxh3_64
+
+from llava_fsdp.config import AspectRatio, DataConfig
+from llava_fsdp.data.images.check import MAX_PIXELS, ImageFacts, with_file
+from llava_fsdp.data.images.truncation import video_ends_early
+from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.records.record import VIDEO_FORMATS
+from llava_fsdp.runtime.errors import ImageError
+
+BLOCK = 1 << 20
+"""Number of bytes that are read at once for a checksum."""
+
+
+@dataclass(frozen=True)
+class VideoSampling:
+    """Rule for which frames of a video are taken."""
+
+    fps: float = 1.0
+    """`data.video_fps`: frames that are taken of each second."""
+    frames: int = 32
+    """`data.video_frames`: largest number of frames that are taken."""
+
+    @classmethod
+    def of_config(cls, cfg: DataConfig) -> "VideoSampling | None":
+        """Return the rule that a configuration describes; None if videos are not read."""
+        is_read = cfg.trained_aspect is AspectRatio.anyres_max
+        return cls(cfg.video_fps, cfg.video_frames) if is_read else None
+
+    def numbers(self, frames: int, rate: float) -> list[int]:
+        """Return the numbers of the frames that are taken, in ascending order.
+
+        Args:
+            frames: number of the video's frames.
+            rate: frames per second of the video.
+        """
+        spaced = range(0, frames, max(1, round(rate / self.fps)))
+        if len(spaced) <= self.frames:
+            return list(spaced)
+        return np.linspace(0, frames - 1, self.frames, dtype=int).tolist()
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The frames of a video as its packets list them, without having been decoded."""
+
+    times: np.ndarray
+    """Time of each frame in ascending order, int64 [frames], in units of the stream's time base."""
+    keys: np.ndarray
+    """Times of the key frames in ascending order, int64 [key frames]. Decoding can begin at each of them."""
+    seeks: np.ndarray
+    """For each key frame, the time at which the file is searched for it: its time of decoding, int64 [key frames]."""
+    rate: float
+    """Frames per second."""
+
+    def key_before(self, time: int) -> int:
+        """Return the index of the last key frame at or before a time; 0 if there is none."""
+        return max(0, int(np.searchsorted(self.keys, time, side="right")) - 1)
+
+
+class NoFrameError(Exception):
+    """A file holds no frames that can be decoded."""
+
+
+def examine_video(path: Path, where: str, sampling: VideoSampling, full: bool) -> ImageFacts:
+    """Check that a video can be read, and return its number of frames, its frames per second, the size of its frames as
+    they are stored, and with `full` its checksum.
+
+    Args:
+        where: name of the record in error messages.
+        full: decode the frames that training takes. If false, no frame is decoded.
+
+    Raises:
+        ImageError: the video cannot be read, or PyAV is not installed; its `kind` says why.
+    """
+
+    def read(file: BinaryIO) -> ImageFacts:
+        with opening(file, path, where) as (container, stream):
+            width, height = stream.codec_context.width, stream.codec_context.height
+            timeline = read_timeline(container, stream)
+            count = len(timeline.times)
+            facts = ImageFacts(width, height, height, frames=count, rate=timeline.rate)
+            if full:
+                for _ in decoded(container, stream, timeline, sampling.numbers(count, timeline.rate)):
+                    pass
+        return replace(facts, digest=digest_of(file)) if full else facts
+
+    return with_file(path, f"{where}: video {path}", read)
+
+
+def read_frames(path: Path, where: str, choose: Callable[[int, float], Sequence[int]]) -> list[Image.Image]:
+    """Return frames of a video as RGB images, turned as a player shows them.
+
+    Args:
+        where: name of the record in error messages.
+        choose: returns the numbers of the frames to read in ascending order, given the number of the video's frames and
+            its frames per second.
+
+    Raises:
+        ImageError: the video cannot be read, or PyAV is not installed; its `kind` says why.
+    """
+
+    def read(file: BinaryIO) -> list[Image.Image]:
+        with opening(file, path, where) as (container, stream):
+            timeline = read_timeline(container, stream)
+            numbers = choose(len(timeline.times), timeline.rate)
+            return [shown(frame) for frame in decoded(container, stream, timeline, numbers)]
+
+    return with_file(path, f"{where}: video {path}", read)
+
+
+def video_digest(path: Path, where: str) -> int:
+    """Return the xxh3 checksum of a video file's bytes; raise ImageError if it cannot be read."""
+    return with_file(path, f"{where}: video {path}", digest_of)
+
+
+def digest_of(file: BinaryIO) -> int:
+    file.seek(0)
+    digest = xxh3_64()
+    for block in iter(partial(file.read, BLOCK), b""):
+        digest.update(block)
+    return digest.intdigest()
+
+
+@contextmanager
+def opening(file: BinaryIO, path: Path, where: str) -> Iterator[tuple[Any, Any]]:
+    """Context manager that opens a video as PyAV's container and video stream; errors of PyAV in the `with` block
+    become ImageError. One thread decodes."""
+    try:
+        import av
+        import av.error
+    except ImportError as error:
+        raise ImageError(
+            f"{where}: video {path} is not read without PyAV: pip install 'llava-fsdp[video]'", Kind.media_not_read
+        ) from error
+    size, form = os.fstat(file.fileno()).st_size, VIDEO_FORMATS[path.suffix.lower()]
+    if not size:
+        raise ImageError(f"{where}: video {path} is empty (0 bytes); copy it again", Kind.image_empty)
+    if video_ends_early(file, form, size):
+        raise ImageError(f"{where}: video {path} is truncated after {size} bytes; copy it again", Kind.image_truncated)
+    file.seek(0)
+    try:
+        with av.open(file, format=form, io_open=refuse, metadata_errors="replace") as container:
+            stream = next((s for s in container.streams.video if not s.disposition & s.disposition.attached_pic), None)
+            if stream is None:
+                raise NoFrameError("it holds no video")
+            decoder = stream.codec_context
+            check_frame(decoder.width, decoder.height, path, where)
+            decoder.thread_count, decoder.thread_type, decoder.options = 1, "NONE", {"max_pixels": str(2 * MAX_PIXELS)}
+            yield container, stream
+    except (av.error.FFmpegError, NoFrameError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ImageError(
+            f"{where}: video {path} cannot be read as {form}: {reason}; take it from its source again, or convert it",
+            Kind.image_unreadable,
+        ) from error
+
+
+def refuse(name: str, *_: object) -> BinaryIO:
+    raise PermissionError(errno.EACCES, "a video may not open other files", name)
+
+
+def check_frame(width: int, height: int, path: Path, where: str) -> None:
+    if width * height > MAX_PIXELS:
+        raise ImageError(
+            f"{where}: video {path} has frames of {width} x {height} pixels, over the limit of {MAX_PIXELS}; make it "
+            "smaller",
+            Kind.image_bomb,
+        )
+
+
+def read_timeline(container: Any, stream: Any) -> Timeline:
+    """Read all packets of a video stream, without decoding them."""
+    packets = [p for p in container.demux(stream) if p.size and not p.is_discard and time_of(p) is not None]
+    keys = sorted((time_of(p), time_of(p) if p.dts is None else p.dts) for p in packets if p.is_keyframe)
+    if not keys:
+        raise NoFrameError("it holds no frame")
+    times = np.array(sorted(time_of(p) for p in packets), dtype=np.int64)
+    seconds = float((times[-1] - times[0]) * stream.time_base)
+    rate = float(stream.average_rate or 0) or ((len(times) - 1) / seconds if seconds else 1.0)
+    own, seeks = np.array(keys, dtype=np.int64).T
+    return Timeline(times, own, seeks, rate)
+
+
+def time_of(timed: Any) -> Any:
+    """Return the time at which a packet or a frame is shown, an integer in units of its time base; None if it has
+    none."""
+    return timed.dts if timed.pts is None else timed.pts
+
+
+def decoded(container: Any, stream: Any, timeline: Timeline, numbers: Sequence[int]) -> Iterator[Any]:
+    """Yield the frames of the given numbers, which ascend, as PyAV's frames. The frame of a number is the last one that
+    is shown at or before that frame's time.
+
+    Decoding continues from frame to frame, or begins anew at the last key frame before the next one if that saves
+    decoding.
+    """
+    frames: Iterator[Any] = iter(())
+    at, now, ahead = -1, None, None
+    for time in timeline.times[list(numbers)].tolist():
+        key = timeline.key_before(time)
+        if key > at:
+            frames, at, now, ahead = frames_from(container, stream, timeline, key), key, None, None
+        while now is None or time_of(now) < time:
+            ahead = ahead or next(frames, None)
+            if ahead is None or (now is not None and time_of(ahead) > time):
+                break
+            now, ahead = ahead, None
+        if now is None:
+            raise NoFrameError("its frames cannot be decoded")
+        if now.is_corrupt:
+            raise NoFrameError("a frame of it is damaged")
+        yield now
+
+
+def frames_from(container: Any, stream: Any, timeline: Timeline, key: int) -> Iterator[Any]:
+    """Yield the decoded frames from a key frame on; or from the beginning if the file cannot be searched for that key
+    frame."""
+    for place in (key, 0):
+        container.seek(int(timeline.seeks[place]), stream=stream)
+        packets = container.demux(stream)
+        first = next((packet for packet in packets if packet.is_keyframe and packet.size), None)
+        if first is not None and (time_of(first) or 0) <= timeline.keys[key]:
+            break
+    else:
+        raise NoFrameError("its first key frame is not found again")
+    for packet in itertools.chain([first], packets):
+        yield from (frame for frame in packet.decode() if time_of(frame) is not None)
+
+
+def shown(frame: Any) -> Image.Image:
+    """Return a frame as an RGB image, turned as a player shows it: by the multiple of 90 degrees that the file says."""
+    return frame.to_image(threads=1).rotate(frame.rotation, expand=True)
