@@ -267,8 +267,8 @@ def test_tags_in_the_text_must_match_images_apart_from_it() -> None:
         assert caught.value.kind == Kind.image_count
 
 
-def user(content: object) -> dict:
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]}
+def user(content: object, answer: str = "b") -> dict:
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
 
 
 def part(**fields: object) -> dict:
@@ -489,12 +489,13 @@ def test_images_in_the_record_are_verified_with_it(parts: Path, dataset: Path, t
 def test_questions_of_every_form_are_asked(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Of a benchmark too, whose images may be in the record itself."""
     path = write(
-        tmp_path / "a.jsonl", [{"id": "r0", **part(type="image", url=url("1.png"))}, {"id": "r1", **user("c")}]
+        tmp_path / "a.jsonl",
+        [{"id": "r0", **part(type="image", url=url("1.png"))}, {"id": "r1", **user("c", "The answer is B.")}],
     )
     questions = list(read_file(path, Task.multiple_choice, 1 << 20))
-    assert [q.text for q in questions] == ["<image>\na", "c"] and [q.references for q in questions] == [("B",), ("B",)]
+    assert [(q.text, q.references) for q in questions] == [("<image>\na", ()), ("c", ("B",))]
     asked = [first_question(RecordFile(path)[n]) for n in range(2)]
-    assert [(q.text, q.references) for q in asked] == [("<image>\na", ("b",)), ("c", ("b",))]
+    assert [(q.text, q.references) for q in asked] == [("<image>\na", ("b",)), ("c", ("The answer is B.",))]
     for question in (questions[0], asked[0]):
         check_images([question], make_config(parts, dataset, tmp_path, "data.images=null").data)
         (file,) = with_paths(question, None).images
