@@ -26,7 +26,7 @@ from llava_fsdp.data.index import build, duplicate_ids, statistics
 from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.integrity import read_rows
-from llava_fsdp.data.index.record_store import SourceFile, Texts, split
+from llava_fsdp.data.index.record_store import DataSource, FindRecords, Shard, SourceFile, Texts, join_texts
 from llava_fsdp.data.index.statistics import describe_lengths
 from llava_fsdp.data.index.token_pass import EncodeRecords
 from llava_fsdp.data.records.parquet import check_types, line
@@ -317,7 +317,9 @@ def test_a_record_of_exactly_the_most_bytes_is_read(tmp_path: Path) -> None:
     for most, fits in ((8, False), (9, True)):
         folder = tmp_path / str(most)
         source = SourceFile("a", str(tmp_path / "a.json"), None)
-        split([source], folder, [tmp_path / "a.json"], "f", most, lambda: None)
+        finding = FindRecords((Shard(source, tmp_path / "a.json", "k"),), tmp_path / f"pieces{most}", most)
+        finding(0)
+        join_texts([DataSource("a", source.path, (source,))], finding, folder, "f", lambda: None)
         texts = Texts(folder)
         assert texts.read(0) == b'{"a": 1}'
         if fits:

@@ -20,6 +20,7 @@ from llava_fsdp.config import AUTO, EvaluateConfig, Format, Task
 from llava_fsdp.data.images.check import ImageBytes
 from llava_fsdp.data.records.record import reading
 from llava_fsdp.data.text.conversation import asking
+from llava_fsdp.data.text.jinja_template import OWN, is_own
 from llava_fsdp.data.text.templates import IMAGE_TAG, template
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, storage_errors
@@ -170,15 +171,22 @@ def open_as_trained(cfg: EvaluateConfig) -> Opened:
         ConfigError: `data.template` is not the template that the model was trained with.
     """
     given, name = cfg.data.template, cfg.model.checkpoint
-    opened = open_model(name, "v1" if given == AUTO else given, cfg.data.image_aspect_ratio)
+    opened = open_model(name, given, cfg.data.image_aspect_ratio)
     source = opened.source
-    if given != AUTO and template(given) != template(source.template):
+    if given != AUTO and not same_template(given, source.template):
         raise ConfigError(
             f"data.template={given}: {name} was trained with data.template={source.template}, and is asked with it; "
             "leave data.template out"
         )
     log().info("%s is asked with template=%s and image_aspect_ratio=%s", name, source.template, source.aspect.value)
     return opened
+
+
+def same_template(given: str, trained: str) -> bool:
+    """Return whether two values of `data.template` mean the same template; chat_template is any of a model's own."""
+    if is_own(given) or is_own(trained):
+        return given == trained or (given == OWN and is_own(trained))
+    return template(given) == template(trained)
 
 
 def with_paths(question: BenchmarkQuestion, folder: str | None) -> Question:

@@ -1,11 +1,12 @@
 """Read a benchmark's questions from files: LLaVA's records, LLaVA's question files, and VQAv2's questions."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import EvaluateConfig, Task
-from llava_fsdp.data.index.record_store import sources_of
+from llava_fsdp.data.index.record_store import files_of, sources_of
 from llava_fsdp.data.records.forms import FORMS
 from llava_fsdp.data.records.record import (
     BYTE_ORDER_MARK,
@@ -75,10 +76,10 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
     """Return the first question of every record in `data.path`. The right answer is the answer that the record
     gives."""
     if cfg.data.sources:
-        raise ConfigError("evaluate asks the questions of one file: name it with data.path, without data.sources")
-    [source] = sources_of(cfg.data)
-    records = RecordFile(Path(source.path), cfg.data.max_record_bytes, source.keys)
-    return [first_question(records[n], n) for n in range(min(len(records), cfg.limit or len(records)))]
+        raise ConfigError("evaluate asks the questions of one source: name it with data.path, without data.sources")
+    files = (RecordFile(Path(f.path), cfg.data.max_record_bytes, f.keys) for f in files_of(sources_of(cfg.data)))
+    records = itertools.islice((file[n] for file in files for n in range(len(file))), cfg.limit)
+    return [first_question(record, number) for number, record in enumerate(records)]
 
 
 def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:

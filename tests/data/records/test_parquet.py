@@ -70,8 +70,11 @@ def test_rows_are_read_a_few_at_a_time(
         own = records_parquet.lines(path, None, [group])
         assert [json.loads(line) for line in own] == made[4 * group : 4 * group + 4]
     writer = records_parquet.WriteRows(path, tmp_path / "rows", 1 << 20)
-    run_chunks(writer, tmp_path / "chunks", groups, 1, lambda _: None)
-    writer.gather(groups, tmp_path / "chunks")
+    every = records_parquet.WriteAllRows((writer,))
+    assert every.groups == [(0, group) for group in range(max(1, groups))]
+    run_chunks(every, every.files, 1, lambda _: None)
+    every.gather()
+    assert sorted(path.name for path in writer.folder.iterdir()) == ["held.json", "rows.jsonl"]
     assert writer.whole.read_bytes() == b"".join(line + b"\n" for line in records_parquet.lines(path, None))
 
 
@@ -93,7 +96,7 @@ def test_pictures_in_the_rows(several: bool, parts: Path, dataset: Path, tmp_pat
     assert records.counts["image_truncated"] == records.counts["tag_without_image"] == 1 and records.out == 2
     (reason,) = [row["reason"] for row in records.index.rows() if row["kind"] == "image_truncated"]
     assert "record 1 (id 1): image 'y.png' (in the row itself) is truncated after" in reason
-    assert reason.endswith("; put a whole one into the file") and "rows-0" not in reason
+    assert reason.endswith("; put a whole one into the file") and "/rows/" not in reason
     record = records[0]
     assert record.folder is not None and (record.folder / record.images[0]).read_bytes() == whole
     with pytest.raises(DataError, match=r"holds images; only llava-fsdp prepare and training read them"):
@@ -149,7 +152,7 @@ def test_many_row_groups_are_one_open_file(parts: Path, dataset: Path, tmp_path:
     records = opened(write(tmp_path / "a.parquet", rows, row_group_size=1), parts, dataset)
     assert len(records) == len({records[n].id for n in range(len(rows))}) == len(rows)
     assert len({part.text for part in records.index.texts.parts}) == 1
-    assert [path.name for path in tmp_path.rglob("*.jsonl") if "rows-0" in str(path)] == ["rows.jsonl"]
+    assert [path.name for path in tmp_path.rglob("*.jsonl") if "/rows/" in str(path)] == ["rows.jsonl"]
 
 
 TURNS = [{"from": "a", "value": "b"}]

@@ -153,12 +153,12 @@ def list_problems(records: Records) -> dict[str, Any]:
 
 def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
     for row in records.index.rows():
-        source, index = records.index.texts.place(row["record"])
+        file, index = records.index.texts.place(row["record"])
         yield {
             "kind": row["kind"],
             "kept": row["kind"] not in records.dropping,
-            "source": source.name,
-            "file": source.path,
+            "source": file.name,
+            "file": file.path,
             "line": records.index.texts.line(row["record"]),
             "index": index,
             "id": row["id"],

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from xxhash import xxh3_64_hexdigest
 
 from llava_fsdp.config import Pixels, SpecialTokens
 from llava_fsdp.data.images.preprocess import ImageReader, check_enlarged, check_height
@@ -30,7 +31,7 @@ class EncodeRecords(Pass):
 
     Columns with an int32 value per record: length, labels, images, tiles, positions_cut, labels_cut, and full (length
     before truncation). All are 0 for a record that cannot be encoded. Column `losses`, int64: the counts named in
-    LOSSES by chunk, source and maximum length, flattened.
+    LOSSES by chunk and maximum length, flattened.
     """
 
     records_folder: Path
@@ -44,6 +45,13 @@ class EncodeRecords(Pass):
     def sizes(self) -> PictureSizes:
         return PictureSizes(self.records_folder, self.pictures_folder)
 
+    def key_of(self, numbers: range) -> str:
+        """See `Pass.key_of`; the tokens of an image may depend on its size."""
+        begin, end = self.sizes.first[numbers.start], self.sizes.first[numbers.stop]
+        sizes = (self.sizes.width, self.sizes.height, self.sizes.stored_height)
+        digest = xxh3_64_hexdigest(b"".join(column[begin:end].tobytes() for column in sizes))
+        return f"{super().key_of(numbers)}-{digest}"
+
     @property
     def limits(self) -> list[int]:
         return sorted({*LIMITS, self.encoder.max_length})
@@ -51,7 +59,7 @@ class EncodeRecords(Pass):
     def columns(self, numbers: range, found: Findings) -> Columns:
         names = ("length", "labels", "images", "tiles", "positions_cut", "labels_cut", "full")
         columns = {name: np.zeros(len(numbers), dtype=np.int32) for name in names}
-        losses = np.zeros((len(self.texts.sources), len(self.limits), len(LOSSES)), dtype=np.int64)
+        losses = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
         for number, record in self.records(numbers):
             record = self.sizes.put(record, number)
             made = self.encode(record, number, found.of(number, record.known_id))
@@ -63,7 +71,7 @@ class EncodeRecords(Pass):
             lost = sample.positions_cut, sample.labels_cut, len(made.whole.input_ids)
             for name, value in zip(names, (*held, *lost), strict=True):
                 columns[name][number - numbers.start] = value
-            losses[self.texts.part(number).source] += self.losses(made)
+            losses += self.losses(made)
         return {**columns, "losses": losses.reshape(-1)}
 
     def encode(self, record: Record, number: int, tell: Tell) -> Measured | None:

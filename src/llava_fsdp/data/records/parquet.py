@@ -11,8 +11,9 @@ import hashlib
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,11 @@ class WriteRows:
     def image_folder(self) -> Path:
         return self.folder / "pictures"
 
+    @property
+    def parts(self) -> Path:
+        """Folder of the files with the counts of images of each row group."""
+        return self.folder / "parts"
+
     def __call__(self, chunk: int) -> Columns:
         self.folder.mkdir(exist_ok=True)
         store = Store(self.image_folder)
@@ -91,17 +97,16 @@ class WriteRows:
     def held(self) -> Path:
         return self.folder / "held.json"
 
-    def gather(self, groups: int, chunks: Path) -> None:
+    def gather(self, chunks: Sequence[Path]) -> None:
         """Concatenate the JSON Lines files of all row groups into the file `whole`.
 
         Args:
-            groups: number of row groups.
-            chunks: folder of the chunk files with the counts of images.
+            chunks: for each row group, the file with the counts of images.
 
         Raises:
             DataError: some rows contain images, and others paths of images.
         """
-        held = [columns_of(chunk_file(chunks, group))["held"].tolist() for group in range(groups)]
+        groups, held = len(chunks), [columns_of(chunk)["held"].tolist() for chunk in chunks]
         images, paths = (sum(column) for column in zip(*held, strict=True)) if held else (0, 0)
         if images and paths:
             raise DataError(
@@ -122,6 +127,36 @@ class WriteRows:
     def drop_groups(self, groups: int) -> None:
         for group in range(groups):
             self.text(group).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class WriteAllRows:
+    """Converts the row groups of several Parquet files, each call one row group."""
+
+    tasks: tuple[WriteRows, ...]
+
+    @cached_property
+    def groups(self) -> list[tuple[int, int]]:
+        """(number of the task, row group) of each chunk."""
+        counts = [open_file(task.path, task.keys).num_row_groups for task in self.tasks]
+        return [(number, group) for number, count in enumerate(counts) for group in range(count)]
+
+    @property
+    def files(self) -> list[Path]:
+        """The file of each chunk."""
+        return [chunk_file(self.tasks[number].parts, group) for number, group in self.groups]
+
+    def __call__(self, chunk: int) -> Columns:
+        number, group = self.groups[chunk]
+        return self.tasks[number](group)
+
+    def gather(self) -> None:
+        """Make the JSON Lines file of each Parquet file, and delete those of its row groups."""
+        for number, task in enumerate(self.tasks):
+            chunks = [file for file, (own, _) in zip(self.files, self.groups, strict=True) if own == number]
+            task.gather(chunks)
+            task.drop_groups(len(chunks))
+            shutil.rmtree(task.parts, ignore_errors=True)
 
 
 @dataclass
