@@ -162,10 +162,10 @@ def settle_auto(cfg: Config, world: World) -> Config:
     if not cfg.has_auto:
         return cfg
     shapes = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
-    records = open_data(replace(cfg, tokens_per_micro_batch=None), world, shapes).steps.records
+    steps = open_data(replace(cfg, tokens_per_micro_batch=None), world, shapes).steps
 
     def choose() -> Decision:
-        return decide(cfg, world, parts, samples_in(records), continues(cfg))
+        return decide(cfg, world, parts, samples_in(steps.records, steps.image_reader.tokens), continues(cfg))
 
     decision = on_first_rank(choose, "cannot plan")
     log().info("%s", decision.summary(cfg))

@@ -316,7 +316,7 @@ def test_every_message_has_a_cure(case: str) -> None:
 ROLES = {
     "User": "rename User to user",
     "Human": "rename Human to human",
-    "system": "one system turn, at the beginning",
+    "system": "reads one system turn, at the beginning",
     "gpt": r"human \(user\) and gpt \(assistant\) take turns, human first",
     "narrator": "rename it to system, human or gpt",
 }

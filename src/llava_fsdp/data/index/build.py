@@ -299,11 +299,9 @@ def write_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Wat
         For each file, the text file with its records. If images were embedded in the rows, `images` of the file is the
         folder to which they were extracted.
     """
-    folder = plan.cfg.index_folder / ROWS_FOLDER
+    folder, most = plan.cfg.index_folder / ROWS_FOLDER, plan.cfg.max_record_bytes
     tasks = {
-        number: parquet.WriteRows(
-            Path(file.path).absolute(), (folder / key).absolute(), plan.cfg.max_record_bytes, file.keys
-        )
+        number: parquet.WriteRows(Path(file.path).absolute(), (folder / key).absolute(), most, file.keys)
         for number, (file, key) in enumerate(zip(files, keys, strict=True))
         if parquet.is_parquet(Path(file.path))
     }

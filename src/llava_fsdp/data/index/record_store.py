@@ -104,16 +104,16 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
     if not named:
         assert cfg.path is not None, "checked by DataConfig"
         named = {Path(paths_in(cfg.path)[0]).name: (cfg.path, cfg.images)}
-    keys = cfg.question, cfg.answer, cfg.image_column
     sources = []
     for name, (path, images) in named.items():
         key = f"{group}.sources.{name}." if cfg.sources else f"{group}."
+        columns = cfg.question, cfg.answer, cfg.image_column
         files = find_files(path, f"{key}path")
         for file in files:
             parquet.check_installed(Path(file))
         if images is not None and not Path(images).is_dir():
             raise ConfigError(f"{key}images={images} is not a folder; give the one with the records' images")
-        sources.append(DataSource(name, path, tuple(SourceFile(name, file, images, *keys) for file in files)))
+        sources.append(DataSource(name, path, tuple(SourceFile(name, file, images, *columns) for file in files)))
     return sources
 
 

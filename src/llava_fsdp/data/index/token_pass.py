@@ -14,6 +14,7 @@ from llava_fsdp.data.index.examine_passes import Findings, Pass, PictureSizes, T
 from llava_fsdp.data.index.worker_pool import Columns
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record
+from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import asked_turns
 from llava_fsdp.data.text.encode import Encoder, Measured
 from llava_fsdp.data.text.templates import IMAGE_TAG
@@ -29,9 +30,9 @@ their labels."""
 class EncodeRecords(Pass):
     """Third pass over a dataset: encode each record, and store its numbers of tokens, labels, images and tiles.
 
-    Columns with an int32 value per record: length, labels, images, tiles, positions_cut, labels_cut, and full (length
-    before truncation). All are 0 for a record that cannot be encoded. Column `losses`, int64: the counts named in
-    LOSSES by chunk and maximum length, flattened.
+    Columns with an int32 value per record: length, labels, images, tiles, image_tokens, positions_cut, labels_cut, and
+    full (length before truncation). All are 0 for a record that cannot be encoded. Column `losses`, int64: the counts
+    named in LOSSES by chunk and maximum length, flattened.
     """
 
     records_folder: Path
@@ -57,7 +58,7 @@ class EncodeRecords(Pass):
         return sorted({*LIMITS, self.encoder.max_length})
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        names = ("length", "labels", "images", "tiles", "positions_cut", "labels_cut", "full")
+        names = ("length", "labels", "images", "tiles", "image_tokens", "positions_cut", "labels_cut", "full")
         columns = {name: np.zeros(len(numbers), dtype=np.int32) for name in names}
         losses = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
         for number, record in self.records(numbers):
@@ -67,7 +68,8 @@ class EncodeRecords(Pass):
                 continue
             sample = made.sample
             tiles = sum(self.reader.count_tiles(record, place) for place in range(len(sample.images)))
-            held = len(sample.input_ids), sample.num_labels, len(sample.images), tiles
+            image_tokens = int((sample.input_ids == IMAGE_ID).sum())
+            held = len(sample.input_ids), sample.num_labels, len(sample.images), tiles, image_tokens
             lost = sample.positions_cut, sample.labels_cut, len(made.whole.input_ids)
             for name, value in zip(names, (*held, *lost), strict=True):
                 columns[name][number - numbers.start] = value
