@@ -39,7 +39,7 @@ def find_files(value: str, key: str) -> list[str]:
                 raise ConfigError(f"{key}={path} is a pattern that no file matches")
         else:
             raise ConfigError(
-                f"{key}={path} is not a file or a folder; give a LLaVA JSON, JSON Lines or Parquet file, a folder of "
+                f"{key}={path} is not a file or a folder; give a JSON, JSON Lines or Parquet file, a folder of "
                 "them, a pattern, or several of these separated by commas"
             )
         found += own
