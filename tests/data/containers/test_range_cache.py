@@ -54,7 +54,7 @@ def test_what_was_put_is_got(cache: RangeCache) -> None:
     assert [cache.get(*key) for key in (("c", 0, 4), ("c", 1, 5), ("d", 0, 5), ("c 0", 0, 5))] == [None] * 4
     assert RangeCache(cache.folder, 1).get("c", 0, 5) == b"01234"
     assert (cache.hits, cache.misses, cache.damaged) == (2, 5, 0)
-    assert {oct(path.stat().st_mode & 0o077) for path in entries(cache.folder)} == {"0o0"} or True
+    assert cache.folder.stat().st_mode & 0o077 == 0
 
 
 def damage_byte(path: Path, place: int) -> None:
@@ -163,7 +163,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 256 KiB in memory."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], check=False, capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip(f"this machine mounts no tmpfs: {done.stderr.strip()}")
     yield folder
@@ -183,7 +185,7 @@ def test_a_full_disk_costs_entries_alone(small_disk: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="data.cache"):
+    with pytest.raises(ConfigError, match=r"data\.cache"):
         RangeCache(tmp_path / "file" / "cache", 1)
 
 
@@ -191,7 +193,7 @@ def read_at_random(folder: Path, seed: int, count: int, bound: int, answers: mul
     cache, draw = RangeCache(folder, gib(bound)), random.Random(seed)
     wrong = largest = 0
     for number in range(count):
-        offset = int(draw.paretovariate(1)) * 20_000 % (len(RAW) - 20_000)
+        offset = draw.randrange(100) * 20_000
         data = cache.get("x", offset, 20_000)
         if data is None:
             data = RAW[offset : offset + 20_000]

@@ -154,22 +154,26 @@ class RangeCache:
     def _evict(self) -> int:
         """Delete the entries that were not used for the longest time, and unfinished files of killed processes; return
         the bytes that remain."""
-        used: Counter[int] = Counter()  # by the second of the last use: entries may be many millions
+        # in two passes, by the second of the last use: entries may be many millions, too many for a list
+        used: Counter[int] = Counter()
         for _, status in self._entries():
             used[int(status.st_mtime)] += on_disk(status.st_size)
-        total = used.total()
-        surplus, last = total - int(self.bound * KEPT), -1
+        total, most = used.total(), int(self.bound * KEPT)
+        surplus, last = total - most, -1
         for last in sorted(used):
             surplus -= used[last]
             if surplus <= 0:
                 break
+        of_last: list[tuple[int, int, str]] = []
         for path, status in self._entries():
-            if total <= self.bound * KEPT:
+            if int(status.st_mtime) == last:
+                of_last.append((status.st_mtime_ns, on_disk(status.st_size), path))
+            elif status.st_mtime < last:
+                total -= unlink(path, on_disk(status.st_size))
+        for _, size, path in sorted(of_last):
+            if total <= most:
                 break
-            if status.st_mtime < last + 1:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                total -= on_disk(status.st_size)
+            total -= unlink(path, size)
         return total
 
     def _entries(self) -> Iterator[tuple[str, os.stat_result]]:
@@ -188,6 +192,13 @@ class RangeCache:
 def digest(name: str, data: bytes) -> bytes:
     """Return the digest of an entry. It covers the entry's name too: an entry at a wrong place is damaged."""
     return xxh3_128_digest(data, seed=int(name[:16], 16))
+
+
+def unlink(path: str, size: int) -> int:
+    """Delete an entry, if no other process has; return its size."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return size
 
 
 def on_disk(size: int) -> int:
