@@ -217,7 +217,7 @@ def test_four_processes_share_a_folder(tmp_path: Path) -> None:
     wrong, largest, hits, misses, damaged = zip(*found, strict=True)
     assert sum(wrong) == sum(damaged) == 0
     assert min(hits) > 100 and min(misses) > 100
-    assert bound * 3 / 4 < max(largest) <= bound * 1.25
+    assert bound * 3 / 4 < max(largest) <= bound + 5 * 20_480  # an entry of each process, and one
     assert list(tmp_path.glob("*/*.tmp")) == []
 
 

@@ -27,9 +27,10 @@ BLOCK = 4096
 """Disks give space in blocks of this many bytes; an entry counts as whole blocks."""
 KEPT = 7 / 8
 """Share of the bound that remains after old entries were deleted."""
-SHARE = 1024
-"""A process reports what it has written whenever that is this part of the bound: the folder may exceed the bound by as
-much for each process, and by what others write while old entries are being deleted."""
+REPORTED, WAITED_FOR = 1024, 256
+"""A process reports what it has written whenever that is 1/1024 of the bound, unless another process holds the lock
+(it may be deleting entries); from 1/256 on it waits for the lock. So the folder may exceed the bound by 1/256 of it for
+each process."""
 USED_AGAIN = 60.0
 """An entry's time of use is renewed if it is older than this many seconds."""
 LEFT_BEHIND = 3600.0
@@ -111,7 +112,7 @@ class RangeCache:
             self.not_written += 1
             return
         self._unreported += on_disk(len(data) + DIGEST)
-        if self._unreported > self.bound // SHARE:
+        if self._unreported > self.bound // REPORTED:
             self._report()
 
     def _read(self, path: Path, size: int) -> bytes | None:
@@ -132,11 +133,12 @@ class RangeCache:
 
     def _report(self) -> None:
         """Add what this process has written to the total of all processes; delete old entries if that exceeds the
-        bound. If another process is doing the same, this one does it later."""
+        bound. If another process holds the lock, do it later, unless much has been written."""
         try:
             with (self.folder / "total").open("r+b", buffering=0) as file:
+                must_wait = self._unreported > self.bound // WAITED_FOR
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(file, fcntl.LOCK_EX | (0 if must_wait else fcntl.LOCK_NB))
                 except BlockingIOError:
                     return
                 text = file.read(32)
