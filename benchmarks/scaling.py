@@ -114,7 +114,7 @@ def configure(work: Path, point: Point) -> Config:
 def contents_of(point: Point) -> Contents:
     tiles = point.samples * point.pictures
     labels = point.samples * max(1, point.length - point.pictures * PICTURE) // 2
-    return Contents((point.length,) * point.samples, tiles, tiles, labels)
+    return Contents((point.length,) * point.samples, tiles, tiles, labels, tiles * PICTURE)
 
 
 def measure(point: Point, steps: int, work: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from llava_fsdp.data.index import build, duplicate_ids, statistics
 from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.integrity import read_rows
-from llava_fsdp.data.index.record_store import SourceFile, Texts, split
+from llava_fsdp.data.index.record_store import DataSource, FindRecords, Shard, SourceFile, Texts, join_texts
 from llava_fsdp.data.index.statistics import describe_lengths
 from llava_fsdp.data.index.token_pass import EncodeRecords
 from llava_fsdp.data.records.parquet import check_types, line
@@ -263,15 +263,19 @@ def test_sources_are_counted_a_block_at_a_time(block: int, monkeypatch: pytest.M
     """Of the first source some are left out; numbers are of what is kept, one source after the other."""
     monkeypatch.setattr(statistics, "BLOCK", block)
     dice = np.random.default_rng(0)
-    columns = {name: dice.integers(0, 3, 11).astype(np.int32) for name in ("lengths", "labels", "pictures")}
+    names = "lengths", "labels", "pictures", "tiles", "image_tokens"
+    columns = {name: dice.integers(0, 3, 11).astype(np.int32) for name in names}
     sources = [SourceFile("a", "a.json", None), SourceFile("b", "b.json", "images")]
     texts = SimpleNamespace(sources=sources, firsts=[0, 9, 13])
     records: Any = SimpleNamespace(index=SimpleNamespace(texts=texts), source_counts=[7, 4], **columns)
     found = statistics.count_sources(records)
     assert [(own.records, own.left_out) for own in found] == [(9, 2), (4, 0)]
     for own, part in zip(found, (slice(0, 7), slice(7, 11)), strict=True):
-        assert [own.tokens, own.label_tokens, own.pictures] == [int(values[part].sum()) for values in columns.values()]
+        sums = [own.tokens, own.label_tokens, own.pictures, own.tiles, own.image_tokens]
+        assert sums == [int(values[part].sum()) for values in columns.values()]
         assert own.text_only == int((columns["pictures"][part] == 0).sum())
+    records.image_tokens = None  # as in indexes that did not count them
+    assert [own.image_tokens for own in statistics.count_sources(records)] == [None, None]
 
 
 @pytest.mark.parametrize("count", [0, 1, 6, 7, 8])
@@ -317,7 +321,9 @@ def test_a_record_of_exactly_the_most_bytes_is_read(tmp_path: Path) -> None:
     for most, fits in ((8, False), (9, True)):
         folder = tmp_path / str(most)
         source = SourceFile("a", str(tmp_path / "a.json"), None)
-        split([source], folder, [tmp_path / "a.json"], "f", most, lambda: None)
+        finding = FindRecords((Shard(source, tmp_path / "a.json", "k"),), tmp_path / f"pieces{most}", most)
+        finding(0)
+        join_texts([DataSource("a", source.path, (source,))], finding, folder, "f", lambda: None)
         texts = Texts(folder)
         assert texts.read(0) == b'{"a": 1}'
         if fits:

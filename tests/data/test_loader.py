@@ -265,7 +265,7 @@ def test_v0_beside_the_originals_labels_is_v1(parts: Path, dataset: Path) -> Non
         loader, cfg = open_loader(parts, dataset, *keys), make_config(parts, dataset, Path("unused"), *keys)
         steps = loader.steps
         asked = replace(steps.records[0], turns=(Turn("human", "what is </s>"), Turn("gpt", "a")), images=())
-        question = ask(asked, steps.encoder.tokenizer, steps.image_reader, cfg).sample.input_ids.tolist()
+        question = ask(asked, steps.encoder, steps.image_reader, cfg).sample.input_ids.tolist()
         sample = steps.encoder(asked)
         assert sample is not None
         model = object.__new__(Llava)

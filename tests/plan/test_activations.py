@@ -14,7 +14,7 @@ from llava_fsdp.plan.activations import ActivationMeter, MicroBatch
 from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
 from llava_fsdp.plan.simulate import inputs_of_blocks, inputs_on_host, interpolate
 
-MICRO = MicroBatch(rows=1, length=700, samples=4, tiles=3, labels=90)
+MICRO = MicroBatch(rows=1, length=700, samples=4, tiles=3, labels=90, image_tokens=12)
 MakeMeter = Callable[..., ActivationMeter]
 
 
@@ -56,11 +56,11 @@ def test_recomputing_keeps_less(make_meter: MakeMeter) -> None:
 
 
 def test_segments_between_two_micro_batches(make_meter: MakeMeter) -> None:
-    small, large = MicroBatch(1, 400, 2, 2, 40), MicroBatch(1, 1200, 6, 6, 120)
+    small, large = MicroBatch(1, 400, 2, 2, 40, 8), MicroBatch(1, 1200, 6, 6, 120, 24)
     meter = make_meter("none", device="cpu")
     ends = [meter.segments(micro) for micro in (small, large)]
     interpolated = [interpolate(first, second, 0.5) for first, second in zip(*ends, strict=True)]
-    middle = meter.segments(replace(small, length=800, samples=4, tiles=4, labels=80))
+    middle = meter.segments(replace(small, length=800, samples=4, tiles=4, labels=80, image_tokens=16))
     for between, exact in zip(interpolated, middle, strict=True):
         assert between.end.total == pytest.approx(exact.end.total, rel=1e-3)
         # the larger of two lines lies below a line between its ends: what is interpolated is never too little

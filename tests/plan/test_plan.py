@@ -242,7 +242,7 @@ def test_models_of_conf_have_shapes() -> None:
 
 
 WORLD = World(0, 4, 0, 4, torch.device("cpu"))
-SAMPLES = Samples(120, 0.6, 12, 30, "test")
+SAMPLES = Samples(120, 0.6, 12, 30, "test", 4)
 
 
 def decider(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> Callable[..., auto.Decision]:
@@ -294,7 +294,7 @@ def test_auto_recomputes_no_more_than_it_must(
     assert cfg.has_auto
     planner = Planner(cfg, Machine(None, "test", 1 << 40, 1e9), SAMPLES, find_parts(cfg.model))
     modes = [ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full]
-    split, totals = configured_split(cfg, SAMPLES, 4, planner.model.image_tokens), []
+    split, totals = configured_split(cfg, SAMPLES, 4), []
     for mode in modes:
         checkpointing = ActivationCheckpointingConfig(mode=mode, budget=None)
         row = planner.row(Choice(Strategy.FULL_SHARD, checkpointing, OffloadMode.none), Ranks(4, 4, 4), split)

@@ -6,17 +6,40 @@ from pathlib import Path
 import pytest
 from small import config_of
 
-from llava_fsdp.config import ActivationCheckpointing, DType, OffloadMode, PrecisionConfig, SamplerName
+from llava_fsdp.config import (
+    ActivationCheckpointing,
+    AspectRatio,
+    DType,
+    OffloadMode,
+    PatchMerge,
+    PrecisionConfig,
+    SamplerName,
+)
+from llava_fsdp.data.images.anyres import grid_sizes
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.distributed.memory import Weight
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.fsdp_units import unit_of
 from llava_fsdp.plan.hardware import CONTEXT, DEVICES, GPUS, MIB, NCCL, PROCESS, Machine
 from llava_fsdp.plan.scaling_page import node_counts
 from llava_fsdp.plan.step_time import RECOMPUTED, Volume, step_time
-from llava_fsdp.plan.workload import Samples, configured_split, most_tokens, possible_splits, samples_of_report
+from llava_fsdp.plan.workload import (
+    Samples,
+    configured_split,
+    micro_batch,
+    most_tokens,
+    possible_splits,
+    samples_of,
+    samples_of_report,
+)
 from llava_fsdp.runtime.errors import ConfigError
 
-SAMPLES = Samples(tokens=100.0, tiles=0.5, labels=30.0, spread=10.0, source="")
+SAMPLES = Samples(tokens=100.0, tiles=0.5, labels=30.0, spread=10.0, source="", tile_tokens=24.0)
+
+
+ONE_TILE = ImageTokens(AspectRatio.pad, tile=28, features=24)
+TILED = ImageTokens(AspectRatio.anyres, tile=28, features=25, sizes=((56, 56), (84, 28)))
+"""A photo is in a grid of 2 x 2 tiles, so that it has 5 tiles and 125 tokens."""
 
 
 def test_what_the_report_of_an_index_says_of_a_sample() -> None:
@@ -28,10 +51,49 @@ def test_what_the_report_of_an_index_says_of_a_sample() -> None:
             {"tokens": 60, "pictures": 1, "label_tokens": 8},
         ],
     }
-    found = samples_of_report(report, Path("report.json"), 50)
+    found = samples_of_report(report, Path("report.json"), 50, ONE_TILE)
     assert (found.tokens, found.tiles, found.labels) == (20.0, 0.5, 6.0)
     assert found.spread == pytest.approx(((6 * 10**2 + 2 * 30**2) / 8) ** 0.5), "a bar ends at the longest sample"
     assert most_tokens(SAMPLES, 4) == 400 + 3 * 10 * 2
+
+
+@pytest.mark.parametrize(
+    ("counts", "tiles", "tile_tokens"),
+    [
+        ([{"tiles": 13, "image_tokens": 70}, {"tiles": 3, "image_tokens": 10}], 2.0, 5.0),
+        ([{"tiles": 13, "image_tokens": None}, {"tiles": 3, "image_tokens": 10}], 2.0, 25.0),
+        ([{}, {}], 4 * 5 / 8, 25.0),
+        ([{"tiles": 0, "image_tokens": 0}] * 2, 0.0, 25.0),
+    ],
+    ids=["counted", "an index without image tokens", "a report without tiles", "no image"],
+)
+def test_tiles_and_image_tokens_of_a_report(counts: list[dict], tiles: float, tile_tokens: float) -> None:
+    sources = [{"tokens": 400, "pictures": 3, "label_tokens": 40}, {"tokens": 60, "pictures": 1, "label_tokens": 8}]
+    merged = [source | count for source, count in zip(sources, counts, strict=True)]
+    report = {"kept": 8, "lengths": {"histogram": []}, "sources": merged}
+    found = samples_of_report(report, Path("report.json"), 500, TILED)
+    assert (found.tiles, found.tile_tokens, found.image_tokens) == (tiles, tile_tokens, tiles * tile_tokens)
+
+
+def test_samples_without_a_dataset_have_photos() -> None:
+    """Of one tile they are as they always were; of several they have as many tokens as a photo has."""
+    cfg = config_of(["data.max_length=8192"])
+    plain = samples_of(cfg, ImageTokens(AspectRatio.pad, tile=336, features=576))
+    assert (plain.tokens, plain.tiles, plain.tile_tokens) == (300 + 0.94 * 576, 0.94, 576)
+    rule = ImageTokens(
+        AspectRatio.anyres_max, 384, 729, tuple(grid_sizes([], 384, AspectRatio.anyres_max)), PatchMerge.spatial_unpad
+    )
+    tiled = samples_of(cfg, rule)
+    tokens = 729 + 40 * (54 + 1)  # a photo fills 3 quarters of the height of 2 x 2 tiles, 40 of 54 lines
+    assert tiled.tiles == pytest.approx(0.94 * 5) and tiled.tokens == pytest.approx(300 + 0.94 * tokens)
+    assert tiled.image_tokens == pytest.approx(0.94 * tokens) and tiled.spread == plain.spread
+
+
+def test_a_shrunk_image_has_more_tiles_than_its_tokens_fill() -> None:
+    """Tiles are limited by the samples, and in a short row by the tokens."""
+    samples = replace(SAMPLES, tiles=8.0, tile_tokens=10.5, tokens=120.0)
+    assert micro_batch(samples, 1, 700, 6) == MicroBatch(1, 700, 6, 48, 180, 504)
+    assert micro_batch(samples, 1, 400, 6) == MicroBatch(1, 400, 6, 38, 180, 399)
 
 
 def test_how_a_rank_s_part_of_a_step_is_cut() -> None:
@@ -40,20 +102,20 @@ def test_how_a_rank_s_part_of_a_step_is_cut() -> None:
         config_of(["data.max_length=200"]), global_batch_size=16, micro_batch_size=3, tokens_per_micro_batch=None
     )
     padded = replace(cfg, pack=False)
-    assert configured_split(padded, SAMPLES, 3, 24) == [MicroBatch(3, 200, 3, 2, 90)] * 2
-    assert configured_split(padded, SAMPLES, 9, 24) == [MicroBatch(2, 200, 2, 1, 60)]
-    ways = possible_splits(padded, SAMPLES, 3, 24)
+    assert configured_split(padded, SAMPLES, 3) == [MicroBatch(3, 200, 3, 2, 90, 48)] * 2
+    assert configured_split(padded, SAMPLES, 9) == [MicroBatch(2, 200, 2, 1, 60, 24)]
+    ways = possible_splits(padded, SAMPLES, 3)
     assert [(len(way), way[0].rows) for way in ways] == [(1, 6), (2, 3), (3, 2), (6, 1)]
     original = replace(padded, sampler=replace(cfg.sampler, name=SamplerName.llava_v1_5), micro_batch_size=1)
-    assert [(len(way), way[0].rows) for way in possible_splits(original, SAMPLES, 4, 24)] == [(1, 4), (2, 2), (4, 1)]
+    assert [(len(way), way[0].rows) for way in possible_splits(original, SAMPLES, 4)] == [(1, 4), (2, 2), (4, 1)]
     with pytest.raises(ConfigError):
-        possible_splits(original, SAMPLES, 3, 24)
-    assert configured_split(cfg, SAMPLES, 4, 24) == [MicroBatch(1, 460, 5, 3, 150)]
-    assert [(len(way), way[0].length, way[0].samples) for way in possible_splits(cfg, SAMPLES, 4, 24)] == [
+        possible_splits(original, SAMPLES, 3)
+    assert configured_split(cfg, SAMPLES, 4) == [MicroBatch(1, 460, 5, 3, 150, 72)]
+    assert [(len(way), way[0].length, way[0].samples) for way in possible_splits(cfg, SAMPLES, 4)] == [
         (1, 512, 5), (2, 256, 3),
     ]  # fmt: skip
     rows = replace(original, pack=True, micro_batch_size=2)
-    assert configured_split(rows, SAMPLES, 4, 24) == [MicroBatch(1, 243, 2, 1, 60)] * 2
+    assert configured_split(rows, SAMPLES, 4) == [MicroBatch(1, 243, 2, 1, 60, 24)] * 2
 
 
 def test_what_machines_have() -> None:

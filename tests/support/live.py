@@ -63,7 +63,7 @@ def measure_step(world: World, cfg: Config) -> tuple[int, list[MicroBatch]]:
 
 
 def describe(micro: Any) -> MicroBatch:
-    ids, segments, _, _, images, _, labels, _ = micro.inputs
+    ids, segments, places, _, images, _, labels, _ = micro.inputs
     rows, length = ids.shape
     samples = rows if segments is None else len(segments[2])
-    return MicroBatch(rows, length, samples, len(images), len(labels))
+    return MicroBatch(rows, length, samples, len(images), len(labels), len(places))

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from chat_templates import published, write_tokenizer
 from forged import forge_notes
 from small import Configure, changed_parts, config_of, make_config, write_json
 
 from llava_fsdp.config import Config, cli, load
+from llava_fsdp.data.text.jinja_template import own_name
 from llava_fsdp.doctor.checks import CHECKS, run_check
 from llava_fsdp.doctor.context import Context
 from llava_fsdp.doctor.findings import Finding, Level, result_and_cure
@@ -73,6 +75,46 @@ def test_another_models_prompts_are_told(kind: str, vocabulary: int, template: s
     assert [named in warning for warning in told] == ([True] if named else [])
 
 
+def parts_of(kind: str, folder: Path, whole: bool, tiles: bool = False) -> Any:
+    return SimpleNamespace(
+        language=SimpleNamespace(model_type=kind),
+        whole=folder if whole else None,
+        language_folder=folder,
+        grid_pinpoints=[[672, 336]] if tiles else None,
+    )
+
+
+@pytest.mark.parametrize(("words", "whole", "tiles", "trained", "template"), [
+    ([], False, False, None, "own"), (["labels=llava_v1_5"], False, False, None, "chatml"),
+    ([], True, False, None, "chatml"), ([], True, False, "plain", "chatml"), ([], True, False, "v0", "v0"),
+    ([], True, True, None, "own"), ([], True, True, "plain", "chatml"), ([], True, True, "v0", "v0"),
+    (["data.template=chat_template"], True, False, "v0", "own"),
+])  # fmt: skip
+def test_a_model_brings_its_own_chat_template(
+    words: list[str], whole: bool, tiles: bool, trained: str | None, template: str, tmp_path: Path
+) -> None:
+    """A language model and a LLaVA-NeXT do; a LLaVA-1.5 does not, nor does what stage 1 has exported."""
+    write_tokenizer(published()["llama3"], tmp_path)
+    if trained is not None:
+        write_json(tmp_path / "llava_fsdp.json", {"template": trained})
+    cfg = with_template(config_of(["data.template=auto", *words]), parts_of("qwen2", tmp_path, whole, tiles))
+    assert cfg.data.template == (own_name(tmp_path) if template == "own" else template)
+
+
+def test_an_unfit_chat_template_of_a_whole_model_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a line in the log; asked for by its name, it is refused, and so is one that is missing."""
+    write_tokenizer(published()["glm4moe"], tmp_path)
+    parts = parts_of("llama", tmp_path, whole=True, tiles=True)
+    with caplog.at_level(logging.INFO, "llava_fsdp"):
+        assert with_template(config_of(["data.template=auto"]), parts).data.template == "v1"
+    assert "no special token after the last answer" in caplog.text
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="has no chat template"):
+        with_template(config_of(["data.template=chat_template"]), parts)
+
+
 @pytest.mark.parametrize(("kind", "trained", "template"), [
     ("qwen3", None, "chatml"), ("mistral", None, "mistral_instruct"), ("llama", None, "v1"),
     ("gemma3_text", None, "v1"), ("qwen2", "v1", "v1"), ("qwen2", "plain", "chatml"),
@@ -81,7 +123,7 @@ def test_parts_choose_the_template(kind: str, trained: str | None, template: str
     """Unless it is given; a whole model brings the one that it was trained with."""
     if trained is not None:
         write_json(tmp_path / "llava_fsdp.json", {"template": trained})
-    parts: Any = SimpleNamespace(language=SimpleNamespace(model_type=kind), whole=tmp_path if trained else None)
+    parts = parts_of(kind, tmp_path, whole=trained is not None)
     assert with_template(config_of(["data.template=auto"]), parts).data.template == template
     given = config_of(["data.template=v0"])
     assert with_template(given, parts) is given

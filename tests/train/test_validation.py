@@ -87,7 +87,7 @@ def expected(trained: Path, parts: Path, dataset: Path, held: Path) -> tuple[flo
     total, labels, answers = 0.0, 0, []
     for number in range(len(steps.records)):
         sample, images = steps.load(number)
-        asked = ask(steps.records[number], steps.encoder.tokenizer, steps.image_reader, cfg)
+        asked = ask(steps.records[number], steps.encoder, steps.image_reader, cfg)
         with torch.no_grad():
             logits = model(**inputs(sample.input_ids, images, table, config)).logits[0, :-1]
             total += float(functional.cross_entropy(logits, torch.from_numpy(sample.labels[1:]), reduction="sum"))

@@ -10,7 +10,7 @@ import torch
 
 from llava_fsdp.chat.open_model import choose_dtype, config_of, open_model
 from llava_fsdp.config import AspectRatio
-from llava_fsdp.data.images.check import read_size
+from llava_fsdp.data.images.check import ImageFile, read_size
 from llava_fsdp.data.images.image_tokens import join_tokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import normalize, pixel_table
@@ -19,7 +19,8 @@ from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import prompt
 from llava_fsdp.data.text.detokenize import AnswerText, stops_of
 from llava_fsdp.data.text.encode import encode_prompt
-from llava_fsdp.data.text.templates import IMAGE_TAG, Template, template
+from llava_fsdp.data.text.jinja_template import open_template
+from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.export.verify_logits import load_copy
@@ -35,7 +36,7 @@ class Question:
     `where`."""
 
     turns: list[Turn]
-    images: list[Path]
+    images: list[ImageFile]
     where: str
 
 
@@ -51,7 +52,7 @@ class LoadedImage:
     """
 
     number: int
-    path: Path
+    path: ImageFile
     tiles: np.ndarray
     rows: np.ndarray
     images: int = 1
@@ -77,14 +78,14 @@ class Assistant:
             opened: the result of `open_model` for `checkpoint`; None: `open_model` is called here.
 
         Raises:
-            ConfigError, ModelError, CheckpointError: the model cannot be found or read.
+            ConfigError, ModelError, CheckpointError: the model cannot be found or read, or its folder has another chat
+                template than the one that it was trained with.
         """
         opened = opened or open_model(checkpoint, default_template, default_aspect)
         source, shapes = opened.source, opened.source.model
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.checkpoint = checkpoint
         self.template_name = source.template
-        self.template: Template = template(source.template)
         self.reader = ImageReader(
             folder=None,
             preprocessor=read_preprocessor(shapes.parts.vision_folder),
@@ -93,6 +94,7 @@ class Assistant:
         )
         self.special_tokens = source.special_tokens
         self.tokenizer: Tokenizer = open_tokenizer(shapes.parts.language_folder, shapes.parts.language.vocab_size)
+        self.template = open_template(source.template, shapes.parts.language_folder, self.tokenizer)
         self.model: Llava = load_copy(shapes, opened.sources, choose_dtype(shapes, self.device), device=self.device)
         # long prompts in one pass: training's implementation would build a mask of length x length for a cache
         self.model.attention = attention_of_transformers(shapes.parts.language)
@@ -174,7 +176,7 @@ class Assistant:
         yield text.close()
         return False
 
-    def load_image(self, path: Path, where: str, images: int = 1) -> LoadedImage:
+    def load_image(self, path: ImageFile, where: str, images: int = 1) -> LoadedImage:
         """Read an image file and prepare it for the vision tower. Error messages begin with `where`.
 
         Args:
@@ -209,8 +211,9 @@ class Assistant:
         tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role == "human")
         if images and tags != len(images):
             raise DataError(f"{where}: {tags} {IMAGE_TAG} tags for {len(images)} images")
-        text = prompt(list(turns), self.template, self.model.cfg.image_start_end, bool(images))
-        ids = encode_prompt(text, self.tokenizer, [len(image.rows) for image in images], self.special_tokens)
+        text = prompt(list(turns), self.template, self.model.cfg.image_start_end, bool(images), where)
+        lengths = [len(image.rows) for image in images]
+        ids = encode_prompt(text, self.tokenizer, lengths, self.special_tokens, self.template.adds_bos)
         if len(ids) >= self.max_tokens:
             raise DataError(
                 f"{where} takes {len(ids)} tokens, {sum(len(image.rows) for image in images)} of them for images, and "

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llava_fsdp.chat.assistant import Assistant
 from llava_fsdp.chat.conversation import Conversation
-from llava_fsdp.config import AspectRatio, ChatConfig
+from llava_fsdp.config import AUTO, AspectRatio, ChatConfig
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import ConfigError, DataError, OutOfMemory
 from llava_fsdp.runtime.log import log
@@ -35,7 +35,7 @@ def chat(cfg: ChatConfig) -> None:
 
         return serve(cfg)
     images = image_files(cfg.image)
-    conversation = Conversation(Assistant(cfg.model.checkpoint, "v1", AspectRatio.pad), seed=cfg.seed)
+    conversation = Conversation(Assistant(cfg.model.checkpoint, AUTO, AspectRatio.pad), seed=cfg.seed)
     for path in images:
         conversation.add(path, "image")
     terminal = Terminal(conversation, cfg)

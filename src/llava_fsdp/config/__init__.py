@@ -27,6 +27,8 @@ from llava_fsdp.config.data import (
     SourceConfig,
     StageConfig,
     ValConfig,
+    fixed_part,
+    paths_in,
 )
 from llava_fsdp.config.distributed import (
     ActivationCheckpointingConfig,

@@ -1,6 +1,7 @@
 """Configuration keys of the data: data sources, sampling order and validation data."""
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,8 +23,24 @@ from llava_fsdp.runtime.errors import ConfigError
 
 MOST_EPOCHS = 1000
 """Maximum value of the key `epochs` of a data source."""
+MAGIC = re.compile(r"[*?[]")
+"""Characters that make a path a pattern."""
 HELDOUT = "heldout.json"
 """Name of the file with the validation records of the embedded dataset (data=shapes)."""
+
+
+def paths_in(path: str) -> list[str]:
+    """Return the paths that a `path` key names: the text itself if it is an existing path, else its parts between
+    commas; brackets around a list are left out."""
+    if os.path.exists(path):
+        return [path]
+    return [part.strip() for part in path.removeprefix("[").removesuffix("]").split(",")]
+
+
+def fixed_part(path: str) -> str:
+    """Return a path itself, or of a pattern the folder in which it is searched."""
+    found = MAGIC.search(path)
+    return path if found is None or os.path.exists(path) else os.path.dirname(path[: found.start()]) or "."
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,7 +56,7 @@ class SourceConfig:
     """Keys of one data source, if a dataset has several (data.sources.NAME)."""
 
     path: str
-    """File of records, in one of the formats of data.path."""
+    """Files of records, as in data.path."""
     images: str | None = None
     """Folder of this source's images; null: data.images."""
     epochs: float | None = None
@@ -65,13 +82,22 @@ class DataConfig:
     root: str | None
     """Folder in which the files of the embedded dataset (data=shapes) are generated; other datasets ignore this key."""
     path: str | None
-    """File of LLaVA records: a JSON list, JSON Lines or Parquet."""
+    """Files of records (JSON lists, JSON Lines or Parquet): a file, a folder, a pattern, or several of these separated
+    by commas."""
     images: str | None
     """Folder of the images; the image paths in records are relative to it."""
+    question: str | None = None
+    """Key (in Parquet, column) of a record's question, for records of one question and one answer; null: records have
+    another form."""
+    answer: str | None = None
+    """Key of a record's answer, beside data.question."""
+    image_column: str | None = None
+    """Key of a record's images, beside `image` and `images`."""
     sources: dict[str, SourceConfig]
-    """Several data sources by name, instead of the single file data.path."""
+    """Several data sources by name, instead of the single source data.path."""
     index: str | None
-    """Folder of the dataset's index; null: the path of the (first) file of records with `.index` appended."""
+    """Folder of the dataset's index; null: the (first) path of the records with `.index` appended; for a pattern that
+    of its folder."""
     examine: Examine
     """How images are checked before the first training: every image is decoded completely, or only its size is read."""
     allow_links: bool
@@ -84,8 +110,8 @@ class DataConfig:
     """Maximum number of records that data.bad_records=skip skips: a share of all records (`0.1%`, rounded down) or a
     number (`20`)."""
     template: str
-    """Name of the conversation template; auto is the one that model.checkpoint was trained with, or that of the
-    language model's type."""
+    """Name of the conversation template; auto is the one that model.checkpoint was trained with, or chat_template (the
+    language model's own), or that of the language model's type."""
     image_aspect_ratio: AspectRatio
     """How an image is fitted into the square input of the vision tower."""
     grid_pinpoints: list[list[int]]
@@ -128,12 +154,12 @@ class DataConfig:
     @property
     def index_folder(self) -> Path:
         first = next(iter(self.sources.values())).path if self.sources else self.path
-        return Path(self.index or f"{first}.index")
+        return Path(self.index or f"{fixed_part(paths_in(str(first))[0]).rstrip('/')}.index")
 
     @property
     def source_names(self) -> list[str]:
-        """Names of all data sources in order. A single source without a name is named after its file."""
-        return list(self.sources) or [Path(str(self.path)).stem]
+        """Names of all data sources in order. A single source without a name is named after its (first) path."""
+        return list(self.sources) or [Path(paths_in(str(self.path))[0]).stem]
 
     def budget(self, records: int) -> int:
         """Return how many of `records` records may be skipped at most."""
@@ -148,6 +174,12 @@ class DataConfig:
             raise ConfigError(
                 f"data.path={self.path} and data.sources={sorted(self.sources)} are both set; make the file one of the "
                 "sources, or set data.path=null"
+            )
+        if (self.question is None) is not (self.answer is None) or (
+            self.question is not None and self.question == self.answer
+        ):
+            raise ConfigError(
+                f"data.question={self.question} and data.answer={self.answer}: name two keys of a record, or none"
             )
         sources = self.sources.values()
         has_both = any(source.weight is not None and source.epochs is not None for source in sources)

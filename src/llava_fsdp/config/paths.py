@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from llava_fsdp.config import Config, Source
+from llava_fsdp.config import Config, Source, fixed_part, paths_in
 from llava_fsdp.config.tree import leaves_of
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -53,9 +53,11 @@ def places_read(cfg: Config) -> dict[str, str]:
     is_read = {"data": cfg.data.source is not Source.shapes, "val": cfg.val.every is not None}
     for group in (group for group, read in is_read.items() if read):
         keys = getattr(cfg, group)
-        paths |= {f"{group}.path": keys.path, f"{group}.images": keys.images}
-        for name, source in keys.sources.items():
-            paths |= {f"{group}.sources.{name}.path": source.path, f"{group}.sources.{name}.images": source.images}
+        own_keys = {f"{group}.sources.{name}": own for name, own in keys.sources.items()}
+        for prefix, own in {group: keys, **own_keys}.items():
+            found = [fixed_part(path) for path in paths_in(own.path)] if own.path is not None else []
+            paths |= {f"{prefix}.path{f'[{n}]' if len(found) > 1 else ''}": path for n, path in enumerate(found)}
+            paths[f"{prefix}.images"] = own.images
     if cfg.model.checkpoint is None:
         paths |= {"model.language": cfg.model.language, "model.vision": cfg.model.vision}
     paths["model.checkpoint"] = cfg.model.checkpoint

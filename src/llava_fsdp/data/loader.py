@@ -26,6 +26,7 @@ from llava_fsdp.data.index.bad_records import open_records, remarks
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.text.conversation import IM_END, IM_START
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder, OriginalEncoder
+from llava_fsdp.data.text.jinja_template import ChatTemplate, open_template
 from llava_fsdp.data.text.llava_v1_5 import Original
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.text.tokenizer import open_tokenizer
@@ -119,11 +120,13 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: Ima
     `llava_v1_5`, which gives LLaVA's own token ids and labels.
 
     Raises:
-        ConfigError: `data.template` does not exist, or the tokenizer lacks tokens that the settings need.
+        ConfigError: `data.template` does not exist or cannot be trained with, or the tokenizer lacks tokens that the
+            settings need.
     """
-    form, start_end = template(cfg.data.template), cfg.model.image_start_end
+    start_end = cfg.model.image_start_end
     extra = (PAD_OF_V0,) if has_padding_token(cfg) else ()
     tokenizer = open_tokenizer(folder, shape.vocab_size, extra)
+    form = open_template(cfg.data.template, folder, tokenizer)
     for token in (IM_START, IM_END) if start_end else ():
         if tokenizer.special(token) is None:
             raise ConfigError(
@@ -135,6 +138,8 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: Ima
             tokenizer, form, image_reader.image_rows, cfg.data.max_length, cfg.data.too_long, start_end,
             cfg.trained_special_tokens,
         )  # fmt: skip
+    if isinstance(form, ChatTemplate):
+        raise ConfigError(f"labels=llava_v1_5 knows LLaVA's templates, and data.template={cfg.data.template}; set v1")
     pad = tokenizer.special(extra[0] if extra else "<unk>")
     if pad is None:
         raise ConfigError(

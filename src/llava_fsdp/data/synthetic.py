@@ -10,19 +10,21 @@ import torch
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import boundaries
+from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.loader import Loader, ModelShape
 
 
 @dataclass(frozen=True)
 class Contents:
-    """How many samples, tokens, images, tiles and labels a synthetic micro-batch has."""
+    """How many samples, tokens, images, tiles, labels and image tokens a synthetic micro-batch has."""
 
     lengths: tuple[int, ...]
     """Number of tokens of each sample."""
     images: int
     tiles: int
     labels: int
+    image_tokens: int
 
     @property
     def tokens(self) -> int:
@@ -30,51 +32,51 @@ class Contents:
 
 
 def fullest(cfg: Config, shape: ModelShape) -> Contents:
-    """Return the largest numbers of tokens, images and labels that a micro-batch can have. A real micro-batch never
-    reaches all three at once.
+    """Return the largest numbers of tokens, images, tiles and labels that a micro-batch can have. A real micro-batch
+    never reaches all of them at once.
 
-    Tokens: all rows are full. Images: as many as fit, each with a short caption. Labels: samples of `data.max_length`
-    tokens with one image each, in which each token after the image is a label.
+    Tokens: all rows are full. Images: as many as fit, each with a short caption, and of the size that makes the most
+    tiles; each fills its grid of tiles. Labels: samples of `data.max_length` tokens with one image each, one with the
+    fewest tokens, in which each token after the image is a label.
     """
     length = cfg.data.max_length
     tokens = cfg.row_tokens if cfg.pack else cfg.micro_batch_size * length
     lengths = (length,) * (tokens // length) + ((tokens % length,) if tokens % length else ())
-    tiles = tiles_of_an_image(cfg, shape)
-    images = max(1, tokens // (tiles * shape.image_tokens + 1)) if cfg.pack else cfg.micro_batch_size
-    image_tokens = sum(min(n - 1, shape.image_tokens) for n in lengths)
-    return Contents(lengths, images, images * tiles, tokens - len(lengths) - image_tokens)
-
-
-def tiles_of_an_image(cfg: Config, shape: ModelShape) -> int:
-    """Return the largest number of tiles of an image: 1, or with anyres the number of tiles of the largest grid plus
-    1."""
     rule = ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens)
-    return max(rule.count_tiles(size, 1) for size in rule.sizes)
+    sizes = rule.sizes if rule.needs_size(1) else (None,)
+    fewest = min(len(rule.of(size, 1)) for size in sizes)
+    labels = tokens - sum(1 + min(n - 1, fewest) for n in lengths)
+
+    def with_images(size: Size | None) -> Contents:
+        each = len(rule.of(size, 1))
+        images = max(1, tokens // (each + 1)) if cfg.pack else cfg.micro_batch_size
+        return Contents(lengths, images, images * rule.count_tiles(size, 1), labels, min(tokens, images * each))
+
+    return max(map(with_images, sizes), key=lambda contents: (contents.tiles, contents.image_tokens))
 
 
-def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool) -> MicroBatch:
-    """Return a micro-batch with token ids 0 and black images. Each sample begins with image tokens; the tokens after
-    them are labels."""
-    begins = torch.tensor(contents.lengths).cumsum(0) - torch.tensor(contents.lengths)
-    images, labels = [], []
-    for begin, length in zip(begins.tolist(), contents.lengths, strict=True):
-        image = min(length - 1, shape.image_tokens)
-        images.append(torch.arange(begin, begin + image))
-        labels.append(torch.arange(begin + image, begin + length - 1))
-    image_positions = torch.cat(images)
-    label_positions = torch.cat(labels)[: contents.labels]
+def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool, blends: bool = False) -> MicroBatch:
+    """Return a micro-batch with token ids 0 and black images. The first tokens are image tokens, and the first of all
+    tokens have labels.
+
+    Args:
+        blends: whether image tokens are weighted sums of four features.
+    """
+    places = torch.arange(contents.image_tokens)
+    image_rows = places % (contents.tiles * shape.image_tokens)
+    four = {"image_rows": image_rows[:, None].repeat(1, 4), "image_weights": torch.full((len(places), 4), 0.25)}
     rows = 1 if pack else len(contents.lengths)
     side = shape.image_size
     return MicroBatch(
         input_ids=torch.zeros((rows, contents.tokens // rows), dtype=torch.int64),
-        image_positions=image_positions,
-        image_rows=torch.arange(len(image_positions)) % (contents.tiles * shape.image_tokens),
+        image_positions=places,
         images=torch.zeros((contents.tiles, 3, side, side), dtype=torch.uint8),
-        label_positions=label_positions,
-        label_ids=torch.zeros(len(label_positions), dtype=torch.int64),
-        scale=1 / max(1, len(label_positions)),
+        label_positions=torch.arange(contents.labels),
+        label_ids=torch.zeros(contents.labels, dtype=torch.int64),
+        scale=1 / max(1, contents.labels),
         seeds=torch.arange(len(contents.lengths)),
         tile_seeds=torch.arange(contents.tiles),
+        **(four if blends else {"image_rows": image_rows}),
         **(boundaries(contents.lengths) if pack else {}),
     )
 
@@ -98,7 +100,8 @@ def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Conf
         images=times * contents.images,
         tiles=times * contents.tiles,
     )
-    return Step(facts, [synthetic_micro_batch(contents, shape, cfg.pack) for _ in range(count)])
+    blends = ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens).blends
+    return Step(facts, [synthetic_micro_batch(contents, shape, cfg.pack, blends) for _ in range(count)])
 
 
 class SyntheticLoader(Loader):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,13 +11,13 @@ import torch
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.batching.collate import Collator, Row
+from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import asking, opening_question, prompt
-from llava_fsdp.data.text.encode import Sample, encode_prompt
-from llava_fsdp.data.text.templates import IMAGE_TAG, template
-from llava_fsdp.data.text.tokenizer import Tokenizer
+from llava_fsdp.data.text.encode import Encoder, Sample, encode_prompt
+from llava_fsdp.data.text.templates import IMAGE_TAG
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class HeldOutQuestion:
     reference: str
     sample: Sample
     """The tokens of the question up to the place where the answer begins, without labels."""
-    images: tuple[Path, ...]
+    images: tuple[ImageFile, ...]
 
 
 @dataclass(frozen=True)
@@ -45,20 +44,21 @@ class Prompts:
     """Attention mask, bool [rows, length]; False at padding."""
 
 
-def ask(record: Record, tokenizer: Tokenizer, reader: ImageReader, cfg: Config) -> HeldOutQuestion:
+def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config) -> HeldOutQuestion:
     """Encode the first question of a validation record with the conversation template used in training.
 
     Raises:
-        DataError: the record does not begin with a question and its answer.
+        DataError: the record does not begin with a question and its answer, or the model's own template refuses it.
         ImageError: the size of an image, needed with anyres, cannot be read.
     """
     system, text, num_images, answer = opening_question(record)
-    form = template(cfg.trained_template)
-    segments = prompt(asking(system, text), form, cfg.model.image_start_end, num_images > 0)
+    form = encoder.template
+    segments = prompt(asking(system, text), form, cfg.model.image_start_end, num_images > 0, record.where)
     names, sizes = record.images[:num_images], record.sizes
     shown = replace(record, images=names, sizes=None if sizes is None else sizes[:num_images])
     image_rows = tuple(reader.image_rows(shown, number) for number in range(num_images))
-    ids = encode_prompt(segments, tokenizer, [len(rows) for rows in image_rows], cfg.trained_special_tokens)
+    lengths = [len(rows) for rows in image_rows]
+    ids = encode_prompt(segments, encoder.tokenizer, lengths, cfg.trained_special_tokens, form.adds_bos)
     sample = Sample(ids, np.full(len(ids), IGNORE), names, image_rows, 0, 0)
     question = text.replace(IMAGE_TAG, "").strip() if record.images else text
     return HeldOutQuestion(record.where, question, answer, sample, tuple(reader.path(record, name) for name in names))

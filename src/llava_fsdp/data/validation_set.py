@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.data.index.record_store import sources_of
+from llava_fsdp.data.index.record_store import files_of, sources_of
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.validation_prompts import HeldOutQuestion, ask
 from llava_fsdp.runtime.errors import ConfigError
@@ -108,10 +108,10 @@ def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], 
 
 def warn_of_trained(cfg: Config) -> None:
     """Log a warning if a file of the validation set is also trained on. This is useful only to see a model overfit."""
-    trained = {os.path.realpath(source.path) for source in sources_of(cfg.data)}
-    for source in sources_of(cfg.held_out.data, "val"):
-        if os.path.realpath(source.path) in trained:
-            log().warning("val reads %s, which is trained on: its loss and score do not hold for new data", source.path)
+    trained = {os.path.realpath(file.path) for file in files_of(sources_of(cfg.data))}
+    for file in files_of(sources_of(cfg.held_out.data, "val")):
+        if os.path.realpath(file.path) in trained:
+            log().warning("val reads %s, which is trained on: its loss and score do not hold for new data", file.path)
 
 
 def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_tokens: int) -> list[HeldOutQuestion]:
@@ -126,7 +126,7 @@ def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_t
     questions = []
     steps = loader.steps
     for place in spread(len(numbers), cfg.val.answers) if cfg.val.answers else ():
-        question = ask(steps.records[numbers[place]], steps.encoder.tokenizer, steps.image_reader, cfg)
+        question = ask(steps.records[numbers[place]], steps.encoder, steps.image_reader, cfg)
         length = len(question.sample.input_ids)
         if length + cfg.val.max_new_tokens > max_tokens:
             raise ConfigError(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llava_fsdp.config import Config, ModelConfig, Source
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_places, exists, places_read
+from llava_fsdp.data.records.forms import RecordKeys
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.doctor.context import Needs
 from llava_fsdp.doctor.findings import Finding, fail, ok, result_and_cure, warn
@@ -123,7 +124,7 @@ def count_steps(cfg: Config) -> int | None:
     if not files or sum(path.stat().st_size for path in files) > MOST_COUNTED:
         return None
     with contextlib.suppress(LlavaFsdpError):  # other rows of the report, or the training, say what is wrong
-        records = sum(len(RecordFile(path)) for path in files)
+        records = sum(len(RecordFile(path, keys=RecordKeys.of_config(cfg.data))) for path in files)
         return math.ceil(records / cfg.global_batch_size) * cfg.epochs
     return None
 

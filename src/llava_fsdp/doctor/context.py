@@ -87,12 +87,13 @@ class Context:
         world = World(0, self.ranks * self.cfg.nodes, 0, self.ranks, device)
         row = rows_for(planner, self.cfg, world)[0]
         export = sum(w.count for w in planner.weights) * ITEM_SIZE[self.cfg.export.dtype]
+        kept, inputs = planner.input_bytes(row.micro_batches)
         return Needs(
             row,
             planner.machine.name,
             checkpoint_bytes(planner.weights, self.cfg.precision),
             export if self.cfg.export.enabled else 0,
-            planner.input_bytes(row.micro_batches),
+            kept + max(inputs),
         )
 
     @cached_property

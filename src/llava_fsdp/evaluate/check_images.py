@@ -23,14 +23,15 @@ def check_images(questions: Iterable[BenchmarkQuestion], cfg: DataConfig) -> Non
         raise DataError(f"data.images={cfg.images} is not a folder; give the one that the questions' images are in")
     folder = os.path.realpath(cfg.images or ".")
     for question in (question for question in questions if question.images):
-        if cfg.images is None:
-            raise DataError(f"{question.where} has image {question.images[0]}, and data.images is not set")
+        outside = [name for name in question.images if name not in question.inline]
+        if cfg.images is None and outside:
+            raise DataError(f"{question.where} has image {outside[0]}, and data.images is not set")
         tags = question.text.count(IMAGE_TAG)
         if tags != len(question.images):
             raise DataError(
                 f"{question.where}: {tags} {IMAGE_TAG} tags for {len(question.images)} images; give each one tag"
             )
-        for path in (Path(cfg.images) / name for name in question.images):
+        for path in (Path(cfg.images or ".") / name for name in outside):
             check_links(path, folder, cfg.allow_links)
             if not path.is_file():
                 raise DataError(f"{question.where}: image {path} does not exist; is data.images right?")

@@ -17,8 +17,10 @@ from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.chat.open_model import open_model
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE
 from llava_fsdp.config import AUTO, EvaluateConfig, Format, Task
+from llava_fsdp.data.images.check import ImageBytes
 from llava_fsdp.data.records.record import reading
 from llava_fsdp.data.text.conversation import asking
+from llava_fsdp.data.text.jinja_template import OWN, is_own
 from llava_fsdp.data.text.templates import IMAGE_TAG, template
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, storage_errors
@@ -169,9 +171,9 @@ def open_as_trained(cfg: EvaluateConfig) -> Opened:
         ConfigError: `data.template` is not the template that the model was trained with.
     """
     given, name = cfg.data.template, cfg.model.checkpoint
-    opened = open_model(name, "v1" if given == AUTO else given, cfg.data.image_aspect_ratio)
+    opened = open_model(name, given, cfg.data.image_aspect_ratio)
     source = opened.source
-    if given != AUTO and template(given) != template(source.template):
+    if given != AUTO and not same_template(given, source.template):
         raise ConfigError(
             f"data.template={given}: {name} was trained with data.template={source.template}, and is asked with it; "
             "leave data.template out"
@@ -180,9 +182,17 @@ def open_as_trained(cfg: EvaluateConfig) -> Opened:
     return opened
 
 
+def same_template(given: str, trained: str) -> bool:
+    """Return whether two values of `data.template` mean the same template; chat_template is any of a model's own."""
+    if is_own(given) or is_own(trained):
+        return given == trained or (given == OWN and is_own(trained))
+    return template(given) == template(trained)
+
+
 def with_paths(question: BenchmarkQuestion, folder: str | None) -> Question:
-    paths = [Path(folder or ".") / name for name in question.images]
-    return Question(asking(question.system, question.text), paths, question.where)
+    inline = question.inline
+    files = [ImageBytes(n, inline[n]) if n in inline else Path(folder or ".") / n for n in question.images]
+    return Question(asking(question.system, question.text), files, question.where)
 
 
 def model_digest(checkpoint: str) -> str:

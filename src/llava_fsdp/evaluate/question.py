@@ -1,8 +1,8 @@
 """The class of a benchmark's question, into which every file format is read, and helper functions for the file
 readers."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from llava_fsdp.config import Task
 from llava_fsdp.data.records.problems import Kind
@@ -42,6 +42,8 @@ class BenchmarkQuestion:
     groups: tuple[tuple[str, str], ...] = ()
     """Groups to which the question belongs, as (kind, name), such as (category, adversarial). Every group is also
     scored separately."""
+    inline: Mapping[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+    """Files of those images that are in the question's record itself, by the names in `images`."""
     system: str | None = None
     """Text that replaces the system text of the model's conversation template; None: the template's own."""
 

@@ -1,11 +1,13 @@
 """Read a benchmark's questions from files: LLaVA's records, LLaVA's question files, and VQAv2's questions."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import EvaluateConfig, Task
-from llava_fsdp.data.index.record_store import sources_of
+from llava_fsdp.data.index.record_store import files_of, sources_of
+from llava_fsdp.data.records.forms import FORMS
 from llava_fsdp.data.records.record import (
     BYTE_ORDER_MARK,
     Record,
@@ -74,18 +76,20 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
     """Return the first question of every record in `data.path`. The right answer is the answer that the record
     gives."""
     if cfg.data.sources:
-        raise ConfigError("evaluate asks the questions of one file: name it with data.path, without data.sources")
-    [source] = sources_of(cfg.data)
-    records = RecordFile(Path(source.path), cfg.data.max_record_bytes)
-    return [first_question(records[n], n) for n in range(min(len(records), cfg.limit or len(records)))]
+        raise ConfigError("evaluate asks the questions of one source: name it with data.path, without data.sources")
+    files = (RecordFile(Path(f.path), cfg.data.max_record_bytes, f.keys) for f in files_of(sources_of(cfg.data)))
+    records = itertools.islice((file[n] for file in files for n in range(len(file))), cfg.limit)
+    return [first_question(record, number) for number, record in enumerate(records)]
 
 
 def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:
-    """Return the first question of a LLaVA record. The right answer is the answer that the record gives."""
+    """Return the first question of a record. The right answer is the answer that the record gives."""
     check_unread(record.where, record.unread)
     system, text, images, answer = opening_question(record)
     names = record.images[:images]
-    return BenchmarkQuestion(number, record.id, text, text, names, record.where, (answer,), system=system)
+    return BenchmarkQuestion(
+        number, record.id, text, text, names, record.where, (answer,), inline=record.inline, system=system
+    )
 
 
 def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuestion]:
@@ -93,7 +97,7 @@ def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuest
 
     Args:
         path: JSON Lines or a JSON list, whose entries have the keys `question_id`, `text`, `image` and `category`, or
-            are LLaVA records (multiple choice only); or the JSON file of VQAv2's questions.
+            are records of a training (multiple choice only); or the JSON file of VQAv2's questions.
         max_bytes: maximum size of one question in the file, in bytes.
 
     Raises:
@@ -114,7 +118,7 @@ def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuest
         raw = parse_text(path, number, content, line)
         if not isinstance(raw, dict):
             raise DataError(f"{name_place(path, number, line)} is {shown(raw)}, not an object")
-        if task is Task.multiple_choice and "conversations" in raw:
+        if task is Task.multiple_choice and any(key in raw for key in FORMS):
             yield read_choice_record(path, number, line, raw)
         else:
             yield read_row(path, number, line, raw, task)
@@ -136,7 +140,7 @@ def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], tas
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"{where}: text is {shown(text)}; it must be the question, and the keys are {shown(list(raw))}")
     check_text(text, where)
-    check_unread(where, unread_media(raw) or unread_tag([Turn("human", text)]))
+    check_unread(where, unread_media(raw, ("image",)) or unread_tag([Turn("human", text)]))
     images = image_names(raw.get("image"), where)
     category = raw.get("category")
     groups = () if category in (None, "default") else ((CATEGORY, str(category)),)

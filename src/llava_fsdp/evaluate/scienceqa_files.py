@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.data.records.record import parse_record, shown
+from llava_fsdp.data.records.forms import parse_record
+from llava_fsdp.data.records.record import shown
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.evaluate.question import BenchmarkQuestion, check_unread, with_image_tag
 from llava_fsdp.evaluate.references import count_choices, letter_of
@@ -18,7 +19,7 @@ KINDS = ("subject", "grade")
 
 
 def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str, Any]) -> BenchmarkQuestion:
-    """Return the multiple-choice question of a LLaVA record, with its `<image>` tag moved to the front. If the record's
+    """Return the multiple-choice question of a record, with its `<image>` tag moved to the front. If the record's
     answer names a choice, that choice's letter is the right answer."""
     record = parse_record(path, number, raw, line)
     check_unread(record.where, record.unread)
@@ -27,7 +28,8 @@ def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str,
     text = with_image_tag(record.turns[0].text.replace(IMAGE_TAG, "").strip(), record.images)
     picked = named_choice(record.turns[1].text, len(LETTERS)) if len(record.turns) > 1 else None
     references = () if picked is None else (picked,)
-    return BenchmarkQuestion(number, record.id, text, text, record.images, record.where, references, len(LETTERS))
+    read = record.id, text, text, record.images, record.where, references, len(LETTERS)
+    return BenchmarkQuestion(number, *read, inline=record.inline)
 
 
 def annotate_problems(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:

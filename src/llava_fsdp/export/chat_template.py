@@ -22,8 +22,10 @@ from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import image_tag, prompt
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder, encode_prompt
+from llava_fsdp.data.text.jinja_template import ANSWER, BEGIN, END, ChatTemplate
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.data.text.tokenizer import Tokenizer
+from llava_fsdp.runtime.errors import DataError
 
 STRETCHES = ("What is it?", "\nx", " and  ", "  two", ", a", "12 b", "größe 中文 🙂", "\t\n a", "###", "[INST] x", "▁x")
 """Test texts for `find_gap`: some tokenizers give them other ids after an image's special token, or at the beginning of
@@ -94,6 +96,10 @@ def quoted(text: str) -> str:
     return json.dumps(text)
 
 
+def refuse(why: str) -> str:
+    return f"{{{{- raise_exception({quoted(why)}) -}}}}"
+
+
 def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap) -> str:
     """Return the chat template for transformers (Jinja) that does the same as one of llava_fsdp's conversation
     templates.
@@ -132,29 +138,78 @@ def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap) -> st
             "{%- endif -%}",
             "{%- set chat.begun = true -%}",
             "{%- set chat.asked = true -%}",
-            "{%- elif '<image>' in said.text -%}",
-            refuse("images belong to messages of the user"),
-            "{%- elif message['role'] == 'system' -%}",
-            "{%- if not loop.first -%}" + refuse("a system message comes first") + "{%- endif -%}",
+            *CHECKS[:3],
             f"{{%- set chat.system = {system} -%}}",
-            "{%- elif message['role'] != 'assistant' -%}",
-            refuse("roles are system, user and assistant"),
+            *CHECKS[3:],
             "{%- elif chat.asked -%}",
             f"{{%- set chat.text = chat.text ~ {quoted(pattern.before_answer)} ~ said.text -%}}",
             f"{{%- set chat.text = chat.text ~ {quoted(pattern.after_answer)} -%}}",
             f"{{%- if loop.last -%}}{{%- set chat.text = chat.text ~ {quoted(pattern.end)} -%}}{{%- endif -%}}",
             "{%- set chat.asked = false -%}",
-            "{%- elif chat.begun or loop.index > 2 or loop.index == 2 and messages[0]['role'] != 'system' -%}",
-            refuse("user and assistant take turns"),
+            "{%- else -%}",
+            UNASKED + refuse("user and assistant take turns") + "{%- endif -%}",
             "{%- endif -%}",
             "{%- endfor -%}",
             *(["{{- bos_token -}}"] if begins else []),
-            "{%- for stretch in chat.text.split('<image>') -%}",
-            "{%- if not loop.first -%}{{- '<image>' -}}{%- endif -%}",
-            gap.jinja + "{{- stretch -}}",
-            "{%- endfor -%}",
+            *stretches("chat.text", gap),
         ]
     )
+
+
+def own_chat_template(form: ChatTemplate, start_end: bool, gap: Gap) -> str:
+    """Return a chat template for transformers that does the same as training with a language model's own one.
+
+    It turns messages into those of training (see `chat_template`), and then contains the model's own template. With
+    `add_generation_prompt`, the text ends where answers begin in training, also if the model's own prompt differs.
+
+    Args:
+        start_end, gap: see `chat_template`.
+    """
+    content = "[{'type': 'text', 'text': said.text}]" if form.parts else "said.text"
+    answer = quoted(ANSWER)
+    mark = f"[{{'type': 'text', 'text': {answer}}}]" if form.parts else answer
+    before = form.layout("hg").frames[1].before
+    cut = f"[:-{before}]" if before else ""
+    return "\n".join(
+        [
+            "{%- set chat = namespace(messages=[], begun=false, asked=false) -%}",
+            "{%- for message in messages -%}",
+            *CONTENT,
+            "{%- if message['role'] == 'user' -%}",
+            "{%- if chat.asked -%}" + refuse("user and assistant take turns") + "{%- endif -%}",
+            *question(form, start_end),
+            "{%- set chat.begun = true -%}",
+            "{%- set chat.asked = true -%}",
+            *CHECKS,
+            "{%- elif not chat.asked -%}",
+            UNASKED + refuse("user and assistant take turns") + "{%- endif -%}",
+            "{%- else -%}",
+            "{%- set chat.asked = false -%}",
+            "{%- endif -%}",
+            "{%- if chat.begun or message['role'] == 'system' -%}",
+            f"{{%- set chat.messages = chat.messages + [{{'role': message['role'], 'content': {content}}}] -%}}",
+            "{%- endif -%}",
+            "{%- endfor -%}",
+            "{%- if add_generation_prompt -%}",
+            f"{{%- set chat.messages = chat.messages + [{{'role': 'assistant', 'content': {mark}}}] -%}}",
+            "{%- endif -%}",
+            "{%- set messages, prompts, add_generation_prompt = chat.messages, add_generation_prompt, false -%}",
+            "{%- set text %}" + BEGIN + form.code + END,
+            f"{{%- if prompts -%}}{{%- set text = text.split({answer})[0]{cut} -%}}{{%- endif -%}}",
+            *stretches("text", gap),
+        ]
+    )
+
+
+def stretches(text: str, gap: Gap) -> list[str]:
+    """Return Jinja code that writes the variable `text`, with a space before its stretches between images where the
+    tokenizer needs one."""
+    return [
+        f"{{%- for stretch in {text}.split('<image>') -%}}",
+        "{%- if not loop.first -%}{{- '<image>' -}}{%- endif -%}",
+        gap.jinja + "{{- stretch -}}",
+        "{%- endfor -%}",
+    ]
 
 
 CONTENT = (
@@ -171,8 +226,20 @@ CONTENT = (
 )
 """Jinja code that sets the variable `said.text` to the content of `message` as one text with `<image>` tags."""
 
+CHECKS = (
+    "{%- elif '<image>' in said.text -%}",
+    refuse("images belong to messages of the user"),
+    "{%- elif message['role'] == 'system' -%}"
+    "{%- if not loop.first -%}" + refuse("a system message comes first") + "{%- endif -%}",
+    "{%- elif message['role'] != 'assistant' -%}",
+    refuse("roles are system, user and assistant"),
+)
+"""Jinja code that refuses messages which training refuses; it follows the branch of the messages of the user."""
+UNASKED = "{%- if chat.begun or loop.index > 2 or loop.index == 2 and messages[0]['role'] != 'system' -%}"
+"""Jinja code for an answer without question, which is left out if it stands before the first question."""
 
-def question(form: Template, start_end: bool) -> list[str]:
+
+def question(form: Template | ChatTemplate, start_end: bool) -> list[str]:
     """Return Jinja code that rewrites a question, which is in the variable `said.text`, in the same way as training
     does (see `conversation.image_first`)."""
     pieces, tag = "{%- set pieces = said.text.split('<image>') -%}", quoted(image_tag(form, start_end))
@@ -189,11 +256,7 @@ def question(form: Template, start_end: bool) -> list[str]:
     ]
 
 
-def refuse(why: str) -> str:
-    return f"{{{{- raise_exception({quoted(why)}) -}}}}"
-
-
-def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> str | None:
+def rehearse(folder: Path, ours: Tokenizer, form: Template | ChatTemplate, start_end: bool) -> str | None:
     """Compare the token ids that an exported chat template gives with the token ids of training, for test conversations
     and for their prompts (the conversation without its last answer).
 
@@ -209,7 +272,10 @@ def rehearse(folder: Path, ours: Tokenizer, form: Template, start_end: bool) -> 
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     encoder = ExactEncoder(ours, form, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
     for texts, system in itertools.product(PROBES, (None, SYSTEM_PROBE)):
-        whole, prompted = trained_ids(encoder, texts, theirs.convert_tokens_to_ids(IMAGE_TAG), system)
+        try:
+            whole, prompted = trained_ids(encoder, texts, theirs.convert_tokens_to_ids(IMAGE_TAG), system)
+        except DataError:  # the model's own template takes no system turn, or no empty one
+            continue
         for messages in (as_text(texts, system), as_parts(texts, system)):
             full_ids = theirs.apply_chat_template(messages, return_dict=False)
             prompt_ids = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
@@ -230,7 +296,8 @@ def trained_ids(
     sample = encoder(Record("conversation", 0, "0", images, tuple(turns), bool(images)))
     assert sample is not None
     text = prompt(turns[:-1], encoder.template, encoder.start_end, bool(images))
-    both = sample.input_ids, encode_prompt(text, encoder.tokenizer, [1] * len(images))
+    lengths, begins = [1] * len(images), encoder.template.adds_bos
+    both = sample.input_ids, encode_prompt(text, encoder.tokenizer, lengths, begins=begins)
     whole, prompted = (np.where(ids == IMAGE_ID, image_id, ids).tolist() for ids in both)
     return whole, prompted
 

@@ -24,6 +24,8 @@ from transformers import (
 from llava_fsdp.config import AspectRatio, Config, FolderFormat, Part, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
+from llava_fsdp.data.text.jinja_template import is_own, open_template
+from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.export.processor import (
     check_image_tokens,
@@ -33,6 +35,7 @@ from llava_fsdp.export.processor import (
     preprocessor_fields,
     write_preprocessor,
     write_processor,
+    write_template,
     write_tokenizer,
 )
 from llava_fsdp.export.weights_writer import Weights, renamed, write_projector, write_shards
@@ -376,6 +379,10 @@ def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
         copy_files(came_from, staged, TOKENIZER_FILES)
     else:
         convert_tokenizer_to_original(parts.language_folder, staged, source.vocabulary, source.max_length)
+    if is_own(source.template):  # its text is kept for the programs of this package
+        tokenizer = open_tokenizer(parts.language_folder, source.vocabulary)
+        own = open_template(source.template, parts.language_folder, tokenizer)
+        write_template(staged, own, source.model.cfg.image_start_end)
 
 
 def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None:

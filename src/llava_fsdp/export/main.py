@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from llava_fsdp.config import ConversionConfig, DType, FolderFormat, KeptDType
+from llava_fsdp.config import AUTO, ConversionConfig, DType, FolderFormat, KeptDType
+from llava_fsdp.data.text.jinja_template import is_own
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.export.adapter_folder import whole
@@ -48,7 +49,8 @@ def export(cfg: ConversionConfig) -> Path:
         return Path(cfg.source)
     if cfg.to is None:
         raise ConfigError("to is not set; give the folder to write on the command line: to=FOLDER")
-    template(cfg.template)
+    if cfg.template != AUTO and not is_own(cfg.template):
+        template(cfg.template)
     final = Path(cfg.to).resolve()
     staged = final.with_name(final.name + ".tmp")
     check_target(final, staged, cfg)

@@ -21,9 +21,10 @@ from transformers.utils import is_torchvision_available
 
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.preprocess import preprocessor_fields, read_preprocessor
-from llava_fsdp.data.text.templates import IMAGE_TAG, template
+from llava_fsdp.data.text.jinja_template import FILE, ChatTemplate, open_template, special_tokens
+from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.data.text.tokenizer import SPACE, LlamaTokenizer, added_tokens, is_legacy, open_tokenizer, read_optional
-from llava_fsdp.export.chat_template import chat_template, find_gap, rehearse
+from llava_fsdp.export.chat_template import Gap, chat_template, find_gap, own_chat_template, rehearse
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.log import log
@@ -85,16 +86,18 @@ def write_tokenizer(
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
     tokenizer.chat_template = None
     tokenizer.save_pretrained(staged)
-    if ours.bos is None:
+    own = open_template(form, folder, ours)
+    same_bos = own.adds_bos or begins_with_bos(own, folder)
+    if ours.bos is None or not same_bos:
         leave_bos_out(staged)
     if (folder / "tokenizer.model").is_file():
         keep_llama(folder, staged)
     if isinstance(ours, LlamaTokenizer):
         write_llama(staged, ours.legacy)
-    check_same_ids(folder, staged, vocab_size)
+    check_same_ids(folder, staged, vocab_size, same_bos)
     with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
         gap = find_gap(from_file(staged), ours)
-    (staged / "chat_template.jinja").write_text(chat_template(template(form), start_end, ours.bos is not None, gap))
+    write_template(staged, own, start_end, ours.bos is not None, gap)
     image, pad = tokenizer.convert_tokens_to_ids(IMAGE_TAG), tokenizer.pad_token_id
     made = TokenIds(image, pad, tokenizer.convert_tokens_to_ids(VIDEO_TAG) if video else None)
     return made, rows_for(made, vocab_size)
@@ -104,6 +107,22 @@ def rows_for(ids: TokenIds, vocab_size: int) -> int:
     """Return the number of rows that an exported model's embeddings must have."""
     needed = max(number for number in ids if number is not None) + 1
     return vocab_size if needed <= vocab_size else -(-needed // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def begins_with_bos(own: Template | ChatTemplate, folder: Path) -> bool:
+    """Return whether a model's own chat template writes the BOS token, so that transformers' processor adds none."""
+    bos = special_tokens(folder).get("bos_token")
+    return isinstance(own, ChatTemplate) and bos is not None and own.layout("hg").frames[0].text.startswith(bos)
+
+
+def write_template(
+    staged: Path, own: Template | ChatTemplate, start_end: bool, begins: bool = False, gap: Gap | None = None
+) -> None:
+    """Write an export's chat template; see `chat_template` for the arguments."""
+    gap = Gap(False) if gap is None else gap
+    is_own = isinstance(own, ChatTemplate)
+    code = own_chat_template(own, start_end, gap) if is_own else chat_template(own, start_end, begins, gap)
+    (staged / FILE).write_text(code)
 
 
 def lacks_tokenizer(folder: Path, staged: Path) -> bool:
@@ -164,8 +183,10 @@ def check_template(folder: Path, staged: Path, language: PretrainedConfig, form:
     """
     if not has_tokenizer(folder):
         return
+    ours = open_tokenizer(folder, language.vocab_size)
+    own = open_template(form, folder, ours)
     with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
-        differs = rehearse(staged, open_tokenizer(folder, language.vocab_size), template(form), start_end)
+        differs = rehearse(staged, ours, own, start_end)
     if differs is not None:
         log().warning(
             "the export's chat template for the tokenizer of %s does not make the ids of training: %s; "
@@ -215,14 +236,14 @@ def write_llama(staged: Path, legacy: bool) -> None:
     update_config(staged, tokenizer_class="PreTrainedTokenizerFast")
 
 
-def check_same_ids(folder: Path, staged: Path, vocab_size: int) -> None:
+def check_same_ids(folder: Path, staged: Path, vocab_size: int, same_bos: bool = True) -> None:
     """Raise ModelError if the exported tokenizer in `staged` gives other token ids for test texts than the tokenizer of
-    training in `folder`."""
+    training in `folder`, or, with `same_bos`, has another BOS token."""
     trained, written = open_tokenizer(folder, vocab_size), open_tokenizer(staged, vocab_size)
     specials = "".join(text for text in ("<s>", "</s>", "<im_start>", "<im_end>") if trained.special(text) is not None)
     for text in (*PROBES, f"a{specials}USER: b", f"{specials} c"):
         ids = [[t.id for t in tokenizer.encode(text)] for tokenizer in (trained, written)]
-        if ids[0] != ids[1] or trained.bos != written.bos:
+        if ids[0] != ids[1] or (same_bos and trained.bos != written.bos):
             raise ModelError(f"{staged} was written, but its tokenizer makes {ids[1]} of {text!r}, not {ids[0]}")
 
 

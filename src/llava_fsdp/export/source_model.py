@@ -12,6 +12,7 @@ from llava_fsdp.checkpoint.manifest import STATE_FILE
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_alone, verify
 from llava_fsdp.config import (
+    AUTO,
     AspectRatio,
     Config,
     ConversionConfig,
@@ -25,6 +26,7 @@ from llava_fsdp.config import (
 from llava_fsdp.config.renamed import VALUES, present_tree
 from llava_fsdp.data.images.image_tokens import MAX_TILES
 from llava_fsdp.data.images.preprocess import preprocessor_fields
+from llava_fsdp.data.text.jinja_template import OWN, own_name, usable_name
 from llava_fsdp.export.adapter_folder import check_fingerprint
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.formats import SourceModel, source_of_run
@@ -48,6 +50,7 @@ from llava_fsdp.model.pretrained import (
     LIMITED,
     NEXT,
     ONEVISION,
+    Parts,
     artifacts_of,
     find_parts,
     find_projector,
@@ -261,7 +264,7 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
     notes = read_notes(folder)
     return SourceModel(
         model=model,
-        template=notes.get("template", cfg.template),
+        template=notes.get("template") or default_template(cfg, model.parts),
         aspect=cfg.image_aspect_ratio or aspect_of(folder, raw, notes),
         grid_pinpoints=notes.get("grid_pinpoints")
         or model.parts.grid_pinpoints
@@ -276,6 +279,15 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
         renamed_tower=cfg.vision,
         history={key: notes[key] for key in ("run", "stage", "step", "train") if key in notes},
     )
+
+
+def default_template(cfg: ConversionConfig, parts: Parts) -> str:
+    """Return the conversation template of a model whose folder names none."""
+    if cfg.template == OWN:
+        return own_name(parts.language_folder) or OWN
+    if cfg.template != AUTO:
+        return cfg.template
+    return (usable_name(parts.language_folder) if parts.grid_pinpoints is not None else None) or "v1"
 
 
 C = TypeVar("C", bound=Enum)

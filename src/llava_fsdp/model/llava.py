@@ -133,7 +133,10 @@ class Llava(nn.Module):
             return self.language_model.get_input_embeddings()(input_ids)
         features = self.multi_modal_projector(self.image_features(images)).flatten(0, 1)  # [tiles * tokens, hidden]
         if self.cfg.patch_merge is PatchMerge.spatial_unpad:
-            features = torch.cat([features, self.image_newline[None].to(features.dtype)])
+            # A copy, because the gradient of `cat` is a view: as gradient of the parameter it would keep that of all
+            # features in memory until the end of the step.
+            newline = self.image_newline[None].index_select(0, torch.zeros(1, dtype=torch.int64, device=images.device))
+            features = torch.cat([features, newline.to(features.dtype)])
         embeds = self.language_model.get_input_embeddings()(input_ids)  # [rows, length, hidden]
         # In a micro-batch without an image this copies nothing, but keeps the projector in the graph: every rank then
         # reduces its gradient, and the embeddings require a gradient although they are frozen.

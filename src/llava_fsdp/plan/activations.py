@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.parallelize import block_names
 from llava_fsdp.distributed.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
@@ -29,7 +30,7 @@ MEASURED_BLOCKS = 3
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sizes of one micro-batch: rows, tokens per row, samples, image tiles and label tokens."""
+    """Sizes of one micro-batch: rows, tokens per row, samples, image tiles, label tokens and image tokens."""
 
     rows: int
     length: int
@@ -38,6 +39,7 @@ class MicroBatch:
     tiles: int
     """Number of image tiles."""
     labels: int
+    image_tokens: int
 
     @property
     def tokens(self) -> int:
@@ -112,6 +114,7 @@ class ActivationMeter:
         model.train()
         self.model = model
         self.packed = kernel is not None
+        self.blends = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens).blends
         self.vocabulary = short.language.vocab_size
         self.master = MASTERS[cfg.precision.master_dtype]
         self.depth = None if short is parts else parts.language.num_hidden_layers
@@ -119,7 +122,7 @@ class ActivationMeter:
     def segments(self, micro: MicroBatch) -> list[Segment]:
         """Measure a micro-batch's forward and backward pass. Return its segments for all blocks of the model: those of
         the three blocks that were run, with the middle block repeated."""
-        trace = run(self.model, inputs_of(self.model, micro, self.packed))
+        trace = run(self.model, inputs_of(self.model, micro, self.packed, self.blends))
         segments = split_into_segments(trace, self.model, self.vocabulary, self.master)
         self.model.zero_grad(set_to_none=True)
         return segments if self.depth is None else deepened(segments, stack_name(self.model), self.depth)
@@ -139,8 +142,13 @@ def with_depth(parts: Parts, depth: int) -> Parts:
     return replace(parts, language=short)
 
 
-def inputs_of(model: Llava, micro: MicroBatch, packed: bool) -> tuple[Any, ...]:
-    """Make the arguments of the model's forward pass, on the meta device, for a micro-batch with the sizes `micro`."""
+def inputs_of(model: Llava, micro: MicroBatch, packed: bool, blends: bool = False) -> tuple[Any, ...]:
+    """Make the arguments of the model's forward pass, on the meta device, for a micro-batch with the sizes `micro`.
+
+    Args:
+        packed: whether the samples are packed into rows.
+        blends: whether image tokens are weighted sums of four features.
+    """
     size = model.parts.image_size
     with torch.device("meta"):
         ids = torch.zeros((micro.rows, micro.length), dtype=torch.int64)
@@ -150,12 +158,14 @@ def inputs_of(model: Llava, micro: MicroBatch, packed: bool) -> tuple[Any, ...]:
             each = micro.tokens // micro.samples
             lengths = (*[each] * (micro.samples - 1), micro.tokens - each * (micro.samples - 1))
             segments = torch.zeros_like(ids), begins, lengths
-        places = torch.zeros(micro.tiles * model.image_tokens, dtype=torch.int64)
+        places = torch.zeros(micro.image_tokens, dtype=torch.int64)
+        four = torch.zeros((micro.image_tokens, 4), dtype=torch.int64)
+        rows = (four, torch.zeros(four.shape)) if blends else places.clone()
         images = torch.zeros((micro.tiles, 3, size, size))
         labels = torch.zeros(micro.labels, dtype=torch.int64)
         seeds = torch.zeros(micro.samples, dtype=torch.int64), torch.zeros(micro.tiles, dtype=torch.int64)
-        places_and_rows, labels_and_ids = (places, places.clone()), (labels, labels.clone())
-    return ids, segments, *places_and_rows, images, seeds, *labels_and_ids
+        label_ids = labels.clone()
+    return ids, segments, places, rows, images, seeds, labels, label_ids
 
 
 def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:

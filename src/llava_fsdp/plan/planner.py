@@ -6,11 +6,12 @@ Example: `peak(cfg, world_size=8, device="cuda").bytes["total"]`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, OffloadMode, Strategy
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.distributed.memory import Bytes, bytes_per_rank
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
@@ -130,7 +131,8 @@ class Planner:
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - quantized
         self.flops = count_flops(self.model, activation_checkpointing=False)
         self.recomputing_flops = count_flops(self.model, activation_checkpointing=True)
-        self.samples = samples or samples_of(cfg, self.model.image_tokens)
+        self.image_rule = ImageTokens.of_config(cfg, self.parts.image_size, self.model.image_tokens)
+        self.samples = samples or samples_of(cfg, self.image_rule)
         self.meters: dict[ActivationCheckpointing, ActivationMeter] = {}
         self.measured: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
         self.interpolated: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
@@ -270,7 +272,8 @@ class Planner:
         world_size, shard_size = ranks.world_size, ranks.shard_size
         args = self.weights, choice.strategy, precision, world_size, shard_size, rank, choice.offload
         stored = bytes_per_rank(*args, padded=True)
-        states = self.on_device(choice.offload, plan, stored, self.buffer_bytes + self.input_bytes(micros))
+        kept, inputs = self.input_bytes(micros)
+        states = replace(self.on_device(choice.offload, plan, stored, self.buffer_bytes + kept), inputs=inputs)
         if world_size == 1 and not choice.offload.moves_weights:
             return simulate_unsharded_step(passes, states)
         _, shards = mesh_shape(plan, world_size, shard_size)
@@ -305,17 +308,29 @@ class Planner:
             return 0, 0
         return {OffloadMode.none: 0, OffloadMode.optimizer: stored.optimizer, OffloadMode.params: states}[offload], 0
 
-    def input_bytes(self, micros: Sequence[MicroBatch]) -> int:
-        """Return the bytes of a step's inputs: pixels, and int64 token ids, positions and places of image tokens.
+    def input_bytes(self, micros: Sequence[MicroBatch]) -> tuple[int, tuple[int, ...]]:
+        """Return the bytes of a step's inputs: pixels, and int64 token ids, positions, and places and rows of image
+        tokens. A token that is a weighted sum has the rows and fp32 weights of four features.
 
         A GPU holds only the micro-batch that runs, with its pixels in fp32. A CPU machine holds all micro-batches with
         pixels in uint8, and in addition the fp32 pixels of the one that runs.
+
+        Returns:
+            The bytes that are held for the whole step, and for each pass those that are held while it runs.
         """
-        pixels = [micro.tiles * 3 * self.parts.image_size**2 for micro in micros]
-        numbers = [2 * m.tokens + 2 * m.tiles * self.model.image_tokens + 2 * m.labels for m in micros]
+
+        def pixels(micro: MicroBatch) -> int:
+            return micro.tiles * 3 * self.parts.image_size**2
+
+        each = 7 if self.image_rule.blends else 2
+
+        def numbers(micro: MicroBatch) -> int:
+            return 2 * micro.tokens + each * micro.image_tokens + 2 * micro.labels
+
+        run = without_repeats(micros)
         if self.machine.device != "cpu":
-            return max(4 * p + 8 * n for p, n in zip(pixels, numbers, strict=True))
-        return sum(pixels) + 8 * sum(numbers) + 4 * max(pixels)
+            return 0, tuple(4 * pixels(m) + 8 * numbers(m) for m in run)
+        return sum(pixels(m) + 8 * numbers(m) for m in micros), tuple(4 * pixels(m) for m in run)
 
 
 def without_repeats(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -338,7 +353,7 @@ def peak(
         rank: the rank whose memory is predicted.
     """
     planner = Planner(cfg, machine_for(device.type if isinstance(device, torch.device) else device, world_size))
-    micros = micros or configured_split(cfg, planner.samples, world_size, planner.model.image_tokens)
+    micros = micros or configured_split(cfg, planner.samples, world_size)
     choice = Choice(cfg.sharding.strategy, cfg.activation_checkpointing, cfg.offload.mode)
     ranks = Ranks(world_size, cfg.sharding.shard_size or world_size, node_size=world_size)
     return planner.row(choice, ranks, micros, rank=rank)

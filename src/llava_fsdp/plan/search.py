@@ -95,7 +95,7 @@ def plan_rows(
 def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[list[MicroBatch]]:
     """Return the ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches
     first. If `is_free` is false, return only the split that the configuration sets."""
-    args = cfg, planner.samples, world_size, planner.model.image_tokens
+    args = cfg, planner.samples, world_size
     is_fixed = (
         cfg.pack and cfg.sampler.name is SamplerName.llava_v1_5
     )  # each of this sampler's rows has micro_batch_size samples

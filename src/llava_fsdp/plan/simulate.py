@@ -59,14 +59,20 @@ class States:
     """Bytes of the gradients of this rank's shards, once the gradients of a micro-batch have been reduced."""
     optimizer: int
     buffers: int
-    """Bytes of the model's registered buffers and of a step's input tensors."""
+    """Bytes of the model's registered buffers, and of the input tensors that are on the device for the whole step."""
     updating: int = 0
     """Bytes of temporary buffers during the optimizer's step."""
+    inputs: tuple[int, ...] = ()
+    """For each pass, the bytes of the input tensors that are on the device until the next pass begins."""
 
     def open_ledger(self) -> Ledger:
         ledger = Ledger()
         ledger.add("at rest", parameters=self.parameters, optimizer=self.optimizer, buffers=self.buffers)
         return ledger
+
+    def begin_pass(self, ledger: Ledger, number: int) -> None:
+        """Replace the input tensors of the pass before by those of pass `number`, which counts from 0."""
+        ledger.held["buffers"] = self.buffers + self.inputs[number]
 
 
 Pass = Sequence[Segment]
@@ -79,6 +85,7 @@ def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
     soon as it is complete."""
     ledger = states.open_ledger()
     for number, segments in enumerate(passes):
+        states.begin_pass(ledger, number)
         for segment in segments:
             worst = segment.worst_later if number else segment.worst_first
             ledger.set_live(worst)
@@ -107,6 +114,7 @@ def simulate_step(
     ledger = states.open_ledger()
     rank = FsdpRank(ledger, units, plan, unit_names, prefetch)
     for number, segments in enumerate(passes, start=1):
+        states.begin_pass(ledger, number - 1)
         rank.run_micro_batch(segments, is_last=number == len(passes))
     ledger.finish(states)
     return ledger

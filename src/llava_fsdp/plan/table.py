@@ -23,7 +23,8 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
     )
     console.print(
         f"a checkpoint: {checkpoint_bytes(planner.weights, planner.cfg.precision) / GB:.1f} GB; "
-        f"samples: {samples.tokens:.0f} tokens, {samples.tiles:.2f} image tiles, {samples.labels:.0f} label tokens "
+        f"samples: {samples.tokens:.0f} tokens, {samples.image_tokens:.0f} of them image tokens, {samples.tiles:.2f} "
+        f"image tiles, {samples.labels:.0f} label tokens "
         f"({samples.source}); a step: {planner.cfg.global_batch_size} samples"
     )
     fitting = [row for row in rows if row.fits]
@@ -110,7 +111,7 @@ def as_object(planner: Planner, rows: Sequence[PlanRow], command: str | None, mo
         "usable": rows[0].usable,
         "trainable": planner.trainable,
         "checkpoint_bytes": checkpoint_bytes(planner.weights, planner.cfg.precision),
-        "samples": {name: getattr(samples, name) for name in ("tokens", "tiles", "labels", "source")},
+        "samples": {name: getattr(samples, name) for name in ("tokens", "image_tokens", "tiles", "labels", "source")},
         "rows": [row_object(row) for row in rows],
         "recommended": None
         if command is None

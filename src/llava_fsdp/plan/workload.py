@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import Config, Part, SamplerName, Source
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.safe_load import SMALL
 from llava_fsdp.runtime.small_json import read_object
 
+PHOTO = (640, 480)
+"""Width and height in pixels that an image is taken to have if a dataset's images are unknown."""
 REPORT = "report.json"
 """File name of the report that `python -m llava_fsdp.prepare` writes into a dataset's index folder."""
 
@@ -31,46 +34,89 @@ class Samples:
     spread: float
     """Standard deviation of the number of tokens of a sample."""
     source: str
+    tile_tokens: float
+    """Mean number of image tokens for each tile. It is the number of features of a tile, unless features of padding are
+    left out, ends of lines added, or a grid of many tiles shrunk."""
+
+    @property
+    def image_tokens(self) -> float:
+        """Mean number of image tokens of a sample."""
+        return self.tiles * self.tile_tokens
 
 
-def samples_of(cfg: Config, image_tokens: int) -> Samples:
+def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
     """Return mean sample sizes: from the dataset's report if there is one, else those of LLaVA's own data.
 
     LLaVA's instructions: 840 tokens per sample, 300 of text and the others of 0.94 images with 576 tokens each. 624,610
     of llava_v1_5_mix665k's 665,298 records have an image (LLaVA #657); NeMo's packed run of the same file implies at
     most 847 tokens (docs/source/multimodal/mllm/sequence_packing.rst). Label tokens and spread are estimates. LLaVA's
-    captions: an image and some 20 tokens.
+    captions: an image and some 20 tokens. If the tokens of an image depend on its size, it is a photo of PHOTO pixels.
+
+    Args:
+        rule: the tokens of an image.
     """
     path = Path(cfg.data.index_folder) / REPORT
     if cfg.data.source is not Source.shapes:
         # a plan needs no report: one that is missing or says something else is ignored
         with contextlib.suppress(ArithmeticError, ValueError, KeyError, TypeError):
-            return samples_of_report(read_object(path, {"kept": (int,)}, SMALL), path, cfg.data.max_length)
+            return samples_of_report(read_object(path, {"kept": (int,)}, SMALL), path, cfg.data.max_length, rule)
     instructs = Part.language in cfg.model.train
-    text, tiles, labels, spread = (300.0, 0.94, 180.0, 350.0) if instructs else (20.0, 1.0, 20.0, 15.0)
-    tokens = min(text + tiles * image_tokens, cfg.data.max_length)
-    what = "instructions" if instructs else "captions"
-    return Samples(tokens, tiles, min(labels, text), min(spread, tokens), f"LLaVA's {what}, on average")
+    text, images, labels, spread = (300.0, 0.94, 180.0, 350.0) if instructs else (20.0, 1.0, 20.0, 15.0)
+    tiles, each = size_of_photo(rule)
+    tokens = min(text + images * each, cfg.data.max_length)
+    source = f"LLaVA's {'instructions' if instructs else 'captions'}, on average"
+    if rule.needs_size(1):
+        source += f", with images of {PHOTO[0]} x {PHOTO[1]} pixels"
+    return Samples(tokens, images * tiles, min(labels, text), min(spread, tokens), source, each / tiles)
 
 
-def samples_of_report(report: dict[str, Any], path: Path, max_length: int) -> Samples:
+def size_of_photo(rule: ImageTokens) -> tuple[int, int]:
+    """Return the numbers of tiles and of tokens of a photo of PHOTO pixels."""
+    return rule.count_tiles(PHOTO, 1), len(rule.of(PHOTO, 1))
+
+
+def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule: ImageTokens) -> Samples:
     """Return mean sample sizes from the report of a dataset's index. Raises KeyError, TypeError or ValueError if the
-    report has another structure."""
-    kept, bars = report["kept"], report["lengths"]["histogram"]
-    sums = {name: sum(source[name] for source in report["sources"]) for name in ("tokens", "pictures", "label_tokens")}
+    report has another structure.
+
+    Reports of older versions do not count tiles and image tokens: their images count as photos of PHOTO pixels.
+    """
+    kept, bars, sources = report["kept"], report["lengths"]["histogram"], report["sources"]
+    sums = {name: sum(source[name] for source in sources) for name in ("tokens", "pictures", "label_tokens")}
+    counts: list[int | None] = [
+        None if any(source.get(name) is None for source in sources) else sum(source[name] for source in sources)
+        for name in ("tiles", "image_tokens")
+    ]
     mean = sums["tokens"] / kept
     middles = [(min((bar["from"] + bar["to"]) / 2, max_length), bar["records"]) for bar in bars]
     variance = sum(n * (middle - mean) ** 2 for middle, n in middles) / max(1, sum(n for _, n in middles))
-    tiles, labels = sums["pictures"] / kept, sums["label_tokens"] / kept
-    return Samples(mean, tiles, labels, math.sqrt(variance), f"{kept:,} samples of {path}")
+    tiles = sums["pictures"] * size_of_photo(rule)[0] if counts[0] is None else counts[0]
+    each = tokens_of_a_tile(tiles, counts[1], rule)
+    labels = sums["label_tokens"] / kept
+    return Samples(mean, tiles / kept, labels, math.sqrt(variance), f"{kept:,} samples of {path}", each)
 
 
-def samples_in(records: Records) -> Samples:
-    """Return the mean sizes of the samples that a training makes from these records."""
+def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageTokens) -> float:
+    """Return the mean number of tokens for each image tile, given a dataset's tiles and image tokens; that of a photo
+    of PHOTO pixels if the image tokens are unknown, or if there are none."""
+    if not tiles or not image_tokens:
+        tiles, image_tokens = size_of_photo(rule)
+    return image_tokens / tiles
+
+
+def samples_in(records: Records, rule: ImageTokens) -> Samples:
+    """Return the mean sizes of the samples that a training makes from these records.
+
+    Args:
+        rule: the tokens of an image, for an index that does not count image tokens.
+    """
     lengths, tiles, labels = (np.asarray(c, dtype=np.float64) for c in (records.lengths, records.tiles, records.labels))
+    image_tokens = records.image_tokens
+    total = None if image_tokens is None else int(image_tokens.sum(dtype=np.int64))
     spread = max(1.0, float(lengths.std()))
     source = f"{len(records):,} records"
-    return Samples(float(lengths.mean()), float(tiles.mean()), float(labels.mean()), spread, source)
+    each = tokens_of_a_tile(int(tiles.sum()), total, rule)
+    return Samples(float(lengths.mean()), float(tiles.mean()), float(labels.mean()), spread, source, each)
 
 
 def most_tokens(samples: Samples, count: float) -> int:
@@ -79,15 +125,15 @@ def most_tokens(samples: Samples, count: float) -> int:
     return math.ceil(count * samples.tokens + 3 * samples.spread * math.sqrt(count))
 
 
-def micro_batch(samples: Samples, rows: int, length: int, count: int, image_tokens: int) -> MicroBatch:
+def micro_batch(samples: Samples, rows: int, length: int, count: int) -> MicroBatch:
     """Estimate the sizes of a micro-batch of `count` samples in `rows` rows of `length` tokens."""
     tokens = rows * length
-    tiles = min(tokens // max(1, image_tokens), math.ceil(count * samples.tiles))
+    tiles = min(int(tokens // samples.tile_tokens), math.ceil(count * samples.tiles))
     labels = min(tokens, max(1, math.ceil(count * samples.labels)))
-    return MicroBatch(rows, length, count, tiles, labels)
+    return MicroBatch(rows, length, count, tiles, labels, math.ceil(tiles * samples.tile_tokens))
 
 
-def possible_splits(cfg: Config, samples: Samples, world_size: int, image_tokens: int) -> list[list[MicroBatch]]:
+def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list[MicroBatch]]:
     """Return all ways to split a rank's samples of a step into micro-batches of packed or padded rows, those with the
     largest micro-batches first.
 
@@ -101,7 +147,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int, image_tokens
             rows = math.ceil(per_rank / count)
             if cfg.sampler.name is SamplerName.llava_v1_5 and rows * count != per_rank:
                 continue
-            micro = micro_batch(samples, rows, cfg.data.max_length, rows, image_tokens)
+            micro = micro_batch(samples, rows, cfg.data.max_length, rows)
             splits.setdefault(micro, [micro] * count)
         if not splits:
             raise ConfigError(
@@ -112,23 +158,23 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int, image_tokens
     most = max(cfg.data.max_length, most_tokens(samples, per_rank))
     for count in range(1, max(1, math.ceil(most / cfg.data.max_length)) + 1):
         tokens = max(cfg.data.max_length, 256 * math.ceil(most / count / 256))
-        micro = micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)), image_tokens)
+        micro = micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)))
         splits.setdefault(micro, [micro] * count)
     return list(splits.values())
 
 
-def configured_split(cfg: Config, samples: Samples, world_size: int, image_tokens: int) -> list[MicroBatch]:
+def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[MicroBatch]:
     """Split a rank's samples of a step into micro-batches of the size that the configuration sets."""
     per_rank = cfg.global_batch_size / world_size
     if not cfg.pack:
         rows = min(cfg.micro_batch_size, math.ceil(per_rank))
-        micro = micro_batch(samples, rows, cfg.data.max_length, rows, image_tokens)
+        micro = micro_batch(samples, rows, cfg.data.max_length, rows)
         return [micro] * max(1, math.ceil(per_rank / cfg.micro_batch_size))
     if cfg.sampler.name is SamplerName.llava_v1_5:  # this sampler packs any micro_batch_size samples into a row
         size = cfg.micro_batch_size
         tokens = min(cfg.row_tokens, max(cfg.data.max_length, most_tokens(samples, size)))
-        return [micro_batch(samples, 1, tokens, size, image_tokens)] * max(1, math.ceil(per_rank / size))
+        return [micro_batch(samples, 1, tokens, size)] * max(1, math.ceil(per_rank / size))
     most = max(cfg.data.max_length, most_tokens(samples, per_rank))
     count = max(1, math.ceil(per_rank * samples.tokens / cfg.row_tokens))
     tokens = min(cfg.row_tokens, max(cfg.data.max_length, math.ceil(most / count)))
-    return [micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)), image_tokens)] * count
+    return [micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)))] * count

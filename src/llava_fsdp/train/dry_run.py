@@ -16,6 +16,7 @@ import torch
 from rich.table import Table
 
 from llava_fsdp.config import Config, DType, Format, OffloadMode, ScalerConfig
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, micro_batches_of, synthetic_step
 from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.comm_volume import CollectiveBytes
@@ -73,7 +74,8 @@ def settle_auto(cfg: Config, world: World) -> Config:
         return cfg
     parts = shapes_of(cfg.model)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
-    decision = decide(cfg, world, parts, samples_of(cfg, model.image_tokens))
+    rule = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens)
+    decision = decide(cfg, world, parts, samples_of(cfg, rule))
     log().info("%s", decision.summary(cfg))
     return decision.applied(cfg)
 
@@ -127,6 +129,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
             "samples": len(contents.lengths),
             "pictures": contents.images,
             "tiles": contents.tiles,
+            "image_tokens": contents.image_tokens,
             "labels": contents.labels,
         },
         "bytes": {name: {"measured": held[name], "planned": planned.at_rest[name]} for name in STATES},
@@ -141,7 +144,7 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     """Return the planner's estimate of the memory of this rank in the steps that `measure` runs."""
     rows = 1 if cfg.pack else len(contents.lengths)
     samples, tokens = len(contents.lengths), contents.tokens
-    micro = MicroBatch(rows, tokens // rows, samples, contents.tiles, contents.labels)
+    micro = MicroBatch(rows, tokens // rows, samples, contents.tiles, contents.labels, contents.image_tokens)
     return plan_peak(cfg, world.size, world.device, [micro] * micro_batches_of(contents, cfg, world.size))
 
 
@@ -189,8 +192,8 @@ def show(report: dict[str, Any]) -> None:
         f"rank 0 of {report['ranks']} imagined ranks on {report['device']}: {report['strategy']}, "
         f"{report['precision']}, activation checkpointing {report['activation_checkpointing']}\n"
         f"{report['micro_batches']} micro-batch{plural} of {micro['positions']:,} tokens in {micro['samples']:,} "
-        f"samples, {micro['pictures']:,} images ({micro['tiles']:,} tiles), {micro['labels']:,} labels; "
-        "random weights, synthetic samples, nothing written"
+        f"samples, {micro['pictures']:,} images ({micro['tiles']:,} tiles, {micro['image_tokens']:,} tokens), "
+        f"{micro['labels']:,} labels; random weights, synthetic samples, nothing written"
     )
     table = Table("", "measured", "planned", title="bytes of this rank", title_justify="left")
     for column in table.columns[1:]:

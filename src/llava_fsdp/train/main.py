@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from llava_fsdp.config import AUTO, Config, Format
 from llava_fsdp.config.paths import check_same_settings
+from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.distributed import mesh as ranks
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.distributed.mesh import World, distributed, gather_lists, make_mesh
@@ -151,19 +152,20 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
 def settle_auto(cfg: Config, world: World) -> Config:
     """Replace every `auto` in the configuration: `data.template` by that of the model's parts, and the others by the
     planner's choice. Rank 0 plans for all ranks. A collective."""
-    if not cfg.has_auto and cfg.data.template != AUTO:
+    names_none = cfg.data.template in (AUTO, OWN)
+    if not cfg.has_auto and not names_none:
         return cfg
     parts = find_parts(cfg.model)
-    if cfg.data.template == AUTO:
+    if names_none:
         cfg = with_template(cfg, parts)
         log().info("auto: data.template=%s, for the language model %s", cfg.data.template, parts.language.model_type)
     if not cfg.has_auto:
         return cfg
     shapes = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
-    records = open_data(replace(cfg, tokens_per_micro_batch=None), world, shapes).steps.records
+    steps = open_data(replace(cfg, tokens_per_micro_batch=None), world, shapes).steps
 
     def choose() -> Decision:
-        return decide(cfg, world, parts, samples_in(records), continues(cfg))
+        return decide(cfg, world, parts, samples_in(steps.records, steps.image_reader.tokens), continues(cfg))
 
     decision = on_first_rank(choose, "cannot plan")
     log().info("%s", decision.summary(cfg))

@@ -10,16 +10,17 @@ from typing import TypeVar
 
 import torch
 
-from llava_fsdp.config import AUTO, Config, Source
+from llava_fsdp.config import AUTO, Config, Parity, Source
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_places, exists
 from llava_fsdp.data.index.record_store import sources_of
+from llava_fsdp.data.text.jinja_template import OWN, own_name, usable_name
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.export.formats import rehearse_hf, source_of_run
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.pretrained import Parts, find_parts, find_projector
 from llava_fsdp.model.tensor_files import Stored
-from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
+from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import read_notes
 from llava_fsdp.train.build_model import build_model
@@ -148,13 +149,32 @@ def prompts_of(kind: str) -> str | None:
 
 
 def with_template(cfg: C, parts: Parts) -> C:
-    """Replace `data.template=auto` in the configuration: by the template with which `model.checkpoint` was trained, if
-    its notes name one that is not stage 1's, or else by that of the language model's type, or else by v1."""
-    if cfg.data.template != AUTO:
+    """Replace `data.template=auto` in the configuration by the first of these that there is: the template with which
+    `model.checkpoint` was trained, if its notes name one that is not stage 1's; the chat template of the language
+    model's folder, or of a LLaVA-NeXT or LLaVA-OneVision without such notes (other whole models bring none); the
+    template of the language model's type; v1.
+
+    Also replace `data.template=chat_template` by the name that records which chat template it is.
+
+    Raises:
+        ConfigError: `data.template=chat_template`, and the language model's folder has none.
+    """
+    if cfg.data.template not in (AUTO, OWN):
         return cfg
-    trained = read_notes(parts.whole).get("template", STAGE_1) if parts.whole is not None else STAGE_1
-    known = prompts_of(str(parts.language.model_type)) or VICUNA
-    return replace(cfg, data=replace(cfg.data, template=known if trained == STAGE_1 else trained))
+    trained = None if parts.whole is None else read_notes(parts.whole).get("template")
+    name = own_name(parts.language_folder)
+    if name is not None and cfg.data.template == AUTO and parts.whole is not None:
+        name = usable_name(parts.language_folder) if parts.grid_pinpoints is not None and trained is None else None
+    if cfg.data.template == OWN:
+        if name is None:
+            raise ConfigError(
+                f"data.template={OWN}, and {parts.language_folder} has no chat template; set chatml or v1"
+            )
+    elif trained not in (None, STAGE_1):
+        name = trained
+    elif name is None or cfg.labels is not Parity.exact:
+        name = prompts_of(str(parts.language.model_type)) or VICUNA
+    return replace(cfg, data=replace(cfg.data, template=name))
 
 
 def few_steps(cfg: Config, steps: int) -> list[str]:

@@ -14,6 +14,7 @@ from llava_fsdp.checkpoint.state_json import jsonable
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
 from llava_fsdp.config import Config, LoraConfig, QuantizeConfig
 from llava_fsdp.config.renamed import present_tree
+from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.log import log
@@ -180,7 +181,8 @@ def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return a text `key: old -> new` for each configuration key that has changed although it must stay the same when a
     run continues."""
     # auto may mean the same; the fingerprint "encoding" has the template and the number of tokens
-    same = {key for key in ("model.select_feature", "data.template") if "auto" in (then.get(key), now.get(key))}
+    free = {"model.select_feature": {"auto"}, "data.template": {"auto", OWN}}
+    same = {key for key, values in free.items() if values & {then.get(key), now.get(key)}}
     return [
         f"{key}: {then.get(key)} -> {now.get(key)}"
         for key in sorted(then.keys() | now.keys())

@@ -21,6 +21,7 @@ from torch.cuda import nccl
 from llava_fsdp import __version__
 from llava_fsdp.config import Config
 from llava_fsdp.config.recipes import differences
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.distributed.memory import Weight, bytes_per_rank
@@ -65,8 +66,9 @@ def planned_peak(cfg: Config, world: World, model: Llava, records: Records) -> i
     its tensors."""
     if world.device.type != "cuda":
         return None
+    rule = ImageTokens.of_config(cfg, model.parts.image_size, model.image_tokens)
     try:
-        return expected_peak(cfg, world, model.parts, samples_in(records))
+        return expected_peak(cfg, world, model.parts, samples_in(records, rule))
     except Exception as error:  # the page then lacks this line; this must not end the training
         log().warning("the plan of this run's memory could not be made: %s: %s", type(error).__name__, error)
         return None

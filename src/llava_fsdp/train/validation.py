@@ -179,7 +179,7 @@ def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
         "answer": answered.text,
         "references": [question.reference],
         "score": answered.score,
-        "picture": str(question.images[0].absolute()) if question.images else None,
+        "picture": next((str(own.absolute()) for own in question.images[:1] if isinstance(own, Path)), None),
     }
 
 

@@ -12,7 +12,6 @@ from transformers import DynamicCache
 from llava_fsdp.config import BadRecords, Config, Metric
 from llava_fsdp.data.batching.collate import Row
 from llava_fsdp.data.text.detokenize import AnswerText, stops_of
-from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
 from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.distributed.consensus import any_rank
@@ -62,7 +61,7 @@ class AnswerGenerator:
         self.wants_stop = wants_stop
         self.pause = pause
         self.tokenizer = self.loader.steps.encoder.tokenizer
-        self.stop = template(cfg.trained_template).stop
+        self.stop = self.loader.steps.encoder.template.stop
         self.stops = stops_of(self.tokenizer, self.stop, model.parts.language.eos_token_id)
 
     @property

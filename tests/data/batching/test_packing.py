@@ -8,7 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from llava_fsdp.config import AspectRatio, PatchMerge
+from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import Assignment, balance, pack_step, place_by_cost, split_step
+from llava_fsdp.data.images.anyres import grid_sizes
+from llava_fsdp.data.images.image_tokens import ImageTokens
+from llava_fsdp.model.flops import Flops
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -152,3 +157,49 @@ def test_rows_hold_no_more_where_short_samples_cost_most(seed: int) -> None:
     rows = [micro for rank in cut for micro in rank]
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in row) <= 1000 for row in rows)
+
+
+ONEVISION_7B = Flops(token=39_151_730_688, pair=602_112, label=3_269_984_256, tile=1_998_660_178_944)
+"""Of model=llava_onevision_7b with all parts trained (`count_flops`)."""
+ONEVISION = ImageTokens(
+    AspectRatio.anyres_max, 384, 729, tuple(grid_sizes([], 384, AspectRatio.anyres_max)), PatchMerge.spatial_unpad
+)
+
+
+def mixed_step(dice: random.Random, count: int) -> list[tuple[int, int, int]]:
+    """Length, labels and tiles of samples with no image, one of any size up to 36 tiles, or several of one tile."""
+    samples = []
+    for _ in range(count):
+        text = 4 + min(6000, int(dice.lognormvariate(5.3, 0.9)))
+        images = dice.choice([0, 1, 1, 1, 1, 1, dice.randrange(2, 6)])
+        sizes = [(dice.randrange(20, 2400), dice.randrange(20, 2400)) for _ in range(images)]
+        tokens = sum(len(ONEVISION.of(size, images)) for size in sizes)
+        samples.append((text + tokens, text // 2, sum(ONEVISION.count_tiles(size, images) for size in sizes)))
+    return samples
+
+
+def rank_flops(cuts: Assignment, samples: list[tuple[int, int, int]]) -> list[int]:
+    """FLOPs of what each rank gets."""
+    found = []
+    for rank in cuts:
+        own = [samples[i] for micro in rank for i in micro]
+        lengths, labels, tiles = (list(column) for column in zip(*own, strict=True))
+        found.append(round(ONEVISION_7B.of(sum(lengths), sum(n**2 for n in lengths), sum(labels), sum(tiles))))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_ranks_compute_as_much_with_images_of_many_tiles(world_size: int) -> None:
+    """By the costs that samples are packed with, and by the FLOPs of what each rank gets. Not so by tokens alone: a
+    tile of an image that is shrunk costs as much as any other, and has fewer tokens."""
+    dice, by_tokens = random.Random(world_size), []
+    for _ in range(4):
+        samples = mixed_step(dice, 128)
+        lengths, labels, tiles = (np.array(column) for column in zip(*samples, strict=True))
+        costs = CostModel(*ONEVISION_7B)(lengths, labels, tiles).tolist()
+        cuts = pack_step(lengths.tolist(), costs, world_size, 32768)
+        flops = rank_flops(cuts, samples)
+        assert excess(cuts, costs) <= 1.02 and max(flops) <= 1.02 * sum(flops) / world_size
+        plain = rank_flops(pack_step(lengths.tolist(), lengths.tolist(), world_size, 32768), samples)
+        by_tokens.append(max(plain) / (sum(plain) / world_size))
+    assert max(by_tokens) > 1.02

@@ -25,7 +25,7 @@ from llava_fsdp.data.index import duplicate_ids, record_store, worker_pool
 from llava_fsdp.data.index.build import Index, Plan, is_foreign, open_index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.duplicate_ids import duplicates
-from llava_fsdp.data.index.worker_pool import chunk_file, join, run_chunks
+from llava_fsdp.data.index.worker_pool import chunk_file, chunk_files, join, run_chunks
 from llava_fsdp.data.loader import ModelShape, open_encoding
 from llava_fsdp.runtime.errors import ConfigError, SourceError, WorkerError
 from llava_fsdp.runtime.progress import watch_silently
@@ -104,7 +104,7 @@ def wait_for(process: subprocess.Popen, folder: Path, pattern: str) -> None:
 def test_killed_and_run_again_it_is_the_same(killed_in: str, parts: Path, tmp_path: Path) -> None:
     path, planted = write_planted(tmp_path, lines=True)
     process = builder(parts, path, tmp_path / "index")
-    wait_for(process, tmp_path / "index", f"*/{killed_in}*.parts/*2.npz")
+    wait_for(process, tmp_path / "index", f"chunks/{killed_in}*/*-000000014.npz")
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not list((tmp_path / "index").glob("*/encoded-*[0-9a-f]/done.json"))
@@ -125,7 +125,7 @@ def test_two_at_once_wait_for_each_other(parts: Path, tmp_path: Path) -> None:
 def test_who_waits_goes_on_when_the_builder_dies(parts: Path, tmp_path: Path) -> None:
     path, planted = write_planted(tmp_path, lines=True)
     first = builder(parts, path, tmp_path / "index")
-    wait_for(first, tmp_path / "index", "*/records.parts/*.npz")
+    wait_for(first, tmp_path / "index", "chunks/records/*.npz")
     os.kill(first.pid, signal.SIGSTOP)  # it holds the lock, and does nothing
     second = builder(parts, path, tmp_path / "index")
     time.sleep(1)
@@ -276,17 +276,18 @@ def test_a_chunk_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
     def task(chunk: int) -> dict[str, np.ndarray]:
         return {"a": np.array([chunk])}
 
-    run_chunks(task, tmp_path / "parts", 3, 1, lambda _: None)
+    files = chunk_files(tmp_path / "parts", 3)
+    run_chunks(task, files, 1, lambda _: None)
     chunk_file(tmp_path / "parts", 0).write_bytes(b"")
     chunk_file(tmp_path / "parts", 1).write_bytes(bytes(chunk_file(tmp_path / "parts", 1).stat().st_size))
-    run_chunks(task, tmp_path / "parts", 3, 1, lambda _: None)
-    join(tmp_path / "parts", 3, tmp_path / "whole", lambda _: {})
+    run_chunks(task, files, 1, lambda _: None)
+    join(files, [0, 0, 0], tmp_path / "whole", lambda _: {})
     assert np.load(tmp_path / "whole" / "a.npy").tolist() == [0, 1, 2]
     broken = bytearray(chunk_file(tmp_path / "parts", 2).read_bytes())
     broken[80] ^= 255
     chunk_file(tmp_path / "parts", 2).write_bytes(broken)
     with pytest.raises(SourceError, match=r"00000002\.npz is broken .* run it again"):
-        join(tmp_path / "parts", 3, tmp_path / "again", lambda _: {})
+        join(files, [0, 0, 0], tmp_path / "again", lambda _: {})
     assert not chunk_file(tmp_path / "parts", 2).exists()
 
 
@@ -294,14 +295,14 @@ LONG = """
 import multiprocessing, signal, sys, threading, time
 from functools import partial
 from pathlib import Path
-from llava_fsdp.data.index.worker_pool import run_chunks
+from llava_fsdp.data.index.worker_pool import chunk_files, run_chunks
 def tell():
     while len(workers := multiprocessing.active_children()) < 2:
         time.sleep(0.01)
     print(*(worker.pid for worker in workers), flush=True)
 threading.Thread(target=tell).start()
 signal.signal(signal.SIGINT, signal.default_int_handler)
-run_chunks(partial(sum, range(10**12)), Path(sys.argv[1]), 2, 2, lambda _: None)
+run_chunks(partial(sum, range(10**12)), chunk_files(Path(sys.argv[1]), 2), 2, lambda _: None)
 """
 
 
@@ -347,14 +348,14 @@ class Fails:
 def test_a_full_disk_is_said_by_workers_too(tmp_path: Path) -> None:
     for workers in (1, 2):
         with pytest.raises(OSError, match="No space left"):
-            run_chunks(Fails(errno.ENOSPC), tmp_path, 2, workers, lambda _: None)
+            run_chunks(Fails(errno.ENOSPC), chunk_files(tmp_path, 2), workers, lambda _: None)
 
 
 @pytest.mark.parametrize("number", slow_after(1, [signal.SIGKILL, signal.SIGTERM]))
 def test_a_worker_that_is_killed_is_reported(number: signal.Signals, tmp_path: Path) -> None:
     others = set(multiprocessing.active_children())
     with pytest.raises(WorkerError, match=rf"ended with {-number} while .*prepare\.workers=") as raised:
-        run_chunks(Fails(-number), tmp_path, 5, 2, lambda _: None)
+        run_chunks(Fails(-number), chunk_files(tmp_path, 5), 2, lambda _: None)
     assert raised.value.exit_code == 2 and set(multiprocessing.active_children()) <= others
 
 
@@ -366,7 +367,7 @@ def test_without_room_for_locks_no_worker_is_started(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(worker_pool, "ProcessPoolExecutor", full)
     done: list[int] = []
-    run_chunks(lambda chunk: {"a": np.array([chunk])}, tmp_path, 3, 2, done.append)
+    run_chunks(lambda chunk: {"a": np.array([chunk])}, chunk_files(tmp_path, 3), 2, done.append)
     assert done == [0, 1, 1, 1] and chunk_file(tmp_path, 2).is_file()
 
 
@@ -389,13 +390,13 @@ def test_a_file_that_changes_meanwhile_leaves_nothing(
     path = tmp_path / "a.json"
     path.write_bytes((dataset / "text.json").read_bytes())
     cfg = make_config(parts, dataset, tmp_path, f"data.path={path}", "data.images=null")
-    for step in ("split", "encoded_facts"):
+    for step in ("join_texts", "encoded_facts"):
         with monkeypatch.context() as patch:
             own = getattr(index_module, step)
             patch.setattr(index_module, step, lambda *a, own=own: (os.utime(path, (1, 1)), own(*a))[1])
             with pytest.raises(SourceError, match="changed while being read; run it again"):
                 open_again(cfg, parts)
-        (state,) = [p for p in (tmp_path / "a.json.index").iterdir() if p.is_dir()]
-        assert not list(state.iterdir())
+        index = tmp_path / "a.json.index"
+        assert not [p for p in index.rglob("*") if p.is_file() and p.parent != index]
         os.utime(path)
     assert len(open_again(cfg, parts)) == 20

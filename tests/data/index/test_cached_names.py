@@ -18,7 +18,7 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor
 from llava_fsdp.data.index.build import Plan, encoded_name, newest, pictures_name
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.data.index.record_store import SourceFile
+from llava_fsdp.data.index.record_store import DataSource, SourceFile
 from llava_fsdp.data.index.source_state import find_state, stamp
 from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.llava_v1_5 import Original
@@ -112,34 +112,41 @@ def source(tmp_path: Path) -> SourceFile:
     return SourceFile("a", str(tmp_path / "a.json"), str(tmp_path / "x"))
 
 
+def of(*files: SourceFile) -> list[DataSource]:
+    """Each file as a data source."""
+    return [DataSource(file.name, file.path, (file,)) for file in files]
+
+
 SOURCES: dict[str, Callable[[SourceFile], SourceFile]] = {
     "name": lambda s: replace(s, name="b"),
     "path": lambda s: replace(s, path=s.path.replace("a.json", "b.json")),
     "images": lambda s: replace(s, images=None),
+    "question": lambda s: replace(s, question="q"),
+    "image_column": lambda s: replace(s, image_column="file"),
 }
 
 
 @pytest.mark.parametrize("case", SOURCES)
 def test_a_state_is_of_its_sources_and_of_the_largest_record(case: str, source: SourceFile, tmp_path: Path) -> None:
     other = SOURCES[case](source)
-    assert stamp([other], 100) != stamp([source], 100) != stamp([source], 99)
-    made = [find_state([s], tmp_path, most, watch_silently, True) for s, most in ((source, 100), (other, 100))]
-    assert made[0]["key"] != made[1]["key"] and made[0]["fingerprint"] == made[1]["fingerprint"]
-    assert find_state([source], tmp_path, 99, watch_silently, True)["key"] != made[0]["key"]
+    assert stamp(of(other), 100) != stamp(of(source), 100) != stamp(of(source), 99)
+    made = [find_state(of(s), tmp_path, most, watch_silently, True) for s, most in ((source, 100), (other, 100))]
+    assert made[0].key != made[1].key and made[0].fingerprint == made[1].fingerprint
+    assert find_state(of(source), tmp_path, 99, watch_silently, True).key != made[0].key
 
 
 def test_a_state_is_of_size_time_and_content(source: SourceFile, tmp_path: Path) -> None:
-    path, before = Path(source.path), stamp([source], 100)
-    first = find_state([source], tmp_path, 100, watch_silently, False)
+    path, before = Path(source.path), stamp(of(source), 100)
+    first = find_state(of(source), tmp_path, 100, watch_silently, False)
     os.utime(path, ns=(10**18, 10**18 + 1))
-    later = stamp([source], 100)
+    later = stamp(of(source), 100)
     assert later != before, "a nanosecond"
-    assert find_state([source], tmp_path, 100, watch_silently, False) == first, "the same content"
+    assert find_state(of(source), tmp_path, 100, watch_silently, False) == first, "the same content"
     path.write_text("[2] ")
     os.utime(path, ns=(10**18, 10**18 + 1))
-    assert stamp([source], 100) != later
-    other = find_state([source], tmp_path, 100, watch_silently, False)
-    assert other["key"] != first["key"] and other["fingerprint"] != first["fingerprint"]
+    assert stamp(of(source), 100) != later
+    other = find_state(of(source), tmp_path, 100, watch_silently, False)
+    assert other.key != first.key and other.fingerprint != first.fingerprint
 
 
 def test_the_content_of_every_source_counts(source: SourceFile, tmp_path: Path) -> None:
@@ -147,8 +154,8 @@ def test_the_content_of_every_source_counts(source: SourceFile, tmp_path: Path) 
     found = []
     for content in ("[1]", "[2]"):
         Path(second.path).write_text(content)
-        found.append(find_state([source, second], tmp_path, 100, watch_silently, True)["fingerprint"])
-    swapped = find_state([second, source], tmp_path, 100, watch_silently, True)["fingerprint"]
+        found.append(find_state(of(source, second), tmp_path, 100, watch_silently, True).fingerprint)
+    swapped = find_state(of(second, source), tmp_path, 100, watch_silently, True).fingerprint
     assert len({*found, swapped}) == 3
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from llava_fsdp.data.records import json_stream
+from llava_fsdp.data.records.forms import parse_record
 from llava_fsdp.data.records.json_stream import spans
-from llava_fsdp.data.records.record import Record, Turn, parse_record, parse_text
+from llava_fsdp.data.records.record import Record, Turn, parse_text
 from llava_fsdp.data.records.record import reading as source_of
 from llava_fsdp.data.text.conversation import check_turns
 from llava_fsdp.runtime.errors import DataError, SourceError
@@ -287,14 +288,17 @@ def test_names_in_capitals_and_lone_numbers(tmp_path: Path) -> None:
 OK = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 CURES = {
     "no conversations": (
-        {"id": 1, "messages": []},
-        r'missing, the keys are \["id", "messages"\]; it must be a list of',
+        {"id": 1, "message": []},
+        r'missing, the keys are \["id", "message"\]; it must have one of conversations, messages, texts',
     ),
     "null": ({"conversations": None}, r"conversations is null; it must be a list of turns"),
-    "other keys": ({"conversations": [{"role": "user", "content": "a"}]}, r"rename role to from and content to value"),
+    "other keys": (
+        {"conversations": [{"role": "user", "text": "a"}]},
+        r'turn 0 is {"role": "user", "text": "a"}; it must be .*role and content',
+    ),
     "not a number": (
         {"conversations": [{"from": "gpt", "value": math.nan}]},
-        r'turn 0 is {"from": "gpt", "value": NaN}',
+        r"turn 0 is NaN; it must be text",
     ),
     "dots": ({"image": "a/../b.png", "conversations": OK}, r"\.\. is not allowed in a path, wherever it leads"),
     "slash": ({"image": "b.png/", "conversations": OK}, r"'b\.png/', which names a folder; take the / off"),
@@ -310,12 +314,11 @@ def test_every_message_has_a_cure(case: str) -> None:
 
 
 ROLES = {
-    "user": "rename user to human, and assistant to gpt",
-    "assistant": "rename user to human, and assistant to gpt",
+    "User": "rename User to user",
     "Human": "rename Human to human",
-    "system": "put its text before the first question's",
-    "gpt": "human and gpt take turns, human first",
-    "narrator": "rename it to human or gpt",
+    "system": "reads one system turn, at the beginning",
+    "gpt": r"human \(user\) and gpt \(assistant\) take turns, human first",
+    "narrator": "rename it to system, human or gpt",
 }
 
 

@@ -70,8 +70,11 @@ def test_rows_are_read_a_few_at_a_time(
         own = records_parquet.lines(path, None, [group])
         assert [json.loads(line) for line in own] == made[4 * group : 4 * group + 4]
     writer = records_parquet.WriteRows(path, tmp_path / "rows", 1 << 20)
-    run_chunks(writer, tmp_path / "chunks", groups, 1, lambda _: None)
-    writer.gather(groups, tmp_path / "chunks")
+    every = records_parquet.WriteAllRows((writer,))
+    assert every.groups == [(0, group) for group in range(max(1, groups))]
+    run_chunks(every, every.files, 1, lambda _: None)
+    every.gather()
+    assert sorted(path.name for path in writer.folder.iterdir()) == ["held.json", "rows.jsonl"]
     assert writer.whole.read_bytes() == b"".join(line + b"\n" for line in records_parquet.lines(path, None))
 
 
@@ -93,7 +96,7 @@ def test_pictures_in_the_rows(several: bool, parts: Path, dataset: Path, tmp_pat
     assert records.counts["image_truncated"] == records.counts["tag_without_image"] == 1 and records.out == 2
     (reason,) = [row["reason"] for row in records.index.rows() if row["kind"] == "image_truncated"]
     assert "record 1 (id 1): image 'y.png' (in the row itself) is truncated after" in reason
-    assert reason.endswith("; put a whole one into the file") and "rows-0" not in reason
+    assert reason.endswith("; put a whole one into the file") and "/rows/" not in reason
     record = records[0]
     assert record.folder is not None and (record.folder / record.images[0]).read_bytes() == whole
     with pytest.raises(DataError, match=r"holds images; only llava-fsdp prepare and training read them"):
@@ -149,14 +152,14 @@ def test_many_row_groups_are_one_open_file(parts: Path, dataset: Path, tmp_path:
     records = opened(write(tmp_path / "a.parquet", rows, row_group_size=1), parts, dataset)
     assert len(records) == len({records[n].id for n in range(len(rows))}) == len(rows)
     assert len({part.text for part in records.index.texts.parts}) == 1
-    assert [path.name for path in tmp_path.rglob("*.jsonl") if "rows-0" in str(path)] == ["rows.jsonl"]
+    assert [path.name for path in tmp_path.rglob("*.jsonl") if "/rows/" in str(path)] == ["rows.jsonl"]
 
 
 TURNS = [{"from": "a", "value": "b"}]
 WRONG = {
     "an id of bytes": ([{"conversations": TURNS, "id": b"a"}], r"id is binary; it must be text or a number"),
     "text of bytes": ([{"conversations": [{"from": "a", "value": b"b"}]}], r"from and value, which are text"),
-    "no columns": ([{"text": "a"}], r"has the columns \['text'\]; LLaVA records have id, image and conversations"),
+    "no columns": ([{"text": "a"}], r"has the columns \['text'\]; records have one of conversations, messages, texts"),
     "turns as text": ([{"conversations": "a"}], r"conversations is string; it must be a list of structs"),
     "a number": ([{"conversations": [{"from": "a", "value": "b"}], "image": 3}], r"image is int64; it must be a path"),
 }
@@ -193,16 +196,16 @@ def test_no_parquet_at_all(parts: Path, dataset: Path, tmp_path: Path, monkeypat
         opened(tmp_path / "a.parquet", parts, dataset)
 
 
-@pytest.mark.parametrize("key", ["images", "image"])
+@pytest.mark.parametrize("key", ["photo", "image"])
 def test_tables_without_pictures_are_told(key: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """The column has another name; or every struct is of two nulls."""
     turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
-    rows = [{key: "0.jpg" if key == "images" else {"bytes": None, "path": None}, "conversations": turns}] * 2
+    rows = [{key: "0.jpg" if key == "photo" else {"bytes": None, "path": None}, "conversations": turns}] * 2
     struct = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
     schema = pyarrow.Table.from_pylist(rows).schema
-    schema = schema if key == "images" else schema.set(0, pyarrow.field("image", struct))
+    schema = schema if key == "photo" else schema.set(0, pyarrow.field("image", struct))
     records = opened(write(tmp_path / "a.parquet", rows, schema), parts, dataset)
-    kind = "media_not_read" if key == "images" else "tag_without_image"
+    kind = "media_not_read" if key == "photo" else "tag_without_image"
     assert records.counts[kind] == records.out == 2
 
 

@@ -9,7 +9,7 @@ from types import FrameType
 
 from llava_fsdp.chat.assistant import Assistant
 from llava_fsdp.chat.web.sessions import Sessions
-from llava_fsdp.config import AspectRatio, ChatConfig
+from llava_fsdp.config import AUTO, AspectRatio, ChatConfig
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.log import log
 
@@ -37,7 +37,7 @@ def serve(cfg: ChatConfig) -> None:
         from llava_fsdp.chat.web.security import Guard, MiB
 
         with bound(cfg.host, cfg.port) as listening:
-            sessions = Sessions(Assistant(cfg.model.checkpoint, "v1", AspectRatio.pad), cfg)
+            sessions = Sessions(Assistant(cfg.model.checkpoint, AUTO, AspectRatio.pad), cfg)
             largest = cfg.max_images * (cfg.max_upload_mb * MiB + FORM)
             app = Guard(make_app(sessions, cfg), cfg.host, Path(folder), largest)
             settings = uvicorn.Config(

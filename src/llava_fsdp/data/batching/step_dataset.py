@@ -151,7 +151,7 @@ class Steps(Dataset):
             error.about(record=record.where)
             at, texts = self.records.at(number), self.records.index.texts
             if texts.embeds(at):  # the image was extracted from a Parquet file, and was whole then
-                path = Path(texts.sources[texts.part(at).source].images or "")
+                path = Path(texts.part(at).file.images or "")
                 raise damaged(path, str(error)) from error
             raise
 

@@ -15,13 +15,13 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from llava_fsdp.data.batching.batch import Step
 from llava_fsdp.data.batching.memory_files import HAS_MEMORY_FILES, Outbox, Sent
+from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.runtime.errors import OutOfMemory, WorkerError, WorkerLost
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.process_end import end_with
@@ -65,7 +65,7 @@ class Watch:
             self.places[worker.id].value = b""
             self.steps[worker.id] = step
 
-    def at(self, record: str, image: Path | None = None) -> None:
+    def at(self, record: str, image: ImageFile | None = None) -> None:
         """Note that this worker begins to read a record, or one of the record's images. The record is given by its name
         in error messages."""
         worker = get_worker_info()

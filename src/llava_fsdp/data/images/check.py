@@ -46,6 +46,21 @@ BROKEN = (
 
 
 @dataclass(frozen=True)
+class ImageBytes:
+    """An image file that is in memory; takes the place of a path."""
+
+    name: str
+    """Name of the image in error messages."""
+    data: bytes
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ImageFile = Path | ImageBytes
+
+
+@dataclass(frozen=True)
 class ImageFacts:
     """Size of an image file in pixels, and checksum of the file's bytes."""
 
@@ -62,7 +77,7 @@ class ImageFacts:
         return self.width, self.height
 
 
-def examine(path: Path, where: str, full: bool, scaled: bool = True) -> ImageFacts:
+def examine(path: ImageFile, where: str, full: bool, scaled: bool = True) -> ImageFacts:
     """Check that an image can be read, and return its size and checksum.
 
     Args:
@@ -75,7 +90,7 @@ def examine(path: Path, where: str, full: bool, scaled: bool = True) -> ImageFac
         ImageError: the image cannot be read; its `kind` says why.
     """
     if not full:
-        with contextlib.suppress(*BROKEN), open_regular(path) as file, opening(file) as image:
+        with contextlib.suppress(*BROKEN), open_head(path) as file, opening(file) as image:
             check_pixels(image, path, where)
             return ImageFacts(*shown_size(image), image.height)
     data = read_file(path, where)
@@ -89,7 +104,7 @@ def examine(path: Path, where: str, full: bool, scaled: bool = True) -> ImageFac
     return facts
 
 
-def read_size(path: Path, where: str) -> Size:
+def read_size(path: ImageFile, where: str) -> Size:
     """Return an image's (width, height) after turning it by its EXIF orientation; reads only the beginning of the file
     if that is enough."""
     return examine(path, where, full=False).size
@@ -113,7 +128,7 @@ def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
 
 
 @contextlib.contextmanager
-def decoded(data: bytes, path: Path, where: str) -> Iterator[Image.Image]:
+def decoded(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
     """Context manager that opens an image from the bytes of its file; errors of Pillow in the `with` block become
     ImageError."""
     try:
@@ -144,17 +159,25 @@ def decoded(data: bytes, path: Path, where: str) -> Iterator[Image.Image]:
         ) from error
 
 
-def opened(path: Path, where: str) -> contextlib.AbstractContextManager[Image.Image]:
+def opened(path: ImageFile, where: str) -> contextlib.AbstractContextManager[Image.Image]:
     """Context manager that reads and opens an image file; errors of Pillow in the `with` block become ImageError."""
     return decoded(read_file(path, where), path, where)
 
 
-def read_file(path: Path, where: str) -> bytes:
+def read_file(path: ImageFile, where: str) -> bytes:
     """Return the bytes of an image file; tries again after errors that a network file system may cause for a moment.
 
     Raises:
         ImageError: the file is missing, empty, too large or unreadable; its `kind` says which.
     """
+    data = path.data if isinstance(path, ImageBytes) else read_path(path, where)
+    if not data:
+        raise ImageError(f"{where}: image {path} is empty (0 bytes); copy it again", Kind.image_empty)
+    return data
+
+
+def read_path(path: Path, where: str) -> bytes:
+    data = b""
     for wait in (*WAITS, None):
         try:
             with open_regular(path) as file:
@@ -177,9 +200,11 @@ def read_file(path: Path, where: str) -> bytes:
                     f"{where}: image {path} cannot be read: {reason}; {cure}", Kind.image_unreadable
                 ) from error
             time.sleep(wait)
-    if not data:
-        raise ImageError(f"{where}: image {path} is empty (0 bytes); copy it again", Kind.image_empty)
     return data
+
+
+def open_head(path: ImageFile) -> BinaryIO | io.BytesIO:
+    return io.BytesIO(path.data) if isinstance(path, ImageBytes) else open_regular(path)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -194,7 +219,7 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def check_pixels(image: Image.Image, path: Path, where: str) -> None:
+def check_pixels(image: Image.Image, path: ImageFile, where: str) -> None:
     if image.width * image.height > MAX_PIXELS:
         raise ImageError(
             f"{where}: image {path} has {image.width} x {image.height} pixels, over the limit of {MAX_PIXELS}; make it "

@@ -56,6 +56,11 @@ class ImageTokens:
         return cls(aspect, tile, features, sizes, cfg.model.patch_merge, data.max_tiles)
 
     @property
+    def blends(self) -> bool:
+        """Whether tokens are elements of type BLENDED."""
+        return self.aspect is AspectRatio.anyres_max
+
+    @property
     def side(self) -> int:
         """Number of features along each side of a tile."""
         return math.isqrt(self.features)
@@ -75,7 +80,7 @@ class ImageTokens:
             assert size is not None, "the tokens of an image of several tiles depend on its size"
             return self.tiled(size)
         whole = np.arange(self.features)
-        return whole if self.aspect is not AspectRatio.anyres_max else single(np.append(whole, NEWLINE_ROW))
+        return single(np.append(whole, NEWLINE_ROW)) if self.blends else whole
 
     def tiled(self, size: Size) -> np.ndarray:
         """Return the tokens of an image of several tiles: first those of the whole image, then those of the grid of
@@ -95,7 +100,7 @@ class ImageTokens:
         lines = grid.reshape(down, across, side, side).transpose(0, 2, 1, 3).reshape(down * side, across * side)
         if self.merge is PatchMerge.spatial_unpad:
             lines = unpad(lines, size)
-        if self.aspect is AspectRatio.anyres_max:
+        if self.blends:
             whole, lines = single(whole), self.limited(lines)
         if self.merge is PatchMerge.spatial_unpad:
             end = np.full((len(lines), 1), NEWLINE_ROW)

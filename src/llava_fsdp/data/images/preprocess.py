@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from llava_fsdp.config import AspectRatio, Pixels
 from llava_fsdp.data.images import fast_resize
 from llava_fsdp.data.images.anyres import Size, cut_tiles
-from llava_fsdp.data.images.check import MAX_PIXELS, opened, read_size, shown_size, to_rgb
+from llava_fsdp.data.images.check import MAX_PIXELS, ImageBytes, ImageFile, opened, read_size, shown_size, to_rgb
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record
@@ -149,7 +149,10 @@ class ImageReader:
     def no_tiles(self) -> np.ndarray:
         return np.zeros((0, 3, self.preprocessor.size, self.preprocessor.size), dtype=np.uint8)
 
-    def path(self, record: Record, name: str) -> Path:
+    def path(self, record: Record, name: str) -> ImageFile:
+        """Return the file of one of a record's images: its path, or the bytes that are in the record itself."""
+        if name in record.inline:
+            return ImageBytes(name, record.inline[name])
         folder = record.folder or self.folder
         assert folder is not None, "checked when the records were opened"
         return folder / name
@@ -188,7 +191,7 @@ class ImageReader:
             self.watch.at(record.where, path)
         return self.load(path, record.where, len(record.images))
 
-    def load(self, path: Path, where: str, images: int = 1) -> np.ndarray:
+    def load(self, path: ImageFile, where: str, images: int = 1) -> np.ndarray:
         """Read an image file as tiles, uint8 [tiles, 3, size, size].
 
         Args:
@@ -206,7 +209,7 @@ class ImageReader:
 
 
 def load_image(
-    path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where: str, pixels: Pixels = Pixels.exact
+    path: ImageFile, preprocessor: Preprocessor, aspect: AspectRatio, where: str, pixels: Pixels = Pixels.exact
 ) -> np.ndarray:
     """Read an image as one tile, uint8 [3, size, size].
 
@@ -229,7 +232,7 @@ def load_image(
     return resize(image, preprocessor)
 
 
-def load_fast(path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where: str) -> np.ndarray:
+def load_fast(path: ImageFile, preprocessor: Preprocessor, aspect: AspectRatio, where: str) -> np.ndarray:
     what, size, resample = f"{where}: {path}", preprocessor.size, preprocessor.resample
     with opened(path, where) as file:
         check_enlarged(shown_size(file), preprocessor, aspect, what)
@@ -240,7 +243,7 @@ def load_fast(path: Path, preprocessor: Preprocessor, aspect: AspectRatio, where
         return to_bytes(fast_resize.squeezed(file, size, resample, what))
 
 
-def open_image(path: Path, where: str, pixels: Pixels) -> Image.Image:
+def open_image(path: ImageFile, where: str, pixels: Pixels) -> Image.Image:
     """Open an image as RGB, turned by its EXIF orientation, with a white background where it is transparent.
 
     With Pixels.llava_v1_5 the image is not turned and its transparency is ignored, as in LLaVA.

@@ -80,8 +80,8 @@ def report(records: Records, cfg: Config) -> None:
 def same_files(records: Records) -> str:
     """Return a warning about data sources that are the same file; empty if there are none."""
     names: dict[str, list[str]] = {}
-    for source in records.index.texts.sources:
-        names.setdefault(os.path.realpath(source.path), []).append(source.name)
+    for part in records.index.texts.parts:
+        names.setdefault(os.path.realpath(part.file.path), []).append(part.file.name)
     found = [f"sources {' and '.join(own)} are the same file, {path}" for path, own in names.items() if len(own) > 1]
     return "; ".join(found)
 

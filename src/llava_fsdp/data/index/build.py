@@ -3,7 +3,10 @@
     known.json               the KEY of each known state of the source files, by the files' sizes and times
     lock                     held by the one process that builds the index
     pictures-KEY.looked      changes whenever all bad images have been examined again
-    KEY/texts                positions of the records (`Texts`); KEY depends on the content of the source files
+    digests.json             the digest of each file of records, by its size and time
+    chunks/PASS/KEY-N.npz    columns of N and the following records of one file of records; KEY depends on its content
+    rows/KEY                 the rows of a Parquet file as JSON Lines
+    KEY/texts                positions of the records (`Texts`); KEY depends on the content of all files of records
     KEY/records              columns with properties of the records
     KEY/pictures-KEY.N       columns with properties of the records' images; a new N when a bad image was fixed
     KEY/encoded-KEY          columns for one tokenizer, template and maximum length
@@ -31,10 +34,19 @@ from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.duplicate_ids import DUPLICATES, read_facts
 from llava_fsdp.data.index.examine_passes import ExaminePictures, Pass, ReadRecords
 from llava_fsdp.data.index.integrity import DONE, check_part, damaged, read_json, read_rows
-from llava_fsdp.data.index.record_store import SourceFile, Texts, sources_of, split
+from llava_fsdp.data.index.record_store import (
+    DataSource,
+    FindRecords,
+    Shard,
+    SourceFile,
+    Texts,
+    files_of,
+    join_texts,
+    sources_of,
+)
 from llava_fsdp.data.index.source_state import check_unchanged, find_state, read_known, short, stamp
 from llava_fsdp.data.index.token_pass import LOSSES, EncodeRecords
-from llava_fsdp.data.index.worker_pool import BLOCK, ROWS, chunk_file, join, open_column, run_chunks
+from llava_fsdp.data.index.worker_pool import BLOCK, ROWS, join, open_column, run_chunks
 from llava_fsdp.data.records import parquet
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder
 from llava_fsdp.runtime.errors import BuildError, LlavaFsdpError, SourceError
@@ -102,6 +114,9 @@ class Index:
         dataset, and of the records within a pass."""
         for path in (self.records / ROWS, self.records / DUPLICATES, self.pictures / ROWS, self.encoded / ROWS):
             yield from read_rows(path.with_suffix(".jsonl"))
+
+
+CHUNKS_FOLDER, ROWS_FOLDER = "chunks", "rows"
 
 
 def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | None = None) -> Index:
@@ -187,13 +202,13 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def find(plan: Plan, sources: list[SourceFile], folder: Path) -> Index | None:
+def find(plan: Plan, sources: list[DataSource], folder: Path) -> Index | None:
     """Return the existing index of the sources. None if there is no complete one for the present sizes and modification
     times of the source files."""
     known = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
     if known is None:
         return None
-    state = folder / known["key"]
+    state = folder / known.key
     pictures = newest(state / pictures_name(plan))
     if pictures is None or not ((state / "texts").is_dir() and (state / "records").is_dir()):
         return None
@@ -213,37 +228,38 @@ def opened(folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
     return Index(folder, texts, state / "records", pictures, encoded, limits, losses)
 
 
-def build(plan: Plan, sources: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> Index:
+def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
     """Make all missing parts of the index and open it. The caller must hold the lock."""
     most = plan.cfg.max_record_bytes
     begun = stamp(sources, most)
     known = find_state(sources, folder, most, watch, look_again)
-    state = folder / known["key"]
+    state = folder / known.key
     state.mkdir(exist_ok=True)
-    before = set(state.iterdir())
-    for part in before:
+    before = {*state.iterdir(), *chunk_parts(folder)}
+    for part in state.iterdir():
         if part.is_dir() and is_part(part.name):
             check_part(part, whole=look_again)
 
     def check() -> None:
-        check_unchanged(sources, most, begun, lambda: undo(state, before))
+        check_unchanged(sources, most, begun, lambda: undo(folder, state, before))
 
     if not (state / "texts").is_dir():
-        written = [write_texts(s, state / f"rows-{n}", plan, watch) for n, s in enumerate(sources)]
-        with watch("finding records", 1) as advance:
-            own = [source for source, _ in written]
-            split(own, state / "texts", [text for _, text in written], known["fingerprint"], most, check)
-            advance(1)
-    for parts in (state / "texts.parts", *state.glob("rows-*.parts")):
-        clear(parts)
+        shards = write_texts(files_of(sources), known.shards, plan, watch)
+        finding = FindRecords(shards, chunks_of(plan, "texts"), most)
+        with watch("finding records", len(shards)) as advance:
+            run_chunks(finding, finding.files(), plan.workers, advance)
+        join_texts(sources, finding, state / "texts", known.fingerprint, check)
+        if len(shards) == 1:
+            clear(finding.folder)
     reading = ReadRecords(state / "texts", CHUNKS["records"])
-    make(reading, state / "records", plan.workers, watch, "reading records", read_facts)
+    make(reading, chunks_of(plan, "records"), state / "records", plan.workers, watch, "reading records", read_facts)
     pictures = examine_pictures(plan, state, watch, look_again)
     encoded = state / encoded_name(plan, pictures)
     encoding = EncodeRecords(
         state / "texts", CHUNKS["encoded"], state / "records", pictures, plan.whole_encoder, plan.reader
     )
-    make(encoding, encoded, plan.workers, watch, "counting tokens", encoded_facts)
+    chunks = chunks_of(plan, f"encoded-{encoding_of(plan)}")
+    make(encoding, chunks, encoded, plan.workers, watch, "counting tokens", encoded_facts)
     check()
     return opened(folder, state, pictures, encoded)
 
@@ -255,62 +271,81 @@ def is_part(name: str) -> bool:
     )
 
 
-def undo(state: Path, before: set[Path]) -> None:
-    """Delete the parts of an index that were made while the source files changed. These parts may be wrong, and they
-    would be taken for valid if the files changed back.
+def chunk_parts(folder: Path) -> list[Path]:
+    """Return all files and folders of an index that belong to one file of records."""
+    return [*folder.glob(f"{CHUNKS_FOLDER}/*/*"), *folder.glob(f"{ROWS_FOLDER}/*")]
+
+
+def undo(folder: Path, state: Path, before: set[Path]) -> None:
+    """Delete the parts of an index that were made while the files of records changed. These parts may be wrong, and
+    they would be taken for valid if the files changed back.
 
     Args:
-        state: folder of the index for one state of the source files.
-        before: content of `state` before the parts were made, which is kept.
+        folder: folder of the whole index.
+        state: its subfolder for one state of the files.
+        before: the parts that had been made before; they are kept.
     """
-    for path in state.iterdir():
-        if path not in before or path.suffix == ".parts":
-            clear(path)
+    for path in {*state.iterdir(), *chunk_parts(folder)} - before:
+        clear(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def write_texts(source: SourceFile, folder: Path, plan: Plan, watch: Watch) -> tuple[SourceFile, Path]:
-    """Write the rows of a Parquet source as a JSON Lines file; do nothing for a source that is a text file.
+def write_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Watch) -> tuple[Shard, ...]:
+    """Write the rows of Parquet files as JSON Lines files; text files stay as they are.
+
+    Args:
+        keys: the key of each file.
 
     Returns:
-        (source, path of the text file with its records). If images were embedded in the rows, `images` of the source is
-        the folder to which they were extracted.
+        For each file, the text file with its records. If images were embedded in the rows, `images` of the file is the
+        folder to which they were extracted.
     """
-    path = Path(source.path)
-    if not parquet.is_parquet(path):
-        return source, path
-    file = parquet.open_file(path)
-    task = parquet.WriteRows(path.absolute(), folder.absolute(), plan.cfg.max_record_bytes)
-    groups = file.num_row_groups
-    if not task.whole.is_file():
-        with watch("reading Parquet", groups) as advance:
-            run_chunks(task, parts_of(folder), groups, plan.workers, advance)
-        task.gather(groups, parts_of(folder))
-    task.drop_groups(groups)
-    images = task.images()
-    return source if images is None else replace(source, images=str(images)), task.whole
+    folder, most = plan.cfg.index_folder / ROWS_FOLDER, plan.cfg.max_record_bytes
+    tasks = {
+        number: parquet.WriteRows(Path(file.path).absolute(), (folder / key).absolute(), most, file.keys)
+        for number, (file, key) in enumerate(zip(files, keys, strict=True))
+        if parquet.is_parquet(Path(file.path))
+    }
+    unwritten = parquet.WriteAllRows(tuple(task for task in tasks.values() if not task.whole.is_file()))
+    if unwritten.tasks:
+        with watch("reading Parquet", len(unwritten.groups)) as advance:
+            run_chunks(unwritten, unwritten.files, plan.workers, advance)
+        unwritten.gather()
+    shards = []
+    for number, (file, key) in enumerate(zip(files, keys, strict=True)):
+        if number not in tasks:
+            shards.append(Shard(file, Path(file.path), key))
+            continue
+        images = tasks[number].images()
+        own = file if images is None else replace(file, images=str(images))
+        shards.append(Shard(own, tasks[number].whole, key))
+    return tuple(shards)
 
 
 P = TypeVar("P", bound=Pass)
-Finish = Callable[[P, Path, Path], dict[str, Any]]
-"""Function that completes a pass over the dataset: (pass, folder of its chunks, folder of the joined columns) -> facts
-to store in `done.json`. It may add files to the folder of joined columns."""
+Finish = Callable[[P, Path], dict[str, Any]]
+"""Function that completes a pass over the dataset: (pass, folder of the joined columns) -> facts to store in
+`done.json`. It may add files to the folder of joined columns."""
 
 
-def make(task: P, target: Path, workers: int, watch: Watch, label: str, finish: Finish[P], keep: bool = False) -> None:
+def make(
+    task: P, chunks: Path, target: Path, workers: int, watch: Watch, label: str, finish: Finish[P], keep: bool = False
+) -> None:
+    """Make the result folder of a pass over the dataset, if it is missing.
+
+    Args:
+        chunks: folder of the chunk files. They are kept if the dataset has several files of records, so that only the
+            new ones are examined when files are added.
+        target: the result folder.
+        keep: keep the chunk files in any case.
+    """
     if target.is_dir():
         return
-    parts = parts_of(target)
-    with watch(label, task.chunks) as advance:
-        run_chunks(task, parts, task.chunks, workers, advance)
-    join(parts, task.chunks, target, lambda staged: finish(task, parts, staged))
-    if not keep:
-        clear(parts)
-
-
-def parts_of(target: Path) -> Path:
-    """Return the folder of the chunk files that are joined to `target`, the result folder of a pass over the dataset.
-    All versions of the result (NAME.0, NAME.1, ...) share it."""
-    return target.with_name(f"{target.name.partition('.')[0]}.parts")
+    files = task.files(chunks)
+    with watch(label, len(files)) as advance:
+        run_chunks(task, files, workers, advance)
+    join(files, task.firsts, target, lambda staged: finish(task, staged))
+    if not keep and len(task.texts.parts) == 1:
+        clear(chunks)
 
 
 def clear(folder: Path) -> None:
@@ -328,9 +363,19 @@ def pictures_name(plan: Plan) -> str:
 def encoded_name(plan: Plan, pictures: Path) -> str:
     """Return the name of the folder with the columns that depend on the encoder. The name also depends on the image
     reader and on the version of the columns about images."""
+    return f"encoded-{short(encoding_of(plan), pictures.name)}"
+
+
+def encoding_of(plan: Plan) -> str:
+    """Return a text that changes with every setting that the numbers of tokens depend on."""
     reader = plan.reader
-    places = reader.fingerprint, reader.tokens.aspect.value, reader.pixels.value, pictures.name
-    return f"encoded-{short(ENCODED_FORMAT, plan.encoder.fingerprint, places)}"
+    places = reader.fingerprint, reader.tokens.aspect.value, reader.pixels.value
+    return short(ENCODED_FORMAT, plan.encoder.fingerprint, places)
+
+
+def chunks_of(plan: Plan, name: str) -> Path:
+    """Return the folder of the chunk files of a pass over the dataset. All states of the dataset share it."""
+    return plan.cfg.index_folder / CHUNKS_FOLDER / name
 
 
 def newest(folder: Path) -> Path | None:
@@ -349,7 +394,7 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
     cfg = plan.cfg
     looking = cfg.examine, scaled(plan), cfg.allow_links
     task = ExaminePictures(state / "texts", CHUNKS["pictures"], state / "records", *looking)
-    base = state / pictures_name(plan)
+    base, chunks = state / pictures_name(plan), chunks_of(plan, pictures_name(plan))
     last = newest(base)
     if last is not None:
         fixed = fixed_chunks(task, last) if look_again else []
@@ -357,11 +402,12 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
             if look_again:
                 note_look(plan)
             return last
+        files = task.files(chunks)
         for chunk in fixed:
-            chunk_file(parts_of(base), chunk).unlink(missing_ok=True)
-    is_new = last is not None or not parts_of(base).is_dir()  # otherwise chunks of an interrupted pass are reused
+            files[chunk].unlink(missing_ok=True)
+    is_new = last is not None or not chunks.is_dir()  # otherwise chunks of an interrupted pass are reused
     target = Path(f"{base}.{0 if last is None else int(last.suffix[1:]) + 1}")
-    make(task, target, plan.workers, watch, "examining images", lambda *_: {}, keep=True)
+    make(task, chunks, target, plan.workers, watch, "examining images", lambda *_: {}, keep=True)
     if is_new:
         note_look(plan)
     return target
@@ -376,15 +422,17 @@ def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
     """
     flags = open_column(folder, "flags")
     fixed = {
-        number // task.size
+        task.chunk_of(number)
         for number in np.flatnonzero(flags).tolist()
         if task.of(range(number, number + 1))["flags"][0] != flags[number]
     }
     return sorted(fixed)
 
 
-def encoded_facts(task: EncodeRecords, parts: Path, staged: Path) -> dict[str, Any]:
-    shape = len(task.texts.sources), len(task.limits), len(LOSSES)
-    losses = open_column(staged, "losses").reshape(-1, *shape).sum(axis=0)
+def encoded_facts(task: EncodeRecords, staged: Path) -> dict[str, Any]:
+    shape = len(task.limits), len(LOSSES)
+    losses = np.zeros((len(task.texts.sources), *shape), dtype=np.int64)
+    sources = [task.texts.part(first).source for first in task.firsts]
+    np.add.at(losses, sources, open_column(staged, "losses").reshape(-1, *shape))
     (staged / "losses.npy").unlink()
     return {"limits": task.limits, "losses": losses.tolist()}

@@ -99,6 +99,13 @@ class Records:
         return self.column(self.index.encoded, "tiles")
 
     @cached_property
+    def image_tokens(self) -> np.ndarray | None:
+        """Number of image tokens of each sample after truncation, int32 [records]; None if the index was made by a
+        version that did not count them."""
+        is_counted = (self.index.encoded / "image_tokens.npy").is_file()
+        return self.column(self.index.encoded, "image_tokens") if is_counted else None
+
+    @cached_property
     def positions_cut(self) -> np.ndarray:
         return self.column(self.index.encoded, "positions_cut")
 

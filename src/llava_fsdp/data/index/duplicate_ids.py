@@ -16,7 +16,7 @@ from llava_fsdp.data.records.problems import BITS, Kind
 DUPLICATES = "duplicates"
 
 
-def read_facts(task: ReadRecords, _parts: Path, staged: Path) -> dict[str, Any]:
+def read_facts(task: ReadRecords, staged: Path) -> dict[str, Any]:
     """Add files to `staged`, the folder of joined columns: first_picture (int64 [records + 1], the index of each
     record's first image), name_end (int64 [images + 1], the end of each image's path in `names`) and the list of
     duplicate ids. Returns no facts."""
@@ -29,8 +29,9 @@ def read_facts(task: ReadRecords, _parts: Path, staged: Path) -> dict[str, Any]:
         for begin, end in itertools.pairwise(task.texts.firsts):
             for number, first in duplicates(hashes, begin, end).tolist():
                 record = task.texts.record(number)
-                earlier, line = task.texts.place(first)[1], task.texts.line(first)
+                (other, earlier), line = task.texts.place(first), task.texts.line(first)
                 at = "" if line is None else f" on line {line}"
+                at += "" if other == task.texts.place(number)[0] else f" of {other.path}"
                 reason = f"{record.where}: record {earlier}{at} has the same id; give each its own"
                 row = {"record": number, "id": record.id, "kind": Kind.duplicate_id, "reason": reason}
                 file.write(json.dumps(row) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 import os
@@ -16,11 +17,11 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from llava_fsdp.config import Examine
-from llava_fsdp.data.images.check import ImageFacts, check_links, examine
+from llava_fsdp.data.images.check import ImageBytes, ImageFacts, check_links, examine
 from llava_fsdp.data.index.record_store import Texts
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
 from llava_fsdp.data.records.problems import BITS, Kind
-from llava_fsdp.data.records.record import Record, unread_reason
+from llava_fsdp.data.records.record import INLINE, Record, unread_reason
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.terminal_text import shown_name
@@ -33,8 +34,10 @@ Tell = Callable[[str, str], None]
 class Findings:
     """Collects the problems found in the records of one chunk."""
 
-    def __init__(self, numbers: range):
+    def __init__(self, numbers: range, first: int):
         self.numbers = numbers
+        self.first = first
+        """Number of the first record of the file of records to which the chunk belongs."""
         self.flags = np.zeros(len(numbers), dtype=np.uint32)
         """Problems of each record as bits."""
         self.rows: list[dict[str, Any]] = []
@@ -47,7 +50,8 @@ class Findings:
         def tell(kind: str, reason: str) -> None:
             bit = BITS[Kind(kind)]
             if not self.flags[at] & bit:
-                self.rows.append({"record": number, "id": identity, "kind": str(kind), "reason": shown_name(reason)})
+                row = {"record": number - self.first, "id": identity, "kind": str(kind), "reason": shown_name(reason)}
+                self.rows.append(row)
             self.flags[at] |= bit
 
         return tell
@@ -71,7 +75,9 @@ def attempt(make: Callable[[], T], tell: Tell) -> T | None:
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """Base class of a pass over all records of a dataset. Each call processes one chunk of `size` records."""
+    """Base class of a pass over all records of a dataset. Each call processes one chunk of at most `size` records of
+    one file of records. What a chunk's columns contain depends on this file alone, so that they can be used again when
+    other files are added to the dataset."""
 
     folder: Path
     size: int
@@ -80,18 +86,43 @@ class Pass(ABC):
     def texts(self) -> Texts:
         return Texts(self.folder)
 
+    @cached_property
+    def chunks(self) -> list[range]:
+        """The numbers of the records of each chunk."""
+        return [
+            range(begin, min(begin + self.size, part.first + part.count))
+            for part in self.texts.parts
+            for begin in range(part.first, part.first + part.count, self.size)
+        ]
+
     @property
-    def chunks(self) -> int:
-        return -(-len(self.texts) // self.size)
+    def firsts(self) -> list[int]:
+        """For each chunk, the number of the first record of its file of records."""
+        return [self.texts.part(numbers.start).first for numbers in self.chunks]
+
+    def chunk_of(self, number: int) -> int:
+        """Return which chunk a record belongs to."""
+        return bisect.bisect_right(self.chunks, number, key=lambda numbers: numbers.start) - 1
+
+    def files(self, folder: Path) -> list[Path]:
+        """Return the file of each chunk in a folder of the index."""
+        return [folder / f"{self.key_of(numbers)}-{numbers.start - first:09d}.npz"
+                for numbers, first in zip(self.chunks, self.firsts, strict=True)]  # fmt: skip
+
+    def key_of(self, numbers: range) -> str:
+        """Return a text that changes with everything, except the settings of the pass, that the columns of a chunk
+        depend on."""
+        return self.texts.part(numbers.start).key
 
     def __reduce__(self) -> tuple:
         return type(self), tuple(getattr(self, f.name) for f in fields(self))
 
     def __call__(self, chunk: int) -> Columns:
-        return self.of(range(chunk * self.size, min(len(self.texts), (chunk + 1) * self.size)))
+        return self.of(self.chunks[chunk])
 
     def of(self, numbers: range) -> Columns:
-        found = Findings(numbers)
+        """Return the columns of consecutive records of one file of records."""
+        found = Findings(numbers, self.texts.part(numbers.start).first)
         return {**self.columns(numbers, found), **found.columns}
 
     @abstractmethod
@@ -154,10 +185,11 @@ def id_hash(identity: str) -> int:
 
 
 def check_pictures_named(record: Record, tell: Tell) -> None:
-    if record.images and record.folder is None:
+    outside = next((name for name in record.images if name not in record.inline), None)
+    if outside is not None and record.folder is None:
         tell(
             Kind.images_unset,
-            f"{record.where} has image {record.images[0]}, but data.images is not set: set it to their folder",
+            f"{record.where} has image {outside}, but data.images is not set: set it to their folder",
         )
     if record.unread is not None:
         tell(Kind.media_not_read, unread_reason(record.where, record.unread))
@@ -200,16 +232,19 @@ class ExaminePictures(Pass):
 
     @cached_property
     def real_folders(self) -> dict[str, str]:
-        return {s.images: os.path.realpath(s.images) for s in self.texts.sources if s.images is not None}
+        folders = {part.file.images for part in self.texts.parts}
+        return {folder: os.path.realpath(folder) for folder in folders if folder is not None}
 
     def columns(self, numbers: range, found: Findings) -> Columns:
         seen: dict[tuple[str | None, str], ImageFacts | Wrong] = {}
         pictures: list[ImageFacts] = []
         for number in numbers:
-            for name in self.names.of(number):
+            names = self.names.of(number)
+            inline = self.texts.record(number).inline if any(name.startswith(INLINE) for name in names) else {}
+            for name in names:
                 key = self.texts.place(number)[0].images, name
                 if key not in seen:
-                    seen[key] = self.look(*key)
+                    seen[key] = self.look(*key, inline.get(name))
                 picture = seen[key]
                 if isinstance(picture, Wrong):
                     record = self.texts.record(number)
@@ -222,13 +257,18 @@ class ExaminePictures(Pass):
         columns = {name: np.array(column, dtype=np.int32) for name, column in values.items()}
         return {**columns, "digest": np.array([p.digest for p in pictures], dtype=np.uint64)}
 
-    def look(self, folder: str | None, name: str) -> ImageFacts | Wrong:
-        if folder is None:
+    def look(self, folder: str | None, name: str, data: bytes | None) -> ImageFacts | Wrong:
+        """Check an image, whose file is `data` or, if that is None, in the image folder."""
+        if data is not None:
+            file = ImageBytes(name, data)
+        elif folder is not None:
+            file = Path(folder) / name
+        else:
             return ImageFacts(0, 0, 0)
         try:
-            path = Path(folder) / name
-            check_links(path, self.real_folders[folder], self.allow_links)
-            return examine(path, name, self.how is Examine.decode, self.scaled)
+            if isinstance(file, Path):
+                check_links(file, self.real_folders[str(folder)], self.allow_links)
+            return examine(file, name, self.how is Examine.decode, self.scaled)
         except DataError as error:
             assert error.kind is not None
             return Wrong(error.kind, str(error))

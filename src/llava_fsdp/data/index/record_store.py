@@ -5,7 +5,8 @@ import bisect
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.config import DataConfig
+from llava_fsdp.config import DataConfig, paths_in
+from llava_fsdp.data.index.find_files import find_files
 from llava_fsdp.data.index.integrity import DONE, damaged, read_column, read_json, seal
-from llava_fsdp.data.index.worker_pool import open_column, write_column
+from llava_fsdp.data.index.worker_pool import Columns, open_column, write_column
 from llava_fsdp.data.records import parquet
+from llava_fsdp.data.records.forms import RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import Span, spans
 from llava_fsdp.data.records.record import (
     Record,
@@ -24,7 +27,6 @@ from llava_fsdp.data.records.record import (
     id_of,
     name_place,
     name_record,
-    parse_record,
     parse_text,
     reading,
 )
@@ -33,6 +35,8 @@ from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
 
 SPAN = "offset", "size", "line"
+OPEN_FILES = 64
+"""Number of text files that a process keeps open."""
 PIECE = 65_536
 """Number of records per file of positions. A search for records that was interrupted continues after the last such
 file."""
@@ -40,46 +44,82 @@ file."""
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A data source: a file of records, and the folder that their image paths are relative to."""
+    """A file of records, and the folder that their image paths are relative to."""
+
+    name: str
+    """Name of the data source that the file belongs to; a source may have several files."""
+    path: str
+    images: str | None
+    question: str | None = None
+    """Key of a record for its question, if the configuration names one; likewise the next two (`RecordKeys`)."""
+    answer: str | None = None
+    image_column: str | None = None
+
+    @property
+    def keys(self) -> RecordKeys:
+        return RecordKeys(self.question, self.answer, self.image_column)
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A data source: its files of records."""
 
     name: str
     path: str
-    images: str | None
+    """The configured value of `path`."""
+    files: tuple[SourceFile, ...]
+
+    @property
+    def images(self) -> str | None:
+        """The folder of the source's images; None if no folder is configured."""
+        return self.files[0].images
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive records of one source that are stored in one text file."""
+    """The records of one file of records."""
 
     source: int
+    """Index of the data source."""
+    file: SourceFile
     text: str
-    """Path of the text file: the source file, or for Parquet the JSON Lines file written from it."""
+    """Path of the text file with the records: the file itself, or for Parquet the JSON Lines file written from it."""
+    key: str
+    """Text that changes with the file's path and content."""
     first: int
-    """Number of the first record of this part among the records of all sources."""
+    """Number of the first record of this file among the records of all files."""
     count: int
 
 
-def sources_of(cfg: DataConfig, group: str = "data") -> list[SourceFile]:
+def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
     """Return the data sources of a configuration (`data.path` and `data.images`, or `data.sources`).
 
     Args:
         group: beginning of the configuration keys in error messages (`data` or `val`).
 
     Raises:
-        ConfigError: a file or folder does not exist.
+        ConfigError: a file or folder does not exist, or has no records.
     """
     named = {name: (source.path, source.images or cfg.images) for name, source in cfg.sources.items()}
     if not named:
         assert cfg.path is not None, "checked by DataConfig"
-        named = {Path(cfg.path).name: (cfg.path, cfg.images)}
+        named = {Path(paths_in(cfg.path)[0]).name: (cfg.path, cfg.images)}
+    sources = []
     for name, (path, images) in named.items():
         key = f"{group}.sources.{name}." if cfg.sources else f"{group}."
-        if not Path(path).is_file():
-            raise ConfigError(f"{key}path={path} is not a file; give a LLaVA JSON, JSON Lines or Parquet file")
-        parquet.check_installed(Path(path))
+        columns = cfg.question, cfg.answer, cfg.image_column
+        files = find_files(path, f"{key}path")
+        for file in files:
+            parquet.check_installed(Path(file))
         if images is not None and not Path(images).is_dir():
             raise ConfigError(f"{key}images={images} is not a folder; give the one with the records' images")
-    return [SourceFile(name, path, images) for name, (path, images) in named.items()]
+        sources.append(DataSource(name, path, tuple(SourceFile(name, file, images, *columns) for file in files)))
+    return sources
+
+
+def files_of(sources: Sequence[DataSource]) -> list[SourceFile]:
+    """Return the files of records of all sources."""
+    return [file for source in sources for file in source.files]
 
 
 def digest(path: Path) -> str:
@@ -90,7 +130,7 @@ def digest(path: Path) -> str:
 
 class Texts:
     """Reads the records of all sources by number. The records of all sources are numbered in one sequence, in the order
-    of the sources.
+    of the sources and of their files.
 
     The columns `offset` (int64), `size` and `line` (int32) say where the bytes of a record are. When a Texts is
     pickled, only the path of its folder is.
@@ -101,8 +141,8 @@ class Texts:
         facts = read_json(folder / DONE)
         try:
             require_kinds(facts, {"fingerprint": (str,), "max_record_bytes": (int,)})
-            self.sources = [SourceFile(**require_kinds(s, kinds_of(SourceFile))) for s in facts["sources"]]
-            self.parts = [Part(**require_kinds(p, kinds_of(Part))) for p in facts["parts"]]
+            self.sources = [source_from(own) for own in facts["sources"]]
+            self.parts = [part_from(own) for own in facts["parts"]]
             self.fingerprint: str = facts["fingerprint"]
             """Digest of the sources' content."""
             self.most: int = facts["max_record_bytes"]
@@ -110,6 +150,7 @@ class Texts:
             raise damaged(folder / DONE, "it is not what was written") from error
         self.offset, self.size, self.lines = (open_column(folder, name) for name in SPAN)
         self._firsts = [p.first for p in self.parts]
+        self._open: OrderedDict[str, int] = OrderedDict()
 
     def __reduce__(self) -> tuple:
         return Texts, (self.folder,)
@@ -124,20 +165,17 @@ class Texts:
         return [sum(counts[:s]) for s in range(len(counts) + 1)]
 
     def place(self, number: int) -> tuple[SourceFile, int]:
-        """Return the source of a record, and the record's index within that source."""
-        source = self.part(number).source
-        return self.sources[source], number - self.firsts[source]
+        """Return the file of a record, and the record's index within that file."""
+        part = self.part(number)
+        return part.file, number - part.first
 
     def part(self, number: int) -> Part:
         return self.parts[bisect.bisect_right(self._firsts, number) - 1]
 
     @cached_property
     def _paths(self) -> dict[SourceFile, tuple[Path, Path | None]]:
-        return {s: (Path(s.path), None if s.images is None else Path(s.images)) for s in self.sources}
-
-    @cached_property
-    def _open(self) -> dict[str, int]:
-        return {}
+        files = (part.file for part in self.parts)
+        return {f: (Path(f.path), None if f.images is None else Path(f.images)) for f in files}
 
     def read(self, number: int) -> bytes:
         """Return the bytes of a record.
@@ -154,19 +192,27 @@ class Texts:
         check_bytes(size, self.most, name_place(source.path, index, self.line(number)))
         with reading(Path(text)):
             try:
-                if text not in self._open:
-                    self._open[text] = os.open(text, os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = self.open(text)
             except FileNotFoundError as error:
-                if text == self.place(number)[0].path:
+                if text == source.path:
                     raise
                 raise damaged(Path(text), "it is missing") from error
-            found = os.pread(self._open[text], size, offset)
+            found = os.pread(descriptor, size, offset)
         if len(found) < size:
             raise SourceError(
                 f"{text} ends before byte {offset + size}, where a record should; it has changed, or its index is "
                 "damaged: run llava-fsdp prepare, which checks both"
             )
         return found
+
+    def open(self, text: str) -> int:
+        """Return an open file descriptor of a text file. The latest OPEN_FILES ones are kept."""
+        if text not in self._open:
+            self._open[text] = os.open(text, os.O_RDONLY | os.O_CLOEXEC)
+            if len(self._open) > OPEN_FILES:
+                os.close(self._open.popitem(last=False)[1])
+        self._open.move_to_end(text)
+        return self._open[text]
 
     def raw(self, number: int) -> Any:
         """Return a record as parsed JSON."""
@@ -180,7 +226,7 @@ class Texts:
     def line(self, number: int) -> int | None:
         """Return the line on which a record begins in its source file; None if the source is not a text file."""
         part = self.part(number)
-        return int(self.lines[number]) if part.text == self.sources[part.source].path else None
+        return int(self.lines[number]) if part.text == part.file.path else None
 
     def id_of(self, number: int) -> str | None:
         """Return the id of a record, even if the record is invalid; None if it has no id."""
@@ -201,10 +247,9 @@ class Texts:
     def embeds(self, number: int) -> bool:
         """Return whether a record's images were embedded in its Parquet file, and are now files in the index."""
         part = self.part(number)
-        source = self.sources[part.source]
-        if part.text == source.path or source.images is None:
+        if part.text == part.file.path or part.file.images is None:
             return False
-        return Path(source.images).parent == Path(part.text).parent
+        return Path(part.file.images).parent == Path(part.text).parent
 
     def own_picture(self, number: int, reason: str) -> str:
         """Return an error message for the user in which the path of an image extracted from a Parquet file is replaced
@@ -216,9 +261,7 @@ class Texts:
         """
         if not self.embeds(number):
             return reason
-        raw = self.raw(number)
-        names = raw["image"] if isinstance(raw["image"], list) else [raw["image"]]
-        for name, original in zip(names, raw[parquet.OWN_NAMES], strict=True):
+        for name, original in self.raw(number).get(parquet.OWN_NAMES, {}).items():
             called = "without a name" if original is None else repr(original)
             reason = reason.replace(f"{self.place(number)[0].images}/{name}", f"{called} (in the row itself)")
         return reason.replace("copy it again", "put a whole one into the file")
@@ -235,42 +278,91 @@ class Texts:
         source, index = self.place(number)
         path, folder = self._paths[source]
         raw = self.raw(number) if text is None else self.parse(number, text)
-        record = parse_record(path, index, raw, self.line(number))
+        record = parse_record(path, index, raw, self.line(number), source.keys)
         return record if folder is None else replace(record, folder=folder)
 
 
-def split(
-    sources: list[SourceFile], folder: Path, texts: list[Path], fingerprint: str, most: int, check: Callable[[], None]
+def source_from(raw: dict[str, Any]) -> DataSource:
+    files = tuple(SourceFile(**require_kinds(own, kinds_of(SourceFile))) for own in raw["files"])
+    require_kinds(raw, {"name": (str,), "path": (str,), "files": (list,)})
+    return DataSource(raw["name"], raw["path"], files)
+
+
+def part_from(raw: dict[str, Any]) -> Part:
+    file = SourceFile(**require_kinds(raw["file"], kinds_of(SourceFile)))
+    require_kinds(raw, {"source": (int,), "text": (str,), "key": (str,), "first": (int,), "count": (int,)})
+    return Part(**{**raw, "file": file})
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of records whose records are to be found."""
+
+    file: SourceFile
+    """`images` is the folder of images that were embedded in the file, if there are such."""
+    text: Path
+    """The text file with its records."""
+    key: str
+
+
+@dataclass(frozen=True)
+class FindRecords:
+    """Finds the records in text files. Each call finds those of one file, and writes their positions in pieces."""
+
+    shards: tuple[Shard, ...]
+    folder: Path
+    """Folder of the pieces."""
+    most: int
+    """Largest number of bytes of a record."""
+
+    def __call__(self, chunk: int) -> Columns:
+        shard = self.shards[chunk]
+        split_file(shard.text, self.pieces(chunk), self.most)
+        return {"count": np.zeros(0, dtype=np.int64)}
+
+    def pieces(self, chunk: int) -> Path:
+        return self.folder / self.shards[chunk].key
+
+    def files(self) -> list[Path]:
+        return [self.folder / f"{shard.key}.npz" for shard in self.shards]
+
+
+def join_texts(
+    sources: Sequence[DataSource],
+    found: FindRecords,
+    folder: Path,
+    fingerprint: str,
+    check: Callable[[], None],
 ) -> None:
-    """Find all records in the text files of the sources, and write their positions into a folder that `Texts` opens.
+    """Join the positions of the records of all files, and write them into a folder that `Texts` opens.
 
     Args:
-        texts: the text file of each source.
-        fingerprint: digest of the sources' content.
-        most: largest number of bytes of a record.
-        check: called before the folder gets its final name; raises if a source has changed.
+        found: the files of all sources in order; their records have been found.
+        fingerprint: digest of the files' content.
+        check: called before the folder gets its final name; raises if a file has changed.
 
     Raises:
-        DataError: a source is not a list of records, or is empty.
+        DataError: a file has no records.
     """
+    numbers = [number for number, source in enumerate(sources) for _ in source.files]
     parts: list[Part] = []
-    found: list[Path] = []
+    pieces: list[Path] = []
     first = 0
-    for source, path in enumerate(texts):
-        pieces = split_file(path, folder.with_name(f"{folder.name}.parts") / str(source), most)
-        count = sum(len(read_column(p)) for p in pieces)
+    for chunk, (source, shard) in enumerate(zip(numbers, found.shards, strict=True)):
+        own = sorted(found.pieces(chunk).glob("*.npy"))
+        count = sum(len(read_column(p)) for p in own)
         if not count:
-            raise DataError(f"{sources[source].path} holds no records")
-        parts.append(Part(source, str(path), first, count))
-        found += pieces
+            raise DataError(f"{shard.file.path} holds no records")
+        parts.append(Part(source, shard.file, str(shard.text), shard.key, first, count))
+        pieces += own
         first += count
     staged = folder.with_name(f"{folder.name}.tmp")
     staged.mkdir(exist_ok=True)
     for place, (name, dtype) in enumerate(zip(SPAN, (np.int64, np.int32, np.int32), strict=True)):
-        pieces = (np.minimum(read_column(p)[:, place], np.iinfo(dtype).max).astype(dtype) for p in found)
-        write_column(staged / f"{name}.npy", pieces, np.dtype(dtype))
+        columns = (np.minimum(read_column(p)[:, place], np.iinfo(dtype).max).astype(dtype) for p in pieces)
+        write_column(staged / f"{name}.npy", columns, np.dtype(dtype))
     facts = {"sources": [asdict(s) for s in sources], "parts": [asdict(p) for p in parts]}
-    facts |= {"fingerprint": fingerprint, "max_record_bytes": most}
+    facts |= {"fingerprint": fingerprint, "max_record_bytes": found.most}
     seal(staged, facts)
     check()
     os.replace(staged, folder)

@@ -1,51 +1,83 @@
 """Identify the content of a dataset's files: by their sizes and modification times if these are known, else by reading
 them."""
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from llava_fsdp.data.index.record_store import SourceFile, digest
+from llava_fsdp.data.index.record_store import DataSource, SourceFile, digest, files_of
 from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import SourceError
 from llava_fsdp.runtime.progress import Watch
-from llava_fsdp.runtime.small_json import parse_object
+from llava_fsdp.runtime.small_json import BadJson, kinds_of, parse_object, require_kinds
 
-FORMAT = 5
+FORMAT = 6
 """Version of the index format. It is increased whenever the columns change, or the values in them for the same
 record."""
-KNOWN = "known.json"
+KNOWN, DIGESTS = "known.json", "digests.json"
 
 
-def find_state(sources: list[SourceFile], folder: Path, most: int, watch: Watch, look_again: bool) -> dict[str, str]:
-    """Return a key and a fingerprint of the content of the source files, as {key: ..., fingerprint: ...}. Both are
-    stored by the sizes and modification times of the files, so that unchanged files are not read again.
+@dataclass(frozen=True)
+class State:
+    """The content of a dataset's files."""
+
+    key: str
+    """Text that changes with the content and the places of the files, and with the largest size of a record."""
+    fingerprint: str
+    """Digest of the content of all files."""
+    shards: list[str]
+    """For each file, a text that changes with its content and its place, and with the largest size of a record."""
+
+
+def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch, look_again: bool) -> State:
+    """Identify the content of the files of records. It is stored by the files' sizes and modification times, so that
+    unchanged files are not read again.
 
     Args:
-        most: largest size of a record in bytes. The key depends on it, because with another limit other records are
+        most: largest size of a record in bytes. The keys depend on it, because with another limit other records are
             valid.
         look_again: read the files even if their sizes and modification times are known.
     """
     known = read_known(folder)
     now = stamp(sources, most)
     if now not in known or look_again:
-        with watch("fingerprints", len(sources)) as advance:
-            digests = []
-            for source in sources:
-                digests.append(digest(Path(source.path)))
-                advance(1)
+        files = files_of(sources)
+        digests = digests_of(files, folder, watch, look_again)
         check_unchanged(sources, most, now)
         whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-        places = [[s.name, s.path, s.images and os.path.realpath(s.images)] for s in sources]
-        known[now] = {"key": short(FORMAT, most, digests, places), "fingerprint": whole[:32]}
-        replace_file(folder / KNOWN, json.dumps(known).encode())
+        places = [[f.name, f.path, f.images and os.path.realpath(f.images), f.keys] for f in files]
+        shards = [short(FORMAT, most, own, place) for own, place in zip(digests, places, strict=True)]
+        known[now] = State(short(FORMAT, most, digests, places), whole[:32], shards)
+        replace_file(folder / KNOWN, json.dumps({key: asdict(own) for key, own in known.items()}).encode())
     return known[now]
 
 
-def check_unchanged(sources: list[SourceFile], most: int, since: str, undo: Callable[[], None] = lambda: None) -> None:
-    """Raise SourceError, after calling `undo`, if the size or modification time of a source file has changed.
+def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> list[str]:
+    """Return the sha256 of the content of each file. A file whose size and modification time are as they were when it
+    was last read is not read again."""
+    stored: dict[str, list[Any]] = {}
+    with contextlib.suppress(ValueError, OSError):
+        stored = parse_object((folder / DIGESTS).read_bytes())
+    kept: dict[str, list[Any]] = {}
+    with watch("fingerprints", len(files)) as advance:
+        for file in files:
+            stat = os.stat(file.path)
+            own = stored.get(file.path)
+            if look_again or not isinstance(own, list) or own[:2] != [stat.st_size, stat.st_mtime_ns]:
+                own = [stat.st_size, stat.st_mtime_ns, digest(Path(file.path))]
+            kept[file.path] = own
+            advance(1)
+    replace_file(folder / DIGESTS, json.dumps(kept).encode())
+    return [str(kept[file.path][2]) for file in files]
+
+
+def check_unchanged(sources: list[DataSource], most: int, since: str, undo: Callable[[], None] = lambda: None) -> None:
+    """Raise SourceError, after calling `undo`, if the size or modification time of a file of records has changed.
 
     Args:
         since: earlier result of `stamp` for these sources.
@@ -55,23 +87,22 @@ def check_unchanged(sources: list[SourceFile], most: int, since: str, undo: Call
         raise SourceError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
 
 
-def read_known(folder: Path) -> dict[str, dict[str, str]]:
-    """Return the content of `known.json`: for each state of the source files seen so far (sizes and modification
-    times), the key and fingerprint of their content. A damaged file counts as empty, because its content can be
-    computed again."""
+def read_known(folder: Path) -> dict[str, State]:
+    """Return the content of `known.json`: for each state of the files seen so far (sizes and modification times), their
+    content. A damaged file counts as empty, because its content can be computed again."""
     path = folder / KNOWN
     try:
         known = parse_object(path.read_bytes()) if path.is_file() else {}
-        return {key: {name: own[name] for name in ("key", "fingerprint")} for key, own in known.items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
+        return {key: State(**require_kinds(own, kinds_of(State))) for key, own in known.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, BadJson):
         return {}
 
 
-def stamp(sources: list[SourceFile], most: int) -> str:
-    stats = [os.stat(s.path) for s in sources]
-    values = [
-        [s.name, s.path, s.images, stat.st_size, stat.st_mtime_ns] for s, stat in zip(sources, stats, strict=True)
-    ]
+def stamp(sources: list[DataSource], most: int) -> str:
+    values = []
+    for file in files_of(sources):
+        stat = os.stat(file.path)
+        values.append([file, stat.st_size, stat.st_mtime_ns])
     return short(FORMAT, most, values)
 
 

@@ -39,6 +39,10 @@ class SourceCounts:
     tokens: int = 0
     """Number of tokens after truncation at data.max_length, including image tokens."""
     label_tokens: int = 0
+    tiles: int = 0
+    """Number of image tiles after truncation."""
+    image_tokens: int | None = None
+    """Number of image tokens after truncation; None if the index was made by a version that did not count them."""
 
 
 def make_report(records: Records, cfg: Config) -> dict[str, Any]:
@@ -69,14 +73,18 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
 
 def count_sources(records: Records) -> list[SourceCounts]:
     texts, kept = records.index.texts, records.source_counts
-    found, first = [], 0
+    found, first, image_tokens = [], 0, records.image_tokens
     for source, counted, begin, end in zip(texts.sources, kept, texts.firsts, texts.firsts[1:], strict=False):
         counts = SourceCounts(source.name, source.path, source.images, end - begin, end - begin - counted)
+        counts.image_tokens = None if image_tokens is None else 0
         for at in range(first, first + counted, BLOCK):
             block = slice(at, min(at + BLOCK, first + counted))
             counts.tokens += int(records.lengths[block].sum(dtype=np.int64))
             counts.label_tokens += int(records.labels[block].sum(dtype=np.int64))
             counts.pictures += int(records.pictures[block].sum(dtype=np.int64))
+            counts.tiles += int(records.tiles[block].sum(dtype=np.int64))
+            if image_tokens is not None:
+                counts.image_tokens = (counts.image_tokens or 0) + int(image_tokens[block].sum(dtype=np.int64))
             counts.text_only += int(np.count_nonzero(records.pictures[block] == 0))
         first += counted
         found.append(counts)
@@ -153,12 +161,12 @@ def list_problems(records: Records) -> dict[str, Any]:
 
 def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
     for row in records.index.rows():
-        source, index = records.index.texts.place(row["record"])
+        file, index = records.index.texts.place(row["record"])
         yield {
             "kind": row["kind"],
             "kept": row["kind"] not in records.dropping,
-            "source": source.name,
-            "file": source.path,
+            "source": file.name,
+            "file": file.path,
             "line": records.index.texts.line(row["record"]),
             "index": index,
             "id": row["id"],

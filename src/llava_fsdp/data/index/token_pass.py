@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from xxhash import xxh3_64_hexdigest
 
 from llava_fsdp.config import Pixels, SpecialTokens
 from llava_fsdp.data.images.preprocess import ImageReader, check_enlarged, check_height
@@ -13,6 +14,7 @@ from llava_fsdp.data.index.examine_passes import Findings, Pass, PictureSizes, T
 from llava_fsdp.data.index.worker_pool import Columns
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record
+from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import asked_turns
 from llava_fsdp.data.text.encode import Encoder, Measured
 from llava_fsdp.data.text.templates import IMAGE_TAG
@@ -28,9 +30,9 @@ their labels."""
 class EncodeRecords(Pass):
     """Third pass over a dataset: encode each record, and store its numbers of tokens, labels, images and tiles.
 
-    Columns with an int32 value per record: length, labels, images, tiles, positions_cut, labels_cut, and full (length
-    before truncation). All are 0 for a record that cannot be encoded. Column `losses`, int64: the counts named in
-    LOSSES by chunk, source and maximum length, flattened.
+    Columns with an int32 value per record: length, labels, images, tiles, image_tokens, positions_cut, labels_cut, and
+    full (length before truncation). All are 0 for a record that cannot be encoded. Column `losses`, int64: the counts
+    named in LOSSES by chunk and maximum length, flattened.
     """
 
     records_folder: Path
@@ -44,14 +46,21 @@ class EncodeRecords(Pass):
     def sizes(self) -> PictureSizes:
         return PictureSizes(self.records_folder, self.pictures_folder)
 
+    def key_of(self, numbers: range) -> str:
+        """See `Pass.key_of`; the tokens of an image may depend on its size."""
+        begin, end = self.sizes.first[numbers.start], self.sizes.first[numbers.stop]
+        sizes = (self.sizes.width, self.sizes.height, self.sizes.stored_height)
+        digest = xxh3_64_hexdigest(b"".join(column[begin:end].tobytes() for column in sizes))
+        return f"{super().key_of(numbers)}-{digest}"
+
     @property
     def limits(self) -> list[int]:
         return sorted({*LIMITS, self.encoder.max_length})
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        names = ("length", "labels", "images", "tiles", "positions_cut", "labels_cut", "full")
+        names = ("length", "labels", "images", "tiles", "image_tokens", "positions_cut", "labels_cut", "full")
         columns = {name: np.zeros(len(numbers), dtype=np.int32) for name in names}
-        losses = np.zeros((len(self.texts.sources), len(self.limits), len(LOSSES)), dtype=np.int64)
+        losses = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
         for number, record in self.records(numbers):
             record = self.sizes.put(record, number)
             made = self.encode(record, number, found.of(number, record.known_id))
@@ -59,11 +68,12 @@ class EncodeRecords(Pass):
                 continue
             sample = made.sample
             tiles = sum(self.reader.count_tiles(record, place) for place in range(len(sample.images)))
-            held = len(sample.input_ids), sample.num_labels, len(sample.images), tiles
+            image_tokens = int((sample.input_ids == IMAGE_ID).sum())
+            held = len(sample.input_ids), sample.num_labels, len(sample.images), tiles, image_tokens
             lost = sample.positions_cut, sample.labels_cut, len(made.whole.input_ids)
             for name, value in zip(names, (*held, *lost), strict=True):
                 columns[name][number - numbers.start] = value
-            losses[self.texts.part(number).source] += self.losses(made)
+            losses += self.losses(made)
         return {**columns, "losses": losses.reshape(-1)}
 
     def encode(self, record: Record, number: int, tell: Tell) -> Measured | None:

@@ -18,8 +18,18 @@ from llava_fsdp.data.index.build import CHUNKS, Index, Plan, find
 from llava_fsdp.data.index.examine_passes import PictureNames
 from llava_fsdp.data.index.integrity import check_part
 from llava_fsdp.data.index.record_store import Texts, sources_of
-from llava_fsdp.data.index.worker_pool import ROWS, Columns, chunk_file, column, open_column, rows_column, run_chunks
+from llava_fsdp.data.index.worker_pool import (
+    ROWS,
+    Columns,
+    chunk_file,
+    chunk_files,
+    column,
+    open_column,
+    rows_column,
+    run_chunks,
+)
 from llava_fsdp.data.records import parquet
+from llava_fsdp.data.records.record import INLINE
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.progress import Watch
 
@@ -60,7 +70,7 @@ class CompareContent:
             first = int(self.names.first[number])
             for place, name in enumerate(self.names.of(number)):
                 known = int(images[first + place])
-                if not known or source.images is None:
+                if not known or source.images is None or name.startswith(INLINE):  # an inline image is in the record
                     continue
                 path = Path(source.images) / name
                 now = seen[path] if path in seen else seen.setdefault(path, digest_of(path))
@@ -115,22 +125,23 @@ def compare(index: Index, workers: int, watch: Watch) -> list[str]:
     chunks = -(-len(index) // task.size)
     with tempfile.TemporaryDirectory(prefix="llava_fsdp_verify_") as made:
         with watch("reading everything again", chunks) as advance:
-            run_chunks(task, Path(made), chunks, workers, advance)
+            run_chunks(task, chunk_files(Path(made), chunks), workers, advance)
         found = [column(chunk_file(Path(made), chunk), ROWS).tobytes() for chunk in range(chunks)]
     return [json.loads(line)["changed"] for chunk in found for line in chunk.splitlines()]
 
 
 def changed_rows(index: Index) -> list[str]:
-    """Return a description of each row of a Parquet source that has changed since it was indexed."""
+    """Return a description of each row of a Parquet file that has changed since it was indexed."""
     known, texts = open_column(index.records, "digest"), index.texts
     changed = []
-    for source, begin, end in zip(texts.sources, texts.firsts, texts.firsts[1:], strict=False):
-        if not parquet.is_parquet(Path(source.path)):
+    for part in texts.parts:
+        path, begin, end = Path(part.file.path), part.first, part.first + part.count
+        if not parquet.is_parquet(path):
             continue
-        now = parquet.lines(Path(source.path), parquet.Store(None), most=texts.most)
+        now = parquet.lines(path, parquet.Store(None), most=texts.most, keys=part.file.keys)
         digests = [xxh3_64_intdigest(line) for line in now]
         if len(digests) != end - begin:
-            changed.append(f"{source.path} has {len(digests):,} records, and had {end - begin:,}")
+            changed.append(f"{path} has {len(digests):,} records, and had {end - begin:,}")
         pairs = zip(range(begin, end), digests, strict=False)
         changed += [f"{texts.name(n)} is not what it was" for n, own in pairs if own != known[n]]
     return changed

@@ -46,12 +46,15 @@ def chunk_file(folder: Path, chunk: int) -> Path:
     return folder / f"{chunk:08d}.npz"
 
 
-def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Advance) -> None:
+def chunk_files(folder: Path, chunks: int) -> list[Path]:
+    return [chunk_file(folder, chunk) for chunk in range(chunks)]
+
+
+def run_chunks(task: Task, files: Sequence[Path], workers: int, advance: Advance) -> None:
     """Compute each chunk whose file is missing or incomplete, and write its file.
 
     Args:
-        folder: folder of the chunk files.
-        chunks: number of chunks.
+        files: the file of each chunk.
         workers: number of processes; with 1, this process computes all chunks.
         advance: reports progress; called with the number of chunks completed since the last call.
 
@@ -59,22 +62,23 @@ def run_chunks(task: Task, folder: Path, chunks: int, workers: int, advance: Adv
         LlavaFsdpError: the error that a chunk raised; WorkerError if a worker died.
         OSError: a file cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob("*.tmp"):
-        left.unlink(missing_ok=True)
-    pending = [n for n in range(chunks) if not is_whole(chunk_file(folder, n))]
-    advance(chunks - len(pending))
+    for folder in {file.parent for file in files}:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob("*.tmp"):
+            left.unlink(missing_ok=True)
+    pending = [n for n, file in enumerate(files) if not is_whole(file)]
+    advance(len(files) - len(pending))
     workers = min(workers, len(pending))
     if workers > 1:
         context = RecordingContext()
         try:
-            pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(os.getpid(), task, folder))
+            pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(os.getpid(), task, files))
         except (OSError, ImportError) as error:  # the pool's queues have locks in /dev/shm
             log().warning("no worker processes (%s): this process does all; is /dev/shm full or missing?", error)
         else:
             return run_in_workers(pool, context, pending, advance)
     for chunk in pending:
-        do(task, folder, chunk)
+        do(task, files, chunk)
         advance(1)
 
 
@@ -135,13 +139,13 @@ WORK: list[Callable[[int], None]] = []
 """In a worker process, holds the function that computes a chunk; empty in the main process."""
 
 
-def begin(parent: int, task: Task, folder: Path) -> None:
+def begin(parent: int, task: Task, files: Sequence[Path]) -> None:
     """Initialise a worker process: it ends when its parent ends, and ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
     os.dup2(2, 1)  # libraries' messages are not part of the command's output
     guard_streams()
-    WORK.append(partial(do, task, folder))
+    WORK.append(partial(do, task, files))
 
 
 def do_in_worker(chunk: int) -> None:
@@ -154,22 +158,23 @@ def is_whole(path: Path) -> bool:
     return path.is_file() and zipfile.is_zipfile(path)
 
 
-def do(task: Task, folder: Path, chunk: int) -> None:
+def do(task: Task, files: Sequence[Path], chunk: int) -> None:
     columns = task(chunk)
     # a worker may outlive the process that started it, and write the same chunk as a worker of the next one
-    with replacing(chunk_file(folder, chunk), durable=True) as file:
+    with replacing(files[chunk], durable=True) as file:
         np.savez(file, **columns)  # pyright: ignore[reportArgumentType]
 
 
-def join(source: Path, chunks: int, target: Path, finish: Callable[[Path], dict[str, Any]]) -> None:
+def join(files: Sequence[Path], firsts: Sequence[int], target: Path, finish: Callable[[Path], dict[str, Any]]) -> None:
     """Concatenate the columns of all chunks: each column becomes a .npy file in `target`, the text column becomes
     `rows.jsonl`.
 
     Only one chunk's column is in memory at a time.
 
     Args:
-        source: folder of the chunk files.
-        chunks: number of chunks.
+        files: the file of each chunk.
+        firsts: for each chunk, what is added to the number `record` of its rows: a chunk counts the records of its own
+            file of records.
         finish: called with the folder of the joined columns; may add files to it, and returns facts to store in
             `done.json`.
 
@@ -178,17 +183,25 @@ def join(source: Path, chunks: int, target: Path, finish: Callable[[Path], dict[
     """
     staged = target.with_name(f"{target.name}.tmp")
     staged.mkdir(exist_ok=True)
-    dtypes = {name: values.dtype for name, values in columns_of(chunk_file(source, 0)).items()}
+    dtypes = {name: values.dtype for name, values in columns_of(files[0]).items()}
     for name, dtype in dtypes.items():
-        pieces = (column(chunk_file(source, n), name) for n in range(chunks))
+        pieces = (column(file, name) for file in files)
         if name == ROWS:
             with (staged / f"{ROWS}.jsonl").open("wb") as file:
-                for piece in pieces:
-                    file.write(piece.tobytes())
+                for piece, first in zip(pieces, firsts, strict=True):
+                    file.write(renumbered(piece.tobytes(), first))
         else:
             write_column(staged / f"{name}.npy", pieces, dtype)
     seal(staged, finish(staged))
     os.replace(staged, target)
+
+
+def renumbered(rows: bytes, first: int) -> bytes:
+    """Return rows (JSON Lines) with `first` added to the number `record` of each."""
+    if not first:
+        return rows
+    made = (json.loads(line) for line in rows.splitlines())
+    return rows_column([{**row, "record": row["record"] + first} for row in made]).tobytes()
 
 
 def column(path: Path, name: str) -> np.ndarray:

@@ -1,18 +1,19 @@
-"""Convert Parquet files of LLaVA records into JSON Lines files in the dataset's index, which are then read like any
-text file.
+"""Convert Parquet files of records into JSON Lines files in the dataset's index, which are then read like any text
+file.
 
-Columns: `conversations`, a list of structs with from and value; `id`; `image`, a path, a list of paths, or images
-themselves as Hugging Face datasets writes them (structs of bytes and path, or lists of these; if no row has bytes, the
-paths are used). A null counts as a missing key. Other columns whose names mean media (video, audio, ...) are not read:
-a record with a value in such a column is a bad record.
+Columns: those of a form of records (`forms`); `id`; `image` and `images`, a path, a list of paths, or images themselves
+as Hugging Face datasets writes them (structs of bytes and path, or lists of these; if no row has bytes, the paths are
+used). A null counts as a missing key. Other columns whose names mean media (video, audio, ...) are not read: a record
+with a value in such a column is a bad record.
 """
 
 import hashlib
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,25 @@ import numpy as np
 
 from llava_fsdp.data.index.integrity import read_json
 from llava_fsdp.data.index.worker_pool import BLOCK, Columns, chunk_file, columns_of
+from llava_fsdp.data.records.forms import ENTRY_KEYS, FORMS, NO_KEYS, TOOL_KEYS, TURN_KEYS, RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
 from llava_fsdp.data.records.record import TOO_LARGE, is_empty, names_media, reading
 from llava_fsdp.runtime.durable_files import replace_file, replacing
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 SUFFIX = ".parquet"
-COLUMNS = ("id", "image", "conversations")
-TURN = ("from", "value")
+PARTS = "content"
+"""Field of a turn that may be a list of parts."""
+TURN = tuple(key for keys in (*TURN_KEYS, ENTRY_KEYS) for key in keys)
+"""Fields of the structs in a column of turns that are read."""
 ROWS_AT_ONCE = 256
 """Number of rows in a batch read from a Parquet file; small, because rows may contain images."""
 OWN_NAMES = "llava_fsdp own names"
-"""Key in the JSON of a Parquet row under which the original names of images embedded in the row are kept."""
+"""Key in the JSON of a Parquet row under which the original names of images embedded in the row are kept, by the paths
+that the images have in the index."""
 HELD = "..."
-"""Placeholder in a record's JSON for a value of a column with media (video, audio, ...) that is not read."""
+"""Placeholder in a record's JSON for a value that is not read: of a column with media (video, audio, ...), or of a call
+of a tool."""
 NOT_UTF8 = b"\xff"
 """Placeholder line for a Parquet row whose text is not UTF-8. It is not UTF-8 itself, so the checks of text files
 report the row."""
@@ -60,6 +66,7 @@ class WriteRows:
     folder: Path
     most: int
     """Largest size of a record in bytes."""
+    keys: RecordKeys = NO_KEYS
 
     def text(self, group: int) -> Path:
         return self.folder / f"{group:08d}.jsonl"
@@ -68,11 +75,16 @@ class WriteRows:
     def image_folder(self) -> Path:
         return self.folder / "pictures"
 
+    @property
+    def parts(self) -> Path:
+        """Folder of the files with the counts of images of each row group."""
+        return self.folder / "parts"
+
     def __call__(self, chunk: int) -> Columns:
         self.folder.mkdir(exist_ok=True)
         store = Store(self.image_folder)
         with replacing(self.text(chunk), durable=True) as file:
-            for line in lines(self.path, store, [chunk], self.most):
+            for line in lines(self.path, store, [chunk], self.most, self.keys):
                 file.write(line + b"\n")
         return {"held": np.array([store.images, store.paths], dtype=np.int64)}
 
@@ -85,17 +97,16 @@ class WriteRows:
     def held(self) -> Path:
         return self.folder / "held.json"
 
-    def gather(self, groups: int, chunks: Path) -> None:
+    def gather(self, chunks: Sequence[Path]) -> None:
         """Concatenate the JSON Lines files of all row groups into the file `whole`.
 
         Args:
-            groups: number of row groups.
-            chunks: folder of the chunk files with the counts of images.
+            chunks: for each row group, the file with the counts of images.
 
         Raises:
             DataError: some rows contain images, and others paths of images.
         """
-        held = [columns_of(chunk_file(chunks, group))["held"].tolist() for group in range(groups)]
+        groups, held = len(chunks), [columns_of(chunk)["held"].tolist() for chunk in chunks]
         images, paths = (sum(column) for column in zip(*held, strict=True)) if held else (0, 0)
         if images and paths:
             raise DataError(
@@ -118,6 +129,36 @@ class WriteRows:
             self.text(group).unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class WriteAllRows:
+    """Converts the row groups of several Parquet files, each call one row group."""
+
+    tasks: tuple[WriteRows, ...]
+
+    @cached_property
+    def groups(self) -> list[tuple[int, int]]:
+        """(number of the task, row group) of each chunk."""
+        counts = [open_file(task.path, task.keys).num_row_groups for task in self.tasks]
+        return [(number, group) for number, count in enumerate(counts) for group in range(count)]
+
+    @property
+    def files(self) -> list[Path]:
+        """The file of each chunk."""
+        return [chunk_file(self.tasks[number].parts, group) for number, group in self.groups]
+
+    def __call__(self, chunk: int) -> Columns:
+        number, group = self.groups[chunk]
+        return self.tasks[number](group)
+
+    def gather(self) -> None:
+        """Make the JSON Lines file of each Parquet file, and delete those of its row groups."""
+        for number, task in enumerate(self.tasks):
+            chunks = [file for file, (own, _) in zip(self.files, self.groups, strict=True) if own == number]
+            task.gather(chunks)
+            task.drop_groups(len(chunks))
+            shutil.rmtree(task.parts, ignore_errors=True)
+
+
 @dataclass
 class Store:
     """Saves images embedded in Parquet rows as files, named by their SHA-256, and counts embedded images and image
@@ -128,16 +169,15 @@ class Store:
     images: int = 0
     paths: int = 0
 
-    def names(self, image: Any) -> list[str | None]:
-        """Return the original names of a row's images, given one image or a list of images."""
-        images = image if isinstance(image, list) else [image]
-        return [one["path"] if isinstance(one, dict) else one for one in images]
-
-    def put(self, image: Any) -> Any:
+    def put(self, image: Any, names: dict[str, str | None]) -> Any:
         """Save an embedded image and return its path relative to the folder; return a path unchanged. For a list of
-        images, return a list of paths."""
+        images, return a list of paths.
+
+        Args:
+            names: receives the original names of embedded images, by their paths.
+        """
         if isinstance(image, list):
-            return [self.put(one) for one in image]
+            return [self.put(one, names) for one in image]
         if not isinstance(image, dict):
             return image
         if image["bytes"] is None:
@@ -146,17 +186,27 @@ class Store:
         self.images += 1
         digest = hashlib.sha256(image["bytes"]).hexdigest()
         name = f"{digest[:2]}/{digest}"
+        names.setdefault(name, image["path"])
         if self.folder is not None and not (path := self.folder / name).is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, image["bytes"])
         return name
 
 
-def open_file(path: Path) -> Any:
+def turn_columns(keys: RecordKeys) -> tuple[str, ...]:
+    """Return the names of all columns that can have the conversation of a record."""
+    return (*FORMS, *(keys.pair or ()))
+
+
+def read_columns(keys: RecordKeys) -> tuple[str, ...]:
+    return ("id", *keys.images, *turn_columns(keys))
+
+
+def open_file(path: Path, keys: RecordKeys = NO_KEYS) -> Any:
     """Open a Parquet file of records; returns a pyarrow `ParquetFile`.
 
     Raises:
-        DataError: the file is not Parquet, or lacks the columns of LLaVA records.
+        DataError: the file is not Parquet, or has the columns of no form of records.
     """
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -170,32 +220,38 @@ def open_file(path: Path) -> Any:
             check_head(head, path)
         raise DataError(f"{path} is no whole Parquet file ({error}); take it from its source again") from error
     schema = file.schema_arrow
-    if "conversations" not in schema.names:
-        raise DataError(f"{path} has the columns {schema.names}; LLaVA records have id, image and conversations")
-    check_types(path, schema)
+    if not any(name in schema.names for name in turn_columns(keys)):
+        raise DataError(
+            f"{path} has the columns {schema.names}; records have one of {', '.join(turn_columns(keys))}, or the "
+            "two that data.question and data.answer name"
+        )
+    check_types(path, schema, keys)
     return file
 
 
-def check_types(path: Path, schema: Any) -> None:
-    """Raise DataError if the Arrow type of one of the columns conversations, id and image is not supported."""
+def check_types(path: Path, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
+    """Raise DataError if the Arrow type of one of the columns that are read is not supported."""
     from pyarrow import types
 
-    turns = schema.field("conversations").type
-    fields = fields_of(turns.value_type) if is_list(turns) else {}
-    if not all(name in fields and is_text(fields[name]) for name in TURN):
-        raise DataError(
-            f"{path}: conversations is {turns}; it must be a list of structs with from and value, which are text"
-        )
+    for name in (name for name in turn_columns(keys) if name in schema.names):
+        own = schema.field(name).type
+        if name not in FORMS and not is_text(own):
+            raise DataError(f"{path}: {name} is {own}; it must be text")
+        if name in FORMS and not are_turns(own):
+            raise DataError(
+                f"{path}: {name} is {own}; it must be a list of structs with from and value, which are text, with role "
+                "and content, or with user and assistant (docs/data.md); an image in a part must be a path"
+            )
     if "id" in schema.names:
         own = schema.field("id").type
         if not (is_text(own) or types.is_integer(own) or types.is_floating(own)):
             raise DataError(f"{path}: id is {own}; it must be text or a number")
-    if "image" in schema.names:
-        image = schema.field("image").type
+    for name in (name for name in keys.images if name in schema.names):
+        image = schema.field(name).type
         one = image.value_type if is_list(image) else image
-        if not (is_text(one) or is_embedded(schema)):
+        if not (is_text(one) or is_embedded(schema, (name,))):
             raise DataError(
-                f"{path}: image is {image}; it must be a path, a list of paths, or structs of bytes and path"
+                f"{path}: {name} is {image}; it must be a path, a list of paths, or structs of bytes and path"
             )
 
 
@@ -212,6 +268,28 @@ def is_text(kind: Any) -> bool:
     return types.is_string(own) or types.is_large_string(own) or types.is_null(own)
 
 
+def are_turns(kind: Any) -> bool:
+    """Return whether an Arrow type is a list of structs that can be turns, or can only be empty."""
+    from pyarrow import types
+
+    if not is_list(kind) or types.is_null(kind.value_type):
+        return types.is_null(kind) or is_list(kind)
+    fields = {name: own for name, own in fields_of(kind.value_type).items() if name in TURN}
+    whole = any(set(pair) <= set(fields) for pair in (*TURN_KEYS, ENTRY_KEYS))
+    return whole and all(is_text(own) or (name == PARTS and is_plain(own)) for name, own in fields.items())
+
+
+def is_plain(kind: Any) -> bool:
+    """Return whether all values in an Arrow type are also values in JSON: texts, numbers, truths, lists, structs."""
+    from pyarrow import types
+
+    if is_list(kind):
+        return is_plain(kind.value_type)
+    if types.is_struct(kind):
+        return all(is_plain(own) for own in fields_of(kind).values())
+    return is_text(kind) or types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
+
+
 def fields_of(kind: Any) -> dict[str, Any]:
     """Return the types of the fields of an Arrow struct, by field name; empty if the type is not a struct."""
     from pyarrow import types
@@ -219,21 +297,26 @@ def fields_of(kind: Any) -> dict[str, Any]:
     return {field.name: field.type for field in kind} if types.is_struct(kind) else {}
 
 
-def is_embedded(schema: Any) -> bool:
-    """Return whether the image column of a Parquet file can contain image bytes, not only paths."""
+def is_embedded(schema: Any, names: Iterable[str]) -> bool:
+    """Return whether one of the named columns of a Parquet file can contain image bytes, not only paths."""
     from pyarrow import types
 
-    if "image" not in schema.names:
-        return False
-    image = schema.field("image").type
-    fields = fields_of(image.value_type if is_list(image) else image)
-    if not {"bytes", "path"} <= set(fields):
-        return False
-    data = fields["bytes"]
-    return is_text(fields["path"]) and (types.is_binary(data) or types.is_large_binary(data) or types.is_null(data))
+    for name in (name for name in names if name in schema.names):
+        image = schema.field(name).type
+        fields = fields_of(image.value_type if is_list(image) else image)
+        if {"bytes", "path"} <= set(fields) and is_text(fields["path"]):
+            data = fields["bytes"]
+            return types.is_binary(data) or types.is_large_binary(data) or types.is_null(data)
+    return False
 
 
-def lines(path: Path, store: Store | None, groups: list[int] | None = None, most: int = MOST_BYTES) -> Iterator[bytes]:
+def lines(
+    path: Path,
+    store: Store | None,
+    groups: list[int] | None = None,
+    most: int = MOST_BYTES,
+    keys: RecordKeys = NO_KEYS,
+) -> Iterator[bytes]:
     """Yield each row of a Parquet file as a JSON record. At most `ROWS_AT_ONCE` rows are in memory, or one row if the
     file has columns of media (video, audio, ...) that are not read.
 
@@ -245,16 +328,17 @@ def lines(path: Path, store: Store | None, groups: list[int] | None = None, most
     Raises:
         DataError: the file is not a Parquet file of records, or contains images and `store` is None.
     """
-    file = open_file(path)
-    if store is None and is_embedded(file.schema_arrow):
+    file = open_file(path, keys)
+    if store is None and is_embedded(file.schema_arrow, keys.images):
         raise DataError(f"{path} holds images; only llava-fsdp prepare and training read them: give paths instead")
     names = file.schema_arrow.names
-    unread = [name for name in names if name not in COLUMNS and names_media(name)]
-    present = [name for name in COLUMNS if name in names] + unread
+    read = read_columns(keys)
+    unread = [name for name in names if name not in read and (names_media(name) or name in TOOL_KEYS)]
+    present = [name for name in read if name in names] + unread
     rows = 1 if unread else ROWS_AT_ONCE
     for batch in read_on(path, file.iter_batches(rows, row_groups=groups, columns=present)):
         for row in range(batch.num_rows):
-            yield line(batch.slice(row, 1), store, most)
+            yield line(batch.slice(row, 1), store, most, keys)
 
 
 def read_on(path: Path, batches: Iterator[Any]) -> Iterator[Any]:
@@ -266,27 +350,32 @@ def read_on(path: Path, batches: Iterator[Any]) -> Iterator[Any]:
         raise DataError(f"{path} cannot be read: {error}; take it from its source again") from error
 
 
-def line(row: Any, store: Store | None, most: int) -> bytes:
-    size = row.select(["conversations"]).nbytes
+def line(row: Any, store: Store | None, most: int, keys: RecordKeys = NO_KEYS) -> bytes:
+    names = row.schema.names
+    size = row.select([name for name in turn_columns(keys) if name in names]).nbytes
     try:
         if size > most:
-            (named,) = row.select([name for name in row.schema.names if name == "id"]).to_pylist()
+            (named,) = row.select([name for name in names if name == "id"]).to_pylist()
             return json.dumps({**named, TOO_LARGE: [size, most]}).encode()
         (values,) = row.to_pylist()
     except UnicodeDecodeError:
         return NOT_UTF8
     record: dict[str, Any] = {
-        name: value if name in COLUMNS else HELD
+        name: value if name in read_columns(keys) else HELD
         for name, value in values.items()
-        if value is not None and (name in COLUMNS or not is_empty(value))
+        if value is not None and (name in read_columns(keys) or not is_empty(value))
     }
-    if "conversations" in record:
-        record["conversations"] = [plain_turn(turn) for turn in record["conversations"]]
-    if store is not None and "image" in record:
-        record[OWN_NAMES] = store.names(record["image"])
-        record["image"] = store.put(record["image"])
-        if record["image"] is None:  # it was a struct of two nulls
-            del record["image"]
+    for name in (name for name in FORMS if name in record):
+        record[name] = [plain_turn(turn) for turn in record[name]]
+    own_names: dict[str, str | None] = {}
+    for name in (name for name in keys.images if name in record):
+        if store is None:
+            continue
+        record[name] = store.put(record[name], own_names)
+        if record[name] is None:  # it was a struct of two nulls
+            del record[name]
+    if own_names:
+        record[OWN_NAMES] = own_names
     made = json.dumps(record).encode()
     if len(made) <= most:
         return made
@@ -294,9 +383,9 @@ def line(row: Any, store: Store | None, most: int) -> bytes:
 
 
 def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a conversation turn with only its `from` and `value`, and a placeholder for each other field that names
-    media and has a value."""
+    """Return a turn with only its fields of TURN that have a value, and a placeholder for each other field with a value
+    that names media or calls of tools."""
     if turn is None:
         return None
-    held = {name: HELD for name, value in turn.items() if names_media(name) and not is_empty(value)}
-    return {name: turn[name] for name in TURN} | held
+    held = {k: HELD for k, v in turn.items() if (names_media(k) or k in TOOL_KEYS) and not is_empty(v)}
+    return {name: turn[name] for name in TURN if turn.get(name) is not None} | held

@@ -14,6 +14,7 @@ class Kind(StrEnum):
     media_not_read = "media_not_read"
     wrong_roles = "wrong_roles"
     odd_turns = "odd_turns"
+    chat_template = "chat_template"
     empty_answer = "empty_answer"
     image_count = "image_count"
     tag_without_image = "tag_without_image"
@@ -52,12 +53,13 @@ PROBLEMS: dict[Kind, Problem] = {
     Kind.not_json: Problem("a line of a JSON Lines file is not JSON", Kept.no),
     Kind.not_utf8: Problem("its bytes are not UTF-8", Kept.no),
     Kind.record_too_large: Problem("more bytes than data.max_record_bytes", Kept.no),
-    Kind.bad_form: Problem("not an object with conversations of from and value", Kept.no),
+    Kind.bad_form: Problem("an object of none of the forms of a record, or of two", Kept.no),
     Kind.media_not_read: Problem(
         "it names video, audio or images in a key or a tag that is not read", Kept.like_original
     ),
     Kind.wrong_roles: Problem("human and gpt do not take turns, or a system turn is not the first", Kept.no),
     Kind.odd_turns: Problem("no turns, or the last question has no answer", Kept.no),
+    Kind.chat_template: Problem("the model's own chat template refuses it, or changes what its turns say", Kept.no),
     Kind.empty_answer: Problem("an answer has no text", Kept.like_original),
     Kind.image_count: Problem("the number of <image> tags is not that of the images", Kept.no),
     Kind.tag_without_image: Problem("<image> in the text of a record without images", Kept.like_original),

@@ -1,13 +1,12 @@
-"""Parse and check one LLaVA record (JSON with id, image and conversations)."""
+"""One record of a dataset, and what its parts must be; `forms` reads records of all forms."""
 
 import contextlib
 import errno
-import itertools
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,8 @@ TOO_LARGE = "llava_fsdp bytes of a row"
 """JSON key of the placeholder for a Parquet row that is too large; its value is [size of the row, limit], both in
 bytes."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+INLINE = "data:"
+"""Beginning of the name of an image that is in the record itself; no path begins so."""
 JSON_NAMES = {
     dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number",
     type(None): "null",
@@ -63,7 +64,7 @@ class Record:
     index: int
     id: str
     images: tuple[str, ...]
-    """Paths of the images, relative to the image folder."""
+    """Paths of the images, relative to the image folder; for an image in the record itself, its name in `inline`."""
     turns: tuple[Turn, ...]
     has_image_key: bool
     """Whether the record has the key `image`, even with an empty value; LLaVA treats such a record as one with an
@@ -80,6 +81,8 @@ class Record:
     unread: str | None = None
     """Description, for error messages, of a media key or tag in the record that is not read; None if the record has
     none."""
+    inline: Mapping[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+    """Files of the images that are in the record itself, by names that differ if the bytes do."""
 
     @property
     def signed_words(self) -> int:
@@ -180,49 +183,11 @@ def check_bytes(found: int, most: int, where: str) -> None:
         )
 
 
-def parse_record(path: Path, index: int, raw: Any, line: int | None = None) -> Record:
-    """Make a Record from parsed JSON; raise DataError if the JSON does not have the form of a LLaVA record (LLaVA
-    train.py:665-740)."""
-    if not isinstance(raw, dict):
-        lists = isinstance(raw, list) and path.suffix.lower() == ".jsonl"
-        cure = "a JSON list belongs into a file whose name ends in .json" if lists else "fix it, or take it out"
-        what = f"{JSON_NAMES[type(raw)]}, not an object with id and conversations"
-        raise DataError(f"{name_place(path, index, line)} is {what}; {cure}", Kind.bad_form)
-    identity = id_of(raw)
-    where = name_record(path, index, line, identity)
-    if TOO_LARGE in raw:
-        found, most = raw[TOO_LARGE]
-        check_bytes(found, most, where)
-    image = raw.get("image")
-    images = [] if image is None else image if isinstance(image, list) else [image]
-    if not all(isinstance(name, str) and name for name in images):
-        raise DataError(
-            f"{where}: image is {shown(image)}; it must be a path or a list of paths: fix it, or leave the key out "
-            "of a record without images",
-            Kind.bad_form,
-        )
-    for name in images:
-        check_name(name, where)
-    turns = raw.get("conversations")
-    if not isinstance(turns, list):
-        said = f"is {shown(turns)}" if "conversations" in raw else f"is missing, the keys are {shown(list(raw))}"
-        raise DataError(
-            f"{where}: conversations {said}; it must be a list of turns, each an object with from and value",
-            Kind.bad_form,
-        )
-    parsed = tuple(parse_turn(where, n, t) for n, t in enumerate(turns))
-    known, name = identity is not None, str(index) if identity is None else identity
-    unread = unread_media(raw) or unread_tag(parsed)
-    return Record(str(path), index, name, tuple(images), parsed, "image" in raw, has_id=known, line=line, unread=unread)
-
-
-def unread_media(raw: dict[str, Any]) -> str | None:
-    """Return a description of the first key of a record or of its turns that names media (video, audio, ...), has a
-    value and is not read. None if there is none. The key `image` of the record is read."""
-    own = [(key, value) for key, value in raw.items() if key != "image"]
-    turns = [turn for turn in raw.get("conversations", ()) if isinstance(turn, dict)]
-    for key, value in itertools.chain(own, *(turn.items() for turn in turns)):
-        if names_media(key) and not is_empty(value):
+def unread_media(raw: dict[str, Any], read: Iterable[str]) -> str | None:
+    """Return a description of the first key of an object that names media (video, audio, ...), has a value and is not
+    one of the keys `read`. None if there is none."""
+    for key, value in raw.items():
+        if key not in read and names_media(key) and not is_empty(value):
             return f"the key {shown(key)}, {shown(value)}"
     return None
 
@@ -247,22 +212,27 @@ def unread_tag(turns: Sequence[Turn]) -> str | None:
 
 def is_empty(value: Any) -> bool:
     """Return whether a JSON value is null, false, 0 or an empty text, or a list or object that contains only such
-    values."""
-    if isinstance(value, dict | list):
-        return all(is_empty(own) for own in (value.values() if isinstance(value, dict) else value))
-    return not value
+    values. Does not recurse, as values may be nested deeply."""
+    inside = [value]
+    while inside:
+        own = inside.pop()
+        if isinstance(own, dict | list):
+            inside += own.values() if isinstance(own, dict) else own
+        elif own:
+            return False
+    return True
 
 
 def unread_reason(where: str, unread: str) -> str:
     return (
-        f"{where} has {unread}, and media are read from the record's key image alone: name images there, with <image> "
-        "in the text, or take it out"
+        f"{where} has {unread}, and media are read from the record's keys image and images and from the image parts of "
+        "its turns alone: name images there, or take it out"
     )
 
 
 def shown(value: Any) -> str:
     """Return a value as JSON, cut after 80 characters, for messages."""
-    text = json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
+    text = json.dumps(value, ensure_ascii=False, default=repr).encode(errors="backslashreplace").decode()
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
@@ -296,19 +266,6 @@ def check_name(name: str, where: str) -> None:
         named = False
     if not named:
         raise DataError(f"{where}: image is {name!r}, which no file can be called; fix it", Kind.bad_form)
-
-
-def parse_turn(where: str, position: int, raw: Any) -> Turn:
-    if not isinstance(raw, dict) or not isinstance(raw.get("from"), str) or not isinstance(raw.get("value"), str):
-        named = isinstance(raw, dict) and {"role", "content"} <= set(raw)
-        cure = "rename role to from and content to value, user to human and assistant to gpt" if named else "fix it"
-        raise DataError(
-            f"{where}: turn {position} is {shown(raw)}; it must be an object with from and value, which are text: "
-            f"{cure}",
-            Kind.bad_form,
-        )
-    check_text(raw["value"], f"{where}: turn {position}")
-    return Turn(raw["from"], raw["value"])
 
 
 def check_text(text: str, what: str) -> None:

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llava_fsdp.data.records.forms import SPEAKERS
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record, Turn
+from llava_fsdp.data.text.jinja_template import ChatTemplate
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.runtime.errors import DataError
 
@@ -21,7 +23,7 @@ class Segment:
     """Whether the text comes from the record; otherwise it comes from the conversation template."""
 
 
-def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
+def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> list[Segment]:
     """Render a record's conversation as segments, with an image tag for each image.
 
     Args:
@@ -29,14 +31,20 @@ def render(record: Record, form: Template, start_end: bool) -> list[Segment]:
 
     Raises:
         DataError: turns do not alternate human, gpt after a system turn, or an answer is missing, or the number of
-            image tags is not the number of images.
+            image tags is not the number of images, or a model's own template refuses or changes the turns.
     """
     check_turns(record)
-    segments = prompt(asked_turns(record), form, start_end, bool(record.images))
-    return [*segments, Segment(form.pattern.end, False)]
+    segments = prompt(asked_turns(record), form, start_end, bool(record.images), record.where)
+    return segments if isinstance(form, ChatTemplate) else [*segments, Segment(form.pattern.end, False)]
 
 
-def prompt(turns: Sequence[Turn], form: Template, start_end: bool, has_images: bool) -> list[Segment]:
+def prompt(
+    turns: Sequence[Turn],
+    form: Template | ChatTemplate,
+    start_end: bool,
+    has_images: bool,
+    where: str = "the conversation",
+) -> list[Segment]:
     """Render turns as segments, without the text that ends a conversation. If the last turn is a question, the text
     ends where a model's answer begins. The text of a system turn, which may be the first, replaces the template's
     system text; a template for captions leaves it out, as it does questions.
@@ -44,7 +52,13 @@ def prompt(turns: Sequence[Turn], form: Template, start_end: bool, has_images: b
     Args:
         start_end: put `<im_start>` and `<im_end>` around every image tag.
         has_images: whether `<image>` tags stand for images; otherwise they are ordinary text.
+        where: name of the conversation in error messages.
+
+    Raises:
+        DataError: a model's own template refuses or changes the turns.
     """
+    if isinstance(form, ChatTemplate):
+        return own_prompt(turns, form, start_end, has_images, where)
     pattern = form.pattern
     system, turns = split_system(turns)
     segments = [Segment(pattern.before_system, False), *write_system(system, form)]
@@ -70,15 +84,33 @@ def write_system(turn: Turn | None, form: Template) -> list[Segment]:
 def write_question(text: str, form: Template, start_end: bool, has_images: bool) -> list[Segment]:
     if form.image_only:
         return [Segment(IMAGE_TAG * text.count(IMAGE_TAG), False)]
-    first, *rest = image_first(text, has_images).split(IMAGE_TAG) if has_images else [text]
+    return tagged(image_first(text, has_images), image_tag(form, start_end), has_images)
+
+
+def tagged(text: str, tag: str, has_images: bool) -> list[Segment]:
+    """Return a question as segments, with the text `tag` for each image tag."""
+    first, *rest = text.split(IMAGE_TAG) if has_images else [text]
     segments = [Segment(first, False, from_record=True)]
     for piece in rest:
-        segments.append(Segment(image_tag(form, start_end), False))
+        segments.append(Segment(tag, False))
         segments.append(Segment(piece, False, from_record=True))
     return segments
 
 
-def image_tag(form: Template, start_end: bool) -> str:
+def own_prompt(
+    turns: Sequence[Turn], form: ChatTemplate, start_end: bool, has_images: bool, where: str
+) -> list[Segment]:
+    turns = [Turn(t.role, image_first(t.text, has_images)) if t.role == "human" else t for t in turns]
+    segments = []
+    for piece in form.write(turns, where):
+        if piece.turn is not None and turns[piece.turn].role == "human":
+            segments += tagged(piece.text, image_tag(form, start_end), has_images)
+        else:
+            segments.append(Segment(piece.text, piece.supervised, from_record=piece.turn is not None))
+    return segments
+
+
+def image_tag(form: Template | ChatTemplate, start_end: bool) -> str:
     """Return the text that stands for an image in a conversation: `<image>`, with what the template puts around it."""
     return form.image.replace(IMAGE_TAG, f"{IM_START}{IMAGE_TAG}{IM_END}") if start_end else form.image
 
@@ -128,15 +160,11 @@ def asking(system: str | None, question: str) -> list[Turn]:
 def role_cure(role: str) -> str:
     match role.lower():
         case "human" | "gpt" if role in ("human", "gpt"):
-            return "human and gpt take turns, human first: fix the conversation"
-        case "user" | "assistant":
-            return "rename user to human, and assistant to gpt"
-        case "human":
-            return f"rename {role} to human"
-        case "gpt" | "model" | "bot":
-            return f"rename {role} to gpt"
+            return "human (user) and gpt (assistant) take turns, human first: fix the conversation"
         case "system":
             return "labels=exact reads one system turn, at the beginning: move it there, or take it out"
+        case name if name in SPEAKERS:
+            return f"rename {role} to {name}"
         case _:
             return "rename it to system, human or gpt, or take it out"
 

@@ -12,6 +12,7 @@ from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import Segment, render
+from llava_fsdp.data.text.jinja_template import ChatTemplate
 from llava_fsdp.data.text.llava_v1_5 import Original, check_images, check_like_original, encode_like_original
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.data.text.tokenizer import Stretch, Token, Tokenizer
@@ -63,7 +64,7 @@ class ExactEncoder:
     (`labels=exact`)."""
 
     tokenizer: Tokenizer
-    template: Template
+    template: Template | ChatTemplate
     image_rows: ImageRows
     max_length: int
     too_long: TooLong
@@ -104,7 +105,8 @@ class ExactEncoder:
     def _whole(self, record: Record) -> Sample:
         rows = [self.image_rows(record, n) for n in range(len(record.images))]
         segments = render(record, self.template, self.start_end)
-        ids, labels = encode_segments(segments, self.tokenizer, [len(r) for r in rows], self.special_tokens)
+        lengths, begins = [len(r) for r in rows], self.template.adds_bos
+        ids, labels = encode_segments(segments, self.tokenizer, lengths, self.special_tokens, begins)
         return Sample(ids, labels, record.images, tuple(rows), 0, 0)
 
 
@@ -133,6 +135,10 @@ class OriginalEncoder:
     @property
     def tokenizer(self) -> Tokenizer:
         return self.own.tokenizer
+
+    @property
+    def template(self) -> Template:
+        return self.own.form
 
     @property
     def max_length(self) -> int:
@@ -192,6 +198,7 @@ def encode_segments(
     tokenizer: Tokenizer,
     image_lengths: list[int],
     special_tokens: SpecialTokens = SpecialTokens.text,
+    begins: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the token ids and labels of a rendered conversation, both int64 [length].
 
@@ -200,12 +207,13 @@ def encode_segments(
 
     Args:
         image_lengths: number of tokens of each image.
+        begins: whether to begin with the tokenizer's BOS token, if it has one.
     """
     text = "".join(s.text for s in segments)
     marked = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])
     before = np.concatenate([[0], np.cumsum(marked)])  # supervised characters before each character
     special = None if special_tokens is SpecialTokens.parse else template_special(segments, tokenizer)
-    ids: list[int] = [] if tokenizer.bos is None else [tokenizer.bos]
+    ids: list[int] = [] if tokenizer.bos is None or not begins else [tokenizer.bos]
     labels: list[int] = [IGNORE] * len(ids)
     begin = 0
     for number, chunk in enumerate(text.split(IMAGE_TAG) if image_lengths else [text]):
@@ -253,6 +261,7 @@ def encode_prompt(
     tokenizer: Tokenizer,
     image_lengths: list[int],
     special_tokens: SpecialTokens = SpecialTokens.text,
+    begins: bool = True,
 ) -> np.ndarray:
     """Return the token ids of a prompt from which a model generates an answer, int64 [length]."""
-    return encode_segments(segments, tokenizer, image_lengths, special_tokens)[0]
+    return encode_segments(segments, tokenizer, image_lengths, special_tokens, begins)[0]

@@ -62,6 +62,9 @@ class Template:
     image: str = IMAGE_TAG
     """Text that replaces each `<image>` tag of a record."""
 
+    adds_bos = True
+    """Whether the tokenizer's BOS token, if it has one, is put before the text."""
+
     @cached_property
     def pattern(self) -> Pattern:
         """The Pattern of the template's style with this template's texts filled in."""

@@ -1,0 +1,184 @@
+"""Parse the footer of a Parquet file: its leaf columns, and where each row group keeps them.
+
+pyarrow is not used here: it ends the process when it is asked about an encrypted column without its key.
+Source: `https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from llava_fsdp.data.containers.parquet_levels import Cursor, Malformed, number_of
+from llava_fsdp.data.containers.parquet_pages import COPY_AGAIN, REWRITE, UNCOMPRESSED, Chunk
+from llava_fsdp.data.containers.place import Reader
+from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.runtime.terminal_text import shown_name
+
+MAGIC, ENCRYPTED = b"PAR1", b"PARE"
+MOST_FOOTER = 64 << 20
+MOST_FIELDS = 1 << 21
+"""Most fields of a footer: some 40 for each column of each row group."""
+MOST_NESTING = 64
+MOST_VALUES = 1 << 26
+"""Most rows of a row group, and most values of a column in it."""
+DECRYPT = "decrypt it once: read it with its keys and write it without encryption"
+BYTE_ARRAY = 6
+TYPES = ("BOOLEAN", "INT32", "INT64", "INT96", "FLOAT", "DOUBLE", "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
+CODECS = (UNCOMPRESSED, "SNAPPY", "GZIP", "LZO", "BROTLI", "LZ4", "ZSTD", "LZ4_RAW")
+OPTIONAL, REPEATED = 1, 2
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf column of a Parquet file."""
+
+    number: int
+    kind: int
+    """Physical type: an index of `TYPES`."""
+    binary: bool
+    """Whether its values are bytes that are not said to be text, JSON or numbers."""
+    max_definition: int
+    max_repetition: int
+    element: int
+    """Definition level from which an element of the innermost list exists, even if it is null; 0 without a list."""
+
+
+class Footer:
+    """What the footer of a Parquet file says."""
+
+    def __init__(self, shard: Reader):
+        """Read the footer.
+
+        Raises:
+            DataError: the file is not Parquet, or is truncated, damaged or encrypted.
+            SourceError: the file cannot be read.
+        """
+        self.shard = shard
+        try:
+            self.fields = Cursor(self.read_bytes(), most_fields=MOST_FIELDS).struct()
+            if 8 in self.fields:
+                self.refuse("it is encrypted", DECRYPT)
+            self.groups = structs(self.fields, 4)
+            self.leaves = leaves(structs(self.fields, 2))
+        except Malformed as error:
+            self.refuse(f"its footer is damaged ({error})", COPY_AGAIN)
+
+    def read_bytes(self) -> bytes:
+        size = self.shard.size
+        if size < 12:
+            self.refuse(f"{size} bytes are no Parquet file", COPY_AGAIN)
+        head, tail = self.shard.read(0, 4), self.shard.read(size - 8, 8)
+        if ENCRYPTED in (head, tail[4:]):
+            self.refuse("it is encrypted", DECRYPT)
+        if head != MAGIC:
+            self.refuse("it is no Parquet file: its first bytes are not PAR1", COPY_AGAIN)
+        if tail[4:] != MAGIC:
+            self.refuse("it is truncated or damaged: its last bytes are not PAR1", COPY_AGAIN)
+        footer = int.from_bytes(tail[:4], "little")
+        if footer > min(size - 12, MOST_FOOTER):
+            self.refuse(f"its footer claims {footer} bytes, most are {min(size - 12, MOST_FOOTER)}", COPY_AGAIN)
+        return self.shard.read(size - 8 - footer, footer)
+
+    def refuse(self, problem: str, cure: str) -> NoReturn:
+        """Raise a DataError that names the file and the cure."""
+        raise DataError(f"{self.shard.name}: {problem}; {cure}").about(file=self.shard.name)
+
+    def rows(self, group: int) -> int:
+        """Return the number of rows of a row group."""
+        try:
+            return number_of(self.groups[group], 3, MOST_VALUES)
+        except Malformed as error:
+            self.refuse(f"the number of rows of row group {group} is damaged or too large ({error})", REWRITE)
+
+    def chunk(self, path: str, group: int) -> Chunk:
+        """Return where a leaf column of a row group lies, checked against the file.
+
+        Raises:
+            DataError: what the footer says is damaged, or the column is encrypted or in another file.
+        """
+        leaf = self.leaves[path]
+        try:
+            columns = structs(self.groups[group], 1)
+            if len(columns) != len(self.leaves):
+                raise Malformed(f"{len(columns)} columns instead of {len(self.leaves)}")
+            column = columns[leaf.number]
+            if 8 in column or 9 in column:
+                self.refuse(f"its column {shown_name(path)} is encrypted", DECRYPT)
+            if 1 in column:
+                self.refuse(f"its column {shown_name(path)} is in another file", REWRITE)
+            meta = column.get(3)
+            if not isinstance(meta, dict):
+                raise Malformed("it has no metadata")
+            if number_of(meta, 1) != leaf.kind or b".".join(names(meta.get(3))).decode() != path:
+                raise Malformed("its path or type is not that of the schema")
+            codec = CODECS[number_of(meta, 4, len(CODECS) - 1)]
+            values = number_of(meta, 5, MOST_VALUES)
+            begin = number_of(meta, 9, self.shard.size)
+            if 0 < (dictionary := number_of(meta, 11, self.shard.size) if 11 in meta else 0) < begin:
+                begin = dictionary
+            end = begin + number_of(meta, 7, self.shard.size - 8 - begin)
+        except (Malformed, UnicodeDecodeError) as error:
+            self.refuse(
+                f"what its footer says of column {shown_name(path)} in row group {group} is damaged ({error})",
+                COPY_AGAIN,
+            )
+        return Chunk(self.shard, path, group, codec, begin, end, values, leaf.max_definition, leaf.max_repetition)
+
+
+def structs(fields: dict[int, Any], field: int) -> list[dict[int, Any]]:
+    """Return a field that must be a list of structs."""
+    found = fields.get(field)
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise Malformed(f"field {field} is no list of structs")
+    return found
+
+
+def names(value: Any) -> list[bytes]:
+    if not isinstance(value, list) or not all(isinstance(name, bytes) for name in value):
+        raise Malformed("a list of names is missing")
+    return value
+
+
+def leaves(schema: list[dict[int, Any]]) -> dict[str, Leaf]:
+    """Return the leaf columns of a schema by their dotted paths.
+
+    Args:
+        schema: its elements, depth first: a group is followed by its children.
+    """
+    found: dict[str, Leaf] = {}
+    # of each open group: children that are still to come, path, definition, repetition and element levels
+    open_groups: list[tuple[int, tuple[str, ...], int, int, int]] = []
+    for place, element in enumerate(schema):
+        if place == 0:
+            open_groups.append((number_of(element, 5), (), 0, 0, 0))
+        else:
+            while open_groups and open_groups[-1][0] == 0:
+                open_groups.pop()
+            if not open_groups or len(open_groups) > MOST_NESTING:
+                raise Malformed("its columns are nested in an impossible way, or too deep")
+            left, path, definition, repetition, in_list = open_groups.pop()
+            open_groups.append((left - 1, path, definition, repetition, in_list))
+            how = number_of(element, 3, REPEATED)
+            definition += how in (OPTIONAL, REPEATED)
+            if how == REPEATED:
+                repetition, in_list = repetition + 1, definition
+            (name,) = names([element.get(4)])
+            path = (*path, decoded(name))
+            if 1 not in element:
+                open_groups.append((number_of(element, 5), path, definition, repetition, in_list))
+                continue
+            kind = number_of(element, 1, len(TYPES) - 1)
+            own = ".".join(path)
+            if own in found:
+                raise Malformed(f"two columns have the path {shown_name(own)}; give one of them another name")
+            binary = kind == BYTE_ARRAY and 6 not in element and 10 not in element
+            found[own] = Leaf(len(found), kind, binary, definition, repetition, in_list)
+    if any(left for left, *_ in open_groups):
+        raise Malformed("its schema ends early")
+    return found
+
+
+def decoded(name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError as error:
+        raise Malformed("the name of a column is not UTF-8") from error

@@ -1,0 +1,153 @@
+"""Decode two small formats inside Parquet files: Thrift's compact protocol, and runs of small numbers (RLE).
+
+Sources: `https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md` and
+`https://parquet.apache.org/docs/file-format/data-pages/encodings/`.
+"""
+
+from typing import Any
+
+import numpy as np
+
+MOST_DEPTH = 16
+"""Deepest nesting of structs and lists; a footer needs 9."""
+MOST_FIELDS = 10_000
+"""Most fields and list elements in a page header; Parquet's own has some 20."""
+GROUPS_AT_ONCE = 8192
+"""Groups of eight bit-packed numbers that are unpacked at a time, to bound the memory that this needs."""
+
+
+class Malformed(Exception):
+    """Bytes do not follow their format. The message is the reason."""
+
+
+class EndsEarly(Malformed):
+    """More bytes are needed."""
+
+
+class Cursor:
+    """A position in bytes, from which numbers and Thrift structs are read."""
+
+    def __init__(self, data: bytes, at: int = 0, most_fields: int = MOST_FIELDS):
+        self.data, self.at = data, at
+        self.fields, self.most_fields = 0, most_fields
+
+    def take(self, size: int) -> bytes:
+        if size > len(self.data) - self.at:
+            raise EndsEarly(f"{size} bytes expected, {len(self.data) - self.at} are left")
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def byte(self) -> int:
+        if self.at >= len(self.data):
+            raise EndsEarly("a byte expected, none is left")
+        self.at += 1
+        return self.data[self.at - 1]
+
+    def varint(self) -> int:
+        """Read a number in base 128, least significant digit first, at most 64 bits long."""
+        number = shift = 0
+        while (byte := self.byte()) > 127:
+            number |= (byte & 127) << shift
+            shift += 7
+            if shift > 63:
+                raise Malformed("a number has more than 64 bits")
+        return number | byte << shift
+
+    def zigzag(self) -> int:
+        number = self.varint()
+        return (number >> 1) ^ -(number & 1)
+
+    def struct(self, depth: int = 0) -> dict[int, Any]:
+        """Read a Thrift struct; return its values by field number."""
+        if depth > MOST_DEPTH:
+            raise Malformed(f"structs are nested more than {MOST_DEPTH} deep")
+        values, number = {}, 0
+        while (head := self.byte()) != 0:
+            number = number + (head >> 4) if head >> 4 else self.zigzag()
+            # a boolean of a struct is in the head of its field
+            values[number] = head & 15 == 1 if head & 15 in (1, 2) else self.value(head & 15, depth)
+            self.count()
+        return values
+
+    def count(self) -> None:
+        self.fields += 1
+        if self.fields > self.most_fields:
+            raise Malformed(f"it has more than {self.most_fields} fields")
+
+    def value(self, kind: int, depth: int) -> Any:
+        self.count()
+        match kind:
+            case 1 | 2:  # in a list
+                return self.byte() == 1
+            case 3:
+                return self.byte()
+            case 4 | 5 | 6:
+                return self.zigzag()
+            case 7:
+                return self.take(8)
+            case 8:
+                return self.take(self.varint())
+            case 9 | 10:
+                head = self.byte()
+                count = self.varint() if head >> 4 == 15 else head >> 4
+                return [self.value(head & 15, depth + 1) for _ in range(count)]
+            case 12:
+                return self.struct(depth + 1)
+        raise Malformed(f"a value is of the unknown Thrift type {kind}")
+
+
+def number_of(fields: dict[int, Any], field: int, most: int = (1 << 31) - 1) -> int:
+    """Return a field of a Thrift struct that must be a number from 0 to `most`."""
+    value = fields.get(field)
+    if type(value) is not int or not 0 <= value <= most:
+        raise Malformed(f"field {field} is {str(value)[:40]}; 0 to {most} expected")
+    return value
+
+
+def small_numbers(data: bytes, width: int, count: int) -> np.ndarray:
+    """Decode Parquet's hybrid of runs and bit-packed groups: levels, and ids of dictionary values.
+
+    Args:
+        data: the encoded bytes.
+        width: bits of a number, 0 to 32.
+        count: how many numbers are expected.
+
+    Returns:
+        int64 [count]
+
+    Raises:
+        Malformed: the data do not hold `count` numbers.
+    """
+    if not 0 <= width <= 32:
+        raise Malformed(f"numbers of {width} bits")
+    numbers = np.zeros(count, np.int64)
+    done, cursor = 0, Cursor(data)
+    while done < count:
+        head = cursor.varint()
+        if head & 1:
+            groups = min(head >> 1, -(-(count - done) // 8), GROUPS_AT_ONCE)
+            left = (head >> 1) - groups
+            while groups:
+                # the last groups may be cut where no numbers are left
+                packed = cursor.take(min(groups * width, len(data) - cursor.at))
+                found = unpack_bits(packed, width, groups)[: count - done]
+                numbers[done : done + len(found)] = found
+                done += len(found)
+                if len(found) < groups * 8 and done < count:
+                    raise EndsEarly(f"{done} of {count} numbers")
+                groups = min(left, -(-(count - done) // 8), GROUPS_AT_ONCE)
+                left -= groups
+        else:
+            run = min(head >> 1, count - done)
+            numbers[done : done + run] = int.from_bytes(cursor.take((width + 7) // 8), "little")
+            done += run
+    return numbers
+
+
+def unpack_bits(packed: bytes, width: int, groups: int) -> np.ndarray:
+    """Return the numbers of bit-packed groups, least significant bit first: int64 [8 x groups, or fewer if the bytes
+    end early]."""
+    if width == 0:
+        return np.zeros(groups * 8, np.int64)
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+    return bits[: len(bits) // width * width].reshape(-1, width) @ (1 << np.arange(width, dtype=np.int64))

@@ -1,0 +1,137 @@
+"""Read the headers of the pages of one column chunk of a Parquet file.
+
+A column chunk is one column of one row group. Its values lie in pages, each with a header.
+Source: `https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+from llava_fsdp.data.containers.parquet_levels import Cursor, EndsEarly, Malformed, number_of
+from llava_fsdp.data.containers.place import Reader
+from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.runtime.terminal_text import shown_name
+
+DATA, INDEX, DICTIONARY, DATA_V2 = range(4)  # kinds of pages
+PLAIN, PLAIN_DICTIONARY, RLE, DELTA_BYTE_ARRAY, RLE_DICTIONARY = 0, 2, 3, 7, 8
+UNCOMPRESSED = "UNCOMPRESSED"
+HEADER_SIZES = (1 << 8, 1 << 14, 1 << 20, 1 << 24)
+"""Bytes that are read for a page header: more where a header, which may hold statistics, does not fit."""
+MOST_EMPTY = 100
+"""Most pages of a column chunk without values, a dictionary among them."""
+COPY_AGAIN = "take it from its source again"
+REWRITE = (
+    "rewrite the file once: pyarrow.parquet.write_table(pyarrow.parquet.read_table(OLD), NEW, row_group_size=1000, "
+    "compression='none', use_dictionary=False)"
+)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A column chunk, as the footer describes it."""
+
+    shard: Reader
+    column: str
+    group: int
+    codec: str
+    begin: int
+    end: int
+    """Its bytes in the file: from `begin` up to `end`."""
+    values: int
+    """Number of its values, nulls and empty lists included."""
+    max_definition: int
+    max_repetition: int
+
+    def refuse(self, problem: str, cure: str = COPY_AGAIN) -> NoReturn:
+        """Raise a DataError that names the file, the column and the cure."""
+        raise DataError(
+            f"{self.shard.name}, column {shown_name(self.column)}, row group {self.group}: {problem}; {cure}"
+        ).about(file=self.shard.name, key=self.column)
+
+
+@dataclass(frozen=True)
+class PageHeader:
+    kind: int
+    body: int
+    """Where the page's bytes begin in the file."""
+    packed: int
+    """Number of these bytes."""
+    unpacked: int
+    """Number of bytes of the page once decompressed."""
+    values: int
+    encoding: int
+    compressed: bool
+    level_encodings: tuple[int, ...] = ()
+    level_sizes: tuple[int, int] = (0, 0)
+    """Bytes of repetition and definition levels at the beginning of a page of version 2, which are never compressed."""
+    crc: int | None = None
+
+
+def page_headers(chunk: Chunk) -> Iterator[PageHeader]:
+    """Yield the headers of a chunk's pages; sizes are checked against the chunk, and counts against its values.
+
+    Raises:
+        DataError: a header is damaged.
+    """
+    at, left, pages = chunk.begin, chunk.values, 0
+    while left:
+        pages += 1
+        if pages > chunk.values + MOST_EMPTY:
+            chunk.refuse(f"it has more than {pages} pages for {chunk.values} values")
+        if at >= chunk.end:
+            chunk.refuse(f"its pages hold {chunk.values - left} of {chunk.values} values")
+        try:
+            header = page_header(chunk, at)
+        except Malformed as error:
+            chunk.refuse(f"the page header at byte {at} is damaged ({error})")
+        if header.kind in (DATA, DATA_V2):
+            if header.values > left:
+                chunk.refuse(f"the page at byte {at} claims {header.values} values, {left} are left in its column")
+            left -= header.values
+        yield header
+        at = header.body + header.packed
+
+
+def page_header(chunk: Chunk, at: int) -> PageHeader:
+    cursor, fields = read_struct(chunk, at)
+    body = at + cursor.at
+    kind, unpacked, packed = (number_of(fields, field) for field in (1, 2, 3))
+    if packed > chunk.end - body:
+        raise Malformed(f"a page of {packed} bytes leaves its column")
+    compressed = chunk.codec != UNCOMPRESSED
+    if not compressed and packed != unpacked:
+        raise Malformed(f"an uncompressed page has {packed} and {unpacked} bytes")
+    crc = fields.get(4)
+    make = {"kind": kind, "body": body, "packed": packed, "unpacked": unpacked, "crc": crc}
+    if kind == INDEX:
+        return PageHeader(**make, values=0, encoding=PLAIN, compressed=False)
+    own = fields.get({DATA: 5, DICTIONARY: 7, DATA_V2: 8}.get(kind, -1))
+    if not isinstance(own, dict) or not (crc is None or isinstance(crc, int)):
+        raise Malformed(f"a page of the kind {kind} without a header of its own")
+    make["values"] = number_of(own, 1)
+    if kind == DATA_V2:
+        repetition, definition = number_of(own, 6), number_of(own, 5)
+        if repetition + definition > min(packed, unpacked):
+            raise Malformed(f"levels of {repetition + definition} bytes leave their page")
+        compressed = compressed and own.get(7, True) is not False
+        if not compressed and packed != unpacked:
+            raise Malformed(f"an uncompressed page has {packed} and {unpacked} bytes")
+        return PageHeader(
+            **make, encoding=number_of(own, 4), compressed=compressed, level_sizes=(repetition, definition)
+        )
+    levels = (number_of(own, 4), number_of(own, 3)) if kind == DATA else ()
+    return PageHeader(**make, encoding=number_of(own, 2), compressed=compressed, level_encodings=levels)
+
+
+def read_struct(chunk: Chunk, at: int) -> tuple[Cursor, dict]:
+    """Read the Thrift struct at a place of the file; return it, and a cursor at its end."""
+    for size in HEADER_SIZES:
+        size = min(size, chunk.end - at)
+        cursor = Cursor(chunk.shard.read(at, size))
+        try:
+            return cursor, cursor.struct()
+        except EndsEarly:
+            if size == chunk.end - at:
+                raise
+    raise Malformed(f"it has more than {HEADER_SIZES[-1]} bytes")

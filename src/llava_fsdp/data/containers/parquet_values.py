@@ -1,0 +1,216 @@
+"""Find where the values of one column chunk of a Parquet file lie.
+
+Of pages that are stored as they are, only levels and the lengths of values are read; compressed pages are decompressed
+once. Source: `https://parquet.apache.org/docs/file-format/data-pages/`.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llava_fsdp.data.containers.parquet_levels import EndsEarly, Malformed, small_numbers
+from llava_fsdp.data.containers.parquet_pages import (
+    DATA,
+    DATA_V2,
+    DICTIONARY,
+    PLAIN,
+    PLAIN_DICTIONARY,
+    REWRITE,
+    RLE,
+    RLE_DICTIONARY,
+    UNCOMPRESSED,
+    Chunk,
+    PageHeader,
+    page_headers,
+)
+from llava_fsdp.data.containers.place import Page
+from llava_fsdp.data.containers.read_place import MOST_BYTES, MOST_RATIO, DamagedPage, unpack
+
+ENCODINGS = {
+    4: "BIT_PACKED", 5: "DELTA_BINARY_PACKED", 6: "DELTA_LENGTH_BYTE_ARRAY", 7: "DELTA_BYTE_ARRAY",
+    9: "BYTE_STREAM_SPLIT",
+}  # fmt: skip
+MOST_IMAGES = 1 << 22
+"""Most values of a column of images in one row group or dictionary; bounds memory to some 100 bytes for each."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """The bytes of a page, in the file or decompressed: from `begin` up to `end` of what `read(offset, size)` reads."""
+
+    read: Callable[[int, int], bytes]
+    begin: int
+    end: int
+    page: Page | None = None
+
+    def take(self, size: int) -> tuple[bytes, "Body"]:
+        """Return the first bytes, and what follows them."""
+        if size > self.end - self.begin:
+            raise EndsEarly(f"{size} bytes expected, {self.end - self.begin} are left in the page")
+        return self.read(self.begin, size), replace(self, begin=self.begin + size)
+
+
+@dataclass(frozen=True)
+class Values:
+    """Where values lie: arrays with an element for each value."""
+
+    offset: np.ndarray
+    """int64: first byte, in the file or in the decompressed page."""
+    size: np.ndarray
+    """int64: bytes; -1 for a null."""
+    page: np.ndarray
+    """int64: number of the value's page in a list of `Page`; -1: it lies in the file as it is."""
+
+    def __getitem__(self, index: np.ndarray | slice) -> "Values":
+        return Values(self.offset[index], self.size[index], self.page[index])
+
+    @classmethod
+    def join(cls, parts: list["Values"]) -> "Values":
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("offset", "size", "page")))
+
+    @classmethod
+    def nulls(cls, count: int) -> "Values":
+        return cls(np.zeros(count, np.int64), np.full(count, -1, np.int64), np.full(count, -1, np.int64))
+
+
+def chunk_values(chunk: Chunk) -> tuple[Values, list[Page], np.ndarray, np.ndarray]:
+    """Find where the values of a BYTE_ARRAY column chunk lie.
+
+    Returns:
+        The values in order, nulls included; the compressed pages; definition and repetition levels, int64 [values].
+
+    Raises:
+        DataError: the chunk is damaged, too large, or compressed or encoded in a way that leaves values no place.
+        SourceError: the file cannot be read.
+    """
+    if chunk.codec != UNCOMPRESSED and chunk.codec not in MOST_RATIO:
+        chunk.refuse(f"images in pages compressed with {chunk.codec} are not read", REWRITE)
+    if chunk.values > MOST_IMAGES:
+        chunk.refuse(f"it has {chunk.values} values, most are {MOST_IMAGES}", REWRITE)
+    found, pages, levels, dictionary = [], [], [], Values.nulls(0)
+    for header in page_headers(chunk):
+        try:
+            if header.kind == DICTIONARY:
+                if len(dictionary.size) or header.encoding not in (PLAIN, PLAIN_DICTIONARY):
+                    raise Malformed("it is a second dictionary, or one in an unknown encoding")
+                dictionary = plain_values(page_body(chunk, header), header.values, pages)
+            elif header.kind in (DATA, DATA_V2):
+                definition, repetition, values = page_values(chunk, header, dictionary, pages)
+                found.append(values)
+                levels.append((definition, repetition))
+        except (Malformed, DamagedPage) as error:
+            chunk.refuse(f"the page at byte {header.body} cannot be read ({error})")
+    if not found:
+        return Values.nulls(0), pages, np.zeros(0, np.int64), np.zeros(0, np.int64)
+    definition, repetition = (np.concatenate(own) for own in zip(*levels, strict=True))
+    return Values.join(found), pages, definition, repetition
+
+
+def page_values(
+    chunk: Chunk, header: PageHeader, dictionary: Values, pages: list[Page]
+) -> tuple[np.ndarray, np.ndarray, Values]:
+    """Return the definition levels, the repetition levels and the values of a data page, nulls included."""
+    plain = header.encoding == PLAIN
+    if not plain and header.encoding not in (PLAIN_DICTIONARY, RLE_DICTIONARY):
+        name = ENCODINGS.get(header.encoding, f"number {header.encoding}")
+        chunk.refuse(f"images in the encoding {name} are not read", REWRITE)
+    body, sizes = page_body(chunk, header), list(header.level_sizes)
+    levels = []
+    # of version 2, levels are before the body
+    ahead = Body(chunk.shard.read, header.body, header.body + sum(sizes))
+    for kind, most in enumerate((chunk.max_repetition, chunk.max_definition)):
+        if header.kind == DATA_V2:
+            data, ahead = ahead.take(sizes[kind])
+        elif most == 0:
+            data = b""
+        else:
+            if header.level_encodings[kind] != RLE:
+                chunk.refuse("its levels are in the old encoding BIT_PACKED, which is not read", REWRITE)
+            length, body = body.take(4)
+            check_runs(size := int.from_bytes(length, "little"), header.values)
+            data, body = body.take(size)
+        levels.append(level(data, most, header.values))
+    repetition, definition = levels
+    present = definition == chunk.max_definition
+    count = int(present.sum())
+    if plain:
+        own = plain_values(body, count, pages)
+    else:
+        own = dictionary_values(body, count, dictionary)
+    values = Values.nulls(header.values)
+    values.offset[present], values.size[present], values.page[present] = own.offset, own.size, own.page
+    return definition, repetition, values
+
+
+def level(data: bytes, most: int, count: int) -> np.ndarray:
+    """Decode levels from 0 to `most`: int64 [count]."""
+    if most == 0:
+        return np.zeros(count, np.int64)
+    check_runs(len(data), count)
+    levels = small_numbers(data, most.bit_length(), count)
+    if count and levels.max() > most:
+        raise Malformed(f"a level is {levels.max()}, the highest is {most}")
+    return levels
+
+
+def check_runs(size: int, count: int) -> None:
+    """Raise Malformed if small numbers take more bytes than any encoder makes of them: a run of one takes nine."""
+    if size > 9 * count + 64:
+        raise Malformed(f"{count} small numbers take {size} bytes")
+
+
+def page_body(chunk: Chunk, header: PageHeader) -> Body:
+    """Return the bytes of a page without the levels of version 2; decompress them if needed."""
+    levels = sum(header.level_sizes)
+    begin, end = header.body + levels, header.body + header.packed
+    whole = header.compressed or (header.kind != DICTIONARY and header.encoding != PLAIN)
+    if not whole:  # images as they are, which are not read
+        return Body(chunk.shard.read, begin, end)
+    if header.packed > MOST_BYTES:
+        chunk.refuse(f"the page at byte {header.body} has {header.packed} bytes, most are {MOST_BYTES}", REWRITE)
+    if header.unpacked > MOST_BYTES:
+        chunk.refuse(f"the page at byte {header.body} unpacks to more than {MOST_BYTES} bytes", REWRITE)
+    data = chunk.shard.read(header.body, header.packed)
+    if header.crc is not None and zlib.crc32(data) != header.crc & 0xFFFFFFFF:
+        raise DamagedPage("its checksum is wrong")
+    data, page = data[levels:], None
+    if header.compressed:
+        page = Page(begin, len(data), chunk.codec, header.unpacked - levels)
+        data = unpack(page, data)
+    return Body(lambda at, size: data[at : at + size], 0, len(data), page)
+
+
+def plain_values(body: Body, count: int, pages: list[Page]) -> Values:
+    """Find `count` values that each follow their length (four bytes) and fill a page. A compressed page is added to
+    `pages`."""
+    if count > MOST_IMAGES:
+        raise Malformed(f"it has {count} values, most are {MOST_IMAGES}")
+    if 4 * count > body.end - body.begin:
+        raise Malformed(f"{count} values in {body.end - body.begin} bytes")
+    offset, size = np.empty(count, np.int64), np.empty(count, np.int64)
+    at, read, end = body.begin, body.read, body.end
+    for value in range(count):
+        if at + 4 > end:
+            raise EndsEarly(f"value {value} of {count} leaves its page")
+        length = int.from_bytes(read(at, 4), "little")
+        offset[value], size[value] = at + 4, length
+        at += 4 + length
+    if at != end:
+        raise Malformed(f"{count} values take {at - body.begin} bytes of a page that has {end - body.begin}")
+    if body.page is not None:
+        pages.append(body.page)
+    return Values(offset, size, np.full(count, -1 if body.page is None else len(pages) - 1, np.int64))
+
+
+def dictionary_values(body: Body, count: int, dictionary: Values) -> Values:
+    """Find `count` values whose numbers in the dictionary are in a page."""
+    if count == 0:
+        return Values.nulls(0)
+    width, body = body.take(1)
+    check_runs(size := body.end - body.begin, count)
+    ids = small_numbers(body.take(size)[0], width[0], count)
+    if ids.max() >= len(dictionary.size):
+        raise Malformed(f"value {ids.max()} of a dictionary of {len(dictionary.size)}")
+    return dictionary[ids]

@@ -1,0 +1,388 @@
+"""Write conversations with a language model's own chat template (Jinja), and find which characters come from the
+record's turns.
+
+The text is exactly what transformers' `apply_chat_template` renders. The text around the turns (frames) depends on the
+roles alone. It is learned once for each sequence of roles, from a conversation whose turns are marks. A record's
+conversation is then rendered once. If it is not made of these frames and the record's turns, character for character,
+the template has changed what a turn says, and the record is refused.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.records.record import Turn
+from llava_fsdp.data.text.templates import IMAGE_TAG, Template, template
+from llava_fsdp.data.text.time_limit import time_limit
+from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer, read_optional
+from llava_fsdp.runtime.errors import ConfigError, DataError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.safe_load import read_text
+
+OWN = "chat_template"
+"""Name of a language model's own template in `data.template`; a run records it as chat_template-DIGEST."""
+FILE = "chat_template.jinja"
+ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
+BEGIN, END = "{# the model's own chat template begins #}\n", "{%+ endset %}{# the model's own chat template ends #}"
+"""Texts around the template in an exported file: what stands around them turns messages into turns of training."""
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that transformers gives to a template as variables."""
+DATE = (
+    "{%- macro strftime_now(format) -%}{{- format | replace('%d', '26') | replace('%-d', '26') | replace('%m', '07')"
+    " | replace('%b', 'Jul') | replace('%B', 'July') | replace('%A', 'Friday') | replace('%y', '24')"
+    " | replace('%Y', '2024') -}}{%- endmacro %}\n"
+)
+"""Jinja code put before a template that writes today's date: with it, the date is always 26 July 2024, the one that
+Llama 3 writes if it knows none. Otherwise the tokens of a record would change from day to day."""
+BOS = "{%- if true %}{{- bos_token }}{%- endif %}\n"
+"""Jinja code put before the template of a LLaVA-NeXT processor, which adds a BOS token that the template lacks."""
+MARK = "\ue000turn {}\ue001"
+"""The text of a turn when frames are learned, with private-use characters, which no template looks for."""
+MARKS = re.compile("\ue000turn (\\d+)\ue001")
+ANSWER = "\ue000answer\ue001"
+"""Text in place of an answer that is to be generated."""
+LEFT, RIGHT = "\n\t\n", "\n \n"
+"""White space before and after a mark, to learn how the template strips the text of a turn."""
+STRIPPED = ("", "\n", None)
+"""The arguments of `str.strip` that are looked for: nothing, line breaks, white space."""
+SECONDS = 10.0
+"""A template that takes longer to render a short conversation is refused."""
+
+
+class Unfit(Exception):
+    """A chat template cannot be used for a conversation; the text says why."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Place of a turn in the text of a conversation."""
+
+    turn: int
+    left: str | None
+    """Argument of `str.lstrip` with which the template strips the turn's text."""
+    right: str | None
+
+    def fill(self, text: str) -> str:
+        return text.lstrip(self.left).rstrip(self.right)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Text of the template between two slots, before the first one or after the last one."""
+
+    text: str
+    end: int = 0
+    """Number of characters at the beginning that end an answer; supervised like the answer."""
+    before: int = 0
+    """Number of characters at the end that stand between the prompt for generation and an answer, which are white
+    space; supervised like the answer."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The text around the turns of every conversation with the same roles."""
+
+    frames: tuple[Frame, ...]
+    slots: tuple[Slot, ...]
+
+    def fill(self, texts: Sequence[str]) -> list[str]:
+        """Return the text of each slot, for the texts of all turns."""
+        return [slot.fill(texts[slot.turn]) for slot in self.slots]
+
+    def join(self, filled: Sequence[str]) -> str:
+        """Return the text of the whole conversation, for the text of each slot."""
+        return "".join(frame.text + text for frame, text in zip(self.frames, [*filled, ""], strict=True))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a rendered conversation: text of the template, or (`turn` is its number) the text of a turn."""
+
+    text: str
+    supervised: bool
+    turn: int | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class ChatTemplate:
+    """A language model's own chat template."""
+
+    code: str
+    """Jinja code."""
+    path: Path
+    """The file it comes from."""
+    variables: dict[str, str]
+    """Special tokens by the names that the template uses."""
+    tokenizer: Tokenizer
+    parts: bool = False
+    """Whether the content of a message is a list with one text part; otherwise it is text."""
+    layouts: dict[str, Layout | str] = field(default_factory=dict, compare=False)
+    """What has been learned, by the first letters of the roles; a text is the reason why the template is unfit."""
+
+    image = IMAGE_TAG
+    image_only = False
+    adds_bos = False
+
+    def __repr__(self) -> str:
+        return f"chat template {digest(self.code)} {sorted(self.variables.items())} {self.parts}"
+
+    @cached_property
+    def stop(self) -> str:
+        """The text that ends an answer: what stands after the last answer up to its first special token, and those
+        that follow it directly if they also follow an earlier answer. Raises Unfit if there is no special token."""
+        _, frames = self.order_and_frames("hg")
+        _, longer = self.order_and_frames("hghg")
+        last, earlier = frames[-1], longer[2]
+        ends: list[int] = []
+        for begin, end in self.tokenizer.find_special(last):
+            if not ends or (begin == ends[-1] and earlier.startswith(last[:end])):
+                ends.append(end)
+        if not ends:
+            raise Unfit("writes no special token after the last answer, so that a model would not learn to end one")
+        return last[: ends[-1]]
+
+    def write(self, turns: Sequence[Turn], where: str) -> list[Piece]:
+        """Render a conversation. If the last turn is a question, the text ends where a model's answer begins.
+
+        Args:
+            where: name of the conversation in error messages.
+
+        Raises:
+            DataError: the template refuses the conversation, or writes its turns changed or in changed form.
+        """
+        asks = turns[-1].role == "human"
+        turns = [*turns, Turn("gpt", ANSWER)] if asks else turns
+        texts = [turn.text for turn in turns]
+        try:
+            layout = self.layout("".join(turn.role[0] for turn in turns))
+            filled = layout.fill(texts)
+            if self.render([turn.role for turn in turns], texts) != layout.join(filled):
+                raise Unfit("changes the text of a turn, or leaves a turn out, because of what it says")
+        except Unfit as unfit:
+            raise DataError(
+                f"{where}: the chat template {self.path} {unfit}; take the record out, or set data.template=chatml "
+                "or another of LLaVA's",
+                Kind.chat_template,
+            ) from unfit
+        pieces: list[Piece] = []
+        for frame, slot, text in zip(layout.frames, layout.slots, filled, strict=False):
+            before = len(frame.text) - frame.before
+            pieces.append(Piece(frame.text[: frame.end], True))
+            pieces.append(Piece(frame.text[frame.end : before], False))
+            if asks and slot.turn == len(turns) - 1:
+                return pieces
+            pieces.append(Piece(frame.text[before:], True))
+            pieces.append(Piece(text, turns[slot.turn].role == "gpt", slot.turn))
+        last = layout.frames[-1]
+        return [*pieces, Piece(last.text[: last.end], True), Piece(last.text[last.end :], False)]
+
+    def layout(self, roles: str) -> Layout:
+        """Return what is learned for a sequence of roles, given as first letters; raise Unfit if the template is unfit
+        for it."""
+        if roles not in self.layouts:
+            try:
+                self.layouts[roles] = self.learn(roles)
+            except Unfit as unfit:
+                self.layouts[roles] = str(unfit)
+        found = self.layouts[roles]
+        if isinstance(found, str):
+            raise Unfit(found)
+        return found
+
+    def learn(self, roles: str) -> Layout:
+        """Return the layout of conversations with some roles, given as first letters, the last of which is an answer's;
+        raise Unfit if there is none."""
+        order, frames = self.order_and_frames(roles)
+        _, lefts = self.order_and_frames(roles, before=LEFT)
+        _, rights = self.order_and_frames(roles, after=RIGHT)
+        slots = [
+            Slot(turn, stripped(before, own, LEFT, str.lstrip), stripped(behind[::-1], after[::-1], RIGHT, str.rstrip))
+            for turn, before, own, behind, after in zip(order, lefts, frames, rights[1:], frames[1:], strict=False)
+        ]
+        marks = [MARK.format(n) for n in order]
+        head = "".join(frame + mark for frame, mark in zip(frames, [*marks[:-1], ""], strict=False))
+        prompt = self.render(full(roles)[:-1], [MARK.format(n) for n in range(len(roles) - 1)], prompts=True)
+        rest = head[len(prompt) :] if head.startswith(prompt) else ""
+        layout = Layout(self.divide(frames, [roles[turn] for turn in order], rest if rest.isspace() else ""), (*slots,))
+        if len(roles) > 2 and roles[-3] == "g":
+            self.check_history(roles, layout)
+        return layout
+
+    def order_and_frames(self, roles: str, before: str = "", after: str = "") -> tuple[list[int], list[str]]:
+        """Return the order in which the template writes the turns of a conversation, and the text around them; `before`
+        and `after` are put around the text of each turn. Raise Unfit if a turn is not written exactly once."""
+        texts = [before + MARK.format(n) + after for n in range(len(roles))]
+        with time_limit(SECONDS, Unfit(f"takes over {SECONDS:g} seconds to render {len(roles)} turns")):
+            text = self.render(full(roles), texts)
+        order = [int(n) for n in MARKS.findall(text)]
+        if sorted(order) != list(range(len(roles))):
+            raise Unfit(f"leaves turns out, or repeats them, in a conversation of {spell(full(roles))}")
+        return order, MARKS.split(text)[::2]
+
+    def divide(self, frames: Sequence[str], roles: Sequence[str], before: str) -> tuple[Frame, ...]:
+        """Return the frames with the parts that are supervised.
+
+        Args:
+            roles: of the turns between the frames, as first letters.
+            before: white space between the prompt for generation and an answer.
+        """
+        return tuple(
+            Frame(
+                frame,
+                len(self.stop) if last == "g" and frame.startswith(self.stop) else 0,
+                len(before) if following == "g" and frame.endswith(before) else 0,
+            )
+            for frame, last, following in zip(frames, ["", *roles], [*roles, ""], strict=True)
+        )
+
+    def check_history(self, roles: str, layout: Layout) -> None:
+        """Raise Unfit if the conversation up to the question before an earlier answer is not written as it is when the
+        model gives that answer. The text between that question and the answer may differ."""
+        asked = self.layout(roles[:-2])
+        same = len(asked.slots) - 1
+        texts = [[frame.text for frame in own.frames[:same]] for own in (layout, asked)]
+        if layout.slots[:same] != asked.slots[:same] or texts[0] != texts[1]:
+            raise Unfit(f"writes earlier turns in another way once others follow, in a conversation of {len(roles)}")
+
+    def render(self, roles: Sequence[str], texts: Sequence[str], prompts: bool = False) -> str:
+        """Return the text that the template makes of a conversation, with `prompts` as a prompt for generation; raise
+        Unfit if it fails."""
+        from transformers.utils.chat_template_utils import render_jinja_template  # slow, and seldom needed
+
+        messages = [
+            {"role": ROLES[role], "content": [{"type": "text", "text": text}] if self.parts else text}
+            for role, text in zip(roles, texts, strict=True)
+        ]
+        keys: dict[str, Any] = {"add_generation_prompt": prompts, **self.variables}
+        try:
+            return render_jinja_template([messages], chat_template=self.code, **keys)[0][0]
+        except Unfit:
+            raise
+        except Exception as error:
+            why = " ".join(str(error).split())[:200]
+            raise Unfit(f"fails for a conversation of {spell(roles)} ({type(error).__name__}: {why})") from error
+
+
+def stripped(padded: str, frame: str, pad: str, strip: Any) -> str | None:
+    """Return the argument of `strip` with which the template strips a turn; raise Unfit if there is none. `padded` is
+    `frame` as rendered with the white space `pad` at its end."""
+    for chars in STRIPPED:
+        rest = strip(pad, chars)
+        if padded == frame + (rest if strip is str.lstrip else rest[::-1]):
+            return chars
+    raise Unfit("changes white space at the beginning or end of a turn in a way of its own")
+
+
+def full(roles: str) -> list[str]:
+    """Return the names of roles that are given as first letters."""
+    return [next(name for name in ROLES if name[0] == letter) for letter in roles]
+
+
+def spell(roles: Sequence[str]) -> str:
+    return ", ".join(ROLES[role] for role in roles)
+
+
+def digest(code: str) -> str:
+    return hashlib.sha256(code.encode()).hexdigest()[:12]
+
+
+def is_own(name: str) -> bool:
+    """Return whether a value of `data.template` means the language model's own chat template."""
+    return name == OWN or name.startswith(f"{OWN}-")
+
+
+def own_name(folder: Path) -> str | None:
+    """Return the name under which a run records the chat template of a model's folder; None if the folder has none."""
+    found = find_code(folder)
+    return None if found is None else f"{OWN}-{digest(found[1])}"
+
+
+def usable_name(folder: Path) -> str | None:
+    """Return what `own_name` returns, but None, with a message in the log, if the chat template is unfit."""
+    name = own_name(folder)
+    try:
+        return name and (open_template(name, folder, open_tokenizer(folder)) and name)
+    except ConfigError as error:
+        log().info("not used: %s", error)
+        return None
+
+
+def find_code(folder: Path) -> tuple[Path, str] | None:
+    """Return the file of a folder that contains a chat template, and the template; None if the folder has none.
+
+    The files are those of transformers: `chat_template.jinja`, `chat_template.json`, `tokenizer_config.json`.
+    """
+    for path in (folder / FILE, folder / "chat_template.json", folder / "tokenizer_config.json"):
+        code: Any = None
+        if path.is_file():
+            code = read_text(path) if path.suffix == ".jinja" else read_optional(path).get("chat_template")
+        if isinstance(code, list):
+            code = next((own["template"] for own in code if own.get("name") == "default"), None)
+        if isinstance(code, str) and code:
+            return path, complete(code, folder)
+    return None
+
+
+def complete(code: str, folder: Path) -> str:
+    """Return the template in a file's text, with the Jinja code put before it that it needs (`BOS`, `DATE`)."""
+    if BEGIN in code:
+        return code.partition(BEGIN)[2].rpartition(END)[0]
+    bos = special_tokens(folder).get("bos_token")
+    is_processor = read_optional(folder / "config.json").get("model_type") == "llava_next"
+    add = BOS if is_processor and bos and bos not in code and "bos_token" not in code else ""
+    return add + (DATE if "strftime_now" in code else "") + code.removesuffix("\n")
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Return the special tokens that a tokenizer's files name, by the names that templates use."""
+    found = read_optional(folder / "special_tokens_map.json") | read_optional(folder / "tokenizer_config.json")
+    if (folder / "tokenizer.model").is_file():
+        found = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **found}
+    values = {name: found.get(name) for name in NAMED}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def open_template(name: str, folder: Path, tokenizer: Tokenizer) -> Template | ChatTemplate:
+    """Return the conversation template that `data.template=name` means for a language model's folder.
+
+    Raises:
+        ConfigError: there is no such template; or the folder's chat template is missing, is not the one that `name`
+            records, or cannot be trained with.
+    """
+    if not is_own(name):
+        return template(name)
+    found = find_code(folder)
+    if found is None:
+        raise ConfigError(f"data.template={name}, and {folder} has no chat template; set data.template=chatml or v1")
+    path, code = found
+    if name not in (OWN, own_name(folder)):
+        raise ConfigError(
+            f"data.template={name}, and {path} has another chat template now ({own_name(folder)}): put the old one "
+            f"back, or train anew with data.template={OWN}"
+        )
+    known = {token: text for token, text in special_tokens(folder).items() if token in code}
+    own = ChatTemplate(code, path, known, tokenizer)
+    reason = unfit(own)
+    if reason is not None and unfit(replace(own, parts=True, layouts={})) is None:
+        own, reason = replace(own, parts=True, layouts={}), None
+    if reason is not None:
+        raise ConfigError(
+            f"data.template={name}: the chat template {path} {reason}; set data.template=chatml or another of LLaVA's"
+        )
+    return own
+
+
+def unfit(own: ChatTemplate) -> str | None:
+    """Return why a chat template cannot be trained with; None if it can."""
+    try:
+        for exchanges in (1, 2, 3):
+            own.layout("hg" * exchanges)
+    except Unfit as reason:
+        return str(reason)
+    return None

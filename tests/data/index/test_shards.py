@@ -1,0 +1,157 @@
+"""A data source of many files of records: the same samples as one file, and only new files are examined."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from small import make_config
+from test_build import open_again
+
+from llava_fsdp.config import Config
+from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.find_files import find_files
+from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
+
+COLUMNS = ("lengths", "labels", "images", "pictures", "tiles", "words")
+
+
+def rows_of(dataset: Path) -> list[dict]:
+    return json.loads((dataset / "mixed.json").read_text())
+
+
+def write_shards(dataset: Path, folder: Path, size: int = 7) -> list[Path]:
+    """The records in JSON, JSON Lines and Parquet files by turns."""
+    rows, made = rows_of(dataset), []
+    for number, begin in enumerate(range(0, len(rows), size)):
+        own, name = rows[begin : begin + size], folder / f"part-{number:03d}"
+        folder.mkdir(exist_ok=True)
+        if number % 3 == 0:
+            made.append(name.with_suffix(".json"))
+            made[-1].write_text(json.dumps(own))
+        elif number % 3 == 1:
+            made.append(name.with_suffix(".jsonl"))
+            made[-1].write_text("".join(json.dumps(row) + "\n" for row in own))
+        else:
+            made.append(name.with_suffix(".parquet"))
+            parquet.write_table(pyarrow.Table.from_pylist(own), made[-1])
+    return made
+
+
+def config(parts: Path, dataset: Path, tmp_path: Path, path: object, *values: str) -> Config:
+    named = "data.path=null" if path is None else f"data.path='{path}'"
+    return make_config(parts, dataset, tmp_path, named, f"data.index={tmp_path / 'index'}", *values)
+
+
+def samples(records: Records) -> list:
+    return [(records[n].id, records[n].images, records[n].turns, records[n].sizes) for n in range(len(records))]
+
+
+def test_files_folders_and_patterns(tmp_path: Path) -> None:
+    for name in ("b.json", "a.jsonl", "sub/c.parquet", "sub/.d.json", "x.txt", "a.json.index/known.json", ".e/f.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("[]")
+
+    def found(value: str) -> list[str]:
+        return [os.path.relpath(path, tmp_path) for path in find_files(value, "data.path")]
+
+    assert found(str(tmp_path)) == ["a.jsonl", "b.json", "sub/c.parquet"]
+    assert found(f"{tmp_path}/*.json*") == ["a.jsonl", "b.json"]
+    assert found(f"{tmp_path}/**/*.parquet") == ["sub/c.parquet"]
+    assert found(f"{tmp_path}/b.json,{tmp_path}/a.jsonl") == ["b.json", "a.jsonl"]
+    assert found(f"[{tmp_path}/b.json, {tmp_path}/sub]") == ["b.json", "sub/c.parquet"]
+    (tmp_path / "x,y[1].json").write_text("[]")
+    assert found(f"{tmp_path}/x,y[1].json") == ["x,y[1].json"], "a file that exists is itself"
+    (tmp_path / "empty").mkdir()
+    wrong = {
+        "none": "is not a file or a folder", "empty": "a folder without a file of records",
+        "*.tar": "a pattern that no file matches", f"a.jsonl,{tmp_path}/*.jsonl": "twice",
+    }  # fmt: skip
+    for value, said in wrong.items():
+        with pytest.raises(ConfigError, match=said):
+            found(f"{tmp_path}/{value}")
+
+
+def test_many_files_are_as_one(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    files = write_shards(dataset, tmp_path / "shards")
+    whole = open_again(config(parts, dataset, tmp_path / "one", dataset / "mixed.json"), parts)
+    for path in (tmp_path / "shards", tmp_path / "shards" / "part-*", ",".join(map(str, files))):
+        records = open_again(config(parts, dataset, tmp_path, path), parts)
+        assert samples(records) == samples(whole)
+        assert all(np.array_equal(getattr(records, name), getattr(whole, name)) for name in COLUMNS)
+        assert records.source_counts == [len(whole)] and len(records.index.texts.parts) == len(files)
+    last = records[len(records) - 1]
+    assert last.file == str(files[-1]) and last.index == (len(whole) - 1) % 7
+
+
+def made_of(index: Path) -> dict[str, int]:
+    """When each file of a chunk was made."""
+    return {str(p.relative_to(index)): p.stat().st_mtime_ns for p in index.glob("chunks/*/*.npz")}
+
+
+def test_only_new_and_changed_files_are_examined(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    files = write_shards(dataset, tmp_path / "shards")
+    taken = files[2].rename(tmp_path / "later.parquet")
+    cfg = config(parts, dataset, tmp_path, tmp_path / "shards")
+    first = open_again(cfg, parts)
+    before, passes = made_of(tmp_path / "index"), 4  # positions, records, images and tokens
+    taken.rename(files[2])
+    added = open_again(cfg, parts)
+    after = made_of(tmp_path / "index")
+    assert {name: after[name] for name in before} == before and len(after) == len(before) + passes
+    fresh = open_again(config(parts, dataset, tmp_path / "fresh", tmp_path / "shards"), parts)
+    assert samples(added) == samples(fresh) and list(added.index.rows()) == list(fresh.index.rows())
+    assert all(np.array_equal(getattr(added, name), getattr(fresh, name)) for name in COLUMNS)
+    rows = json.loads(files[0].read_text())
+    files[0].write_text(json.dumps(rows[:-1]))
+    assert len(open_again(cfg, parts)) == len(added) - 1
+    changed = made_of(tmp_path / "index")
+    assert {name: changed[name] for name in after} == after and len(changed) == len(after) + passes
+    files[0].write_text(json.dumps(rows))
+    files[2].unlink()
+    again = open_again(cfg, parts)
+    assert made_of(tmp_path / "index") == changed and samples(again) == samples(first)
+    assert again.fingerprint == first.fingerprint != added.fingerprint
+
+
+def test_problems_are_numbered_in_all_files_and_named_in_their_own(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    rows = rows_of(dataset)[:6]
+    rows[4]["image"], rows[5]["id"] = "none.png", rows[0]["id"]
+    (tmp_path / "shards").mkdir()
+    for number in range(3):
+        (tmp_path / "shards" / f"{number}.json").write_text(json.dumps(rows[2 * number : 2 * number + 2]))
+    cfg = config(parts, dataset, tmp_path, tmp_path / "shards", "data.bad_records=skip", "data.max_bad_records=1")
+    records = open_again(cfg, parts)
+    found = {row["kind"]: row for row in records.index.rows()}
+    assert {kind: row["record"] for kind, row in found.items()} == {"image_missing": 4, "duplicate_id": 5}
+    assert f"{tmp_path}/shards/2.json, line 1, record 0 " in found["image_missing"]["reason"]
+    assert f"record 0 on line 1 of {tmp_path}/shards/0.json has the same id" in found["duplicate_id"]["reason"]
+    assert len(records) == 5 and records[4].index == 1
+
+
+@pytest.mark.parametrize("text", ["[]", '[{"id": 1}', ""])
+def test_a_broken_file_is_named(text: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    files = write_shards(dataset, tmp_path / "shards")
+    files[0].write_text(text)
+    with pytest.raises((DataError, SourceError), match=r"part-000\.json"):
+        open_again(config(parts, dataset, tmp_path, tmp_path / "shards"), parts)
+    assert len(made_of(tmp_path / "index")) <= len(files), "the other files are done"
+
+
+def test_sources_of_several_files(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    files = write_shards(dataset, tmp_path / "shards")
+    half = len(files) // 2
+    named = [
+        f"++data.sources.{name}.path='{','.join(map(str, own))}'"
+        for name, own in (("a", files[:half]), ("b", files[half:]))
+    ]
+    cfg = config(parts, dataset, tmp_path, None, *named)
+    records = open_again(cfg, parts)
+    counts = [len(json.loads(f.read_text())) if f.suffix == ".json" else 7 for f in files]
+    assert records.source_counts[0] == sum(counts[:half]) and [s.name for s in records.index.texts.sources] == [
+        "a",
+        "b",
+    ]

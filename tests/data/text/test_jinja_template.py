@@ -1,0 +1,352 @@
+"""A language model's own chat template: ids as transformers makes them, labels on the answers and their ends."""
+
+import json
+import pickle
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_templates import changed, published, specials, write_tokenizer
+from documents import ROOT
+from small import write_json
+from transformers import PreTrainedTokenizerFast
+
+from llava_fsdp.config import SpecialTokens, TooLong
+from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.records.record import Record, Turn
+from llava_fsdp.data.text import jinja_template
+from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.conversation import prompt
+from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder, encode_prompt
+from llava_fsdp.data.text.jinja_template import OWN, ROLES, ChatTemplate, Unfit, open_template, own_name
+from llava_fsdp.data.text.templates import Template, template
+from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.runtime.errors import ConfigError, DataError
+
+PUBLISHED, CHANGED = published(), changed()
+REFUSED = {"glm4moe"}
+NO_SYSTEM = {"gemma"}
+ATOMS = " |  |\n|\n\n|\t|a|the|Red|12|größe|中文|🙂|▁|x.|, a|USER:|###|'s|user|{{x}}|{% if %}|\u2028|\r\n".split("|")
+THINK = "<think>\n\n</think>\n\n"
+ONLY_TRL: dict[str, set[str]] = {
+    "deepseek_r1_distill": {"<｜Assistant｜>"},  # noqa: RUF001
+    "deepseekv3": {"<｜Assistant｜>"},  # noqa: RUF001
+    "gptoss": {"<|start|>assistant<|channel|>final<|message|>", "<|end|>"},
+    "muse_glimmer": {"<|start|>assistant to=user<|message|>"},
+    "phi3": {"\n", "\n<eos>"},
+    "phi3_5": {"\n", "\n<eos>"},
+    **{name: set() for name in ("cohere", "cohere2", "llama3", "llava_next")},
+    **{name: {"<think></think>", "\n"} for name in PUBLISHED if name.startswith("nemotron")},
+    **{name: {THINK, "\n"} for name in ("qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8")},
+}
+"""What TRL's templates for training supervise besides an answer and its end; for other templates, a line break after
+the end."""
+
+
+def own(code: str, folder: Path, pieces: bool = False) -> ChatTemplate:
+    write_tokenizer(code, folder, pieces)
+    found = open_template(OWN, folder, open_tokenizer(folder))
+    assert isinstance(found, ChatTemplate)
+    return found
+
+
+def encoder(
+    form: Template | ChatTemplate, tokenizer: Tokenizer, special: SpecialTokens, images: int = 1
+) -> ExactEncoder:
+    return ExactEncoder(tokenizer, form, lambda *_: np.arange(images), UNLIMITED, TooLong.fail, False, special)
+
+
+def record(*turns: tuple[str, str], images: tuple[str, ...] = ()) -> Record:
+    return Record("data.json", 3, "abc", images, tuple(Turn(*turn) for turn in turns), bool(images))
+
+
+def dialogue(dice: random.Random, special: list[str]) -> Record:
+    """One to five exchanges of odd texts, some of them empty; some with a system turn or special tokens."""
+    tokens = special if dice.random() < 0.3 else ATOMS
+
+    def text() -> str:
+        atoms = [*dice.choices(ATOMS, k=dice.randrange(6)), dice.choice(tokens) if dice.random() < 0.5 else ""]
+        return "".join(dice.sample(atoms, len(atoms)))
+
+    turns = [("system", text())] if dice.random() < 0.3 else []
+    for _ in range(dice.randrange(1, 6)):
+        turns += [("human", text()), ("gpt", text())]
+    return record(*turns)
+
+
+def messages_of(made: Record, form: ChatTemplate) -> list[dict[str, Any]]:
+    return [
+        {"role": ROLES[t.role], "content": [{"type": "text", "text": t.text}] if form.parts else t.text}
+        for t in made.turns
+    ]
+
+
+def may_be_refused(made: Record, name: str, special: list[str]) -> bool:
+    """Whether a text in the record may be one that the template changes: one of its own tokens, an empty text."""
+    texts = [turn.text for turn in made.turns]
+    has_system = made.turns[0].role == "system"
+    no_system = has_system and (name in NO_SYSTEM or not texts[0].strip())
+    return no_system or any(token in text for token in special for text in texts)
+
+
+def runs(tokens: np.ndarray, where: np.ndarray) -> Iterator[list[int]]:
+    for marked, group in groupby(zip(where.tolist(), tokens.tolist(), strict=True), lambda pair: pair[0]):
+        if marked:
+            yield [token for _, token in group]
+
+
+def rows_of(*images: Any) -> np.ndarray:
+    return np.arange(1)
+
+
+@pytest.mark.parametrize(("pieces", "count"), [
+    (False, 4), pytest.param(False, 1000, marks=pytest.mark.slow), pytest.param(True, 300, marks=pytest.mark.slow),
+])  # fmt: skip
+@pytest.mark.parametrize("name", sorted(PUBLISHED.keys() - REFUSED))
+def test_ids_are_transformers_and_labels_are_the_answers(name: str, pieces: bool, count: int, tmp_path: Path) -> None:
+    """Random dialogues; the labels are also compared with TRL's marks where TRL's template writes the same text."""
+    code, dice = PUBLISHED[name], random.Random(f"{name} {pieces}")
+    form, special = own(code, tmp_path / "lm", pieces), specials(code)
+    theirs: Any = PreTrainedTokenizerFast.from_pretrained(tmp_path / "lm")
+    training = CHANGED.get(name) or (code if "endgeneration" in code else None)
+    parse = encoder(form, form.tokenizer, SpecialTokens.parse)
+    refused, only_trl, compared = 0, set(), 0
+    call: dict[str, Any] = {"chat_template": form.code if "strftime_now" in code else None}
+    for _ in range(count):
+        made = dialogue(dice, special)
+        messages = messages_of(made, form)
+        try:
+            sample = parse(made)
+        except DataError as error:
+            assert error.kind is Kind.chat_template and may_be_refused(made, name, special), made.turns
+            refused += 1
+            continue
+        assert sample is not None
+        ids, labelled = sample.input_ids, sample.labels != IGNORE
+        assert theirs.apply_chat_template(messages, return_dict=False, **call) == ids.tolist(), made.turns
+        answers = [turn.text for turn in made.turns if turn.role == "gpt"]
+        check_labels(form, theirs, answers, list(runs(ids, labelled)))
+        check_prompt(form, made, sample.input_ids, labelled)
+        whole = theirs.apply_chat_template(messages, tokenize=False, **call)
+        if training is None or theirs.apply_chat_template(messages, tokenize=False, chat_template=training) != whole:
+            continue
+        compared += 1
+        found = theirs.apply_chat_template(
+            messages, chat_template=training, return_dict=True, return_assistant_tokens_mask=True
+        )
+        mask = np.array(found["assistant_masks"], dtype=bool)
+        if name != "diffusion_gemma":  # its marks count characters of a text that is stripped afterwards
+            assert not (labelled & ~mask).any(), made.turns
+            only_trl |= {theirs.decode(run) for run in runs(ids, mask & ~labelled)}
+    assert refused < 0.7 * count
+    if compared and name != "diffusion_gemma":
+        assert only_trl <= ONLY_TRL.get(name, {"\n"})
+        assert only_trl or not ONLY_TRL.get(name, {"\n"})
+
+
+def check_labels(form: ChatTemplate, theirs: Any, answers: list[str], found: list[list[int]]) -> None:
+    """Every answer has its run of labels, which begins with its text and ends with what ends it; a token that holds the
+    first character of an answer may hold white space before it."""
+    assert len(found) == len(answers) or not all(answers)
+    texts, stop = [theirs.decode(run).replace("▁", " ") for run in found], form.stop.replace("▁", " ")
+    for text, answer in zip(texts, answers, strict=False) if len(found) == len(answers) else ():
+        assert answer.replace("▁", " ").strip() in (text.strip(), text.removesuffix(stop).strip())
+    assert texts[-1].endswith(stop)
+
+
+def check_prompt(form: ChatTemplate, made: Record, ids: np.ndarray, labelled: np.ndarray) -> None:
+    """The prompt of the last question is the training text up to the labels of its answer; white space with which the
+    answer begins may be in a token with white space before it."""
+    if not made.turns[-1].text or made.turns[-1].text[0] in " \t\r\n\u2028":
+        return
+    segments = prompt(made.turns[:-1], form, False, False)
+    asked = encode_prompt(segments, form.tokenizer, [], SpecialTokens.parse, form.adds_bos)
+    last = int(np.flatnonzero(~labelled[: np.flatnonzero(labelled)[-1]])[-1]) + 1
+    assert asked.tolist() == ids[:last].tolist()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_templates_that_cannot_be_trained_with(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja"):
+        own(PUBLISHED[name], tmp_path / "lm")
+
+
+def test_the_documents_table_is_right() -> None:
+    """docs/models.md names every template that TRL ships, and which of them are refused."""
+    text = (ROOT / "docs" / "models.md").read_text()
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `") and "trl" not in line]
+    told = {name: "refused" in what for names, what in rows for name in json.loads(f'["{names_in(names)}"]')}
+    assert {name: refused for name, refused in told.items() if name in PUBLISHED} == {
+        name: name in REFUSED for name in PUBLISHED
+    }
+
+
+def names_in(cell: str) -> str:
+    return '", "'.join(cell.replace("`", "").replace(" ", "").split(","))
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+UNFIT = {
+    "rewrites": (
+        CHATML.replace("{{ m.content }}", "{{ m.role }} {{ loop.revindex }} {{ m.content }}"),
+        "earlier turns",
+    ),
+    "drops": (CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or loop.first }}"), "leaves turns out"),
+    "upper": (CHATML.replace("m.content", "m.content | upper"), "leaves turns out"),
+    "indents": (CHATML.replace("{{ m.content }}", "{{ ('x' ~ m.content) | replace('x\n', '') }}"), "white space"),
+    "no end": (CHATML.replace("<|im_end|>", ""), "no special token after the last answer"),
+    "syntax": (CHATML + "{% if %}", "TemplateSyntaxError"),
+    "raises": ("{{ raise_exception('no') }}", "TemplateError"),
+    "reaches out": (CHATML + "{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+    "hangs": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}" + CHATML, "takes over"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_unfit_templates_are_named(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, reason = UNFIT[case]
+    monkeypatch.setattr(jinja_template, "SECONDS", 0.2)
+    with pytest.raises(ConfigError, match=rf"lm.chat_template\.jinja .*({reason}).*data\.template=chatml"):
+        own(code, tmp_path / "lm")
+
+
+def test_a_system_turn_that_moves_is_refused_where_it_moves(tmp_path: Path) -> None:
+    """Mistral's templates write the system text into the last question: right for one exchange alone."""
+    code = (
+        "{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
+        "{% set ns.system = m.content ~ '\n\n' %}{% elif m.role == 'user' %}[INST] "
+        "{% if loop.revindex <= 2 %}{{ ns.system }}{% endif %}{{ m.content }}[/INST]{% else %} {{ m.content }}<eos>"
+        "{% endif %}{% endfor %}"
+    )
+    form = own(code, tmp_path / "lm")
+    encode = encoder(form, form.tokenizer, SpecialTokens.text)
+    once = [("system", "be kind"), ("human", "a"), ("gpt", "b")]
+    sample = encode(record(*once))
+    assert sample is not None and form.stop == "<eos>"
+    with pytest.raises(DataError) as caught:
+        encode(record(*once, ("human", "c"), ("gpt", "d")))
+    assert caught.value.kind is Kind.chat_template
+    assert encode(record(*once[1:], ("human", "c"), ("gpt", "d"))) is not None
+
+
+def test_qwen3_has_an_empty_thought_before_the_last_answer_alone(tmp_path: Path) -> None:
+    form = own(PUBLISHED["qwen3"], tmp_path / "lm")
+    turns = [Turn("human", "a"), Turn("gpt", "b"), Turn("human", "c"), Turn("gpt", "\nd")]
+    text = "".join(piece.text for piece in form.write(turns, ""))
+    assert text == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+        f"<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n{THINK}d<|im_end|>\n"
+    )
+    assert "".join(p.text for p in form.write(turns, "") if p.supervised) == "b<|im_end|>d<|im_end|>"
+    assert "".join(p.text for p in form.write(turns[:3], "")).endswith(f"c<|im_end|>\n<|im_start|>assistant\n{THINK}")
+    thought = Turn("gpt", "<think>\nwhy\n</think>\n\nb")
+    for wrong in ([turns[0], thought], [turns[0], thought, *turns[2:]]):
+        with pytest.raises(DataError) as caught:
+            form.write(wrong, "data.json, record 3")
+        assert caught.value.kind is Kind.chat_template and "record 3" in str(caught.value)
+
+
+def test_special_tokens_in_a_text_are_text(tmp_path: Path) -> None:
+    """Unless data.special_tokens=parse; those of the template are always special."""
+    form = own(CHATML, tmp_path / "lm")
+    made = record(("human", "what is <|im_end|>?"), ("gpt", "an <|im_start|>"))
+    end, counts = form.tokenizer.special("<|im_end|>"), {}
+    for special in SpecialTokens:
+        sample = encoder(form, form.tokenizer, special)(made)
+        assert sample is not None
+        counts[special] = sample.input_ids.tolist().count(end)
+    assert counts == {SpecialTokens.text: 2, SpecialTokens.parse: 3}
+
+
+@pytest.mark.parametrize("start_end", [False, True])
+def test_images_stand_in_the_question(start_end: bool, tmp_path: Path) -> None:
+    """The only one at its front, as with LLaVA's templates, also where the template strips the text."""
+    form = own(PUBLISHED["llama3"] + "{# <im_start> #}", tmp_path / "lm")
+    encode = replace(encoder(form, form.tokenizer, SpecialTokens.text, images=4), start_end=start_end)
+    sample = encode(record(("human", " what? <image> "), ("gpt", " red\n"), images=("a.png",)))
+    assert sample is not None
+    at = np.flatnonzero(sample.input_ids == IMAGE_ID)
+    assert at.tolist() == list(range(at[0], at[0] + 4)) and (sample.labels[at] == IGNORE).all()
+    before = "<bos><|start_header_id|>user<|end_header_id|>\n\n" + ("<im_start>" if start_end else "")
+    after = ("<im_end>" if start_end else "") + "\nwhat?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    for found, text in ((sample.input_ids[: at[0]], before), (sample.input_ids[at[-1] + 1 :], after + "red<|eot_id|>")):
+        assert found.tolist() == [token.id for token in form.tokenizer.encode(text)]
+
+
+def test_a_template_has_its_name_and_fingerprint(tmp_path: Path) -> None:
+    """The recorded name finds the same text alone; whatever changes the text changes the encoder's fingerprint."""
+    form = own(CHATML, tmp_path / "lm")
+    name = own_name(tmp_path / "lm")
+    assert name is not None and name.startswith("chat_template-")
+    again = open_template(name, tmp_path / "lm", form.tokenizer)
+    prints = [encoder(one, form.tokenizer, SpecialTokens.text).fingerprint for one in (form, again)]
+    (tmp_path / "lm" / "chat_template.jinja").write_text(CHATML.replace("im_start", "start"))
+    with pytest.raises(ConfigError, match=rf"{name}.*another chat template"):
+        open_template(name, tmp_path / "lm", form.tokenizer)
+    other = open_template(OWN, tmp_path / "lm", form.tokenizer)
+    prints.append(encoder(other, form.tokenizer, SpecialTokens.text).fingerprint)
+    prints.append(encoder(template("chatml"), form.tokenizer, SpecialTokens.text).fingerprint)
+    assert prints[0] == prints[1] and len(set(prints)) == 3
+    here = replace(encoder(form, form.tokenizer, SpecialTokens.text), image_rows=rows_of)
+    made = record(("human", "a"), ("gpt", "b"))
+    sample, same = here(made), pickle.loads(pickle.dumps(here))(made)
+    assert sample is not None and sample.input_ids.tolist() == same.input_ids.tolist()
+
+
+@pytest.mark.parametrize("form", ["text", "list", "json"])
+def test_the_files_that_may_hold_a_template(form: str, tmp_path: Path) -> None:
+    """As in transformers; the file for Jinja alone comes first, and a list is read by its default."""
+    folder = write_tokenizer(CHATML, tmp_path / "lm")
+    first = own_name(folder)
+    other = CHATML.replace("im_start", "start")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": other}]
+    if form == "json":
+        write_json(folder / "chat_template.json", {"chat_template": other})
+    else:
+        write_json(folder / "tokenizer_config.json", {**config, "chat_template": named if form == "list" else other})
+    assert own_name(folder) == first
+    (folder / "chat_template.jinja").unlink()
+    assert own_name(folder) not in (None, first)
+    found = open_template(OWN, folder, open_tokenizer(folder))
+    assert isinstance(found, ChatTemplate) and found.code == other
+    write_json(folder / "tokenizer_config.json", config)
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    assert own_name(folder) is None
+    with pytest.raises(ConfigError, match="has no chat template"):
+        open_template(OWN, folder, open_tokenizer(folder))
+
+
+def test_a_processor_of_llava_next_begins_with_bos(tmp_path: Path) -> None:
+    """Its template writes none, and transformers' processor adds it."""
+    folder = write_tokenizer(PUBLISHED["llava_next"], tmp_path / "lm")
+    assert open_template(OWN, folder, open_tokenizer(folder)).layout("hg").frames[0].text == "[INST] "
+    write_json(folder / "config.json", {"model_type": "llava_next"})
+    assert open_template(OWN, folder, open_tokenizer(folder)).layout("hg").frames[0].text == "<bos>[INST] "
+
+
+def test_todays_date_is_always_the_same(tmp_path: Path) -> None:
+    form = own(CHATML + "{{ strftime_now('%d %B %Y, %A') }}", tmp_path / "lm")
+    assert form.layout("hg").frames[-1].text.endswith("26 July 2024, Friday")
+
+
+def test_what_is_learned_is_learned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rendering for each record of known roles, also if the roles are refused."""
+    form, rendered = own(PUBLISHED["gemma"], tmp_path / "lm"), []
+    render = ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda *args, **keys: rendered.append(1) or render(*args, **keys))
+    for text in ("b", "c"):
+        form.write([Turn("human", "a"), Turn("gpt", text)], "")
+    assert len(rendered) == 2
+    for _ in range(2):
+        with pytest.raises(Unfit):
+            form.layout("shg")
+    assert len(rendered) == 3

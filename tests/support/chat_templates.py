@@ -1,0 +1,76 @@
+"""The published chat templates that TRL ships, and small tokenizers with the special tokens that occur in them."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+from small import write_json
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as FastTokenizer
+
+CORPUS = "the circle is red, how many? user assistant system größe 中文 12 34\n\n  a b\n"
+SPECIAL = re.compile(
+    r"<\|[\w/]+\|?>|<\uff5c[^\uff5c]+\uff5c>|<\w+\|>|</?s>|<(?:start|end)_of_(?:turn|utterance|image)>|\[gMASK\]|<sop>"
+)
+WORDS = r"(?i:'[sdmt])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""How Llama 3 and Qwen divide text: line breaks are one word, whatever follows them."""
+
+
+def folder_of_templates() -> Path:
+    """TRL's folder; TRL itself is not imported, because it needs packages that nothing else here needs."""
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None and spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0]) / "chat_templates"
+
+
+def published() -> dict[str, str]:
+    """The templates by name, without those that TRL changed for training."""
+    files = sorted(folder_of_templates().glob("*.jinja"))
+    return {path.stem: path.read_text() for path in files if not path.stem.endswith("_training")}
+
+
+def changed() -> dict[str, str]:
+    """TRL's templates for training by the name of the published one, with marks around what is supervised."""
+    files = sorted(folder_of_templates().glob("*_training.jinja"))
+    return {path.stem.removesuffix("_training"): path.read_text() for path in files}
+
+
+def specials(code: str) -> list[str]:
+    return sorted({"<bos>", "<eos>", *SPECIAL.findall(code)})
+
+
+def write_tokenizer(code: str, folder: Path, pieces: bool = False) -> Path:
+    """A model's folder with a tokenizer and the chat template `code`.
+
+    Args:
+        pieces: words that begin with a space (as Gemma's) instead of bytes (as Qwen's).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    made, special = (
+        FastTokenizer(models.BPE(byte_fallback=pieces, unk_token="<unk>" if pieces else None)),
+        specials(code),
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if pieces:
+        made.normalizer = normalizers.Replace(" ", "▁")
+        made.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()],
+        )
+        alphabet = sorted({*CORPUS.replace(" ", "▁")})
+        special = ["<unk>", *special, *(f"<0x{byte:02X}>" for byte in range(256))]
+    else:
+        words = pre_tokenizers.Split(Regex(WORDS), "isolated")
+        made.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        made.decoder = decoders.ByteLevel()
+    size = len(special) + len(alphabet) + 60
+    made.train_from_iterator(
+        [CORPUS] * 3, trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet)
+    )
+    frozen = json.loads(made.to_str())
+    frozen["added_tokens"] = [t for t in frozen["added_tokens"] if not t["content"].startswith("<0x")]
+    write_json(folder / "tokenizer.json", frozen)
+    names = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+    (folder / "chat_template.jinja").write_text(code)
+    return folder
