@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 from fake_hub import COMMIT, TOKEN, FakeHub
 from huggingface_hub import constants
+from tiers import slow_after
 
 from llava_fsdp.data.containers.remote import RemoteStorage
 from llava_fsdp.data.containers.remote_file import RemoteFile
@@ -127,7 +128,9 @@ def test_a_small_file_comes_from_the_hub(hub: FakeHub, storage: RemoteStorage) -
     assert hub.paths() == ["datasets"]
 
 
-@pytest.mark.parametrize("where, status", [("cdn", 503), ("cdn", 0), ("datasets", 429), ("datasets", 500)])
+@pytest.mark.parametrize(
+    "where, status", slow_after(2, [("cdn", 0), ("datasets", 429), ("datasets", 500), ("cdn", 503)])
+)
 def test_a_fault_that_passes_costs_requests(
     where: str, status: int, file: RemoteFile, hub: FakeHub, storage: RemoteStorage
 ) -> None:

@@ -15,6 +15,7 @@ import boto3
 import pytest
 from faulty_proxy import FaultyProxy
 from moto.server import ThreadedMotoServer
+from tiers import slow_after
 
 from llava_fsdp.data.containers.range_cache import RangeCache
 from llava_fsdp.data.containers.read_ahead import ReadAhead
@@ -141,7 +142,7 @@ def test_a_range_is_read(offset: int, size: int, file: RemoteFile, proxy: Faulty
     assert all(request.headers["If-Match"] == file.pin.removeprefix("etag:") for request in requests)
 
 
-@pytest.mark.parametrize("fault", ["503", "cut", "reset", "short"])
+@pytest.mark.parametrize("fault", slow_after(2, ["503", "cut", "reset", "short"]))
 def test_a_fault_that_passes_costs_requests(
     fault: str, file: RemoteFile, proxy: FaultyProxy, storage: RemoteStorage
 ) -> None:
@@ -158,7 +159,7 @@ def test_a_request_without_an_answer_is_repeated(
     assert impatient.read_range(file, 1000, 30) == CONTENT[1000:1030]
 
 
-@pytest.mark.parametrize("fault", ["503", "cut", "reset", "short", "hang", "trickle"])
+@pytest.mark.parametrize("fault", slow_after(3, ["503", "hang", "trickle", "cut", "reset", "short"]))
 def test_a_fault_that_stays_ends_at_the_deadline(
     fault: str, file: RemoteFile, proxy: FaultyProxy, impatient: RemoteStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,17 +166,18 @@ class GsClient:
     replaced, the old generation is gone. Not tested against a server."""
 
     def __init__(self, idle: float, in_flight: int):
-        """Create the client; nothing is requested yet. The arguments are those of `S3Client`; `in_flight` is not used.
+        """Create the client. gcsfs looks for credentials, also at the server of a virtual machine; without any, this
+        takes seconds. The arguments are those of `S3Client`; `in_flight` is not used.
 
         Raises:
             ConfigError: gcsfs is not installed.
         """
         try:
-            import gcsfs  # pyright: ignore[reportMissingImports]
+            from gcsfs.core import GCSFileSystem  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise is_missing("gs://", "gcsfs") from error
         quiet_loggers("gcsfs", "google", "fsspec")
-        self.fs: Any = gcsfs.GCSFileSystem(
+        self.fs: Any = GCSFileSystem(
             version_aware=True, use_listings_cache=False, skip_instance_cache=True, requests_timeout=idle
         )
 
