@@ -14,7 +14,7 @@ import urllib.parse
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 
-from faulty_proxy import QuietServer, Request
+from faulty_proxy import QuietServer, Request, lower_case
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
@@ -80,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
         url = urllib.parse.urlsplit(self.path)
         parts = [urllib.parse.unquote(part) for part in url.path.strip("/").split("/")]
         with self.hub.lock:
-            self.hub.seen.append(Request(self.command, self.path, dict(self.headers)))
+            self.hub.seen.append(Request(self.command, self.path, lower_case(self.headers)))
             is_spoilt = self.hub.left > 0 and parts[0] == self.hub.spoilt
             self.hub.left -= is_spoilt
         time.sleep(self.hub.delay)

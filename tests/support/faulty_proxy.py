@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
@@ -18,6 +19,11 @@ class Request(NamedTuple):
     method: str
     path: str
     headers: dict[str, str]
+    """By names in lower case: clients differ in how they write them."""
+
+
+def lower_case(headers: Message) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
 
 
 @dataclass
@@ -88,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
     def forward(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         is_object = self.command == "GET" and (self.proxy.with_listings or self.path.split("?")[0].count("/") > 1)
-        fault = self.proxy.begin(Request(self.command, self.path, dict(self.headers)), is_object)
+        fault = self.proxy.begin(Request(self.command, self.path, lower_case(self.headers)), is_object)
         time.sleep(self.proxy.delay)
         if fault:
             return self.spoilt(fault, body)

@@ -139,7 +139,7 @@ def test_a_range_is_read(offset: int, size: int, file: RemoteFile, proxy: Faulty
     assert storage.read_range(file, offset, size) == CONTENT[offset : offset + size]
     requests = proxy.seen
     assert len(requests) == (size > 0)
-    assert all(request.headers["If-Match"] == file.pin.removeprefix("etag:") for request in requests)
+    assert all(request.headers["if-match"] == file.pin.removeprefix("etag:") for request in requests)
 
 
 @pytest.mark.parametrize("fault", slow_after(2, ["503", "cut", "reset", "short"]))
