@@ -112,6 +112,24 @@ class SourceError(DataError):
     on_every_rank = False
 
 
+class RemoteGone(SourceError):
+    """Error: a remote file does not exist (any more)."""
+
+
+class RemoteChanged(SourceError):
+    """Error: a remote file has other content than when it was listed."""
+
+
+class RemoteForbidden(SourceError):
+    """Error: a remote storage refuses to give a file to this user."""
+
+
+class RemoteAway(SourceError):
+    """Error: a remote storage could not be reached, or answered with errors, until the deadline. A restart may help."""
+
+    ending = "communication"
+
+
 class DamagedError(DataError):
     """Error: the index of a dataset has changed since it was written. Raised only on the rank that reads it."""
 

@@ -1,0 +1,175 @@
+"""Client of datasets on the Hugging Face hub. The hub answers a request for a file with the address of a server that
+has it; that address is kept and used again, so that most ranges cost one request instead of two."""
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import quote, unquote, urljoin, urlsplit
+
+from llava_fsdp.data.containers.remote_file import (
+    SHA256,
+    Failure,
+    RemoteFile,
+    check_answer,
+    check_length,
+    failure,
+    quiet_loggers,
+)
+from llava_fsdp.runtime.errors import RemoteAway, RemoteForbidden, SourceError
+
+URL = re.compile(
+    r"hf://datasets/(?P<repo>[^/@?*\[]+/[^/@?*\[]+)(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(?P<path>.*))?",
+    re.DOTALL,
+)
+KEPT = 600.0
+"""Seconds for which the address of a file is used again. The hub's addresses are valid for longer."""
+REDIRECTS = 5
+
+
+class HubClient:
+    """A client of the hub's datasets (see `remote_file.Client`). A file is pinned by its commit; its pin is the sha256
+    of its content, or git's id of a small file. The hub's own variables give the endpoint and the token."""
+
+    def __init__(self, idle: float, in_flight: int):
+        """Create the client; nothing is requested yet. The arguments are those of `S3Client`; `in_flight` is not used:
+        the hub's library allows more requests at once than any caller makes."""
+        from huggingface_hub import HfApi
+
+        quiet_loggers("httpx", "httpcore", "httpx2", "httpcore2", "huggingface_hub")
+        self.api = HfApi()
+        self.idle = idle
+        self.addresses: dict[str, tuple[str, float]] = {}
+        """{URL of a file at the hub: (address where it lies, time until which the address is used)}."""
+
+    def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
+        """See `Client.find`. The branch or tag in the URL is resolved to a commit."""
+        from huggingface_hub.hf_api import RepoFile
+
+        end = time.monotonic() + seconds
+        repo, revision, path = split_url(folder)
+        with failures():
+            commit = self.api.dataset_info(repo, revision=revision, timeout=min(self.idle, seconds)).sha
+            assert commit is not None
+            found: list[Any] = []
+            if path:
+                found = [
+                    info
+                    for info in self.api.get_paths_info(repo, [path], revision=commit, repo_type="dataset")
+                    if isinstance(info, RepoFile)
+                ]
+                if not found and time.monotonic() > end:
+                    raise Failure(RemoteAway, "timeout")
+            if not found:
+                tree = self.api.list_repo_tree(repo, path or None, recursive=True, revision=commit, repo_type="dataset")
+                for info in tree:
+                    if time.monotonic() > end:
+                        raise Failure(RemoteAway, "timeout")
+                    if isinstance(info, RepoFile):
+                        found.append(info)
+        files = {}
+        for info in found:
+            pin = f"{SHA256}{info.lfs.sha256}" if info.lfs else f"git:{info.blob_id}"
+            relative = info.path.removeprefix(path).lstrip("/")
+            if relative.startswith(start):
+                files[relative] = RemoteFile(f"hf://datasets/{repo}@{commit}/{info.path}", info.size, pin)
+        return files
+
+    def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
+        """See `Client.fetch`."""
+        end = time.monotonic() + seconds
+        repo, commit, path = split_url(file.name)
+        assert commit is not None and path, file
+        url = f"{self.api.endpoint}/datasets/{repo}/resolve/{quote(commit, safe='')}/{quote(path)}"
+        address, until = self.addresses.get(url, (url, 0.0))
+        is_kept = time.monotonic() < until
+        if not is_kept:
+            address = url
+        for _ in range(REDIRECTS):
+            try:
+                data, target = self._get(address, file, offset, size, end)
+            except Failure as found:
+                self.addresses.pop(url, None)
+                if is_kept and found.kind is not RemoteAway:
+                    raise Failure(RemoteAway, f"a kept address: {found.detail}") from None  # it may have expired
+                raise
+            if data is not None:
+                if address != url and not is_kept:
+                    self.addresses[url] = (address, time.monotonic() + KEPT)
+                return check_length(data, size)
+            address = urljoin(address, target)
+        raise Failure(RemoteAway, f"more than {REDIRECTS} redirects")
+
+    def _get(self, url: str, file: RemoteFile, offset: int, size: int, end: float) -> tuple[bytes | None, str]:
+        """Make one request; return the bytes, or None and the address to which it was redirected."""
+        from huggingface_hub import get_session
+
+        headers = {"Range": f"bytes={offset}-{offset + size - 1}", "Accept-Encoding": "identity"}
+        if urlsplit(url)[:2] == urlsplit(self.api.endpoint)[:2]:  # the token is for the hub alone
+            headers |= self.api._build_hf_headers()
+        timeout = max(0.001, min(self.idle, end - time.monotonic()))
+        with (
+            failures(),
+            get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=False) as answer,
+        ):
+            if answer.has_redirect_location:
+                return None, answer.headers["Location"]
+            if answer.status_code not in (200, 206):
+                raise failure(answer.status_code, error_code(answer.headers))
+            length = answer.headers.get("Content-Length", "")
+            is_number = re.fullmatch(r"\d{1,19}", length) is not None
+            check_answer(file, size, int(length) if is_number else None, answer.headers.get("Content-Range"))
+            parts, count = [], 0
+            for part in answer.iter_raw():
+                parts.append(part)
+                count += len(part)
+                if time.monotonic() > end:
+                    raise Failure(RemoteAway, "timeout")
+                if count > size:
+                    raise Failure(RemoteAway, f"more than {size} bytes came")
+            return b"".join(parts), ""
+
+
+def split_url(url: str) -> tuple[str, str | None, str]:
+    """Split a URL of the hub into repository, revision (None: the default branch) and path.
+
+    Raises:
+        SourceError: the URL names no dataset.
+    """
+    found = URL.fullmatch(url)
+    if found is None:
+        raise SourceError(
+            f"{url.partition('?')[0]} names no dataset of the hub; write hf://datasets/ORG/NAME[@REVISION]/PATH"
+        ).about(file=url)
+    return found["repo"], found["revision"] and unquote(found["revision"]), found["path"] or ""
+
+
+def error_code(headers: Any) -> str:
+    """Return the hub's word for an error, such as `GatedRepo`; empty if there is none."""
+    code = headers.get("X-Error-Code", "")
+    return code if re.fullmatch(r"[A-Za-z]{1,60}", code) else ""
+
+
+@contextmanager
+def failures() -> Iterator[None]:
+    """Context manager that raises `Failure` in place of the errors of the hub's library and its HTTP client. Their
+    texts are not used: they may hold a URL with a signature."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.OfflineModeIsEnabled:
+        found = Failure(RemoteForbidden, "HF_HUB_OFFLINE is set")
+    except errors.LocalTokenNotFoundError as error:
+        found = Failure(RemoteForbidden, type(error).__name__)
+    except (OSError, errors.HTTPError) as error:
+        answer = getattr(error, "response", None)
+        found = (
+            Failure(RemoteAway, type(error).__name__)
+            if answer is None
+            else failure(answer.status_code, error_code(answer.headers))
+        )
+    else:
+        return
+    raise found

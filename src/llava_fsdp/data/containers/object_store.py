@@ -1,0 +1,217 @@
+"""Clients of S3 and of Google Cloud Storage, on s3fs and gcsfs. The libraries find endpoints and credentials in their
+own environment variables and files."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+from llava_fsdp.data.containers.remote_file import (
+    Failure,
+    RemoteFile,
+    check_answer,
+    check_length,
+    failure,
+    is_missing,
+    quiet_loggers,
+)
+from llava_fsdp.runtime.errors import RemoteAway, RemoteForbidden, RemoteGone, SourceError
+
+T = TypeVar("T")
+
+EXPIRED = ("ExpiredToken", "InvalidToken")
+"""Codes with which S3 refuses credentials, although the HTTP status is 400."""
+
+
+def finish(fs: Any, request: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """Run a coroutine on a file system's event loop, and cancel it after a time. Raises TimeoutError."""
+    from fsspec.asyn import sync
+
+    async def bounded() -> T:
+        async with asyncio.timeout(max(seconds, 0.001)):
+            return await request()
+
+    result: Any = sync(fs.loop, bounded)
+    return result
+
+
+def split_url(url: str) -> tuple[str, str, str | None]:
+    """Split a URL of an object into bucket, key and S3's version, which follows as `?versionId=`.
+
+    Raises:
+        SourceError: the URL has no bucket.
+    """
+    found = re.fullmatch(r"\w+://([^/?*\[]+)(?:/(.*?))?(?:\?versionId=([^?]+))?", url, re.DOTALL)
+    if found is None:
+        scheme = url.partition(":")[0]
+        raise SourceError(f"{url.partition('?')[0]} names no bucket; write {scheme}://BUCKET/PATH").about(file=url)
+    return found[1], found[2] or "", found[3]
+
+
+def found_files(folder: str, listed: dict[str, Any], pin: Callable[[dict[str, Any]], str]) -> dict[str, RemoteFile]:
+    """Convert a listing of fsspec; folders and the empty objects that stand for them are left out."""
+    scheme = folder.partition("://")[0]
+    files = {}
+    for path, info in listed.items():
+        if info["type"] == "file" and not path.endswith("/"):
+            url = f"{scheme}://{path}"
+            files[url.removeprefix(folder).lstrip("/")] = RemoteFile(url, info["size"], pin(info))
+    return files
+
+
+class S3Client:
+    """A client of S3 and of storages with its interface (see `remote_file.Client`). An object is pinned by its ETag,
+    which every request sends as If-Match."""
+
+    def __init__(self, idle: float, in_flight: int):
+        """Create the client; nothing is requested yet.
+
+        Args:
+            idle: seconds without a byte after which a request has failed.
+            in_flight: number of requests at once.
+
+        Raises:
+            ConfigError: s3fs is not installed.
+        """
+        try:
+            import s3fs
+        except ImportError as error:
+            raise is_missing("s3://", "s3fs") from error
+        quiet_loggers("s3fs", "botocore", "aiobotocore", "fsspec")
+        settings = {
+            "connect_timeout": idle,
+            "read_timeout": idle,
+            "retries": {"total_max_attempts": 1},
+            "max_pool_connections": in_flight,
+        }
+        self.fs: Any = s3fs.S3FileSystem(config_kwargs=settings, use_listings_cache=False, skip_instance_cache=True)
+        self.fs.retries = 1  # RemoteStorage repeats requests, within its deadline
+
+    def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
+        """See `Client.find`."""
+        bucket, key, version = split_url(folder)
+        path = f"{bucket}/{key}"
+        if version is None:
+            listed = self._finish(lambda: self.fs._find(path, detail=True, prefix=start), seconds)
+            return found_files(folder, listed, lambda info: f"etag:{info['ETag']}")
+        info = self._finish(lambda: self.fs._call_s3("head_object", Bucket=bucket, Key=key, VersionId=version), seconds)
+        return {"": RemoteFile(folder, info["ContentLength"], f"etag:{info['ETag']}")}
+
+    def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
+        """See `Client.fetch`."""
+        bucket, key, version = split_url(file.name)
+
+        async def get() -> bytes:
+            answer = await self.fs._call_s3(
+                "get_object",
+                Bucket=bucket,
+                Key=key,
+                Range=f"bytes={offset}-{offset + size - 1}",
+                IfMatch=file.pin.removeprefix("etag:"),
+                **({} if version is None else {"VersionId": version}),
+            )
+            try:
+                check_answer(file, size, answer.get("ContentLength"), answer.get("ContentRange"))
+                return await answer["Body"].read()
+            finally:
+                answer["Body"].close()
+
+        return check_length(self._finish(get, seconds), size)
+
+    def _finish(self, request: Callable[[], Awaitable[T]], seconds: float) -> T:
+        from aiohttp import ClientError as HttpError
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return finish(self.fs, request, seconds)
+        except (OSError, BotoCoreError, ClientError, HttpError) as error:
+            raise s3_failure(error) from None
+
+
+def s3_failure(error: BaseException) -> Failure:
+    """Return what an error of s3fs, botocore or aiohttp means. Its text is not used: it may hold a URL with a
+    signature."""
+    from botocore.exceptions import (
+        NoCredentialsError,
+        ParamValidationError,
+        PartialCredentialsError,
+        ProfileNotFound,
+        SSOError,
+    )
+
+    name = type(error).__name__
+    for part in chain(error):
+        answer = getattr(part, "response", None)
+        if isinstance(answer, dict):
+            status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            code = str(answer.get("Error", {}).get("Code", ""))
+            if not re.fullmatch(r"[A-Za-z]{1,60}", code):
+                code = ""
+            return failure(403 if code in EXPIRED else status, code)
+    if isinstance(error, NoCredentialsError | PartialCredentialsError | ProfileNotFound | SSOError):
+        return Failure(RemoteForbidden, name)
+    if isinstance(error, FileNotFoundError | ParamValidationError):
+        return Failure(RemoteGone, name)
+    return Failure(RemoteAway, name)
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+class GsClient:
+    """A client of Google Cloud Storage (see `remote_file.Client`). An object is pinned by its generation; if it was
+    replaced, the old generation is gone. Not tested against a server."""
+
+    def __init__(self, idle: float, in_flight: int):
+        """Create the client. gcsfs looks for credentials, also at the server of a virtual machine; without any, this
+        takes seconds. The arguments are those of `S3Client`; `in_flight` is not used.
+
+        Raises:
+            ConfigError: gcsfs is not installed.
+        """
+        try:
+            from gcsfs.core import GCSFileSystem  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise is_missing("gs://", "gcsfs") from error
+        quiet_loggers("gcsfs", "google", "fsspec")
+        self.fs: Any = GCSFileSystem(
+            version_aware=True, use_listings_cache=False, skip_instance_cache=True, requests_timeout=idle
+        )
+
+    def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
+        """See `Client.find`."""
+        bucket, key, _ = split_url(folder)
+        listed = self._finish(lambda: self.fs._find(f"{bucket}/{key}", detail=True, prefix=start), seconds)
+        return found_files(folder, listed, lambda info: f"generation:{info['generation']}")
+
+    def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
+        """See `Client.fetch`."""
+        bucket, key, _ = split_url(file.name)
+        generation = file.pin.removeprefix("generation:")
+        data = self._finish(
+            lambda: self.fs._cat_file(f"{bucket}/{key}", start=offset, end=offset + size, generation=generation),
+            seconds,
+        )
+        return check_length(data, size)
+
+    def _finish(self, request: Callable[[], Awaitable[T]], seconds: float) -> T:
+        from aiohttp import ClientError as HttpError
+        from gcsfs.retry import HttpError as StatusError  # pyright: ignore[reportMissingImports]
+        from google.auth.exceptions import GoogleAuthError  # pyright: ignore[reportMissingImports]
+        from requests.exceptions import RequestException
+
+        try:
+            return finish(self.fs, request, seconds)
+        except StatusError as error:
+            found = failure(int(error.code) if error.code else None, "")
+        except GoogleAuthError as error:
+            found = Failure(RemoteForbidden, type(error).__name__)
+        except FileNotFoundError:
+            found = failure(404, "")
+        except (OSError, HttpError, RequestException) as error:
+            # gcsfs tells an answer 403 from other errors only by its text
+            found = failure(403 if str(error).startswith("Forbidden") else None, type(error).__name__)
+        raise found

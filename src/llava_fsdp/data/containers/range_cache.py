@@ -1,0 +1,207 @@
+"""A folder on a local disk that keeps ranges of remote files. Several processes and several runs may share it.
+
+An entry is a file that holds the bytes and their digest. It is written beside its place and renamed, and checked
+whenever it is read, so that a crash or a damaged disk costs a request and no wrong byte. Without fsync: an entry that a
+power failure has cut is found by its digest.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import stat
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from xxhash import xxh3_128_digest
+
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.os_errors import why
+
+DIGEST = 16
+BLOCK = 4096
+"""Disks give space in blocks of this many bytes; an entry counts as whole blocks."""
+KEPT = 7 / 8
+"""Share of the bound that remains after old entries were deleted."""
+REPORTED, WAITED_FOR = 1024, 256
+"""A process reports what it has written whenever that is 1/1024 of the bound, unless another process holds the lock
+(it may be deleting entries); from 1/256 on it waits for the lock. So the folder may exceed the bound by 1/256 of it for
+each process."""
+USED_AGAIN = 60.0
+"""An entry's time of use is renewed if it is older than this many seconds."""
+LEFT_BEHIND = 3600.0
+"""Age in seconds at which an unfinished file counts as left by a killed process."""
+TMP = ".tmp"
+
+
+class RangeCache:
+    """Keeps ranges of bytes under (content, offset, size) in a folder of bounded size. Entries that were not used for
+    the longest time are deleted first."""
+
+    def __init__(self, folder: Path, gib: float):
+        """Open a cache, and create its folder if it does not exist.
+
+        Args:
+            gib: bound of the folder's size in GiB. If runs with several bounds share a folder, the smallest counts.
+
+        Raises:
+            ConfigError: the folder cannot be created or written.
+        """
+        self.folder = folder
+        self.bound = int(gib * 2**30)
+        self.hits = self.misses = self.damaged = self.not_written = 0
+        """Numbers of reads by this process (hits, misses), of damaged entries, and of entries that could not be
+        written."""
+        self._unreported = 0
+        """Number of bytes written by this process and not yet added to the total of all processes."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(folder / "total", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        except OSError as error:
+            raise ConfigError(
+                f"data.cache={folder} cannot be written: {why(error, folder)}; give a folder on a local disk"
+            ) from error
+
+    def path(self, content: str, offset: int, size: int) -> Path:
+        """Return where an entry lies."""
+        name = hashlib.sha256(f"{offset} {size} {content}".encode("utf-8", "surrogatepass")).hexdigest()
+        return self.folder / name[:2] / name
+
+    def get(self, content: str, offset: int, size: int) -> bytes | None:
+        """Return the bytes of a range, or None if the cache does not have them.
+
+        Args:
+            content: identifies the content of the remote file, see `RemoteFile.content`.
+        """
+        path = self.path(content, offset, size)
+        try:
+            data = self._read(path, size)
+        except OSError:
+            data = None
+        if data is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        return data
+
+    def put(self, content: str, offset: int, data: bytes) -> None:
+        """Keep the bytes of a range. If the disk is full or fails, nothing is kept, and a warning is logged once."""
+        path = self.path(content, offset, len(data))
+        staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TMP}")
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            # unbuffered: a buffer that cannot be written would be written again when the file is closed
+            with open(staged, "xb", buffering=0) as file:
+                for part in (data, digest(path.name, data)):
+                    rest = memoryview(part)
+                    while rest:
+                        rest = rest[file.write(rest) :]
+            os.replace(staged, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                staged.unlink(missing_ok=True)
+            if not self.not_written:
+                log().warning(
+                    "data.cache: an entry cannot be written (%s); training continues without it",
+                    why(error, self.folder),
+                )
+            self.not_written += 1
+            return
+        self._unreported += on_disk(len(data) + DIGEST)
+        if self._unreported > self.bound // REPORTED:
+            self._report()
+
+    def _read(self, path: Path, size: int) -> bytes | None:
+        """Return an entry's bytes, None if it is damaged; then it is deleted. Raises OSError."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb", buffering=0) as file:
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode) and status.st_size == size + DIGEST:
+                stored = file.read(size + DIGEST)
+                data, found = stored[:size], stored[size:]
+                if found == digest(path.name, data):
+                    if time.time() - status.st_mtime > USED_AGAIN:
+                        os.utime(descriptor)
+                    return data
+        self.damaged += 1
+        path.unlink(missing_ok=True)
+        return None
+
+    def _report(self) -> None:
+        """Add what this process has written to the total of all processes; delete old entries if that exceeds the
+        bound. If another process holds the lock, do it later, unless much has been written."""
+        try:
+            with (self.folder / "total").open("r+b", buffering=0) as file:
+                must_wait = self._unreported > self.bound // WAITED_FOR
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | (0 if must_wait else fcntl.LOCK_NB))
+                except BlockingIOError:
+                    return
+                text = file.read(32)
+                # without a valid total, after a crash for example, the folder is counted
+                total = int(text) + self._unreported if text.isdigit() else self.bound + 1
+                if total > self.bound:
+                    total = self._evict()
+                file.seek(0)
+                file.truncate()
+                file.write(str(total).encode())
+                self._unreported = 0
+        except OSError as error:
+            log().warning("data.cache: old entries cannot be deleted: %s", why(error, self.folder))
+
+    def _evict(self) -> int:
+        """Delete the entries that were not used for the longest time, and unfinished files of killed processes; return
+        the bytes that remain."""
+        # in two passes, by the second of the last use: entries may be many millions, too many for a list
+        used: Counter[int] = Counter()
+        for _, status in self._entries():
+            used[int(status.st_mtime)] += on_disk(status.st_size)
+        total, most = used.total(), int(self.bound * KEPT)
+        surplus, last = total - most, -1
+        for last in sorted(used):
+            surplus -= used[last]
+            if surplus <= 0:
+                break
+        of_last: list[tuple[int, int, str]] = []
+        for path, status in self._entries():
+            if int(status.st_mtime) == last:
+                of_last.append((status.st_mtime_ns, on_disk(status.st_size), path))
+            elif status.st_mtime < last:
+                total -= unlink(path, on_disk(status.st_size))
+        for _, size, path in sorted(of_last):
+            if total <= most:
+                break
+            total -= unlink(path, size)
+        return total
+
+    def _entries(self) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield the path and status of every entry, and delete old unfinished files."""
+        for folder in [found for found in os.scandir(self.folder) if found.is_dir(follow_symlinks=False)]:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        if not entry.name.endswith(TMP):
+                            yield entry.path, status
+                        elif time.time() - status.st_mtime > LEFT_BEHIND:
+                            os.unlink(entry.path)
+
+
+def digest(name: str, data: bytes) -> bytes:
+    """Return the digest of an entry. It covers the entry's name too: an entry at a wrong place is damaged."""
+    return xxh3_128_digest(data, seed=int(name[:16], 16))
+
+
+def unlink(path: str, size: int) -> int:
+    """Delete an entry, if no other process has; return its size."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return size
+
+
+def on_disk(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK

@@ -1,0 +1,110 @@
+"""Fetch the ranges of the next step while the current one is prepared, through the cache."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from llava_fsdp.data.containers.range_cache import RangeCache
+from llava_fsdp.data.containers.remote import Range, RemoteStorage
+from llava_fsdp.data.containers.remote_file import RemoteFile
+
+MOST_AHEAD = 512 << 20
+"""Number of bytes that are fetched ahead at most; further ranges are fetched when they are read."""
+
+
+class ReadAhead:
+    """Reads ranges from what was fetched ahead, from the cache, or from the storage. Used by one thread of a process,
+    and after a fork by the child too, which fetches anew."""
+
+    def __init__(self, storage: RemoteStorage, cache: RangeCache | None = None, most_ahead: int = MOST_AHEAD):
+        """Create the reader; nothing is requested yet.
+
+        Args:
+            most_ahead: number of bytes that are fetched ahead at most.
+        """
+        self.storage = storage
+        self.cache = cache
+        self.most_ahead = most_ahead
+        self._process = os.getpid()
+        self._ahead: dict[Range, Future[bytes]] = {}
+        self._uses: Counter[Range] = Counter()
+        """How often each range that is fetched ahead will be read."""
+
+    def fetch_ahead(self, ranges: Iterable[Range]) -> None:
+        """Begin to fetch ranges, and return at once. A range that is given twice is fetched once, and kept until it
+        was read twice."""
+        self._forget_parent()
+        total = sum(size for _, _, size in self._ahead)
+        for wanted in ranges:
+            if wanted not in self._ahead:
+                total += wanted[2]
+                if total > self.most_ahead:
+                    break
+                self._ahead[wanted] = self.storage.submit(self._fetch, *wanted)
+            self._uses[wanted] += 1
+
+    def read(self, file: RemoteFile, offset: int, size: int) -> bytes:
+        """Return exactly `size` bytes from `offset` of a file.
+
+        Raises:
+            SourceError: see `RemoteStorage.read_range`.
+        """
+        self._forget_parent()
+        wanted = (file, offset, size)
+        future = self._ahead.get(wanted)
+        if future is None:
+            return self._fetch(*wanted)
+        self._uses[wanted] -= 1
+        if self._uses[wanted] <= 0:
+            del self._ahead[wanted], self._uses[wanted]
+        return future.result()
+
+    def forget(self) -> None:
+        """Drop what was fetched ahead and not read."""
+        for future in self._ahead.values():
+            future.cancel()
+        self._ahead.clear()
+        self._uses.clear()
+
+    def open(self, file: RemoteFile) -> "RemoteReader":
+        return RemoteReader(self, file)
+
+    def _fetch(self, file: RemoteFile, offset: int, size: int) -> bytes:
+        if self.cache is None:
+            return self.storage.read_range(file, offset, size)
+        data = self.cache.get(file.content, offset, size)
+        if data is None:
+            data = self.storage.read_range(file, offset, size)
+            self.cache.put(file.content, offset, data)
+        return data
+
+    def _forget_parent(self) -> None:
+        """After a fork, drop what the parent process is fetching: it never arrives here."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._ahead.clear()
+            self._uses.clear()
+
+
+@dataclass(frozen=True)
+class RemoteReader:
+    """The bytes of one remote file (a `place.Reader`)."""
+
+    source: ReadAhead
+    file: RemoteFile
+
+    @property
+    def name(self) -> str:
+        """URL of the file."""
+        return self.file.name
+
+    @property
+    def size(self) -> int:
+        """Number of bytes of the file."""
+        return self.file.size
+
+    def read(self, offset: int, size: int, /) -> bytes:
+        """Return exactly `size` bytes from `offset`. Raises SourceError, see `RemoteStorage.read_range`."""
+        return self.source.read(self.file, offset, size)

@@ -1,0 +1,192 @@
+"""Read files of remote storages: list them, and read pinned ranges of bytes with a deadline.
+
+`s3://BUCKET/KEY`, `gs://BUCKET/KEY` and `hf://datasets/ORG/NAME[@REVISION]/PATH` are read. Credentials come from the
+environment variables and files of each storage's own library, and appear in no message.
+"""
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+from llava_fsdp.data.containers.hub_client import HubClient
+from llava_fsdp.data.containers.object_store import GsClient, S3Client
+from llava_fsdp.data.containers.remote_file import Client, Failure, RemoteFile
+from llava_fsdp.runtime.errors import RemoteAway, RemoteChanged, RemoteForbidden, RemoteGone, SourceError
+from llava_fsdp.runtime.redact import redact
+from llava_fsdp.runtime.terminal_text import shown_name
+
+T = TypeVar("T")
+Range = tuple[RemoteFile, int, int]
+"""A file, the first byte, and the number of bytes."""
+
+CLIENTS: dict[str, Callable[[float, int], Client]] = {"s3": S3Client, "gs": GsClient, "hf": HubClient}
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 8.0
+"""Seconds between two requests for the same bytes: at first, and at most."""
+JITTER = random.SystemRandom()
+"""Spreads the pauses. Not the functions of `random`, whose numbers a user may have seeded."""
+MEANING: dict[type[SourceError], str] = {
+    RemoteGone: "does not exist; was it deleted or renamed? Check the address, or prepare the data again",
+    RemoteChanged: "was changed after the data was prepared; restore it, or prepare the data again",
+    RemoteForbidden: "may not be read with these credentials, or does not exist; check the variables of the storage "
+    "(AWS_PROFILE or AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN) and that they have access",
+    RemoteAway: "could not be read before the deadline; check the network and the storage's state, and start again",
+}
+
+
+class RemoteStorage:
+    """Reads remote files. May be used by several threads, and after a fork or in a spawned process, where it makes
+    connections of its own."""
+
+    def __init__(self, deadline: float = 60.0, idle: float = 10.0, in_flight: int = 16):
+        """Create the storage; nothing is requested yet.
+
+        Args:
+            deadline: seconds in which a range must have been read, with all repetitions.
+            idle: seconds without a byte after which a request has failed and is repeated.
+            in_flight: number of requests at once.
+        """
+        assert deadline > 0 and idle > 0 and in_flight > 0
+        self.deadline = deadline
+        self.idle = idle
+        self.in_flight = in_flight
+        self._made: dict[tuple[int, str], Any] = {}
+        """What belongs to one process: {(process id, scheme or `pool`): client or pool of threads}."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteStorage, (self.deadline, self.idle, self.in_flight)
+
+    def list_files(self, url: str) -> list[RemoteFile]:
+        """Return a file, all files below a folder, or the files that match a pattern, sorted bytewise by name.
+
+        Args:
+            url: URL of a file or a folder, or a pattern with `*`, `?`, `[...]` (within a name) or `**` (any folders). A
+                file of S3 may end with `?versionId=ID`. A branch or tag of the hub is resolved to its commit, and the
+                names that are returned hold the commit.
+
+        Raises:
+            RemoteGone: there is no such file.
+            RemoteForbidden, RemoteAway: the files cannot be listed.
+            SourceError: the URL is not one of a remote storage.
+            ConfigError: a package is not installed.
+        """
+        folder, start, pattern = split_pattern(url)
+        client = self._client(url)
+        files = self._repeat(url, lambda seconds: client.find(folder, start, seconds))
+        found = [file for path, file in files.items() if pattern is None or pattern.fullmatch(path)]
+        if not found:
+            raise error_about(url, RemoteGone, "no file found")
+        return sorted(found, key=lambda file: file.name)  # code points have the order of their bytes in UTF-8
+
+    def read_range(self, file: RemoteFile, offset: int, size: int) -> bytes:
+        """Return exactly `size` bytes from `offset` of a file, with the content that it had when it was listed. The
+        caller asks for no byte past the end of the file.
+
+        Raises:
+            RemoteGone: the file does not exist any more.
+            RemoteChanged: the file has other content now.
+            RemoteForbidden: the storage refuses to give the file.
+            RemoteAway: the bytes did not come before the deadline.
+            ConfigError: a package is not installed.
+        """
+        assert 0 <= offset and 0 <= size and offset + size <= file.size, (file, offset, size)
+        if size == 0:
+            return b""
+        client = self._client(file.name)
+        return self._repeat(file.name, lambda seconds: client.fetch(file, offset, size, seconds))
+
+    def read_ranges(self, ranges: Iterable[Range]) -> list[bytes]:
+        """Return the bytes of several ranges, in their order, with up to `in_flight` requests at once.
+
+        Raises:
+            SourceError: as `read_range`, for the first range that failed. Each range has the whole deadline.
+        """
+        futures = [self.submit(self.read_range, *own) for own in ranges]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                if future in done and (error := future.exception()) is not None:
+                    raise error
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Run a function in one of this process's `in_flight` threads."""
+        pool = self._here("pool", lambda: ThreadPoolExecutor(self.in_flight, thread_name_prefix="remote"))
+        return pool.submit(function, *arguments)
+
+    def close(self) -> None:
+        """Cancel what has not begun. Requests that run end at their deadline at the latest."""
+        if pool := self._made.pop((os.getpid(), "pool"), None):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _client(self, url: str) -> Client:
+        scheme = url.partition("://")[0]
+        if scheme not in CLIENTS:
+            raise SourceError(
+                f"{shown_url(url)} is no URL of a remote storage; it must begin with s3://, gs:// or hf://datasets/"
+            ).about(file=shown_url(url))
+        return self._here(scheme, lambda: CLIENTS[scheme](self.idle, self.in_flight))
+
+    def _here(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return this process's own object of a name; make it if there is none. Without a lock, which a fork could
+        copy while it is held: if two threads make one, the first is kept."""
+        key = (os.getpid(), name)
+        found = self._made.get(key)
+        return found if found is not None else self._made.setdefault(key, make())
+
+    def _repeat(self, url: str, request: Callable[[float], T]) -> T:
+        """Make a request, and repeat it until the deadline as long as the storage is away."""
+        begin = time.monotonic()
+        end = begin + self.deadline
+        number, kind, detail = 0, RemoteAway, ""
+        while True:
+            number += 1
+            try:
+                return request(end - time.monotonic())
+            except Failure as failure:
+                kind, detail = failure.kind, failure.detail
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (number - 1)) * JITTER.uniform(0.5, 1)
+            if kind is not RemoteAway or time.monotonic() + pause >= end:
+                break
+            time.sleep(pause)
+        if kind is RemoteAway:
+            detail += f"; {number} requests in {time.monotonic() - begin:.0f} s"
+        # outside of the except clause: a library's error as the context would be printed, with signed URLs in its text
+        raise error_about(url, kind, detail)
+
+
+def split_pattern(url: str) -> tuple[str, str, re.Pattern[str] | None]:
+    """Split a URL that may be a pattern.
+
+    Returns:
+        URL of the folder to list; the fixed beginning of the paths below it; the pattern of these paths, None if the
+        URL is no pattern.
+    """
+    from fsspec.utils import glob_translate
+
+    sign = re.search(r"[*\[]|\?(?!versionId=)", url)
+    if sign is None:
+        return url.rstrip("/"), "", None
+    folder, _, start = url[: sign.start()].rpartition("/")
+    try:
+        return folder, start, re.compile(glob_translate(url[len(folder) + 1 :]))
+    except (ValueError, re.error) as error:
+        raise SourceError(
+            f"{shown_url(url)} is no valid pattern: {error}; ** must be a whole part of the path"
+        ) from None
+
+
+def error_about(url: str, kind: type[SourceError], detail: str) -> SourceError:
+    name = shown_url(url)
+    return kind(f"{name} {MEANING[kind]} ({detail})").about(file=name)
+
+
+def shown_url(url: str) -> str:
+    """Return a URL for messages: without its query, which may hold a signature, and without secrets."""
+    return shown_name(redact(re.sub(r"\?[^/?]*=.*", "", url, flags=re.DOTALL)))
