@@ -64,7 +64,7 @@ def test_mistake_is_said_once_and_every_rank_ends(parts: Path, dataset: Path, tm
     started = time.monotonic()
     ran = train("data.path=nowhere.json", parts=parts, dataset=dataset, cwd=tmp_path)
     assert ran.returncode != 0 and time.monotonic() - started < 40
-    message = "ConfigError: data.path=nowhere.json is not a file; give a LLaVA JSON, JSON Lines or Parquet file"
+    message = "ConfigError: data.path=nowhere.json is not a file or a folder; give a JSON, JSON Lines or Parquet file"
     lines = [line for line in ran.stderr.splitlines() if line.startswith(message)]
     assert len(lines) == 1, ran.stderr
     assert 'File "' not in ran.stderr.partition("Traceback (most recent call last)")[0]

@@ -10,7 +10,7 @@ import torch
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
-from llava_fsdp.data.batching.collate import Collator, Row
+from llava_fsdp.data.batching.collate import Collator, Row, aligned
 from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.records.record import Record
@@ -82,7 +82,7 @@ def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
         input_ids=torch.from_numpy(ids),
         image_positions=torch.from_numpy(image_positions),
         image_rows=torch.from_numpy(image_rows),
-        image_weights=torch.from_numpy(image_weights),
+        image_weights=aligned(image_weights),
         images=torch.from_numpy(images),
         label_positions=torch.arange(1, len(ids) + 1) * length - 1,
         label_ids=torch.zeros(0, dtype=torch.int64),

@@ -59,7 +59,7 @@ class Collator:
             input_ids=torch.from_numpy(ids),
             image_positions=torch.from_numpy(image_positions),
             image_rows=torch.from_numpy(image_rows),
-            image_weights=torch.from_numpy(image_weights),
+            image_weights=aligned(image_weights),
             images=torch.from_numpy(images),
             label_positions=torch.from_numpy(label_positions),
             label_ids=torch.from_numpy(labels.reshape(-1)[label_positions]),
@@ -76,6 +76,14 @@ class Collator:
         per_tile = self.image_reader.tokens.features
         joined = join_tokens([(tokens, len(tiles) * per_tile) for tiles, tokens in found])
         return np.concatenate([self.image_reader.no_tiles(), *(tiles for tiles, _ in found)]), *joined
+
+
+def aligned(values: np.ndarray) -> torch.Tensor:
+    """Return float32 values in memory that torch allocates, aligned to 64 bytes. In NumPy's memory, kernels may
+    give results that differ in the last bits."""
+    made = torch.empty(values.shape)
+    made.numpy()[...] = values
+    return made
 
 
 def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 import glob
 import os
+from collections import Counter
 from pathlib import Path
 
 from llava_fsdp.config import paths_in
@@ -43,9 +44,9 @@ def find_files(value: str, key: str) -> list[str]:
                 "them, a pattern, or several of these separated by commas"
             )
         found += own
-    twice = next((path for path in found if found.count(path) > 1), None) if len(found) < 1 << 12 else None
-    if len(set(found)) < len(found):
-        raise ConfigError(f"{key} names {twice or 'a file'} twice; name it once (data.sources has epochs and weights)")
+    twice = next((path for path, count in Counter(found).items() if count > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{key} names {twice} twice; name it once (data.sources has epochs and weights)")
     return found
 
 
