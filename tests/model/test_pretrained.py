@@ -8,7 +8,13 @@ import pytest
 from small import write_json
 
 from llava_fsdp.config import Feature
-from llava_fsdp.model.pretrained import check_same_model, check_selection, check_sizes, trained_vocabulary
+from llava_fsdp.model.pretrained import (
+    check_named_language,
+    check_same_model,
+    check_selection,
+    check_sizes,
+    trained_vocabulary,
+)
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 LARGEST = {
@@ -90,3 +96,18 @@ def test_a_projector_is_for_one_language_model_and_one_tower(tmp_path: Path) -> 
     for language, vision in (("a", "c"), ("c", "b")):
         with pytest.raises(ConfigError, match=r"model\.projector=auto"):
             check(language, vision)
+
+
+def test_parts_that_a_checkpoint_would_not_read_are_refused(tmp_path: Path) -> None:
+    """A stage may have set the checkpoint; a language model that the user names beside it must be the checkpoint's."""
+    write_json(tmp_path / "llava_fsdp.json", {"language": str(tmp_path / "a")})
+    own: Any = SimpleNamespace(name="own", language=f"{tmp_path}/./a", checkpoint="x")
+    check_named_language(own, tmp_path)
+    for name, language in (("own", "x"), ("tiny", "b")):
+        other: Any = SimpleNamespace(name=name, language=language, checkpoint="x")
+        check_named_language(other, tmp_path)
+    own.language = str(tmp_path / "b")
+    with pytest.raises(
+        ConfigError, match=r"was made of language=.*/a, .* model\.language=.*/b, which"
+    ):
+        check_named_language(own, tmp_path)

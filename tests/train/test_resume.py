@@ -133,7 +133,7 @@ def test_another_dataset_is_refused_and_a_moved_one_is_not(
     folder = interrupted(whole_run, tmp_path / "run", 4)
     moved = tmp_path / "moved.json"
     moved.write_text(json.dumps(records[:-1]))
-    with pytest.raises(CheckpointError, match=r"data\.path: the dataset is another one"):
+    with pytest.raises(CheckpointError, match=r"data\.path: a file of records was added"):
         train.train(make_config(parts, dataset, folder, *OFTEN, f"data.path={moved}"))
     shutil.copyfile(dataset / "mixed.json", moved)
     train.train(make_config(parts, dataset, folder, *OFTEN, f"data.path={moved}"))

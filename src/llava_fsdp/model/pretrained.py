@@ -1,5 +1,6 @@
 """Find the folders of a model's parts (language model, vision tower, projector), and read their configurations."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,7 @@ def find_parts(cfg: ModelConfig) -> Parts:
             None,
         )
     folder = resolve_model(cfg.checkpoint, "model.checkpoint")
+    check_named_language(cfg, folder)
     raw = read_json(folder / "config.json", f"model.checkpoint={folder}")
     if is_original(raw):
         return original_parts(folder, raw, cfg)
@@ -118,6 +120,19 @@ def find_parts(cfg: ModelConfig) -> Parts:
     feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
     grids, most = grids_of(config, folder), max_tiles_of(config, folder)
     return Parts(folder, folder, language, vision_config(config), folder, feature, grids, most)
+
+
+def check_named_language(cfg: ModelConfig, folder: Path) -> None:
+    """Raise ConfigError if the user names another language model than the one from which the whole model in `folder`
+    was made. It would not be read: a stage may have set `model.checkpoint`, and the user's parts would seem to train.
+    """
+    theirs, is_named = read_notes(folder).get("language"), cfg.name == "own" and cfg.language != cfg.checkpoint
+    if is_named and theirs and os.path.realpath(theirs) != os.path.realpath(cfg.language):
+        raise ConfigError(
+            f"model.checkpoint={cfg.checkpoint} was made of model.language={theirs}, and this configuration names "
+            f"model.language={cfg.language}, which would not be read; leave the parts out, as a checkpoint brings its "
+            "own, or give a model.checkpoint that was made of these"
+        )
 
 
 def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:

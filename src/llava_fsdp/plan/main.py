@@ -23,6 +23,7 @@ from llava_fsdp.plan.scaling_page import scale, write_page
 from llava_fsdp.plan.search import choices, distinct_strategies, plan_rows, splits_to_try
 from llava_fsdp.plan.table import as_object, names, show_plan
 from llava_fsdp.runtime.console import TextConsole
+from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log
 
 OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "format"}
@@ -37,7 +38,20 @@ def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
 
     Args:
         typed: the user's command-line arguments. Those that `train` takes, too, are copied into the printed command.
+
+    Raises:
+        ModelError: the model cannot be computed on the meta device.
     """
+    try:
+        print_plan(cfg, typed)
+    except LlavaFsdpError:
+        raise
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # of torch and transformers
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ModelError(f"the planner cannot compute this model ({why}); is its config.json right?") from error
+
+
+def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     machine = machine_named(cfg.gpu, cfg.gpus)
     cfg, fp16 = with_fp16(cfg, machine, typed)
     typed = [*typed, *fp16]

@@ -142,9 +142,10 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     checkpoint. The error lists every key that differs and says what the user can do."""
     then, now = settings_then(facts["config"]), flat(jsonable(asdict(cfg)))
     differing = changed_settings(then, now)
-    moved = f"{then.get('data.path')} -> {now.get('data.path')}"
+    paths = then.get("data.path"), now.get("data.path")
+    moved = f"; it was {paths[0]}, and is {paths[1]}" if paths[0] != paths[1] else ""
     meanings = {
-        "dataset": f"data.path: the dataset is another one, has changed, or has other wrong records now ({moved})",
+        "dataset": f"data.path: a file of records was added, removed or changed, or other records are wrong now{moved}",
         "encoding": "model.language, model.vision: the tokenizer or the preprocessor is another one",
         "order": "sampler: the original's order depends on micro_batch_size and on the number of ranks; one changed",
         "model": "model: the model is another one: other shapes, or other frozen weights",

@@ -243,10 +243,14 @@ def is_empty(value: Any) -> bool:
 
 
 def unread_reason(where: str, unread: str) -> str:
+    if '"video"' in unread or "<video>" in unread:
+        return (
+            f"{where} has {unread}, and {VIDEOS_NEED}, from the key video and from video parts, from files that end in "
+            f"{', '.join(VIDEO_FORMATS)}, each with one tag in the questions"
+        )
     return (
         f"{where} has {unread}, and media are read from the record's keys image and images and from the image parts of "
-        "its turns alone, and videos also from the key video and from video parts: name them there, or take it out; "
-        f"{VIDEOS_NEED}, from files that end in {', '.join(VIDEO_FORMATS)}"
+        "its turns alone, and videos also from the key video and from video parts: name them there, or take it out"
     )
 
 
