@@ -153,7 +153,8 @@ def test_an_entry_that_cannot_be_written_leaves_nothing(
     assert cache.not_written == 3
     assert entries(cache.folder) == []
     assert cache.get("c", 0, 20_000) is None
-    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+    # a handler of an earlier test may report a record twice
+    assert len({id(record) for record in caplog.records if record.levelno == logging.WARNING}) == 1
     cache.put("c", 9, RAW[:4000])
     assert cache.get("c", 9, 4000) == RAW[:4000]
 
