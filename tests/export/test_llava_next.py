@@ -14,7 +14,7 @@ from reference import EXPORTED
 from safetensors.torch import save_file
 from small import conversion, make_config, write_json, write_parts
 from tiers import slow_after
-from tiled import SIGLIP_IMAGES, parts_of, write_pictures
+from tiled import SIGLIP_IMAGES, loaded, parts_of, write_pictures
 from transformers import AutoImageProcessor, AutoProcessor, LlavaNextConfig, LlavaNextForConditionalGeneration
 from weights import same, weights
 
@@ -70,14 +70,6 @@ def theirs(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loaded(folder: Path) -> Any:
-    model, info = LlavaNextForConditionalGeneration.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    return model
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("kind", slow_after(2, ["clip_llama", "siglip_qwen3", "clip_mistral"]))
 def test_trains_on_tiles_and_exports(kind: str, pictures: Path, tmp_path: Path) -> None:
@@ -121,7 +113,10 @@ def test_trains_on_tiles_and_exports(kind: str, pictures: Path, tmp_path: Path) 
 def test_their_folder_comes_back_to_the_bit(theirs: Path, tmp_path: Path) -> None:
     """Only rows that no token has are written anew."""
     made = export(conversion(theirs, tmp_path / "made"))
-    before, after = loaded(theirs).state_dict(), loaded(made).state_dict()
+    before, after = (
+        loaded(theirs).state_dict(),
+        loaded(made).state_dict(),
+    )
     trained = LlavaNextConfig.from_pretrained(theirs).image_token_index
     rows = {name: slice(trained if "embed_tokens" in name or "lm_head" in name else None) for name in before}
     assert before.keys() == after.keys()
@@ -152,7 +147,10 @@ def test_their_model_trains_and_exports_again(theirs: Path, pictures: Path, tmp_
         "model.random_weights=false", "model.train=[projector]",
     )  # fmt: skip
     train.train(cfg)
-    before, after = loaded(theirs).state_dict(), loaded(tmp_path / "run" / "export").state_dict()
+    before, after = (
+        loaded(theirs).state_dict(),
+        loaded(tmp_path / "run" / "export").state_dict(),
+    )
     trained = LlavaNextConfig.from_pretrained(theirs).image_token_index
     changed = {name for name in before if not torch.equal(before[name][:trained], after[name][:trained])}
     assert {name.removeprefix("model.").partition(".")[0] for name in changed} == {

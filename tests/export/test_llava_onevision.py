@@ -15,7 +15,7 @@ from PIL import Image
 from reference import EXPORTED
 from small import conversion, make_config, write_json, write_parts
 from tiers import slow_after
-from tiled import SIGLIP_IMAGES, parts_of, write_pictures
+from tiled import SIGLIP_IMAGES, loaded, parts_of, write_pictures
 from transformers import (
     AutoImageProcessor,
     AutoTokenizer,
@@ -94,14 +94,6 @@ def processor_of(folder: Path) -> Any:
     return processor
 
 
-def loaded(folder: Path) -> Any:
-    model, info = LlavaOnevisionForConditionalGeneration.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    return model
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("kind", slow_after(1, ["siglip_qwen3", "clip_llama", "clip_mistral"]))
 def test_trains_and_exports(kind: str, pictures: Path, tmp_path: Path) -> None:
@@ -155,7 +147,10 @@ def test_videos_have_the_logits_of_transformers(theirs: Path, tmp_path: Path) ->
         theirs, data, tmp_path / "run", *ONEVISION, *checkpoint, "data.video_fps=2", "data.video_frames=3"
     )
     opened = open_source(conversion(theirs, tmp_path / "unused"))
-    ours, model = load_copy(opened.source.model, opened.sources, torch.float32), loaded(theirs)
+    ours, model = (
+        load_copy(opened.source.model, opened.sources, torch.float32),
+        loaded(theirs),
+    )
     images, processor, config = AutoImageProcessor.from_pretrained(theirs), processor_of(theirs), model.config
     processor.video_token = "<video>"
     loader = train.open_data(cfg, single_world(), build_llava(find_parts(cfg.model), cfg.model, torch.float32))
@@ -191,7 +186,10 @@ def test_videos_have_the_logits_of_transformers(theirs: Path, tmp_path: Path) ->
 
 def test_their_folder_comes_back_to_the_bit(theirs: Path, tmp_path: Path) -> None:
     made = export(conversion(theirs, tmp_path / "made"))
-    before, after = loaded(theirs).state_dict(), loaded(made).state_dict()
+    before, after = (
+        loaded(theirs).state_dict(),
+        loaded(made).state_dict(),
+    )
     trained = LlavaOnevisionConfig.from_pretrained(theirs).image_token_index
     rows = {name: slice(trained if "embed_tokens" in name or "lm_head" in name else None) for name in before}
     assert before.keys() == after.keys()
@@ -206,7 +204,10 @@ def test_their_model_trains_and_exports_again(theirs: Path, pictures: Path, tmp_
         "model.random_weights=false", "model.train=[projector]",
     )  # fmt: skip
     train.train(cfg)
-    before, after = loaded(theirs).state_dict(), loaded(tmp_path / "run" / "export").state_dict()
+    before, after = (
+        loaded(theirs).state_dict(),
+        loaded(tmp_path / "run" / "export").state_dict(),
+    )
     trained = LlavaOnevisionConfig.from_pretrained(theirs).image_token_index
     changed = {name for name in before if not torch.equal(before[name][:trained], after[name][:trained])}
     assert {name.removeprefix("model.").partition(".")[0] for name in changed} == {

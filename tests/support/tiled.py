@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 from small import write_json, write_parts
+from transformers import AutoModelForImageTextToText
 
 SIZES = {"wide": (93, 41), "dot": (1, 1), "high": (30, 77)}
 SIGLIP = {
@@ -53,3 +55,12 @@ def parts_of(kind: str, folder: Path) -> Path:
         window = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 9}
         write_json(folder / "language" / "config.json", language | window)
     return folder
+
+
+def loaded(folder: Path) -> Any:
+    """A model folder opened with its own class of transformers, which finds a weight for everything."""
+    auto: Any = AutoModelForImageTextToText
+    model, info = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert [type(model).__name__] == model.config.architectures
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model

@@ -146,7 +146,7 @@ def split_url(url: str) -> tuple[str, str | None, str]:
 
 
 def error_code(headers: Any) -> str:
-    """Return the hub's word for an error, such as `GatedRepo`; empty if there is none."""
+    """Return the hub's word for an error, such as `GatedRepo`; empty if it sends no such word."""
     code = headers.get("X-Error-Code", "")
     return code if re.fullmatch(r"[A-Za-z]{1,60}", code) else ""
 

@@ -134,7 +134,7 @@ class RemoteStorage:
         return self._here(scheme, lambda: CLIENTS[scheme](self.idle, self.in_flight))
 
     def _here(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return this process's own object of a name; make it if there is none. Without a lock, which a fork could
+        """Return this process's own object of a name, and make it at the first call. Without a lock, which a fork could
         copy while it is held: if two threads make one, the first is kept."""
         key = (os.getpid(), name)
         found = self._made.get(key)

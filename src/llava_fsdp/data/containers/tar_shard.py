@@ -188,7 +188,7 @@ def header_size(shard: Reader, at: int, header: bytes) -> int:
 
 
 def octal(data: bytes) -> int | None:
-    """Parse a number of a tar header: octal digits, padded with spaces and zero bytes; None if there is none."""
+    """Parse a number of a tar header: octal digits, padded with spaces and zero bytes; None for other bytes."""
     digits = data.partition(b"\0")[0].strip(b" ")
     return int(digits or b"0", 8) if not digits.strip(b"01234567") else None
 
@@ -226,7 +226,7 @@ def extra_values(shard: Reader, at: int, kind: bytes, data: bytes) -> dict[str, 
 
 
 def pax_size(shard: Reader, at: int, name: str, values: dict[str, str], size: int) -> int:
-    """Return the size that a pax header gives a member; that of its own header if there is none."""
+    """Return the size that a pax header gives a member; without one, the size in the member's own header."""
     own = values.get("size")
     if own is None:
         return size

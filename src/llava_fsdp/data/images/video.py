@@ -75,7 +75,7 @@ class Timeline:
     """Frames per second."""
 
     def key_before(self, time: int) -> int:
-        """Return the index of the last key frame at or before a time; 0 if there is none."""
+        """Return the index of the last key frame at or before a time; 0 for a time before all of them."""
         return max(0, int(np.searchsorted(self.keys, time, side="right")) - 1)
 
 

@@ -204,7 +204,7 @@ def count_images(names: Iterable[object]) -> int:
 
 def unread_media(raw: dict[str, Any], read: Iterable[str]) -> str | None:
     """Return a description of the first key of an object that names media (video, audio, ...), has a value and is not
-    one of the keys `read`. None if there is none."""
+    one of the keys `read`; None without such a key."""
     for key, value in raw.items():
         if key not in read and names_media(key) and not is_empty(value):
             return f"the key {shown(key)}, {shown(value)}"
@@ -220,7 +220,7 @@ def names_media(key: str) -> bool:
 
 
 def unread_tag(turns: Sequence[Turn]) -> str | None:
-    """Return a description of the first `<video>` or `<audio>` tag in a question; None if there is none. A tag with a
+    """Return a description of the first `<video>` or `<audio>` tag in a question; None without such a tag. A tag with a
     closing tag is HTML and is ignored."""
     for turn in turns:
         found = MEDIA_TAG.search(turn.text) if turn.role == "human" else None

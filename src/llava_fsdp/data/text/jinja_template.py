@@ -196,7 +196,7 @@ class ChatTemplate:
 
     def learn(self, roles: str) -> Layout:
         """Return the layout of conversations with some roles, given as first letters, the last of which is an answer's;
-        raise Unfit if there is none."""
+        raise Unfit if the template has no layout for them."""
         order, frames = self.order_and_frames(roles)
         _, lefts = self.order_and_frames(roles, before=LEFT)
         _, rights = self.order_and_frames(roles, after=RIGHT)
@@ -269,8 +269,8 @@ class ChatTemplate:
 
 
 def stripped(padded: str, frame: str, pad: str, strip: Any) -> str | None:
-    """Return the argument of `strip` with which the template strips a turn; raise Unfit if there is none. `padded` is
-    `frame` as rendered with the white space `pad` at its end."""
+    """Return the argument of `strip` with which the template strips a turn; raise Unfit if no known one does.
+    `padded` is `frame` as rendered with the white space `pad` at its end."""
     for chars in STRIPPED:
         rest = strip(pad, chars)
         if padded == frame + (rest if strip is str.lstrip else rest[::-1]):
