@@ -136,5 +136,5 @@ def test_columns_of_parquet(tmp_path: Path) -> None:
     assert records[0].unread is None and records[1].unread is not None
     held = pa.table({"video": [{"bytes": b"x", "path": "a.mp4"}] * 2, "conversations": turns})
     write_table(held, tmp_path / "b.parquet")
-    assert all(HELD.encode() in line for line, _ in texts(tmp_path / "b.parquet", MOST_BYTES))
+    assert all(HELD.encode() in line for line, _ in texts(str(tmp_path / "b.parquet"), MOST_BYTES))
     assert RecordFile(tmp_path / "b.parquet")[0].unread is not None

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,10 @@ class Records:
     def __getitem__(self, number: int) -> Record:
         at = self.at(number)
         return self._sizes.put(self.index.texts.record(at), at)
+
+    def fetch_ahead(self, numbers: Iterable[int]) -> None:
+        """Begin to fetch the images of records that lie in remote files, and return at once."""
+        self.index.texts.fetch_ahead([self.at(number) for number in sorted(numbers)])
 
     def where(self, number: int) -> str:
         """Return the name of a record for messages, whether or not it can be parsed."""

@@ -160,7 +160,7 @@ def reading(path: Path) -> Iterator[None]:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}; {cure}") from error
 
 
-def parse_text(path: Path, index: int, text: bytes, line: int | None = None) -> Any:
+def parse_text(path: Path | str, index: int, text: bytes, line: int | None = None) -> Any:
     """Parse the bytes of a record as JSON; raise DataError if they are not UTF-8 or not valid JSON."""
     where = name_place(path, index, line)
     try:
