@@ -114,6 +114,7 @@ CHANGES = {
     "model.train": "model.train=[projector]",
     "data.max_length": "data.max_length=100",
     "data.template": "data.template=chatml",
+    "sampler.name": "sampler=computed_shuffle",
 }
 
 
