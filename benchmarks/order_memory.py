@@ -45,7 +45,7 @@ def main() -> None:
         "machine": machine(),
         "steps": STEPS,
         "global_batch_size": GLOBAL_BATCH_SIZE,
-        "memory": "MiB above the process before it opened the index; private: anonymous, mapped: pages of files, shared",
+        "memory": "MiB above the process before it opened the index; private: anonymous; mapped: pages of files",
         "rows": [],
     }
     for count in args.records:
@@ -87,6 +87,7 @@ def write_index(folder: Path, count: int, left_out: int) -> None:
         for begin in range(0, count, BLOCK):
             yield np.arange(begin, min(begin + BLOCK, count), dtype=np.int64) * 160
 
+    empty = {"records": ["first_picture"], "pictures-0.0": ["width", "height", "stored_height"]}  # opened, not used
     ranges = {
         "texts": {"size": (100, 160), "line": (1, 2)},
         "records": {"pictures": (1, 2), "words": (10, 100)},
@@ -110,10 +111,8 @@ def write_index(folder: Path, count: int, left_out: int) -> None:
             write_column(part / "offset.npy", offsets(), np.dtype(np.int64))
         else:
             write_column(part / "flags.npy", flags(), np.dtype(np.uint32))
-        for column in {"records": ["first_picture"], "pictures-0.0": ["width", "height", "stored_height"]}.get(
-            name, []
-        ):
-            np.save(part / f"{column}.npy", np.zeros(1, dtype=np.int64))  # opened, not used
+        for column in empty.get(name, []):
+            np.save(part / f"{column}.npy", np.zeros(1, dtype=np.int64))
         seal(part, facts)
 
 
