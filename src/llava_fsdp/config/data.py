@@ -242,8 +242,8 @@ class DataConfig:
 class SamplerConfig:
     name: SamplerName
     """Order of the samples. shuffle: a permutation that depends on (seed, epoch) and not on the number of ranks;
-    llava_v1_5: the order of the original LLaVA's samplers, which depends on the number of ranks and on
-    micro_batch_size."""
+    computed_shuffle: another such permutation, whose memory does not grow with the number of records; llava_v1_5: the
+    order of the original LLaVA's samplers, which depends on the number of ranks and on micro_batch_size."""
     group_by_modality_length: bool
     """llava_v1_5 only: whether to use the original LLaVA's sampler that groups samples by whether they have images and
     by length."""
