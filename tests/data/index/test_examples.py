@@ -87,7 +87,12 @@ def test_the_page_marks_labels_cuts_and_special_tokens(parts: Path, dataset: Pat
 def test_images_are_shown_as_they_are_read(parts: Path, tmp_path: Path) -> None:
     """Tiles and frames in order. Which image or video has which tokens, as well."""
     write_mixed(tmp_path)
-    words = ["data.image_aspect_ratio=anyres_max", "model.patch_merge=spatial_unpad", "data.video_frames=3", "data.max_length=512"]
+    words = [
+        "data.image_aspect_ratio=anyres_max",
+        "model.patch_merge=spatial_unpad",
+        "data.video_frames=3",
+        "data.max_length=512",
+    ]
     cfg = make_config(parts, tmp_path, tmp_path / "out", *words)
     plan, records = plan_of(cfg, parts), open_again(cfg, parts)
     shown = examples_of(cfg, parts)
