@@ -46,7 +46,9 @@ class Images:
     tiles: list[str]
     """Thumbnails of the tiles as data: URLs, in order."""
     note: str = ""
-    """Why there are no thumbnails."""
+    """Why there are no thumbnails, or not all."""
+    side: int = 160
+    """Width and height of a thumbnail in pixels; it is shown smaller, for screens of high resolution."""
 
 
 @dataclass(frozen=True)
@@ -113,15 +115,16 @@ def part_body(part: Text | Images | Gap) -> str:
         case Images():
             tiles = len(part.tiles)
             total = f", {plural(tiles, part.tile)}" if tiles else ""
+            size = f"width={part.side * 7 // 10}"
+            names = [f"{part.tile} {place} of {tiles}" for place in range(1, tiles + 1)]
             shown = "".join(
-                f"<img src='{url}' alt='{part.tile} {place} of {tiles} of {part.title}' title='{part.tile} {place}'>"
-                for place, url in enumerate(part.tiles, start=1)
+                f"<img src='{url}' {size} alt='{tile} of {part.title}' title='{tile}'>"
+                for tile, url in zip(names, part.tiles, strict=True)
             )
             note = f"<p class=note>{escape(shown_text(part.note))}</p>" if part.note else ""
             head = block_head(part.title, f"{plural(part.count, 'token')}{total}")
-            few = " few" if 0 < tiles <= 5 else ""
             body = f"<div><p class=note>{name(part.name)}</p>{shown}{note}</div>"
-            return f"<div class='part pictures{few}'>{head}{body}</div>\n"
+            return f"<div class='part pictures'>{head}{body}</div>\n"
         case Text():
             text = "".join(spelled(part.pieces))
             tokens = plural(part.count, "token")

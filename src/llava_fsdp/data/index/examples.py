@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -22,8 +22,8 @@ HEAD, TAIL = 700, 300
 """Number of text tokens that are shown of the beginning and of the end of a long sample."""
 TILES = 40
 """Number of tiles of a record above which no further images are shown: the page has a size of two megabytes at most."""
-SIDES = {1: 160, 5: 128, 12: 80, TILES: 64}
-"""Number of tiles of an image -> size of a thumbnail in pixels; for more tiles than a key, the next one counts."""
+SIDES = {1: 160, 6: 128, 12: 96, TILES: 64}
+"""Number of tiles of a record -> size of their thumbnails in pixels; between two keys, the greater one counts."""
 
 
 def draw_examples(records: Records, encoder: Encoder, reader: ImageReader) -> list[Example]:
@@ -61,6 +61,8 @@ def make_example(records: Records, number: int, encoder: Encoder, reader: ImageR
         assert sample is not None, "a record that is too long is not trained on"
         parts = tuple(parts_of(record, sample, encoder, reader))
     except DataError as error:
+        if error.kind is None:  # the fault is not the record's: the dataset's files or the index cannot be read
+            raise
         return Example(*place, error=str(error))
     cut = sample.positions_cut, sample.labels_cut, len(record.images) - len(sample.images)
     return Example(*place, len(sample.input_ids), sample.num_labels, parts, *cut)
@@ -84,7 +86,7 @@ def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageRead
         if hidden[0] <= begin < hidden[1]:
             continue
         if is_image[begin]:
-            shown = show_images(record, sample.images[image], end - begin, reader, f"{image + 1}", room)
+            shown = show_images(record, sample.images, image, end - begin, reader, room)
             room -= len(shown.tiles)
             yield shown
         else:
@@ -128,20 +130,25 @@ class Roles:
         return "template" if before == self.answers else "human" if before else self.first
 
 
-def show_images(record: Record, name: str, count: int, reader: ImageReader, number: str, room: int) -> Images:
+def show_images(
+    record: Record, names: Sequence[str], number: int, count: int, reader: ImageReader, room: int
+) -> Images:
     """Read an image or a video of a record as training does.
 
     Args:
+        names: the sample's images and videos; this is the one at the index `number`.
         count: number of its tokens.
         room: number of tiles that may still be shown of the record.
     """
+    name = names[number]
     kind, tile = ("video", "frame") if is_video(name) else ("image", "tile")
     called = "in the record itself" if name.startswith(INLINE) else name
-    title = f"{kind} {number}"
+    title = f"{kind} {number + 1}"
     if room <= 0:
         return Images(title, called, count, tile, [], f"Not shown, as {TILES} tiles of this record are.")
     tiles = reader.tiles(record, name)
-    side = next(side for most, side in SIDES.items() if len(tiles) <= most or most == TILES)
+    about = min(len(tiles) * len(names), max(SIDES))  # the other images may have other numbers of tiles
+    side = next(side for most, side in SIDES.items() if about <= most)
     shown = [tile_thumbnail(own, side) for own in tiles[:TILES]]
     note = f"{len(tiles) - TILES} more are not shown." if len(tiles) > TILES else ""
-    return Images(title, called, count, tile, shown, note)
+    return Images(title, called, count, tile, shown, note, side)
