@@ -142,7 +142,7 @@ def show_images(
     """
     name = names[number]
     kind, tile = ("video", "frame") if is_video(name) else ("image", "tile")
-    called = "in the record itself" if name.startswith(INLINE) else name
+    called = "in the record or in its file" if name.startswith(INLINE) else name
     title = f"{kind} {number + 1}"
     if room <= 0:
         return Images(title, called, count, tile, [], f"Not shown, as {TILES} tiles of this record are.")
