@@ -117,7 +117,7 @@ def test_means_are_those_of_the_micro_batches(odd_parts: Path, many_sizes: Path,
     tokens, tiles = sum(len(m.image_positions) for m in micros), sum(len(m.images) for m in micros)
     assert records.image_tokens is not None and len(records) == 60
     assert found.image_tokens * 60 == pytest.approx(tokens) and found.tiles * 60 == pytest.approx(tiles)
-    write_report(records, cfg, tmp_path / "index")
+    write_report(records, cfg, (loader.steps.encoder, loader.steps.image_reader), tmp_path / "index")
     reported = samples_of(cfg, rule)
     assert (reported.tiles, reported.tile_tokens) == (found.tiles, found.tile_tokens)
     (records.index.encoded / "image_tokens.npy").unlink()
