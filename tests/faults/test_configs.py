@@ -1,13 +1,13 @@
 """Mistakes in a configuration: one message, before anything is read or written."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-
 from runs import Runs
 from transformers import AutoConfig
 
@@ -122,7 +122,7 @@ def test_the_command_says_it_once_and_ends_at_once(tmp_path: Path) -> None:
 @pytest.mark.faults
 def test_a_model_that_cannot_be_exported_ends_every_rank(runs: Runs, parts: Path, tmp_path: Path) -> None:
     """transformers' LLaVA-NeXT calls a pixtral without its images' sizes; text alone passes."""
-    folder = tmp_path / "vision"
+    folder = shutil.copytree(parts / "vision", tmp_path / "vision")
     AutoConfig.for_model("pixtral", num_hidden_layers=3, image_size=28, patch_size=14).save_pretrained(folder)
     words = [
         f"model.language={parts / 'language'}", f"model.vision={folder}", "model.random_weights=true",

@@ -145,7 +145,7 @@ def test_a_small_copy_of_a_real_size(
     """Sizes are the defaults of transformers' configurations, which are those of released models."""
     folder = tmp_path / "parts"
     shutil.copytree(parts / "language", folder / "language")
-    sizes = {"pad_token_id": 0, **({"head_dim": 128} if kind == "nemotron" else {})}
+    sizes = {"pad_token_id": 0, **({"num_key_value_heads": 8} if kind == "nemotron" else {})}
     (AutoConfig.for_model("llama") if kind in VISION else AutoConfig.for_model(kind, **sizes)).save_pretrained(
         folder / "language"
     )

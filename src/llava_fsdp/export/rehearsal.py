@@ -86,8 +86,12 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_
         return rehearse_on_meta(source, dtype, rows)
     with TemporaryDirectory(prefix="llava_fsdp-") as made, naming(model):
         check_names(hf_config(small, torch.float32, small.vocabulary), weights.shapes)
-        write(small, weights, Path(made))
-        compare(Path(made), inputs, expected)
+        try:
+            write(small, weights, Path(made))
+            compare(Path(made), inputs, expected)
+        except ModelError:
+            rehearse_on_meta(source, dtype, rows)  # what fails there, too, has a clearer reason
+            raise
 
 
 Inputs = list[tuple[MicroBatch, list[Size] | None]]
@@ -119,15 +123,15 @@ def prepare(source: SourceModel) -> tuple[SourceModel, Weights, Inputs, list[tor
 
 def compare(folder: Path, inputs: Inputs, expected: list[torch.Tensor]) -> None:
     """Raise ModelError if the export of a small copy has other logits than the copy."""
-    with foreign("transformers cannot compute logits of its export"):
+    with foreign("transformers cannot compute logits of the export of a small copy"):
         exported = open_export(folder, torch.float32)
         written = [exported_logits(exported, micro, micro.images, sizes) for micro, sizes in inputs]
     for own, ours, (_, sizes) in zip(written, expected, inputs, strict=True):
         difference = relative_difference(own[:, : ours.shape[1]], ours)
         if not difference <= CLOSE:
             raise ModelError(
-                f"transformers' logits of its export differ by {difference:.2g} of the largest, over {CLOSE:.0e}, for "
-                f"{'a video' if sizes is None else 'an image'} and text"
+                f"transformers' logits of the export of a small copy differ by {difference:.2g} of the largest (bound "
+                f"{CLOSE:.0e}), for {'a video' if sizes is None else 'an image'} and text"
             )
 
 
@@ -137,17 +141,20 @@ def naming(model: Llava) -> Iterator[None]:
     parts, cfg = model.parts, model.cfg
     try:
         yield
+    except CannotBeExported:
+        raise
     except ModelError as error:
         raise CannotBeExported(
             f"a {parts.language.model_type} with a {parts.vision.model_type}, model.projector_type="
-            f"{cfg.projector_type} and model.patch_merge={cfg.patch_merge.value} cannot be exported to transformers, "
-            f"as a small copy of it shows: {error}; {cure(cfg)}"
+            f"{cfg.projector_type} and model.patch_merge={cfg.patch_merge.value} cannot be exported to transformers: "
+            f"{error}; {cure(cfg)}"
         ) from error
 
 
 def cure(cfg: ModelConfig) -> str:
     key = "export.merge=false" if cfg.lora.enabled else "export.enabled=false"
-    return f"set {key} to train without an export (llava-fsdp export format=llava can write the original's later)"
+    later = " (llava-fsdp export format=llava can write one for the original's programs later)"
+    return f"set {key} to train without an export{later if cfg.shuffle_factor == 1 else ''}"
 
 
 def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None:
