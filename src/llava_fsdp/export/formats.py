@@ -373,6 +373,8 @@ def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
 def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None:
     if not source.model.multi_modal_projector.depth:
         raise ConfigError("an identity projector has no weights, so there is no mm_projector.bin; choose format=llava")
+    if source.model.cfg.shuffle_factor > 1:
+        return  # the original LLaVA has no such projector, and its programs read no config.json beside it
     stage_1 = {"architectures": ["LlamaForCausalLM"], "tune_mm_mlp_adapter": True}
     dtypes = {n: d for n, d in weights.dtypes.items() if n.startswith(PROJECTOR_PREFIX)}
     config = config_of_original(source, reduce(torch.promote_types, dtypes.values()))
