@@ -57,6 +57,7 @@ def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
     write_hf_weights(source, weights, staged, first + len(ids))
 
 
+@torch.random.fork_rng(devices=[])  # transformers draws random numbers while it loads, on this rank alone
 def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_hf) -> None:
     """Try an export for transformers. Rank 0 calls it alone.
 
