@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -19,6 +19,7 @@ from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, Step
 from llava_fsdp.data.batching.collate import Collator, dropout_seeds
 from llava_fsdp.data.batching.sampler import Shuffle, amounts, shares_of
 from llava_fsdp.data.batching.step_dataset import Steps
+from llava_fsdp.data.containers.place import LocalFile
 from llava_fsdp.data.images import check, preprocess
 from llava_fsdp.data.images.fast_resize import Decoded
 from llava_fsdp.data.images.image_tokens import ImageTokens
@@ -30,8 +31,7 @@ from llava_fsdp.data.index.integrity import read_rows
 from llava_fsdp.data.index.record_store import DataSource, FindRecords, Shard, SourceFile, Texts, join_texts
 from llava_fsdp.data.index.statistics import describe_lengths
 from llava_fsdp.data.index.token_pass import EncodeRecords
-from llava_fsdp.data.records.forms import NO_KEYS
-from llava_fsdp.data.records.parquet import check_types, line
+from llava_fsdp.data.records.parquet import ParquetRows, check_types
 from llava_fsdp.data.records.problems import BITS, Kind, is_kept
 from llava_fsdp.data.records.record import TOO_LARGE, Record, Turn, check_name, names_media
 from llava_fsdp.data.text.constants import IGNORE
@@ -341,16 +341,14 @@ def test_a_record_of_exactly_the_most_bytes_is_read(tmp_path: Path) -> None:
         texts.read(0)
 
 
-def row_of(**columns: Any) -> pyarrow.RecordBatch:
-    return pyarrow.RecordBatch.from_pylist([columns])
-
-
-def test_a_row_of_exactly_the_most_bytes_is_made_json() -> None:
-    row = row_of(id="i" * 300, conversations=[{"from": "human", "value": "a"}])
-    write = partial(line, row, None, keys=NO_KEYS, read=("id", "conversations"))
-    made = write(9999)
-    assert write(len(made)) == made
-    assert json.loads(write(len(made) - 1)) == {"id": "i" * 300, TOO_LARGE: [len(made), len(made) - 1]}
+def test_a_row_of_exactly_the_most_bytes_is_made_json(tmp_path: Path) -> None:
+    row = {"id": "i" * 300, "conversations": [{"from": "human", "value": "a"}]}
+    pq.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    rows = ParquetRows(LocalFile(tmp_path / "a.parquet"))
+    (made,) = rows.lines(0, 9999)
+    assert list(rows.lines(0, len(made))) == [made]
+    (short,) = rows.lines(0, len(made) - 1)
+    assert json.loads(short) == {"id": "i" * 300, TOO_LARGE: [len(made), len(made) - 1]}
 
 
 TEXT = pyarrow.string()
@@ -369,19 +367,20 @@ DATA = {"bytes": pyarrow.binary(), "large bytes": pyarrow.large_binary(), "no by
 def test_every_form_of_lists_and_texts_is_read(kind: str, text: str) -> None:
     turns = LISTS[kind](pyarrow.struct([("from", TEXTS[text]), ("value", TEXTS[text])]))
     for own in (TEXTS[text], LISTS[kind](TEXTS[text])):
-        check_types(Path("a"), pyarrow.schema([("conversations", turns), ("id", TEXTS[text]), ("image", own)]))
+        check_types("a", pyarrow.schema([("conversations", turns), ("id", TEXTS[text]), ("image", own)]))
 
 
 @pytest.mark.parametrize("data", DATA)
 def test_every_form_of_images_in_rows_is_read(data: str) -> None:
     turns = pyarrow.list_(pyarrow.struct([("from", TEXT), ("value", TEXT)]))
     image = pyarrow.struct([("bytes", DATA[data]), ("path", TEXT)])
-    for own in (image, pyarrow.list_(image)):
+    bare = pyarrow.struct([("bytes", DATA[data])])
+    for own in (image, bare, DATA[data], pyarrow.list_(image), pyarrow.list_(bare), pyarrow.list_(DATA[data])):
         for identity in (pyarrow.int64(), pyarrow.float64()):
-            check_types(Path("a"), pyarrow.schema([("conversations", turns), ("id", identity), ("image", own)]))
-    for wrong in (pyarrow.struct([("bytes", DATA[data])]), pyarrow.struct([("bytes", TEXT), ("path", TEXT)])):
+            check_types("a", pyarrow.schema([("conversations", turns), ("id", identity), ("image", own)]))
+    for wrong in (pyarrow.struct([("data", DATA[data])]), pyarrow.struct([("bytes", TEXT), ("path", TEXT)])):
         with pytest.raises(DataError):
-            check_types(Path("a"), pyarrow.schema([("conversations", turns), ("image", wrong)]))
+            check_types("a", pyarrow.schema([("conversations", turns), ("image", wrong)]))
 
 
 @pytest.mark.parametrize("words", [

@@ -17,7 +17,6 @@ from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.chat.open_model import open_model
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE
 from llava_fsdp.config import AUTO, EvaluateConfig, Format, Task
-from llava_fsdp.data.images.check import ImageBytes
 from llava_fsdp.data.records.record import reading
 from llava_fsdp.data.text.conversation import asking
 from llava_fsdp.data.text.jinja_template import OWN, is_own
@@ -190,8 +189,7 @@ def same_template(given: str, trained: str) -> bool:
 
 
 def with_paths(question: BenchmarkQuestion, folder: str | None) -> Question:
-    inline = question.inline
-    files = [ImageBytes(n, inline[n]) if n in inline else Path(folder or ".") / n for n in question.images]
+    files = [question.inline.get(name) or Path(folder or ".") / name for name in question.images]
     return Question(asking(question.system, question.text), files, question.where)
 
 

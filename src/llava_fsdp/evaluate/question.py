@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from llava_fsdp.config import Task
+from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import check_name, shown, unread_reason
 from llava_fsdp.data.text.templates import IMAGE_TAG
@@ -42,8 +43,8 @@ class BenchmarkQuestion:
     groups: tuple[tuple[str, str], ...] = ()
     """Groups to which the question belongs, as (kind, name), such as (category, adversarial). Every group is also
     scored separately."""
-    inline: Mapping[str, bytes] = field(default_factory=dict, compare=False, repr=False)
-    """Files of those images that are in the question's record itself, by the names in `images`."""
+    inline: Mapping[str, ImageFile] = field(default_factory=dict, compare=False, repr=False)
+    """Those images that are in the question's record itself or in its file, by the names in `images`."""
     system: str | None = None
     """Text that replaces the system text of the model's conversation template; None: the template's own."""
 

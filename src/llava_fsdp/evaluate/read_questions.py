@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import EvaluateConfig, Task
+from llava_fsdp.data.images.check import inline_images
 from llava_fsdp.data.index.record_store import files_of, sources_of
 from llava_fsdp.data.records.forms import FORMS
 from llava_fsdp.data.records.record import (
@@ -88,7 +89,7 @@ def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:
     system, text, images, answer = opening_question(record)
     names = record.images[:images]
     return BenchmarkQuestion(
-        number, record.id, text, text, names, record.where, (answer,), inline=record.inline, system=system
+        number, record.id, text, text, names, record.where, (answer,), inline=inline_images(record), system=system
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llava_fsdp.data.images.check import inline_images
 from llava_fsdp.data.records.forms import parse_record
 from llava_fsdp.data.records.record import shown
 from llava_fsdp.data.text.templates import IMAGE_TAG
@@ -29,7 +30,7 @@ def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str,
     picked = named_choice(record.turns[1].text, len(LETTERS)) if len(record.turns) > 1 else None
     references = () if picked is None else (picked,)
     read = record.id, text, text, record.images, record.where, references, len(LETTERS)
-    return BenchmarkQuestion(number, *read, inline=record.inline)
+    return BenchmarkQuestion(number, *read, inline=inline_images(record))
 
 
 def annotate_problems(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:

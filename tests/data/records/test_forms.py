@@ -20,7 +20,8 @@ from test_build import FITS, open_again, plan_of
 
 from llava_fsdp.config import Task
 from llava_fsdp.data.batching.step_dataset import Steps
-from llava_fsdp.data.images.check import ImageBytes, read_size
+from llava_fsdp.data.images import check
+from llava_fsdp.data.images.check import ImageBytes, inline_images, read_size
 from llava_fsdp.data.index.verify import verify_index
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.records.forms import FORMS, GIVEN_AS, RecordKeys, parse_record
@@ -463,8 +464,8 @@ def test_rows_with_images_and_calls_of_tools(parts: Path, dataset: Path, tmp_pat
     texts = [{"user": "a", "assistant": "b"}]
     rows = [{"texts": texts, "images": [{"bytes": own, "path": None} for own in data[:n]]} for n in (1, 3, 0)]
     records = prepared(write(tmp_path / "a.parquet", rows), parts, dataset, "data.images=null").records
-    assert [len(records[n].images) for n in range(3)] == [1, 3, 0] and records[0].folder is not None
-    found = [(records[1].folder / name).read_bytes() for name in records[1].images]
+    assert [len(records[n].images) for n in range(3)] == [1, 3, 0] and records[0].folder is None
+    found = [check.read_file(inline_images(records[1])[name], "") for name in records[1].images]
     assert found == data and records[1].turns[0].text == "<image>\n<image>\n<image>\na"
     called = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     rows = [{"messages": [{"role": "user", "content": "a", "tool_calls": None}, called]}]

@@ -11,14 +11,20 @@ from pyarrow import parquet
 from small import make_config
 from test_build import FITS, open_again
 
+from llava_fsdp.data.containers.open_shards import OpenShards
+from llava_fsdp.data.images.check import inline_images, read_file
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.worker_pool import run_chunks
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.records import parquet as records_parquet
+from llava_fsdp.data.records import rows as records_rows
+from llava_fsdp.data.records.forms import NO_KEYS
+from llava_fsdp.data.records.json_stream import MOST_BYTES
 from llava_fsdp.data.records.problems import BITS, Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.records.record_file import RecordFile
-from llava_fsdp.runtime.errors import ConfigError, DamagedError, DataError
+from llava_fsdp.data.records.rows import RowsFile, WriteRows, all_lines, open_rows
+from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
 
 
 def write(path: Path, rows: list[dict], schema: pyarrow.Schema | None = None, row_group_size: int = 10) -> Path:
@@ -56,26 +62,26 @@ def test_rows_are_read_a_few_at_a_time(
 ) -> None:
     """Of any row groups, which are then laid end to end a block at a time."""
     monkeypatch.setattr(records_parquet, "ROWS_AT_ONCE", at_once)
-    monkeypatch.setattr(records_parquet, "BLOCK", 7)
+    monkeypatch.setattr(records_rows, "BLOCK", 7)
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     made = [{"id": f"r{n}", "conversations": turns} for n in range(rows)]
     kinds = pyarrow.schema([
         ("id", pyarrow.string()),
         ("conversations", pyarrow.list_(pyarrow.struct([("from", pyarrow.string()), ("value", pyarrow.string())]))),
     ])  # fmt: skip
-    path = write(tmp_path / "a.parquet", made, kinds, row_group_size=4)
-    assert [json.loads(line) for line in records_parquet.lines(path, None)] == made
-    groups = -(-rows // 4)
+    path, shards = write(tmp_path / "a.parquet", made, kinds, row_group_size=4), OpenShards()
+    assert [json.loads(line) for line in all_lines(str(path), NO_KEYS, MOST_BYTES, shards)] == made
+    opened, groups = open_rows(str(path), NO_KEYS, shards), max(1, -(-rows // 4))
+    assert opened.groups == groups
     for group in range(groups):
-        own = records_parquet.lines(path, None, [group])
-        assert [json.loads(line) for line in own] == made[4 * group : 4 * group + 4]
-    writer = records_parquet.WriteRows(path, tmp_path / "rows", 1 << 20)
-    every = records_parquet.WriteAllRows((writer,))
-    assert every.groups == [(0, group) for group in range(max(1, groups))]
-    run_chunks(every, every.files, 1, lambda _: None)
-    every.gather()
-    assert sorted(path.name for path in writer.folder.iterdir()) == ["held.json", "rows.jsonl"]
-    assert writer.whole.read_bytes() == b"".join(line + b"\n" for line in records_parquet.lines(path, None))
+        assert [json.loads(line) for line in opened.lines(group, MOST_BYTES)] == made[4 * group : 4 * group + 4]
+    file = RowsFile(str(path), tmp_path / "rows", NO_KEYS)
+    writing = WriteRows((file,), 1 << 20, shards)
+    assert writing.groups == [(0, group) for group in range(groups)]
+    run_chunks(writing, writing.chunks(), 1, lambda _: None)
+    writing.gather()
+    assert [path.name for path in file.folder.iterdir()] == ["rows.jsonl"]
+    assert [json.loads(line) for line in file.whole.read_bytes().splitlines()] == made
 
 
 def test_lists_of_pictures(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -85,26 +91,69 @@ def test_lists_of_pictures(parts: Path, dataset: Path, tmp_path: Path) -> None:
     assert records[0].images == ("0.jpg", "1.png") and records[0].id == "0" and not records[0].has_id
 
 
+LAYOUTS = {
+    "plain": {"compression": "none", "use_dictionary": False},
+    "dictionary": {"compression": "none"},
+    "snappy": {"compression": "snappy"},
+    "zstd": {"compression": "zstd", "use_dictionary": False},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", ["struct", "structs", "bytes", "lists of bytes"])
+def test_images_are_read_in_place(form: str, layout: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """The pixels are those of the files, no image is in the index, and no other file is open for it."""
+    files = [(dataset / "images" / name).read_bytes() for name in ("0.jpg", "1.png", "2.jpg", "3.png", "0.jpg")]
+    values = [{"bytes": own, "path": f"{n}.x"} if "struct" in form else own for n, own in enumerate(files)]
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
+    rows = [{"id": n, "image": [own] if "s" in form[-1:] and form != "bytes" else own, "conversations": turns}
+            for n, own in enumerate(values)]  # fmt: skip
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2, **LAYOUTS[layout])
+    records = opened(path, parts, dataset, "data.images=null")
+    found = [inline_images(records[n]) for n in range(len(rows))]
+    assert [read_file(own, "") for images in found for own in images.values()] == files
+    assert all(file.stat().st_size < 2000 for file in (tmp_path / "a.parquet.index" / "rows").rglob("*.*"))
+    named = [str(own).split(" in ")[0] for images in found for own in images.values()]
+    assert named == ([f"{n}.x" for n in range(5)] if "struct" in form else [""] * 5) or "struct" not in form
+    assert [said(RecordFile(path)[n])[:4] for n in range(5)] == [said(records[n])[:4] for n in range(5)]
+    assert read_file(inline_images(RecordFile(path)[3])[records[3].images[0]], "") == files[3]
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_images_in_compressed_pages_are_told(
+    compression: str, parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = (dataset / "images" / "1.png").read_bytes()
+    rows = [
+        {"image": whole, "conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]}
+    ] * 3
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression=compression, use_dictionary=False)
+    opened(path, parts, dataset)
+    assert ("3 times its bytes are decompressed" in caplog.text) == (compression == "zstd")
+
+
 @pytest.mark.parametrize("several", [False, True])
-def test_pictures_in_the_rows(several: bool, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_bad_images_in_the_rows(several: bool, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Paths may stand beside them; a null is no image."""
     turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
     whole = (dataset / "images" / "1.png").read_bytes()
-    pictures = [{"bytes": whole, "path": "x.png"}, {"bytes": whole[:-60], "path": "y.png"}, None]
+    pictures = [
+        {"bytes": whole, "path": "x.png"}, {"bytes": whole[:-60], "path": "y.png"}, None,
+        {"bytes": None, "path": "0.jpg"},
+    ]  # fmt: skip
     rows = [{"id": n, "image": [p] if several and p else p, "conversations": turns} for n, p in enumerate(pictures)]
     path = write(tmp_path / "a.parquet", rows)
-    records = opened(path, parts, dataset, "data.images=null")
+    records = opened(path, parts, dataset)
     assert records.counts["image_truncated"] == records.counts["tag_without_image"] == 1 and records.out == 2
     (reason,) = [row["reason"] for row in records.index.rows() if row["kind"] == "image_truncated"]
-    assert "record 1 (id 1): image 'y.png' (in the row itself) is truncated after" in reason
-    assert reason.endswith("; put a whole one into the file") and "/rows/" not in reason
-    record = records[0]
-    assert record.folder is not None and (record.folder / record.images[0]).read_bytes() == whole
-    with pytest.raises(DataError, match=r"holds images; only llava-fsdp prepare and training read them"):
-        RecordFile(path)
+    assert f"record 1 (id 1): image y.png in {path}, " in reason and "is truncated after" in reason
+    assert records[1].images == ("0.jpg",)
 
 
-def test_a_picture_that_was_written_out_and_is_gone(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """The index has it, so that no record is at fault, and none is left out."""
+def test_a_shard_that_becomes_shorter(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """No record is at fault, and none is left out."""
     turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
     whole = (dataset / "images" / "1.png").read_bytes()
     path = write(tmp_path / "a.parquet", [{"image": {"bytes": whole, "path": None}, "conversations": turns}])
@@ -112,10 +161,8 @@ def test_a_picture_that_was_written_out_and_is_gone(parts: Path, dataset: Path, 
         parts, dataset, tmp_path, f"data.path={path}", "data.bad_records=skip", "data.max_bad_records=100%"
     )
     steps = build_loader(cfg, parts / "language", parts / "vision", FITS, 0, 1, CPU).steps
-    record = steps.records[0]
-    assert record.folder is not None
-    (record.folder / record.images[0]).unlink()
-    with pytest.raises(DamagedError, match=rf"the index {path}\.index is damaged .* does not exist"):
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(SourceError, match=rf"{path}.* ends at byte 100"):
         steps.read(0)
 
 
@@ -142,9 +189,6 @@ def test_paths_as_hugging_face_writes_them(parts: Path, dataset: Path, tmp_path:
     )
     records = opened(write(tmp_path / "a.parquet", rows, schema, row_group_size=1), parts, dataset)
     assert len(records) == 3 and records[2].images == ("0.jpg",) and records[2].folder == dataset / "images"
-    rows[1]["image"] = {"bytes": (dataset / "images" / "0.jpg").read_bytes(), "path": None}
-    with pytest.raises(DataError, match=r"1 images are in the rows, and 2 are paths; .* give a file for each"):
-        opened(write(tmp_path / "b.parquet", rows, schema), parts, dataset)
 
 
 def test_many_row_groups_are_one_open_file(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -177,7 +221,7 @@ def test_what_is_called_parquet(tmp_path: Path) -> None:
     for content, message in {
         b"": r"A\.PARQUET is empty \(0 bytes\)",
         b"version https://git-lfs.github.com/spec/v1\n": "is a pointer of git-LFS",
-        b"PAR1": "is no whole Parquet file .*; take it from its source again",
+        b"PAR1": "4 bytes are no Parquet file; take it from its source again",
     }.items():
         path.write_bytes(content)
         with pytest.raises(DataError, match=message):
@@ -188,7 +232,7 @@ def test_what_is_called_parquet(tmp_path: Path) -> None:
 
 def test_no_parquet_at_all(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").write_text("nothing")
-    with pytest.raises(DataError, match=r"a\.parquet is no whole Parquet file"):
+    with pytest.raises(DataError, match=r"a\.parquet: 7 bytes are no Parquet file"):
         opened(tmp_path / "a.parquet", parts, dataset)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from llava_fsdp.data.records import parquet
 from llava_fsdp.data.records.forms import RecordKeys, parse_record
-from llava_fsdp.data.records.parquet import Store, lines
+from llava_fsdp.data.records.json_stream import MOST_BYTES
+from llava_fsdp.data.records.parquet import HELD
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record, count_images, is_video
-from llava_fsdp.data.records.record_file import RecordFile
+from llava_fsdp.data.records.record_file import RecordFile, texts
 from llava_fsdp.data.text.conversation import check_turns
 from llava_fsdp.runtime.errors import DataError
 
@@ -124,7 +124,7 @@ def test_paths_of_videos_are_checked(name: str, kind: Kind) -> None:
 
 
 def test_columns_of_parquet(tmp_path: Path) -> None:
-    """Paths are read; videos themselves are not. A file with both images themselves and paths of videos is refused."""
+    """Paths are read; videos themselves are not."""
     import pyarrow as pa
     from pyarrow.parquet import write_table
 
@@ -134,9 +134,7 @@ def test_columns_of_parquet(tmp_path: Path) -> None:
     records = RecordFile(tmp_path / "a.parquet")
     assert [records[n].images for n in range(2)] == [("a.mp4", "b.mp4"), ()]
     assert records[0].unread is None and records[1].unread is not None
-    store = Store(None)
-    assert len(list(lines(tmp_path / "a.parquet", store))) == 2 and (store.images, store.paths) == (0, 2)
     held = pa.table({"video": [{"bytes": b"x", "path": "a.mp4"}] * 2, "conversations": turns})
     write_table(held, tmp_path / "b.parquet")
-    assert all(parquet.HELD.encode() in line for line in lines(tmp_path / "b.parquet", None))
+    assert all(HELD.encode() in line for line, _ in texts(tmp_path / "b.parquet", MOST_BYTES))
     assert RecordFile(tmp_path / "b.parquet")[0].unread is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from llava_fsdp.data.batching.sampler import Sampler
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.data.index.integrity import damaged
 from llava_fsdp.data.records.record import Record, is_video
 from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.runtime.errors import DataError, ImageError
@@ -149,10 +147,6 @@ class Steps(Dataset):
             return sample, [self.image_reader.tiles(record, name) for name in sample.images]
         except ImageError as error:
             error.about(record=record.where)
-            at, texts = self.records.at(number), self.records.index.texts
-            if texts.embeds(at):  # the image was extracted from a Parquet file, and was whole then
-                path = Path(texts.part(at).file.images or "")
-                raise damaged(path, str(error)) from error
             raise
 
     def parse(self, number: int) -> Record:

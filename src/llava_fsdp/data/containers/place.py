@@ -2,12 +2,16 @@
 
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from llava_fsdp.runtime.errors import SourceError
 from llava_fsdp.runtime.os_errors import why
+from llava_fsdp.runtime.terminal_text import shown_name
+
+CODECS = "SNAPPY", "ZSTD"
+"""Names of the ways in which pages may be compressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +23,7 @@ class Page:
     packed: int
     """Number of its bytes in the file."""
     codec: str
-    """How it is compressed: a key of `read_place.MOST_RATIO`."""
+    """How it is compressed: one of CODECS."""
     unpacked: int
     """Number of its bytes once decompressed."""
 
@@ -36,6 +40,8 @@ class Place:
     """Number of bytes; None: the whole file."""
     page: Page | None = None
     """The compressed page that holds the image; None: the bytes lie in the file as they are."""
+    name: str | None = None
+    """Name of the image in the file, for messages."""
 
     def __post_init__(self) -> None:
         assert self.size is not None or (self.offset == 0 and self.page is None), self
@@ -44,7 +50,32 @@ class Place:
         if self.size is None:
             return self.file
         where = f"{self.file}, {self.size} bytes at byte {self.offset}"
-        return where if self.page is None else f"{where} of the page at byte {self.page.offset}"
+        where = where if self.page is None else f"{where} of the page at byte {self.page.offset}"
+        return where if self.name is None else f"{shown_name(self.name)} in {where}"
+
+    def to_json(self) -> list[Any]:
+        """Return all fields but `file` as JSON values, which `place_from` reads."""
+        return [self.name, self.offset, self.size, None if self.page is None else list(astuple(self.page))]
+
+
+def place_from(file: str, values: Any) -> Place:
+    """Return the place in a file that `Place.to_json` wrote.
+
+    Raises:
+        ValueError: the values are not those of a place.
+    """
+    match values:
+        case [None | str() as name, int() as offset, int() as size, page] if offset >= 0 and size >= 0:
+            return Place(file, offset, size, None if page is None else page_from(page), name)
+    raise ValueError("no place")
+
+
+def page_from(values: Any) -> Page:
+    match values:
+        case [int() as offset, int() as packed, str() as codec, int() as unpacked]:
+            if min(offset, packed, unpacked) >= 0 and codec in CODECS:
+                return Page(offset, packed, codec, unpacked)
+    raise ValueError("no page")
 
 
 class Reader(Protocol):

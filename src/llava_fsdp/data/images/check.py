@@ -14,7 +14,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -22,15 +22,19 @@ import numpy as np
 from PIL import ExifTags, Image
 from xxhash import xxh3_64_intdigest
 
+from llava_fsdp.data.containers.open_shards import OpenShards
+from llava_fsdp.data.containers.place import Place
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.truncation import JPEG, ends_early
 from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.data.records.record import CURES
+from llava_fsdp.data.records.record import CURES, Record
 from llava_fsdp.runtime.errors import ImageError
 
 T = TypeVar("T")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # only decoders that start no other program
 MAX_PIXELS = 50_000_000
+HEAD_BYTES = 1 << 16
+"""Number of bytes that are read of an image in a shard to find its size; if that is too few, all are read."""
 MAX_BYTES = 16 * MAX_PIXELS  # a pixel has at most four values of four bytes
 # Errors of a network file system whose server does not answer for a moment.
 TRANSIENT = frozenset({
@@ -58,7 +62,32 @@ class ImageBytes:
         return self.name
 
 
-ImageFile = Path | ImageBytes
+@dataclass(frozen=True)
+class ImageInShard:
+    """An image in a file that holds many, as Parquet files and tars do; takes the place of a path."""
+
+    place: Place
+    shards: OpenShards
+    """Reads the file."""
+
+    def __str__(self) -> str:
+        return str(self.place)
+
+
+ImageFile = Path | ImageBytes | ImageInShard
+
+
+def inline_images(record: Record) -> dict[str, ImageFile]:
+    """Return the images that are in a record itself or in its file, by their names."""
+    return {name: inline_image(name, held, record.shards) for name, held in record.inline.items()}
+
+
+def inline_image(name: str, held: bytes | Place, shards: OpenShards | None) -> ImageFile:
+    """Return one of the images of `Record.inline`; the arguments are its name and value, and `Record.shards`."""
+    if isinstance(held, bytes):
+        return ImageBytes(name, held)
+    assert shards is not None, "set wherever records of such files are read"
+    return ImageInShard(held, shards)
 
 
 @dataclass(frozen=True)
@@ -174,11 +203,26 @@ def read_file(path: ImageFile, where: str) -> bytes:
 
     Raises:
         ImageError: the file is missing, empty, too large or unreadable; its `kind` says which.
+        SourceError: the file that holds the image among others cannot be read, or has become shorter.
     """
-    data = path.data if isinstance(path, ImageBytes) else read_path(path, where)
+    if isinstance(path, ImageInShard):
+        data = read_in_shard(path, where)
+    else:
+        data = path.data if isinstance(path, ImageBytes) else read_path(path, where)
     if not data:
         raise ImageError(f"{where}: image {path} is empty (0 bytes); copy it again", Kind.image_empty)
     return data
+
+
+def read_in_shard(image: ImageInShard, where: str) -> bytes:
+    if (image.place.size or 0) > MAX_BYTES:
+        raise ImageError(
+            f"{where}: image {image} is too large; most are {MAX_BYTES} bytes: make it smaller", Kind.image_bomb
+        )
+    try:
+        return image.shards.read(image.place)
+    except ImageError as error:
+        raise ImageError(f"{where}: {error}", error.kind) from error
 
 
 def read_path(path: Path, where: str) -> bytes:
@@ -220,7 +264,17 @@ def with_file(path: Path, what: str, read: Callable[[BinaryIO], T]) -> T:
 
 
 def open_head(path: ImageFile) -> BinaryIO | io.BytesIO:
+    if isinstance(path, ImageInShard):
+        return io.BytesIO(image_head(path))
     return io.BytesIO(path.data) if isinstance(path, ImageBytes) else open_regular(path)
+
+
+def image_head(image: ImageInShard) -> bytes:
+    """Return the first bytes of an image in a shard, at most HEAD_BYTES; all of one in a compressed page."""
+    place = image.place
+    if place.page is None and place.size is not None:
+        place = replace(place, size=min(place.size, HEAD_BYTES))
+    return image.shards.read(place)
 
 
 def open_regular(path: Path) -> BinaryIO:

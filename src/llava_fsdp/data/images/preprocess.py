@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from llava_fsdp.config import AspectRatio, Pixels
 from llava_fsdp.data.images import fast_resize
 from llava_fsdp.data.images.anyres import Size, cut_tiles
-from llava_fsdp.data.images.check import MAX_PIXELS, ImageBytes, ImageFile, opened, read_size, shown_size, to_rgb
+from llava_fsdp.data.images.check import MAX_PIXELS, ImageFile, inline_image, opened, read_size, shown_size, to_rgb
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling, examine_video, read_frames
 from llava_fsdp.data.records.problems import Kind
@@ -153,9 +153,9 @@ class ImageReader:
         return np.zeros((0, 3, self.preprocessor.size, self.preprocessor.size), dtype=np.uint8)
 
     def path(self, record: Record, name: str) -> ImageFile:
-        """Return the file of one of a record's images: its path, or the bytes that are in the record itself."""
+        """Return the file of one of a record's images: its path, or the image in the record or its file."""
         if name in record.inline:
-            return ImageBytes(name, record.inline[name])
+            return inline_image(name, record.inline[name], record.shards)
         folder = record.folder or self.folder
         assert folder is not None, "checked when the records were opened"
         return folder / name

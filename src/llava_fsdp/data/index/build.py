@@ -5,7 +5,7 @@
     pictures-KEY.looked      changes whenever all bad images have been examined again
     digests.json             the digest of each file of records, by its size and time
     chunks/PASS/KEY-N.npz    columns of N and the following records of one file of records; KEY depends on its content
-    rows/KEY                 the rows of a Parquet file, or the content of a compressed one, as JSON Lines
+    rows/KEY                 the records of a Parquet file, a tar or a compressed file, as JSON Lines
     KEY/texts                positions of the records (`Texts`); KEY depends on the content of all files of records
     KEY/records              columns with properties of the records; KEY/records-videos if their videos are read
     KEY/pictures-KEY.N       columns with properties of the records' images; a new N when a bad image was fixed
@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llava_fsdp.config import DataConfig, Pixels, TooLong
+from llava_fsdp.data.containers.open_shards import OpenShards
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.duplicate_ids import DUPLICATES, read_facts
 from llava_fsdp.data.index.examine_passes import ExaminePictures, Pass, ReadRecords
@@ -47,8 +48,8 @@ from llava_fsdp.data.index.record_store import (
 from llava_fsdp.data.index.source_state import check_unchanged, find_state, read_known, short, stamp
 from llava_fsdp.data.index.token_pass import LOSSES, EncodeRecords
 from llava_fsdp.data.index.worker_pool import BLOCK, ROWS, join, open_column, run_chunks
-from llava_fsdp.data.records import parquet
 from llava_fsdp.data.records.packed_text import Unpack, is_packed
+from llava_fsdp.data.records.rows import RowsFile, WriteRows, has_rows
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder
 from llava_fsdp.runtime.errors import BuildError, LlavaFsdpError, SourceError
 from llava_fsdp.runtime.log import log
@@ -300,39 +301,36 @@ def undo(folder: Path, state: Path, before: set[Path]) -> None:
 
 
 def write_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Watch) -> tuple[Shard, ...]:
-    """Write the rows of Parquet files as JSON Lines files, and unpack compressed files; text files stay as they are.
+    """Write the records of Parquet files and tars as JSON Lines files, and unpack compressed files; text files stay as
+    they are.
 
     Args:
         keys: the key of each file.
 
     Returns:
-        For each file, the text file with its records. If images were embedded in the rows, `images` of the file is the
-        folder to which they were extracted.
+        For each file, the text file with its records.
     """
-    folder, most = plan.cfg.index_folder / ROWS_FOLDER, plan.cfg.max_record_bytes
-    tasks = {
-        number: parquet.WriteRows(Path(file.path).absolute(), (folder / key).absolute(), most, file.keys)
-        for number, (file, key) in enumerate(zip(files, keys, strict=True))
-        if parquet.is_parquet(Path(file.path))
+    folders = [plan.cfg.index_folder / ROWS_FOLDER / key for key in keys]
+    rows = {
+        number: RowsFile(file.path, folder, file.keys)
+        for number, (file, folder) in enumerate(zip(files, folders, strict=True))
+        if has_rows(file.path)
     }
-    unwritten = parquet.WriteAllRows(tuple(task for task in tasks.values() if not task.whole.is_file()))
-    if unwritten.tasks:
-        with watch("reading Parquet", len(unwritten.groups)) as advance:
-            run_chunks(unwritten, unwritten.files, plan.workers, advance)
-        unwritten.gather()
-    packed = [(Path(f.path), folder / key / TEXT) for f, key in zip(files, keys, strict=True) if is_packed(f.path)]
+    unwritten = tuple(file for file in rows.values() if not file.whole.is_file())
+    if unwritten:
+        writing = WriteRows(unwritten, plan.cfg.max_record_bytes, OpenShards())
+        with watch("reading Parquet files and tars", len(writing.groups)) as advance:
+            run_chunks(writing, writing.chunks(), plan.workers, advance)
+        writing.gather()
+    packed = [(Path(f.path), folder / TEXT) for f, folder in zip(files, folders, strict=True) if is_packed(f.path)]
     if packed:
         unpack = Unpack(tuple(path for path, _ in packed), tuple(target for _, target in packed))
         with watch("unpacking", len(packed)) as advance:
             run_chunks(unpack, unpack.files(), plan.workers, advance)
     shards = []
-    for number, (file, key) in enumerate(zip(files, keys, strict=True)):
-        if number not in tasks:
-            shards.append(Shard(file, folder / key / TEXT if is_packed(file.path) else Path(file.path), key))
-            continue
-        images = tasks[number].images()
-        own = file if images is None else replace(file, images=str(images))
-        shards.append(Shard(own, tasks[number].whole, key))
+    for number, (file, folder, key) in enumerate(zip(files, folders, keys, strict=True)):
+        text = folder / TEXT if is_packed(file.path) else Path(file.path)
+        shards.append(Shard(file, rows[number].whole if number in rows else text, key))
     return tuple(shards)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from llava_fsdp.config import Examine
-from llava_fsdp.data.images.check import ImageBytes, ImageFacts, check_links, examine
+from llava_fsdp.data.images.check import ImageFacts, ImageFile, check_links, examine, inline_images
 from llava_fsdp.data.images.video import VideoSampling, examine_video
 from llava_fsdp.data.index.record_store import Texts
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
@@ -245,7 +245,7 @@ class ExaminePictures(Pass):
         pictures: list[ImageFacts] = []
         for number in numbers:
             names = self.names.of(number)
-            inline = self.texts.record(number).inline if any(name.startswith(INLINE) for name in names) else {}
+            inline = self.inline_of(number, names)
             for name in names:
                 key = self.texts.place(number)[0].images, name
                 if key not in seen:
@@ -254,7 +254,6 @@ class ExaminePictures(Pass):
                 if isinstance(picture, Wrong):
                     record = self.texts.record(number)
                     reason = f"{record.where}: {picture.reason.removeprefix(f'{shown_name(name)}: ')}"
-                    reason = self.texts.own_picture(number, reason)
                     found.of(number, record.known_id)(picture.kind, reason)
                     picture = ImageFacts(0, 0, 0)
                 pictures.append(picture)
@@ -266,14 +265,17 @@ class ExaminePictures(Pass):
             columns["rate"] = np.array([p.rate for p in pictures], dtype=np.float64)
         return columns
 
-    def look(self, folder: str | None, name: str, data: bytes | None) -> ImageFacts | Wrong:
-        """Check an image, whose file is `data` or, if that is None, in the image folder."""
-        if data is not None:
-            file = ImageBytes(name, data)
-        elif folder is not None:
-            file = Path(folder) / name
-        else:
+    def inline_of(self, number: int, names: list[str]) -> dict[str, ImageFile]:
+        """Return those of a record's images that are in the record itself or in its file."""
+        if not any(name.startswith(INLINE) for name in names):
+            return {}
+        return inline_images(self.texts.record(number))
+
+    def look(self, folder: str | None, name: str, file: ImageFile | None) -> ImageFacts | Wrong:
+        """Check an image, which is `file` or, if that is None, in the image folder."""
+        if file is None and folder is None:
             return ImageFacts(0, 0, 0)
+        file = Path(str(folder)) / name if file is None else file
         try:
             full = self.how is Examine.decode
             if isinstance(file, Path):
@@ -282,7 +284,8 @@ class ExaminePictures(Pass):
                     return examine_video(file, name, self.sampling, full)
             return examine(file, name, full, self.scaled)
         except DataError as error:
-            assert error.kind is not None
+            if error.kind is None:
+                raise
             return Wrong(error.kind, str(error))
 
 

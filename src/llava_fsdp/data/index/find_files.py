@@ -7,9 +7,11 @@ from pathlib import Path
 
 from llava_fsdp.config import paths_in
 from llava_fsdp.data.records.packed_text import GZIP, ZSTD
+from llava_fsdp.data.records.record import PARQUET, TAR
+from llava_fsdp.data.records.tar import COMPRESSED
 from llava_fsdp.runtime.errors import ConfigError
 
-SUFFIXES = (".json", ".jsonl", ".parquet", GZIP, ZSTD)
+SUFFIXES = (".json", ".jsonl", PARQUET, TAR, GZIP, ZSTD, *COMPRESSED)
 """Endings of the names of files of records; in a folder, other files are ignored."""
 INDEX = ".index"
 """Ending of the name of an index folder, which is not searched for files of records."""
@@ -40,7 +42,7 @@ def find_files(value: str, key: str) -> list[str]:
                 raise ConfigError(f"{key}={path} is a pattern that no file matches")
         else:
             raise ConfigError(
-                f"{key}={path} is not a file or a folder; give a JSON, JSON Lines or Parquet file, a folder of "
+                f"{key}={path} is not a file or a folder; give a JSON, JSON Lines or Parquet file, a tar, a folder of "
                 "them, a pattern, or several of these separated by commas"
             )
         found += own

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import DataConfig, paths_in
+from llava_fsdp.data.containers.open_shards import OpenShards
 from llava_fsdp.data.index.find_files import find_files
 from llava_fsdp.data.index.integrity import DONE, damaged, read_column, read_json, seal
 from llava_fsdp.data.index.worker_pool import Columns, open_column, write_column
-from llava_fsdp.data.records import parquet
 from llava_fsdp.data.records.forms import RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import Span, spans
-from llava_fsdp.data.records.packed_text import check_unpacks, is_packed
+from llava_fsdp.data.records.packed_text import check_unpacks
+from llava_fsdp.data.records.parquet import check_installed
 from llava_fsdp.data.records.record import (
     Record,
     check_bytes,
@@ -31,6 +32,7 @@ from llava_fsdp.data.records.record import (
     parse_text,
     reading,
 )
+from llava_fsdp.data.records.rows import has_rows
 from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
@@ -84,8 +86,8 @@ class Part:
     """Index of the data source."""
     file: SourceFile
     text: str
-    """Path of the text file with the records: the file itself, or the JSON Lines file written from a Parquet or
-    compressed file."""
+    """Path of the text file with the records: the file itself, or the JSON Lines file in the index that was written
+    from a Parquet file, a tar or a compressed file."""
     key: str
     """Text that changes with the file's path and content."""
     first: int
@@ -112,7 +114,7 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
         columns = cfg.question, cfg.answer, cfg.image_column
         files = find_files(path, f"{key}path")
         for file in files:
-            parquet.check_installed(Path(file))
+            check_installed(file)
             check_unpacks(Path(file))
         if images is not None and not Path(images).is_dir():
             raise ConfigError(f"{key}images={images} is not a folder; give the one with the records' images")
@@ -158,6 +160,7 @@ class Texts:
         self.offset, self.size, self.lines = (open_column(folder, name) for name in SPAN)
         self._firsts = [p.first for p in self.parts]
         self._open: OrderedDict[str, int] = OrderedDict()
+        self.shards = OpenShards()
 
     def __reduce__(self) -> tuple:
         return Texts, (self.folder, self.videos)
@@ -233,7 +236,7 @@ class Texts:
     def line(self, number: int) -> int | None:
         """Return the line on which a record begins in its source file; None if the source is not a text file."""
         part = self.part(number)
-        return int(self.lines[number]) if part.text == part.file.path or is_packed(part.file.path) else None
+        return None if has_rows(part.file.path) else int(self.lines[number])
 
     def id_of(self, number: int) -> str | None:
         """Return the id of a record, even if the record is invalid; None if it has no id."""
@@ -251,28 +254,6 @@ class Texts:
                 return name_record(source.path, index, self.line(number), id_of(raw))
         return name_place(source.path, index, self.line(number))
 
-    def embeds(self, number: int) -> bool:
-        """Return whether a record's images were embedded in its Parquet file, and are now files in the index."""
-        part = self.part(number)
-        if part.text == part.file.path or part.file.images is None:
-            return False
-        return Path(part.file.images).parent == Path(part.text).parent
-
-    def own_picture(self, number: int, reason: str) -> str:
-        """Return an error message for the user in which the path of an image extracted from a Parquet file is replaced
-        by the name that the image has in that file.
-
-        Args:
-            number: number of the record that has the image.
-            reason: the message.
-        """
-        if not self.embeds(number):
-            return reason
-        for name, original in self.raw(number).get(parquet.OWN_NAMES, {}).items():
-            called = "without a name" if original is None else repr(original)
-            reason = reason.replace(f"{self.place(number)[0].images}/{name}", f"{called} (in the row itself)")
-        return reason.replace("copy it again", "put a whole one into the file")
-
     def record(self, number: int, text: bytes | None = None) -> Record:
         """Read and parse a record.
 
@@ -286,7 +267,7 @@ class Texts:
         path, folder = self._paths[source]
         raw = self.raw(number) if text is None else self.parse(number, text)
         record = parse_record(path, index, raw, self.line(number), source.keys, self.videos)
-        return record if folder is None else replace(record, folder=folder)
+        return replace(record, folder=folder or record.folder, shards=self.shards if record.inline else None)
 
 
 def source_from(raw: dict[str, Any]) -> DataSource:
@@ -306,7 +287,6 @@ class Shard:
     """A file of records whose records are to be found."""
 
     file: SourceFile
-    """`images` is the folder of images that were embedded in the file, if there are such."""
     text: Path
     """The text file with its records."""
     key: str

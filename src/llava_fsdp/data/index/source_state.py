@@ -16,7 +16,7 @@ from llava_fsdp.runtime.errors import SourceError
 from llava_fsdp.runtime.progress import Watch
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, parse_object, require_kinds
 
-FORMAT = 7
+FORMAT = 8
 """Version of the index format. It is increased whenever the columns change, or the values in them for the same
 record."""
 KNOWN, DIGESTS = "known.json", "digests.json"

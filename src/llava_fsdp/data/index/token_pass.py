@@ -99,7 +99,7 @@ class EncodeRecords(Pass):
             width, height, stored_height = self.sizes.of(number, place)
             if not width or is_video(name):
                 continue
-            what = self.texts.own_picture(number, f"{record.where}: image {reader.path(record, name)}")
+            what = f"{record.where}: image {reader.path(record, name)}"
             if not reader.tokens.needs_size(count_images(record.images)):
                 check_enlarged((width, height), reader.preprocessor, reader.one_tile, what)
             if reader.pixels is Pixels.llava_v1_5:

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from llava_fsdp.data.images.check import read_file
+from llava_fsdp.data.containers.place import Place
+from llava_fsdp.data.images.check import ImageInShard, read_file
 from llava_fsdp.data.images.video import video_digest
 from llava_fsdp.data.index.build import CHUNKS, Index, Plan, find
 from llava_fsdp.data.index.examine_passes import PictureNames
@@ -29,8 +30,8 @@ from llava_fsdp.data.index.worker_pool import (
     rows_column,
     run_chunks,
 )
-from llava_fsdp.data.records import parquet
 from llava_fsdp.data.records.record import INLINE, is_video
+from llava_fsdp.data.records.rows import all_lines, has_rows
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.progress import Watch
 
@@ -41,8 +42,8 @@ SHOWN = 20
 @dataclass(frozen=True)
 class CompareContent:
     """Pass over a dataset that reads the records and images of a chunk again and compares them with the checksums in
-    the index. The column `rows` lists those that have changed. Records from Parquet files and images with problems are
-    not compared."""
+    the index. The column `rows` lists those that have changed. Records of Parquet files and tars, and images with
+    problems, are not compared."""
 
     texts: Texts
     size: int
@@ -61,31 +62,39 @@ class CompareContent:
 
     def __call__(self, chunk: int) -> Columns:
         changed: list[str] = []
-        seen: dict[Path, int | str] = {}
+        seen: dict[Path | ImageInShard, int | str] = {}
         records, images = self.digests
         for number in range(chunk * self.size, min(len(self.texts), (chunk + 1) * self.size)):
             source, _ = self.texts.place(number)
-            in_text = self.texts.part(number).text == source.path  # Parquet rows are compared by `changed_rows`
+            in_text = not has_rows(source.path)  # other records are compared by `changed_rows`
             if in_text and records[number] and xxh3_64_intdigest(self.texts.read(number)) != records[number]:
                 changed.append(f"{self.texts.name(number)} is not what it was")
             first = int(self.names.first[number])
-            for place, name in enumerate(self.names.of(number)):
-                known = int(images[first + place])
-                if not known or source.images is None or name.startswith(INLINE):  # an inline image is in the record
+            names = self.names.of(number)
+            inline = self.texts.record(number).inline if has_rows(source.path) and names else {}
+            for place, name in enumerate(names):
+                known, held = int(images[first + place]), inline.get(name)
+                if isinstance(held, Place):
+                    file: Path | ImageInShard = ImageInShard(held, self.texts.shards)
+                elif name.startswith(INLINE) or source.images is None:  # an image in the text is in the record's digest
                     continue
-                path = Path(source.images) / name
-                now = seen[path] if path in seen else seen.setdefault(path, digest_of(path))
+                else:
+                    file = Path(source.images) / name
+                if not known:
+                    continue
+                now = seen[file] if file in seen else seen.setdefault(file, digest_of(file))
                 if now != known:
                     said = f": {now}" if isinstance(now, str) else " is not what it was"
-                    own = self.texts.own_picture(number, f"image {path}{said}")
-                    changed.append(f"{own}, of {self.texts.name(number)}")
+                    changed.append(f"image {file}{said}, of {self.texts.name(number)}")
         return {ROWS: rows_column([{"changed": said} for said in changed])}
 
 
-def digest_of(path: Path) -> int | str:
-    """Return the xxh3 checksum of a file's bytes, or a text with the reason if the file cannot be read."""
+def digest_of(path: Path | ImageInShard) -> int | str:
+    """Return the xxh3 checksum of an image's bytes, or a text with the reason if they cannot be read."""
     try:
-        return video_digest(path, "now") if is_video(path) else xxh3_64_intdigest(read_file(path, "now"))
+        if isinstance(path, Path) and is_video(path):
+            return video_digest(path, "now")
+        return xxh3_64_intdigest(read_file(path, "now"))
     except DataError as error:
         return str(error)
 
@@ -132,15 +141,14 @@ def compare(index: Index, workers: int, watch: Watch) -> list[str]:
 
 
 def changed_rows(index: Index) -> list[str]:
-    """Return a description of each row of a Parquet file that has changed since it was indexed."""
+    """Return a description of each record of a Parquet file or a tar that has changed since it was indexed."""
     known, texts = open_column(index.records, "digest"), index.texts
     changed = []
     for part in texts.parts:
-        path, begin, end = Path(part.file.path), part.first, part.first + part.count
-        if not parquet.is_parquet(path):
+        path, begin, end = part.file.path, part.first, part.first + part.count
+        if not has_rows(path):
             continue
-        now = parquet.lines(path, parquet.Store(None), most=texts.most, keys=part.file.keys)
-        digests = [xxh3_64_intdigest(line) for line in now]
+        digests = [xxh3_64_intdigest(line) for line in all_lines(path, part.file.keys, texts.most, texts.shards)]
         if len(digests) != end - begin:
             changed.append(f"{path} has {len(digests):,} records, and had {end - begin:,}")
         pairs = zip(range(begin, end), digests, strict=False)

@@ -13,10 +13,12 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from llava_fsdp.config import DataConfig
+from llava_fsdp.data.containers.place import Place, place_from
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import (
     INLINE,
     JSON_NAMES,
+    PLACE,
     TOO_LARGE,
     Record,
     Turn,
@@ -25,6 +27,7 @@ from llava_fsdp.data.records.record import (
     check_text,
     id_of,
     is_empty,
+    is_shard,
     is_video,
     name_place,
     name_record,
@@ -101,10 +104,12 @@ class RecordReader:
 
     where: str
     """Name of the record in error messages."""
+    file: str
+    """The file of records."""
     reads_videos: bool = False
     """Whether videos are read; if not, a video is one of the media that are not read."""
-    inline: dict[str, bytes] = field(default_factory=dict)
-    """Files of the images that are in the record itself, by the names that `image` gives them."""
+    inline: dict[str, bytes | Place] = field(default_factory=dict)
+    """Images that are in the record itself or in its file, by the names that `image` gives them."""
     in_parts: list[str] = field(default_factory=list)
     """Names of the images, and of videos that are read, that the parts of turns give."""
     unread: str | None = None
@@ -122,8 +127,10 @@ class RecordReader:
         Args:
             what: name of the value in error messages.
             value: a path, a data URL, or an object with one of the keys GIVEN_AS; in an object, `bytes` may be bytes or
-                base64 text.
+                base64 text. In a row of a Parquet file or a tar also an object with the key PLACE.
         """
+        if isinstance(value, dict) and PLACE in value and is_shard(self.file):
+            return self.place(what, value[PLACE])
         given = given_images(value) if isinstance(value, dict) else {}
         if len(given) == 1:
             ((key, inner),) = given.items()
@@ -168,6 +175,17 @@ class RecordReader:
         """Keep the file of an image that is in the record itself, and return a name for it."""
         name = f"{INLINE}{xxh3_128_hexdigest(data)}"
         self.inline[name] = data
+        return name
+
+    def place(self, what: str, values: Any) -> str:
+        """Return a name for an image that lies in the file of records."""
+        try:
+            place = place_from(self.file, values)
+        except ValueError:
+            raise self.bad(what, values, "a path") from None
+        page = "" if place.page is None else f"@{place.page.offset}"
+        name = f"{INLINE}{place.offset}+{place.size}{page}"
+        self.inline[name] = place
         return name
 
     def turns(self, key: str, raw: Any) -> list[Turn]:
@@ -294,7 +312,7 @@ def form_of(where: str, raw: dict[str, Any], keys: RecordKeys) -> str:
 
 
 def parse_record(
-    path: Path, index: int, raw: Any, line: int | None = None, keys: RecordKeys = NO_KEYS, videos: bool = False
+    path: Path | str, index: int, raw: Any, line: int | None = None, keys: RecordKeys = NO_KEYS, videos: bool = False
 ) -> Record:
     """Make a Record from parsed JSON, or from a row with the same keys, in which images may also be bytes.
 
@@ -305,7 +323,7 @@ def parse_record(
         DataError: the record has none of the forms (docs/data.md; LLaVA's: train.py:665-740).
     """
     if not isinstance(raw, dict):
-        lists = isinstance(raw, list) and path.suffix.lower() == ".jsonl"
+        lists = isinstance(raw, list) and str(path).lower().endswith(".jsonl")
         cure = "a JSON list belongs into a file whose name ends in .json" if lists else "fix it, or take it out"
         what = f"{JSON_NAMES[type(raw)]}, not an object with id and conversations"
         raise DataError(f"{name_place(path, index, line)} is {what}; {cure}", Kind.bad_form)
@@ -314,7 +332,7 @@ def parse_record(
     if TOO_LARGE in raw:
         found, most = raw[TOO_LARGE]
         check_bytes(found, most, where)
-    reader = RecordReader(where, videos)
+    reader = RecordReader(where, str(path), videos)
     listed = reader.images(raw, keys.images)
     key_of_videos = (VIDEO,) if videos and VIDEO not in keys.images else ()
     shows = [name for key in key_of_videos if raw.get(key) is not None for name in reader.videos(raw[key])]

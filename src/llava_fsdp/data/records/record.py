@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from llava_fsdp.data.containers.open_shards import OpenShards
+from llava_fsdp.data.containers.place import Place
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.runtime.errors import DataError, SourceError
 from llava_fsdp.runtime.terminal_text import shown_name
@@ -42,12 +44,15 @@ VIDEO_FORMATS = {
 }  # fmt: skip
 """For each suffix by which a file is a video, PyAV's name of the format."""
 VIDEOS_NEED = "videos are only read with data.image_aspect_ratio=anyres_max (LLaVA-OneVision)"
+PARQUET, TAR = ".parquet", ".tar"
 TOO_LARGE = "llava_fsdp bytes of a row"
-"""JSON key of the placeholder for a Parquet row that is too large; its value is [size of the row, limit], both in
-bytes."""
+"""JSON key of the placeholder for a row of a Parquet file or a sample of a tar that is too large; its value is [size of
+the row, limit], both in bytes."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 INLINE = "data:"
-"""Beginning of the name of an image that is in the record itself; no path begins so."""
+"""Beginning of the name of an image that is in the record itself or in its file; no path begins so."""
+PLACE = "llava_fsdp place"
+"""JSON key of an object in place of an image's path: the value says where the image lies in the file of records."""
 JSON_NAMES = {
     dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number",
     type(None): "null",
@@ -90,8 +95,11 @@ class Record:
     unread: str | None = None
     """Description, for error messages, of a media key or tag in the record that is not read; None if the record has
     none."""
-    inline: Mapping[str, bytes] = field(default_factory=dict, compare=False, repr=False)
-    """Files of the images that are in the record itself, by names that differ if the bytes do."""
+    inline: Mapping[str, bytes | Place] = field(default_factory=dict, compare=False, repr=False)
+    """Images that are in the record itself or in its file, by names that differ if the images do: their bytes, or
+    where the bytes lie."""
+    shards: OpenShards | None = field(default=None, compare=False, repr=False)
+    """Reads the images whose places are in `inline`."""
 
     @property
     def signed_words(self) -> int:
@@ -190,6 +198,11 @@ def check_bytes(found: int, most: int, where: str) -> None:
             "limit",
             Kind.record_too_large,
         )
+
+
+def is_shard(file: object) -> bool:
+    """Return whether a file of records is one that can hold images, judged by the suffix of its name."""
+    return str(file).lower().endswith((PARQUET, TAR))
 
 
 def is_video(file: object) -> bool:

@@ -1,12 +1,14 @@
-"""Read all records of one JSON, JSON Lines or Parquet file, without making an index."""
+"""Read all records of one file without making an index."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from llava_fsdp.data.records import parquet
+from llava_fsdp.data.containers.open_shards import OpenShards
 from llava_fsdp.data.records.forms import NO_KEYS, RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import MOST_BYTES, spans
 from llava_fsdp.data.records.record import Record, check_bytes, name_place, parse_text
+from llava_fsdp.data.records.rows import all_lines, has_rows
 from llava_fsdp.runtime.errors import DataError
 
 
@@ -17,6 +19,7 @@ class RecordFile:
     def __init__(self, path: Path, most: int = MOST_BYTES, keys: RecordKeys = NO_KEYS):
         self.path = path
         self.keys = keys
+        self.shards = OpenShards()
         self._texts = list(texts(path, most, keys))
         if not self._texts:
             raise DataError(f"{path} holds no records")
@@ -27,11 +30,13 @@ class RecordFile:
     def __getitem__(self, index: int) -> Record:
         text, line = self._texts[index]
         raw = parse_text(self.path, index, text, line)
-        return parse_record(self.path, index, raw, line, self.keys, videos=True)
+        record = parse_record(self.path, index, raw, line, self.keys, videos=True)
+        return replace(record, shards=self.shards) if record.inline else record
 
 
 def texts(path: Path, most: int, keys: RecordKeys = NO_KEYS) -> Iterator[tuple[bytes, int | None]]:
-    """Yield each record of a file as JSON bytes, with the number of the line on which it begins (None for Parquet).
+    """Yield each record of a file as JSON bytes, with the number of the line on which it begins (None if the file is no
+    text).
 
     Args:
         most: largest size of a record in bytes.
@@ -39,8 +44,8 @@ def texts(path: Path, most: int, keys: RecordKeys = NO_KEYS) -> Iterator[tuple[b
     Raises:
         DataError: the file is not a list of records, or a record is larger than `most`.
     """
-    if parquet.is_parquet(path):
-        for row in parquet.lines(path, store=None, most=most, keys=keys):
+    if has_rows(str(path)):
+        for row in all_lines(str(path), keys, most, OpenShards()):
             yield row, None
         return
     with path.open("rb") as file:

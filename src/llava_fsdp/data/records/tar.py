@@ -1,0 +1,176 @@
+"""Read the samples of WebDataset tars as records in JSON.
+
+The member `json` of a sample is its record, in any of the forms (`forms`); without an id, the sample's key is the id.
+An image of the record is a member if the record gives the member's file name or extension, in whatever folder. If a
+record gives one image and the sample has one, it is that one, whatever its name. A record that gives no image has all
+images of the sample, in the order of the tar. The keys that `data.question`, `data.answer` and `data.image_column` name
+may also be extensions of members.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from llava_fsdp.data.containers.place import Place, Reader
+from llava_fsdp.data.containers.tar_shard import TarSample, samples
+from llava_fsdp.data.records.forms import GIVEN_AS, NO_KEYS, RecordKeys
+from llava_fsdp.data.records.json_stream import MOST_BYTES
+from llava_fsdp.data.records.parquet import HELD
+from llava_fsdp.data.records.record import ADDRESS, DECODER, PLACE, TAR, TOO_LARGE, is_empty
+from llava_fsdp.runtime.log import log
+
+RECORD = "json"
+"""Extension of the member with a sample's record."""
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
+"""Extensions of images; also at the end of an extension such as `0.jpg`."""
+OTHER_MEDIA = ("mp4", "m4v", "mov", "mkv", "webm", "avi", "wav", "mp3", "flac", "ogg", "opus", "m4a")
+"""Extensions of media that are not read."""
+COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tzst", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+
+
+def is_tar(path: object) -> bool:
+    """Return whether a file is a tar, compressed or not, by the suffix of its name."""
+    return str(path).lower().endswith((TAR, *COMPRESSED))
+
+
+class TarRows:
+    """The samples of a tar as records in JSON, in which images have their places."""
+
+    groups = 1
+    """A tar is read as a whole."""
+    packed = np.zeros(2, dtype=np.int64)
+    """See `ParquetRows.packed`; a tar has no pages."""
+
+    def __init__(self, file: Reader, keys: RecordKeys = NO_KEYS):
+        self.file = file
+        self.keys = keys
+
+    def lines(self, _: int = 0, most: int = MOST_BYTES) -> Iterator[bytes]:
+        """Yield the samples; those larger than `most` bytes are replaced by a placeholder.
+
+        Raises:
+            DataError: the tar is compressed, truncated or damaged; see `tar_shard.samples`.
+            SourceError: the tar cannot be read.
+        """
+        skipped: Counter[str] = Counter()
+        for sample in samples(self.file, skipped):
+            yield SampleReader(self.file, sample, self.keys, most).line()
+        del skipped["folder"]
+        if skipped:
+            said = ", ".join(f"{count} of the kind {kind}" for kind, count in skipped.items())
+            log().warning("%s: members that belong to no sample are not read: %s", self.file.name, said)
+
+
+class SampleReader:
+    """Reads a sample of a tar as a record."""
+
+    def __init__(self, shard: Reader, sample: TarSample, keys: RecordKeys, most: int):
+        self.shard = shard
+        self.sample = sample
+        self.keys = keys
+        self.most = most
+        self.images = [ext for ext in sample.members if ext.rpartition(".")[2] in IMAGES]
+        """Extensions of the sample's images."""
+        self.given: list[str] = []
+        """The names of images that the record gives."""
+        self.is_only = False
+        """Whether the record gives one image and the sample has one, which is then meant, whatever its name."""
+
+    def line(self) -> bytes:
+        """Return the sample as a line of JSON."""
+        texts = (RECORD, *(self.keys.pair or ()))
+        largest = max(self.sample.members.get(extension, (0, 0))[1] for extension in texts)
+        if largest > self.most:
+            return json.dumps({"id": self.sample.key, TOO_LARGE: [largest, self.most]}).encode()
+        raw: Any = {}
+        if RECORD in self.sample.members:
+            data = self.read(RECORD)
+            try:
+                raw = DECODER.decode(data.decode())
+            except (ValueError, RecursionError):
+                return self.invalid(data)
+        if not isinstance(raw, dict):
+            return json.dumps(raw).encode()
+        made = json.dumps(self.record(raw)).encode()
+        if len(made) > self.most:
+            return json.dumps({"id": self.sample.key, TOO_LARGE: [len(made), self.most]}).encode()
+        return made
+
+    def invalid(self, data: bytes) -> bytes:
+        """Return a line that is as invalid as a member that is not JSON, so that the checks of text files report it."""
+        line = data.replace(b"\n", b" ").replace(b"\r", b" ").strip() or b"!"
+        try:
+            DECODER.decode(line.decode())
+        except (ValueError, RecursionError):
+            return line
+        return b"!" + line
+
+    def record(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the record with the places of its images, and with the sample's other members that are read."""
+        made = {"id": self.sample.key} | {key: value for key, value in raw.items() if key != "id" or value is not None}
+        for key in self.keys.pair or ():
+            if key in self.sample.members and key not in made:
+                made[key] = self.read(key).decode(errors="surrogateescape")
+        own = self.keys.image
+        if own in self.images and is_empty(made.get(own)):
+            made[own] = own
+        self.given.clear()
+        self.placed(made)
+        self.is_only = len(self.given) == len(self.images) == 1
+        if self.given:
+            made = self.placed(made)
+        elif self.images:
+            made = {key: value for key, value in made.items() if key not in self.keys.images}
+            made["images"] = [self.place(extension) for extension in self.images]
+        media = [extension for extension in self.sample.members if extension.rpartition(".")[2] in OTHER_MEDIA]
+        return made | {f"media {extension}": HELD for extension in media}
+
+    def placed(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return a record with the places of those images that are members."""
+        made = raw | {key: self.put(raw[key]) for key in self.keys.images if key in raw}
+        if isinstance(raw.get("messages"), list):
+            made["messages"] = [self.turn(turn) for turn in raw["messages"]]
+        return made
+
+    def turn(self, turn: Any) -> Any:
+        if not isinstance(turn, dict) or not isinstance(turn.get("content"), list):
+            return turn
+        return turn | {"content": [self.part(part) for part in turn["content"]]}
+
+    def part(self, part: Any) -> Any:
+        """Return a part of a turn, with the place of its image if that is a member."""
+        if not isinstance(part, dict):
+            return part
+        return part | {key: self.put(part[key]) for key in GIVEN_AS if key in part}
+
+    def put(self, value: Any) -> Any:
+        """Return the value of a key for images, with the places of those that are members."""
+        if isinstance(value, list):
+            return [self.put(own) for own in value]
+        if isinstance(value, dict):
+            return self.part(value)
+        if not isinstance(value, str) or not value:
+            return value
+        self.given.append(value)
+        extension = self.extension_of(value)
+        return value if extension is None else self.place(extension)
+
+    def extension_of(self, name: str) -> str | None:
+        """Return the extension of the image that a name in the record means; None if it is no member."""
+        if ADDRESS.match(name):
+            return None
+        key, wanted = self.sample.key.rpartition("/")[2].lower(), name.rpartition("/")[2].lower()
+        for extension in self.images:
+            if wanted in (extension, f"{key}.{extension}") or self.is_only:
+                return extension
+        return None
+
+    def place(self, extension: str) -> dict[str, Any]:
+        offset, size = self.sample.members[extension]
+        return {PLACE: Place(self.shard.name, offset, size, name=f"{self.sample.key}.{extension}").to_json()}
+
+    def read(self, extension: str) -> bytes:
+        return self.shard.read(*self.sample.members[extension])
