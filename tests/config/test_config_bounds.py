@@ -204,7 +204,7 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     ({"sampler.name": "llava_v1_5", "global_batch_size": 6, "micro_batch_size": 4}, True),
     ({"sampler.name": "llava_v1_5", "tokens_per_micro_batch": 9999}, True),
     ({"sampler.name": "llava_v1_5", "loss.normalize": "micro_batch"}, False),
-    ({"sampler.name": "shuffle", "loss.normalize": "micro_batch"}, True),
+    *(({"sampler.name": name, "loss.normalize": "micro_batch"}, True) for name in ("shuffle", "computed_shuffle")),
     ({"sampler.name": "shuffle", "loss.normalize": "micro_batch", "pack": False}, False),
     *(({"pack": False, "attention": name}, refused)
       for name, refused in (("auto", False), ("sdpa", False), ("varlen", True), ("flash", True))),

@@ -236,7 +236,9 @@ def test_what_is_left_out_for_its_length_is_not_wrong() -> None:
         records.index = FakeIndex(flags)
         records.dropping = [kind for kind in Kind if not is_kept(kind, Parity.exact, too_long)]
         records.counts, records.out, records.long = dict.fromkeys(Kind, 0), 0, 0
-        found[too_long] = records._choose().tolist(), records.out, records.long
+        count, numbers = records._count(), np.concatenate(list(records._choose())).tolist()
+        found[too_long] = numbers, records.out, records.long
+        assert count == len(numbers)
         assert (records.counts[Kind.too_long], records.counts[Kind.no_labels]) == (3, 3)
     assert found[TooLong.truncate] == ([0, 1], 4, 0)
     assert found[TooLong.skip] == found[TooLong.fail] == ([0], 3, 2)

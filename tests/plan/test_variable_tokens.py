@@ -1,7 +1,10 @@
 """Plans of images whose tokens and tiles depend on their sizes, against real steps."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from harness import CPU, RankPool, single_world
 from live import measure_step
@@ -21,6 +24,7 @@ from llava_fsdp.data.synthetic import fullest, synthetic_step
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.plan import workload
 from llava_fsdp.plan.planner import peak
 from llava_fsdp.plan.workload import PHOTO, samples_in, samples_of
 from llava_fsdp.train.build_model import shape_of
@@ -113,13 +117,32 @@ def test_means_are_those_of_the_micro_batches(odd_parts: Path, many_sizes: Path,
     tokens, tiles = sum(len(m.image_positions) for m in micros), sum(len(m.images) for m in micros)
     assert records.image_tokens is not None and len(records) == 60
     assert found.image_tokens * 60 == pytest.approx(tokens) and found.tiles * 60 == pytest.approx(tiles)
-    write_report(records, cfg, tmp_path / "index")
+    write_report(records, cfg, (loader.steps.encoder, loader.steps.image_reader), tmp_path / "index")
     reported = samples_of(cfg, rule)
     assert (reported.tiles, reported.tile_tokens) == (found.tiles, found.tile_tokens)
     (records.index.encoded / "image_tokens.npy").unlink()
     older = Records(records.index, cfg.labels, cfg.data.too_long)
     photo = len(rule.of(PHOTO, 1)) / rule.count_tiles(PHOTO, 1)
     assert older.image_tokens is None and samples_in(older, rule).tile_tokens == photo != found.tile_tokens
+
+
+class Columns(SimpleNamespace):
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+@pytest.mark.parametrize("block", [3, 11, 1 << 20])
+def test_means_are_those_of_whole_columns(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths whose squares do not fit into int32 are added a block at a time."""
+    monkeypatch.setattr(workload, "BLOCK", block)
+    dice = np.random.default_rng(0)
+    names = "lengths", "tiles", "labels", "image_tokens"
+    columns = {name: dice.integers(1, 90_000, 11).astype(np.int32) for name in names}
+    records: Any = Columns(**columns)
+    found = samples_in(records, records)
+    assert (found.tokens, found.tiles, found.labels) == tuple(columns[n].mean() for n in names[:3])
+    assert found.spread == pytest.approx(columns["lengths"].std(), rel=1e-12)
+    assert found.tile_tokens == columns["image_tokens"].sum() / columns["tiles"].sum()
 
 
 FULLEST = [

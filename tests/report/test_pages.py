@@ -7,16 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from browser import page as opened
 from imagined import imagine, lines
 
+from llava_fsdp.data.images.thumbnails import tile_thumbnail
 from llava_fsdp.plan import scaling_page
 from llava_fsdp.plan.planner import Planner
 from llava_fsdp.report import main as report
 from llava_fsdp.report.compare_page import best_of, comparison_page
 from llava_fsdp.report.dataset_page import dataset_page
 from llava_fsdp.report.downsample import Point
+from llava_fsdp.report.examples import Example, Gap, Images, Text
 from llava_fsdp.report.html import table
 from llava_fsdp.report.profile_page import profile_page
 from llava_fsdp.report.profile_trace import CATEGORIES, Times
@@ -83,8 +86,8 @@ def pages(sweep: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     folder = tmp_path_factory.mktemp("pages")
     run = imagine(folder / LONG, 120, ("vqa", "captions", LONG), "failed", (0, 60))
     texts = {
-        "dataset": dataset_page(dataset_report(cut=True)),
-        "dataset, nothing cut": dataset_page(dataset_report(cut=False)),
+        "dataset": dataset_page(dataset_report(cut=True), EXAMPLES),
+        "dataset, nothing cut": dataset_page(dataset_report(cut=False), []),
         "profile": profile_page(times(), "steps 10 to 12 of this start, rank 0", 10),
     }
     paths = {name: folder / f"{name}.html" for name in KINDS}
@@ -99,20 +102,50 @@ def pages(sweep: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     return paths
 
 
+def example(*parts: Text | Images | Gap, error: str = "") -> Example:
+    return Example(LONG, f"data/{LONG}.json", 7, 6, LONG, 2048, 300, parts, 1000, 20, 1, error)
+
+
+URL = tile_thumbnail(np.zeros((3, 336, 336), dtype=np.uint8), 160)
+WORDS = [
+    (text, False) for text in ("a", " word", " and", f" {LONG}", "\u23ce\n\n\t", " \u0627\u0644", " <b>&amp;")
+] * 40
+EXAMPLES = [
+    example(
+        Text("system, human", False, 281, [("<s>", True), *WORDS]),
+        *(Images(f"image {n}", f"{LONG}.jpg", 576, "tile", [URL] * n) for n in (1, 5, 37)),
+        Text("gpt", True, 282, [*WORDS, (f"<|{LONG}|>", True), ("</s>", True)]),
+        Gap(2000, 3, 4),
+        Images("video 1", LONG, 6273, "frame", [], f"Not shown: {LONG}"),
+        Text("", False, 280, WORDS),
+    ),
+    example(error=f"{LONG} does not exist"),
+]
+
+
 def dataset_report(cut: bool) -> dict[str, Any]:
-    source = {"name": LONG, "file": f"data/{LONG}.json", "images": None, "records": 2000, "left_out": 3}
+    source = {
+        "name": LONG, "file": f"data/{LONG}.json", "images": None, "records": 2000, "left_out": 3, "text_only": 4,
+        "pictures": 2500, "tokens": 1_600_000, "median": 700, "longest": 2048, "label_tokens": 300_000,
+        "tiles": 2500, "image_tokens": 1_440_000, "problems": {kind: 3 for kind in ("image_missing", LONG, "url", "a")},
+    }  # fmt: skip
+    files = (
+        [source | {"file": f"data/{LONG}/{n}.json", "left_out": n == 1200} for n in range(1300)] if cut else [source]
+    )
     kind = {
-        "records": 3,
+        "records": 400,
         "kept": False,
         "meaning": "the image cannot be read, so the record is skipped",
-        "not_shown": 2,
+        "not_shown": 100,
     }
     first = {"source": LONG, "line": 7, "index": None, "id": "r7", "reason": f"data/{LONG}.jpg is not a file"}
+    rows = [first | {"id": f"r{n}"} for n in range(300)]
     lost = {name: 0 for name in ("records_cut", "positions_lost", "label_tokens_lost", "left_without_labels")}
     return {
         "records": 2000, "kept": 1997, "left_out": {"wrong": 3, "too_long": 0},
         "settings": {"data.max_length": 2048, "data.template": "v1", "model": f"{LONG} + clip"},
         "sources": [source],
+        "files": files,
         "lengths": {
             "samples": 1997, "mean": 812.5, "percentiles": {"50": 700, "95": 1900, "100": 2300},
             "histogram": [{"from": n, "to": n + 99, "records": n // 10 if n > 300 else 0} for n in range(0, 2400, 100)],
@@ -121,7 +154,7 @@ def dataset_report(cut: bool) -> dict[str, Any]:
             {"max_length": n, **lost, **({"records_cut": 900 // at} if cut else {})}
             for at, n in enumerate((512, 1024, 2048, 4096), start=1)
         ],
-        "problems": {"image_missing": {**kind, "first": [first]}} if cut else {},
+        "problems": {"image_missing": {**kind, "first": rows}} if cut else {},
     }  # fmt: skip
 
 
@@ -259,9 +292,39 @@ def test_equal_curves_are_told_apart(sweep: Path) -> None:
 
 
 def test_a_dataset_of_which_nothing_is_cut_has_no_chart_of_it() -> None:
-    cut, whole = dataset_page(dataset_report(cut=True)), dataset_page(dataset_report(cut=False))
+    cut, whole = (dataset_page(dataset_report(cut), []) for cut in (True, False))
     assert "Records by data.max_length" in cut and "Nothing is cut off" not in cut
     assert "Records by data.max_length" not in whole and "Nothing is cut off, also with data.max_length=512." in whole
     for page in (cut, whole):
         assert all("<rect" in figure for figure in re.findall(r"<figure.*?</figure>", page, re.DOTALL))
         assert "<title>0 to 99: 0" not in page, "the bars begin at the shortest sample"
+
+
+def test_of_many_files_the_worst_come_first() -> None:
+    """Few at once, and more behind a fold; of the problems, too."""
+    page = dataset_page(dataset_report(cut=True), [])
+    section = page.partition("<h3>Files</h3>")[2].partition("</section>")[0]
+    shown, fold, folded = section.partition("<details>")
+    assert shown.count("<tr>") == 1 + 20 and folded.count("<tr>") == 1 + 1000 and "<details" in fold
+    assert re.findall(r">(\d+)\.json<", shown)[0] == "1200" and f"data/{LONG}/." in shown
+    _, reasons = page.split("<h3>image_missing</h3>")
+    first, _, more = reasons.partition("</section>")[0].partition("<details>")
+    assert (first.count("<tr>"), more.count("<tr>")) == (1 + 5, 1 + 95) and "395 more" in more
+    few = dataset_page(dataset_report(cut=False), [])
+    assert "<h3>" not in few and "<details" not in few and "There are no samples." in few
+
+
+def test_labels_are_marked_by_more_than_colour(browser: Any, pages: dict[str, Path]) -> None:
+    """By an underline and a text; and text that is no label has neither."""
+    browser.goto(pages["dataset"].resolve().as_uri())
+    lines = """(all) => all.map((own) => [!!own.closest(".labels"), getComputedStyle(own).textDecorationLine])"""
+    drawn = browser.locator(".example .text i").evaluate_all(lines)
+    assert {tuple(own) for own in drawn} == {(True, "underline"), (False, "none")}
+    said = [text.split("\n")[-1] for text in browser.locator(".example .part:has(.text) .head").all_inner_texts()]
+    assert [("with labels" in text, "no labels" in text) for text in said] == [
+        (False, True),
+        (True, False),
+        (False, True),
+    ]
+    assert browser.locator(".example img").count() == 43
+    assert browser.locator(".example img:not([alt])").count() == 0

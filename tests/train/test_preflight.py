@@ -16,12 +16,13 @@ from chat_templates import published, write_tokenizer
 from forged import forge_notes
 from small import Configure, changed_parts, config_of, make_config, write_json
 
-from llava_fsdp.config import Config, cli, load
+from llava_fsdp.config import Config, PrepareConfig, cli, load
 from llava_fsdp.data.text.jinja_template import own_name
 from llava_fsdp.doctor.checks import CHECKS, run_check
 from llava_fsdp.doctor.context import Context
 from llava_fsdp.doctor.findings import Finding, Level, result_and_cure
 from llava_fsdp.model.pretrained import NoProjector, find_parts
+from llava_fsdp.prepare.main import prepare
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 from llava_fsdp.train import main as train
 from llava_fsdp.train import preflight as checks
@@ -249,6 +250,19 @@ def test_plan_prepare_and_dry_run_say_what_train_says(
         assert f"{type(refused.value).__name__}: {refused.value}" in caplog.text
     except LlavaFsdpError as error:
         assert (type(error), str(error)) == (type(refused.value), str(refused.value))
+
+
+@pytest.mark.parametrize("words", [["data.template=chat_template"], ["data.images=gone"], ["data.path=gone.json"]])
+def test_an_error_that_ends_prepare_is_not_printed_before(
+    words: list[str], parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = [f"model.{part}={parts / part}" for part in ("language", "vision")] + ["model.random_weights=true"]
+    data = ["data=llava_json", f"data.path={dataset / 'mixed.json'}", f"data.index={tmp_path}", *words]
+    cfg = config_of([*own, *data], "prepare")
+    assert isinstance(cfg, PrepareConfig)
+    with pytest.raises(ConfigError):
+        prepare(cfg)
+    assert "train refuses" not in caplog.text
 
 
 def test_a_training_that_waits_for_stage_1_is_planned_without_a_warning(

@@ -15,6 +15,7 @@ from small import Configure, make_config
 
 from llava_fsdp.checkpoint.snapshot import Snapshot
 from llava_fsdp.config import Config
+from llava_fsdp.data.batching.sampler import ComputedShuffle
 from llava_fsdp.distributed.mesh import World, make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.weight_names import ours
@@ -114,6 +115,7 @@ CHANGES = {
     "model.train": "model.train=[projector]",
     "data.max_length": "data.max_length=100",
     "data.template": "data.template=chatml",
+    "sampler.name": "sampler=computed_shuffle",
 }
 
 
@@ -124,6 +126,23 @@ def test_another_recipe_is_refused(key: str, whole_run: Path, configure: Configu
         train.train(cfg)
     assert "checkpoint.resume=never" in str(caught.value) and "output_dir" in str(caught.value)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6, "a refused run must not touch anything"
+
+
+@pytest.mark.ranks
+def test_the_computed_order_resumes_in_its_own_version_alone(
+    configure: Configure, pools: dict[int, RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another number of ranks, too."""
+    values = [*OFTEN, "sampler=computed_shuffle", "max_steps=4"]
+    train.train(configure(*values, to="whole"))
+    cfg = configure(*values, "sharding=zero3", to=interrupted(tmp_path / "whole", tmp_path / "again", 2))
+    pools[2].run(run_ranks, cfg)
+    expected, got = outcome(tmp_path / "whole"), outcome(tmp_path / "again")
+    assert len(got.losses) == 4 and got.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    monkeypatch.setattr(ComputedShuffle, "shape", "computed_shuffle, version 0")
+    older = configure(*values, to=interrupted(tmp_path / "whole", tmp_path / "older", 2))
+    with pytest.raises(CheckpointError, match="sampler: it gives another order"):
+        train.train(older)
 
 
 def test_another_dataset_is_refused_and_a_moved_one_is_not(

@@ -28,6 +28,7 @@ from llava_fsdp.config.data import (
     StageConfig,
     ValConfig,
     fixed_part,
+    is_remote,
     paths_in,
 )
 from llava_fsdp.config.distributed import (

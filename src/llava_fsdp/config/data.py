@@ -1,5 +1,6 @@
 """Configuration keys of the data: data sources, sampling order and validation data."""
 
+import hashlib
 import math
 import os
 import re
@@ -25,6 +26,8 @@ MOST_EPOCHS = 1000
 """Maximum value of the key `epochs` of a data source."""
 MAGIC = re.compile(r"[*?[]")
 """Characters that make a path a pattern."""
+REMOTE = re.compile(r"(s3|gs|hf)://")
+"""Beginning of the URLs of the remote storages that are read."""
 HELDOUT = "heldout.json"
 """Name of the file with the validation records of the embedded dataset (data=shapes)."""
 
@@ -41,6 +44,11 @@ def fixed_part(path: str) -> str:
     """Return a path itself, or of a pattern the folder in which it is searched."""
     found = MAGIC.search(path)
     return path if found is None or os.path.exists(path) else os.path.dirname(path[: found.start()]) or "."
+
+
+def is_remote(path: str) -> bool:
+    """Return whether a path is the URL of a remote storage that is read."""
+    return REMOTE.match(path) is not None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,8 +90,8 @@ class DataConfig:
     root: str | None
     """Folder in which the files of the embedded dataset (data=shapes) are generated; other datasets ignore this key."""
     path: str | None
-    """Files of records (JSON lists, JSON Lines or Parquet): a file, a folder, a pattern, or several of these separated
-    by commas."""
+    """Files of records (JSON lists, JSON Lines, Parquet or tars): a file, a folder, a pattern, or several of these
+    separated by commas. They may be remote: s3://, gs://, hf://datasets/ORG/NAME."""
     images: str | None
     """Folder of the images; the image paths in records are relative to it."""
     question: str | None = None
@@ -97,7 +105,12 @@ class DataConfig:
     """Several data sources by name, instead of the single source data.path."""
     index: str | None
     """Folder of the dataset's index; null: the (first) path of the records with `.index` appended; for a pattern that
-    of its folder."""
+    of its folder; for remote files a folder below data.cache."""
+    cache: str | None = None
+    """Folder on a local disk for what is kept of remote files; null: $XDG_CACHE_HOME/llava_fsdp or
+    ~/.cache/llava_fsdp."""
+    cache_gb: float = 20.0
+    """Maximum size in GiB of the images of remote files that are kept in data.cache; 0: none are kept."""
     examine: Examine
     """How images are checked before the first training: every image is decoded completely, or only its size is read."""
     allow_links: bool
@@ -159,7 +172,16 @@ class DataConfig:
     @property
     def index_folder(self) -> Path:
         first = next(iter(self.sources.values())).path if self.sources else self.path
-        return Path(self.index or f"{fixed_part(paths_in(str(first))[0]).rstrip('/')}.index")
+        place = fixed_part(paths_in(str(first))[0]).rstrip("/")
+        if self.index is None and is_remote(place):
+            name = hashlib.sha256(str(first).encode()).hexdigest()[:12]
+            return self.cache_folder / "index" / f"{Path(place).name}-{name}.index"
+        return Path(self.index or f"{place}.index")
+
+    @property
+    def cache_folder(self) -> Path:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(self.cache or f"{base}/llava_fsdp").expanduser()
 
     @property
     def source_names(self) -> list[str]:
@@ -212,14 +234,16 @@ class DataConfig:
         at_least("data.workers", self.workers, 0)
         at_least("data.prefetch", self.prefetch, 1)
         at_least("data.stall", self.stall, 1)
+        if not self.cache_gb >= 0:
+            raise ConfigError(f"data.cache_gb={self.cache_gb:g} must be at least 0")
 
 
 @dataclass(kw_only=True, slots=True)
 class SamplerConfig:
     name: SamplerName
     """Order of the samples. shuffle: a permutation that depends on (seed, epoch) and not on the number of ranks;
-    llava_v1_5: the order of the original LLaVA's samplers, which depends on the number of ranks and on
-    micro_batch_size."""
+    computed_shuffle: another such permutation, whose memory does not grow with the number of records; llava_v1_5: the
+    order of the original LLaVA's samplers, which depends on the number of ranks and on micro_batch_size."""
     group_by_modality_length: bool
     """llava_v1_5 only: whether to use the original LLaVA's sampler that groups samples by whether they have images and
     by length."""

@@ -88,6 +88,7 @@ class SpecialTokens(Enum):
 
 class SamplerName(Enum):
     shuffle = "shuffle"
+    computed_shuffle = "computed_shuffle"
     llava_v1_5 = "llava_v1_5"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from llava_fsdp.config import Config, Source, fixed_part, paths_in
+from llava_fsdp.config import Config, Source, fixed_part, is_remote, paths_in
 from llava_fsdp.config.tree import leaves_of
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -55,7 +55,8 @@ def places_read(cfg: Config) -> dict[str, str]:
         keys = getattr(cfg, group)
         own_keys = {f"{group}.sources.{name}": own for name, own in keys.sources.items()}
         for prefix, own in {group: keys, **own_keys}.items():
-            found = [fixed_part(path) for path in paths_in(own.path)] if own.path is not None else []
+            named = paths_in(own.path) if own.path is not None else []
+            found = [fixed_part(path) for path in named if not is_remote(path)]
             paths |= {f"{prefix}.path{f'[{n}]' if len(found) > 1 else ''}": path for n, path in enumerate(found)}
             paths[f"{prefix}.images"] = own.images
     if cfg.model.checkpoint is None:
@@ -82,7 +83,7 @@ def exists(name: str) -> bool:
 
 PLACES = re.compile(
     r"model\.(language|vision|checkpoint|projector|lora\.checkpoint)|offload\.folder|"
-    r"(data|val)\.(.+\.)?(path|images|root|index)"
+    r"(data|val)\.(.+\.)?(path|images|root|index|cache)"
 )
 """Pattern of keys whose paths may differ between machines, because each machine has its own copy."""
 

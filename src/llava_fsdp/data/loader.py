@@ -88,7 +88,7 @@ def build_loader(
     records = open_records(cfg, encoder, image_reader, watch if rank == 0 else watch_silently)
     if rank == 0 and (message := remarks(records)):
         log().warning(message)
-    sampler = open_sampler(records.words, cfg, world_size, records.source_counts) if choose is None else choose(records)
+    sampler = open_sampler(records, cfg, world_size) if choose is None else choose(records)
     workers = cfg.data.workers
     if workers is None:
         workers = read_host().data_workers(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -11,6 +11,7 @@ import numpy as np
 from llava_fsdp.config import Config, Part, SamplerName, Source
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.worker_pool import BLOCK
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.safe_load import SMALL
@@ -110,13 +111,18 @@ def samples_in(records: Records, rule: ImageTokens) -> Samples:
     Args:
         rule: the tokens of an image, for an index that does not count image tokens.
     """
-    lengths, tiles, labels = (np.asarray(c, dtype=np.float64) for c in (records.lengths, records.tiles, records.labels))
-    image_tokens = records.image_tokens
-    total = None if image_tokens is None else int(image_tokens.sum(dtype=np.int64))
-    spread = max(1.0, float(lengths.std()))
-    source = f"{len(records):,} records"
-    each = tokens_of_a_tile(int(tiles.sum()), total, rule)
-    return Samples(float(lengths.mean()), float(tiles.mean()), float(labels.mean()), spread, source, each)
+    count, image_tokens = len(records), records.image_tokens
+    tokens, tiles, labels = (total_of(column) for column in (records.lengths, records.tiles, records.labels))
+    each = tokens_of_a_tile(tiles, None if image_tokens is None else total_of(image_tokens), rule)
+    # in blocks, because a copy of the whole column with more bits takes gigabytes for 100 million records
+    blocks = (records.lengths[at : at + BLOCK].astype(np.int64) for at in range(0, count, BLOCK))
+    squares = sum(int(np.square(block).sum()) for block in blocks)
+    spread = max(1.0, math.sqrt(squares * count - tokens**2) / count)
+    return Samples(tokens / count, tiles / count, labels / count, spread, f"{count:,} records", each)
+
+
+def total_of(column: np.ndarray) -> int:
+    return int(column.sum(dtype=np.int64))
 
 
 def most_tokens(samples: Samples, count: float) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from llava_fsdp.config import Format, PrepareConfig
+from llava_fsdp.config.paths import check_places
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.bad_records import same_files
 from llava_fsdp.data.index.build import Plan, open_index
@@ -38,11 +39,13 @@ def prepare(cfg: PrepareConfig) -> None:
     and raise no error. Validation records, if there are any, are indexed and reported too. With `cfg.verify`, only
     compare the existing indexes with the files of the dataset."""
     draw_shapes(cfg.data)
-    warn_if_refused(cfg)
-    parts = find_parts(cfg.model)
+    check_places(cfg)
+    typed, parts = cfg, find_parts(cfg.model)
     cfg = with_template(cfg, parts)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
     encoding = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))
+    sources_of(cfg.data)
+    warn_if_refused(typed)  # only now: it would also print the errors of the lines above, which end this command
     if cfg.verify:
         return verify(cfg, encoding)
     folder = Path(cfg.report or cfg.data.index_folder)
@@ -87,7 +90,7 @@ def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: P
     if warning := same_files(records):
         log().warning(warning)
     try:
-        return write_report(records, cfg, folder)
+        return write_report(records, cfg, encoding, folder)
     except OSError as error:
         raise ConfigError(
             f"the report cannot be written to {folder} ({error}); name another folder: report=DIR"

@@ -1,28 +1,100 @@
-"""Report page of a dataset: its sources, the lengths of its samples, what various maximum lengths would cut off, and
-which records have problems."""
+"""Report page of a dataset: its sources and files, the lengths of its samples, what various maximum lengths would cut
+off, which records have problems, and some records as a model is trained on them."""
 
 from collections.abc import Iterable, Iterator
 from html import escape
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 from typing import Any
 
+from llava_fsdp.report.examples import Example, examples_body
 from llava_fsdp.report.html import heading, section, table, whole_page
 from llava_fsdp.report.svg import Bar, draw_bars
 
+FIRST = 5
+"""Number of records with a problem of one kind that are shown at once, with the reasons; LISTED are behind a fold."""
+LISTED = 100
+WORST, FOLDED = 20, 1000
+"""Number of files that are shown at once, those with the most skipped records first, and number of files behind a
+fold."""
+NAMED = 3
+"""Number of kinds of problems, and of sources with a problem, that a table cell names."""
+SPACE = "\u00a0"
+"""A space at which no line is broken."""
+COLUMNS = ("records", "skipped", "problems", "images", "tokens", "median", "longest", "with labels")
 
-def dataset_page(report: dict[str, Any]) -> str:
-    """Return the report page of a dataset as HTML. `report` is the content of its report.json."""
+
+def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
+    """Return the report page of a dataset as HTML.
+
+    Args:
+        report: the content of its report.json.
+        examples: records that are trained on.
+    """
     out = report["left_out"]
     counts = f"{report['records']:,} records, {report['kept']:,} kept, {out['wrong']:,} skipped as wrong, "
     parts = [
         heading("dataset", "Dataset", f"{counts}{out['too_long']:,} as too long."),
         section("Settings", table(["setting", "value"], report["settings"].items())),
-        section("Sources", table(spaced(report["sources"][0]), (source.values() for source in report["sources"]))),
+        section("Sources", *sources(report)),
         section("Lengths", *lengths(report["lengths"])),
         section("What a maximum length costs", *truncation(report)),
-        section("Problems", *problems(report["problems"])),
+        section("Problems", *problems(report)),
+        section("Records as the model sees them", *examples_body(examples)),
     ]
     return whole_page("dataset", "".join(parts))
+
+
+def sources(report: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of the data sources and, if one has several files, a table of all files."""
+    more = ("text_only", "label_tokens", "tiles", "image_tokens", "images")
+    rows = ([own["name"], own["file"], *counted(own), *(own[name] for name in more)] for own in report["sources"])
+    yield table(["source", "file", *COLUMNS, *spaced(more[:-1]), "folder of images"], rows)
+    if len(report["files"]) == len(report["sources"]):
+        return
+    files = sorted(report["files"], key=lambda own: badness(own, report["sources"]))
+    paths = [own["file"] for own in files]
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(min(paths), max(paths), strict=False))
+    shared = "".join(character for character, _ in same).rpartition("/")[0]
+    bad = sum(bool(own["left_out"] or own["problems"]) for own in files)
+    head = f"{len(files):,} files, {bad:,} of them with skipped records or problems."
+    order = "most skipped records first, then most problems, then a share of labels that is far from the source's"
+    below = f" All paths begin with {escape(shared)}/." if shared else ""
+    yield f"<h3>Files</h3><p class=note>{head} Their order: {order}.{below}</p>\n"
+    names = ["source" if len(report["sources"]) > 1 else None, "file", *COLUMNS]
+    lines = [
+        [own["name"] if names[0] else None, own["file"].removeprefix(f"{shared}/"), *counted(own)]
+        for own in files[: WORST + FOLDED]
+    ]
+    yield table([text or "" for text in names], lines[:WORST])
+    if len(lines) > WORST:
+        rest = f", of which {FOLDED:,} are shown; all are in report.json" if len(files) > len(lines) else ""
+        yield f"<details><summary>The other {len(files) - WORST:,} files{rest}</summary>\n"
+        yield table([text or "" for text in names], lines[WORST:]) + "</details>\n"
+
+
+def counted(own: dict[str, Any]) -> list[object]:
+    """Return the cells of a source or a file in the columns COLUMNS."""
+    share = f"{100 * label_share(own):.1f} %" if own["tokens"] else None
+    lengths = [own["pictures"], own["tokens"], own["median"], own["longest"], share]
+    return [own["records"], own["left_out"], most_of(own["problems"]), *lengths]
+
+
+def most_of(counts: dict[str, int]) -> str:
+    """Return the greatest counts with their names, and how many counts more there are."""
+    first = sorted(counts, key=lambda name: -counts[name])[:NAMED]
+    more = [f"{len(counts) - NAMED}{SPACE}more"] if len(counts) > NAMED else []
+    return ", ".join([*(f"{name}{SPACE}{counts[name]:,}" for name in first), *more])
+
+
+def label_share(own: dict[str, Any]) -> float:
+    return own["label_tokens"] / max(1, own["tokens"])
+
+
+def badness(own: dict[str, Any], sources: list[dict[str, Any]]) -> tuple[float, ...]:
+    """Return a key by which the files that differ most from the others are sorted first."""
+    share = next(label_share(source) for source in sources if source["name"] == own["name"])
+    problems = sum(own["problems"].values()) / own["records"]
+    return -own["left_out"] / own["records"], -problems, -abs(label_share(own) - share)
 
 
 def lengths(statistics: dict[str, Any]) -> Iterator[str]:
@@ -55,19 +127,36 @@ def truncation(report: dict[str, Any]) -> Iterator[str]:
     yield table(["data.max_length", *spaced(names)], rows)
 
 
-def problems(kinds: dict[str, Any]) -> Iterator[str]:
+def problems(report: dict[str, Any]) -> Iterator[str]:
+    kinds, sources = report["problems"], report["sources"]
     if not kinds:
         yield "<p>None.</p>\n"
         return
+    by_source = {
+        kind: {own["name"]: own["problems"][kind] for own in sources if kind in own["problems"]} for kind in kinds
+    }
     yield table(
-        ["kind", "records", "what becomes of them", "meaning"],
-        ([kind, row["records"], "kept" if row["kept"] else "skipped", row["meaning"]] for kind, row in kinds.items()),
+        ["kind", "records", "sources" if len(sources) > 1 else "", "what becomes of them", "meaning"],
+        (
+            [
+                kind,
+                row["records"],
+                most_of(by_source[kind]) if len(sources) > 1 else "",
+                "kept" if row["kept"] else "skipped",
+                row["meaning"],
+            ]
+            for kind, row in kinds.items()
+        ),
     )
     names = ["source", "line", "index", "id", "reason"]
     for kind, row in kinds.items():
-        more = f", of which the first {len(row['first']):,} are shown; all are in problems.jsonl"
-        yield f"<details><summary>{escape(kind)}: {row['records']:,}{more if row['not_shown'] else ''}</summary>\n"
-        yield table(names, ([record[name] for name in names] for record in row["first"])) + "</details>\n"
+        first = [[record[name] for name in names] for record in row["first"][:LISTED]]
+        yield f"<h3>{escape(kind)}</h3>\n{table(names, first[:FIRST])}"
+        if row["records"] > FIRST:
+            more = f", of which the first {LISTED - FIRST} are shown; all are in problems.jsonl"
+            rest = more if row["records"] > len(first) else ""
+            yield f"<details><summary>{row['records'] - FIRST:,} more of {escape(kind)}{rest}</summary>\n"
+            yield table(names, first[FIRST:]) + "</details>\n"
 
 
 def spaced(names: Iterable[str]) -> list[str]:

@@ -147,7 +147,8 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     meanings = {
         "dataset": f"data.path: a file of records was added, removed or changed, or other records are wrong now{moved}",
         "encoding": "model.language, model.vision: the tokenizer or the preprocessor is another one",
-        "order": "sampler: the original's order depends on micro_batch_size and on the number of ranks; one changed",
+        "order": "sampler: it gives another order, because micro_batch_size, the number of ranks (llava_v1_5) or the "
+        "version of this program (computed_shuffle) changed",
         "model": "model: the model is another one: other shapes, or other frozen weights",
     }
     if now["model.random_weights"] and then.get("seed") != now["seed"]:

@@ -192,7 +192,7 @@ def describe_precision(precision: PrecisionConfig) -> str:
 
 
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
-    if cfg.sampler.name is SamplerName.shuffle and cfg.packs:
+    if cfg.sampler.name is not SamplerName.llava_v1_5 and cfg.packs:
         return (
             f"{cfg.global_batch_size} samples packed into rows of at most {cfg.row_tokens:,} tokens, "
             "as few as they need on each rank"

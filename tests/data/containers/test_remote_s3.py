@@ -14,7 +14,7 @@ from typing import Any
 import boto3
 import pytest
 from faulty_proxy import FaultyProxy
-from moto.server import ThreadedMotoServer
+from s3 import SECRET, s3_server
 from tiers import slow_after
 
 from llava_fsdp.data.containers.range_cache import RangeCache
@@ -32,31 +32,13 @@ from llava_fsdp.runtime.errors import (
 )
 
 CONTENT = random.Random(0).randbytes(100_003)
-SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
 KEYS = {"a.tar": CONTENT, "data/x-1.tar": b"x1", "data/x-é.tar": b"xe", "data/x-10.tar": b"x10", "data/sub/y.tar": b"y"}
 
 
 @pytest.fixture(scope="module")
 def proxy() -> Iterator[FaultyProxy]:
-    """The server, and the variables with which the libraries find it."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    made = FaultyProxy(server.get_host_and_port()[1])
-    variables = {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_CONFIG_FILE": "/dev/null",
-        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-        "AWS_ENDPOINT_URL": made.url,
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
+    with s3_server() as made:
         yield made
-    made.close()
-    server.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -1,20 +1,25 @@
 """Every planted fault is found, each as what it is, and nothing else; and training goes on without them, or not."""
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from planted import ALSO, FAULTS, LINES_ONLY, turns, write_planted
 from small import make_config, write_json
 from test_build import open_again, plan_of
 
-from llava_fsdp.config import Config
+from llava_fsdp.config import Config, TooLong
 from llava_fsdp.data.index import bad_records as door_module
 from llava_fsdp.data.index import build as index_module
+from llava_fsdp.data.index import dataset
 from llava_fsdp.data.index import record_store as texts_module
 from llava_fsdp.data.index.bad_records import open_records, refuse_bad_records, remarks
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.data.records.problems import BITS, PROBLEMS, Kind, is_kept
+from llava_fsdp.data.index.worker_pool import open_column
+from llava_fsdp.data.records.problems import BITS, PROBLEMS, Kind, is_kept, mask
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.progress import watch_silently
 from llava_fsdp.train import main as train
@@ -81,6 +86,49 @@ def test_what_is_kept_and_what_is_not(case: tuple[Path, list[str | None]], parts
         assert facts == tuple(int(column[number]) for column in columns)
         assert record.signed_words == records.words[number]
     refuse_bad_records(records, cfg.data)
+
+
+COLUMNS = {
+    "lengths": "length", "labels": "labels", "images": "images", "tiles": "tiles", "image_tokens": "image_tokens",
+    "positions_cut": "positions_cut", "labels_cut": "labels_cut", "pictures": "pictures", "words": "words",
+}  # fmt: skip
+
+
+def test_columns_without_skipped_records_are_files_of_the_index(
+    case: tuple[Path, list[str | None]], parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written once, mapped from then on; in memory where the index cannot be written. With either, all is the same."""
+    path, _ = case
+    monkeypatch.setattr(dataset, "BLOCK", 3)
+    for too_long in TooLong:
+        cfg = config(parts, path, f"data.too_long={too_long.value}")
+        records = open_again(cfg, parts)
+        index, numbers = records.index, records.numbers
+        bits = mask(*records.dropping)
+        flags = index.flags(0, len(index))
+        assert numbers is not None and numbers.tolist() == np.flatnonzero((flags & bits) == 0).tolist()
+        assert isinstance(numbers, np.memmap) and numbers.dtype == np.int64
+        folder = Path(str(numbers.filename)).parent
+        assert folder.parent == index.encoded.parent
+        for name, column in COLUMNS.items():
+            whole = open_column(index.records if name in ("pictures", "words") else index.encoded, column)
+            values = getattr(records, name)
+            assert isinstance(values, np.memmap) and values.dtype == whole.dtype
+            assert values.tolist() == whole[numbers].tolist()
+        whole = hashlib.sha256(index.texts.fingerprint.encode() + numbers.tobytes())
+        assert records.fingerprint == whole.hexdigest()[:32]
+        before = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
+        again = open_again(cfg, parts)
+        mapped = {name: getattr(again, name).tolist() for name in COLUMNS}
+        assert {p.name: p.stat().st_mtime_ns for p in folder.iterdir()} == before
+        aside = folder.rename(tmp_path / folder.name)
+        folder.write_bytes(b"a file where the folder should be")
+        unwritten = open_again(cfg, parts)
+        assert not isinstance(unwritten.numbers, np.memmap) and unwritten.fingerprint == records.fingerprint
+        assert {name: getattr(unwritten, name).tolist() for name in COLUMNS} == mapped
+        assert unwritten.source_counts == records.source_counts
+        folder.unlink()
+        shutil.move(aside, folder)
 
 
 def test_training_stops_at_the_door(case: tuple[Path, list[str | None]], parts: Path) -> None:

@@ -1,10 +1,13 @@
 """What `prepare` finds is told once in full: report.json, report.html, problems.jsonl and a summary."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from planted import write_planted
 from small import config_of, make_config
@@ -12,10 +15,11 @@ from test_build import open_again, plan_of
 
 from llava_fsdp.config import PrepareConfig
 from llava_fsdp.data.index import statistics as report_module
-from llava_fsdp.data.index.statistics import bar_width, make_report, problem_rows, write_report
+from llava_fsdp.data.index.statistics import bar_width, make_report, median, problem_rows, write_report
 from llava_fsdp.data.text.encode import truncate
 from llava_fsdp.prepare import main as prepare
 from llava_fsdp.runtime.jsonl import Rows
+from llava_fsdp.runtime.terminal_text import OBEYED
 from llava_fsdp.train import metrics
 
 
@@ -46,6 +50,56 @@ def test_the_report_counts_what_is_there(parts: Path, dataset: Path, tmp_path: P
     assert all(row["records_cut"] == 0 for row in report["truncation"][1:])
 
 
+def encoding_of(cfg, parts: Path):
+    plan = plan_of(cfg, parts)
+    return plan.encoder, plan.reader
+
+
+@pytest.mark.parametrize("block", [2, 1 << 20])
+def test_every_file_is_counted_by_itself(
+    block: int, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums, medians and problems of files are those of an index of each file alone, and add up to their source's."""
+    raw = json.loads((dataset / "mixed.json").read_text())
+    raw[3]["image"] = raw[20]["image"] = "gone.jpg"
+    raw[21]["conversations"].pop()
+    for number, own in enumerate((raw[:9], raw[9:20], raw[20:])):
+        (tmp_path / f"{number}.json").write_text(json.dumps(own))
+    others = tmp_path / "other.json"
+    others.write_text(json.dumps(raw[30:37]))
+
+    def report(index: str, *words: str) -> dict[str, Any]:
+        cfg = make_config(parts, dataset, tmp_path, "data.path=null", f"data.index={tmp_path / index}", *words)
+        return make_report(open_again(cfg, parts), cfg)
+
+    monkeypatch.setattr(report_module, "BLOCK", block)
+    files = [str(tmp_path / f"{number}.json") for number in range(3)]
+    both = f'+data.sources.a.path="{",".join(files)}"', f"+data.sources.b.path={others}"
+    whole = report("all", *both)
+    assert [(own["name"], own["file"]) for own in whole["files"]] == [
+        *(("a", file) for file in files),
+        ("b", str(others)),
+    ]
+    for number, own in enumerate(whole["files"]):
+        alone = report(f"{number}", f"data.path={own['file']}")
+        assert own | {"name": ""} == alone["sources"][0] | {"name": ""} == alone["files"][0] | {"name": ""}
+        assert own["problems"] == {kind: row["records"] for kind, row in alone["problems"].items()}
+    a, b = whole["sources"]
+    for key in ("records", "left_out", "pictures", "tokens", "label_tokens", "tiles", "image_tokens", "text_only"):
+        assert a[key] == sum(own[key] for own in whole["files"][:3]) and b[key] == whole["files"][3][key]
+    assert a["problems"]["image_missing"] == 2 and a["problems"]["odd_turns"] == 1 and not b["problems"]
+    assert a["longest"] == max(own["longest"] for own in whole["files"][:3]) and a["left_out"] == 3
+
+
+@pytest.mark.parametrize("block", [3, 1 << 20])
+def test_a_median_is_the_least_length_that_half_do_not_exceed(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_module, "BLOCK", block)
+    lengths = np.array([9, 9, 5, 1, 4, 4, 7, 2, 9], dtype=np.int32)
+    for begin, end in ((2, 3), (2, 4), (2, 7), (2, 8), (0, 9)):
+        own = sorted(lengths[begin:end].tolist())
+        assert median(lengths, begin, end, 9) == own[(len(own) - 1) // 2]
+
+
 def encoder_of(cfg, parts: Path):
     encoder = plan_of(cfg, parts).encoder
     return type(encoder)(**{**vars(encoder), "max_length": 1 << 40})
@@ -60,7 +114,7 @@ def test_every_problem_is_listed(parts: Path, tmp_path: Path, monkeypatch: pytes
     cfg = make_config(parts, tmp_path, tmp_path, f"data.path={path}", f"data.images={tmp_path / 'images'}")
     records = open_again(cfg, parts)
     monkeypatch.setattr(report_module, "SHOWN", 2)
-    report = write_report(records, cfg, tmp_path / "report")
+    report = write_report(records, cfg, encoding_of(cfg, parts), tmp_path / "report")
     assert json.loads((tmp_path / "report" / "report.json").read_text()) == report
     rows = [json.loads(line) for line in (tmp_path / "report" / "problems.jsonl").read_text().splitlines()]
     assert rows == list(problem_rows(records))
@@ -73,13 +127,19 @@ def test_every_problem_is_listed(parts: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_page_escapes_what_came_from_the_data(parts: Path, tmp_path: Path) -> None:
-    evil = "<script>alert(1)</script>"
+    """Of records that are wrong, and of those that are shown as samples."""
+    evil = "<script>alert(1)</script>\u202e'\x1b"
     turns = [{"from": evil, "value": "a"}]
-    (tmp_path / "a.json").write_text(json.dumps([{"id": evil, "conversations": turns}]))
+    right = [{"from": "human", "value": evil}, {"from": "gpt", "value": evil}]
+    records = [{"id": evil, "conversations": turns}, {"id": f"{evil}2", "conversations": right}]
+    (tmp_path / "a.json").write_text(json.dumps(records))
     cfg = make_config(parts, tmp_path, tmp_path, f"data.path={tmp_path / 'a.json'}", "data.images=null")
-    write_report(open_again(cfg, parts), cfg, tmp_path)
+    write_report(open_again(cfg, parts), cfg, encoding_of(cfg, parts), tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert "<script" not in page and "&lt;script&gt;" in page and "http:" not in page and "https:" not in page
+    assert not re.search(f"[{OBEYED}]", page) and not re.search("<i> ?<(?!/i>)", page), (
+        "a token is <, or begins with it"
+    )
 
 
 def test_bars_are_few_and_round() -> None:

@@ -396,6 +396,10 @@ def test_an_empty_form_beside_another_is_none() -> None:
     for empty in (None, [], "", {}):
         record = parse({"messages": empty, "conversations": TURNS, "q": None})
         assert record.turns == (Turn("human", "a"), Turn("gpt", "b"))
+        assert parse({"conversations": empty, "texts": [], **user("a")}).turns == record.turns
+    with pytest.raises(DataError) as caught:
+        parse({"messages": [[]], "conversations": TURNS})
+    assert caught.value.kind == Kind.bad_form
     assert parse({"messages": [], "conversations": []}).turns == ()
     assert parse({"texts": [], "image": None}).has_image_key and not parse({"texts": [], "images": []}).has_image_key
     assert parse({"texts": [], "image": "a.png", "images": ["a.png"]}).images == ("a.png",), "the same list twice"

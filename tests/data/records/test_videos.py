@@ -16,9 +16,9 @@ from llava_fsdp.data.text.conversation import check_turns
 from llava_fsdp.runtime.errors import DataError
 
 
-def parse(question: str, videos: bool = True, **keys: Any) -> Record:
+def parse(question: str, reads: bool = True, **keys: Any) -> Record:
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": "a <video> of it"}]
-    return parse_record(Path("a.json"), 0, {"id": "1", "conversations": turns, **keys}, videos=videos)
+    return parse_record(Path("a.json"), 0, {"id": "1", "conversations": turns, **keys}, videos=reads)
 
 
 READ: list[tuple[dict[str, Any], str, list[str], str]] = [
@@ -29,6 +29,9 @@ READ: list[tuple[dict[str, Any], str, list[str], str]] = [
     ({"image": "i.png", "video": "a.mp4"}, "<image> <video>", ["i.png", "a.mp4"], "<image> <image>"),
     ({"image": ["i.png", "j.png"], "video": ["a.avi", "b.mov"]}, "<video><image><image><video>",
      ["a.avi", "i.png", "j.png", "b.mov"], "<image><image><image><image>"),
+    ({"videos": ["a.mp4", "b.mov"]}, "<video> <image>", ["a.mp4", "b.mov"], "<image> <image>"),
+    ({"videos": "a.mp4", "video": None, "image": "i.png"}, "<image> <video>", ["i.png", "a.mp4"], "<image> <image>"),
+    ({"videos": ["a.mp4"], "video": "a.mp4"}, "<video>", ["a.mp4"], "<image>"),
     ({"image": "a.webm"}, "<image>", ["a.webm"], "<image>"),
     ({"image": "a.webm"}, "<video>", ["a.webm"], "<image>"),
     ({"image": ["i.png", "a.m4v"]}, "<image> <image>", ["i.png", "a.m4v"], "<image> <image>"),
@@ -57,14 +60,31 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+def test_an_empty_list_of_videos_is_none() -> None:
+    record = parse("what", videos=[], video=None)
+    assert record.images == () and record.unread is None
+    assert not parse("what", videos=[]).has_image_key
+
+
+def test_two_keys_of_videos_that_differ_are_refused() -> None:
+    with pytest.raises(DataError) as caught:
+        parse("<video>", video="a.mp4", videos=["b.mp4"])
+    assert caught.value.kind == Kind.bad_form and "video and videos" in str(caught.value)
+
+
 @pytest.mark.parametrize(("keys", "question"), UNREAD)
 def test_what_is_no_video_is_not_read(keys: dict[str, Any], question: str) -> None:
     assert parse(question, **keys).unread is not None
 
 
-@pytest.mark.parametrize("keys", [{"video": "a.mp4"}, {"image": "a.mp4"}, {"image": "i.png", "video": ["a.mp4"]}])
+KEYS_OF_VIDEOS: list[dict[str, Any]] = [
+    {"video": "a.mp4"}, {"videos": ["a.mp4"]}, {"image": "a.mp4"}, {"image": "i.png", "video": ["a.mp4"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", KEYS_OF_VIDEOS)
 def test_a_model_without_videos_reads_none(keys: dict[str, Any]) -> None:
-    record = parse("<image>\nwhat", videos=False, **keys)
+    record = parse("<image>\nwhat", reads=False, **keys)
     assert record.unread is not None and record.images == (() if "image" not in keys else (keys["image"],))
     assert record.has_image_key is ("image" in keys)
 
@@ -136,5 +156,5 @@ def test_columns_of_parquet(tmp_path: Path) -> None:
     assert records[0].unread is None and records[1].unread is not None
     held = pa.table({"video": [{"bytes": b"x", "path": "a.mp4"}] * 2, "conversations": turns})
     write_table(held, tmp_path / "b.parquet")
-    assert all(HELD.encode() in line for line, _ in texts(tmp_path / "b.parquet", MOST_BYTES))
+    assert all(HELD.encode() in line for line, _ in texts(str(tmp_path / "b.parquet"), MOST_BYTES))
     assert RecordFile(tmp_path / "b.parquet")[0].unread is not None

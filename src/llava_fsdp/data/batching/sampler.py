@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from llava_fsdp.config import Config, SamplerName, SourceConfig
+from llava_fsdp.data.batching.keyed_permutation import VERSION, permuted
 from llava_fsdp.data.batching.llava_samplers import LlavaSampler
 from llava_fsdp.data.batching.packing import Assignment
+from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.shared_columns import shared_column
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.seeds import derive
+
+ORDERS = "orders"
+"""Folder of the index with the record order of large epochs."""
+LARGE = 1 << 20
+"""Number of samples from which the order of an epoch is written to a file. A smaller one takes at most 4 MiB in each
+process."""
 
 
 class Sampler(Protocol):
@@ -62,9 +73,9 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Shuffle:
-    """Sampler that shuffles the records anew in each epoch; the order depends only on the seed, the epoch and
-    `shares`."""
+class EpochSampler(ABC):
+    """Base class of samplers that shuffle the records anew in each epoch; the order depends only on the seed, the epoch
+    and `shares`."""
 
     count: int
     """Number of records of the dataset."""
@@ -72,10 +83,6 @@ class Shuffle:
     global_batch_size: int
     shares: tuple[Share, ...] = ()
     """How many samples each data source contributes to an epoch; empty: each record is used once per epoch."""
-    _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Cache with one entry: the number of the epoch used last, and its record numbers in order."""
-
-    shape = ""
 
     @property
     def samples_per_epoch(self) -> int:
@@ -87,20 +94,62 @@ class Shuffle:
 
     def samples(self, step: int) -> list[int]:
         epoch, within = divmod(step, self.per_epoch)
-        return self.epoch(epoch)[within * self.global_batch_size : (within + 1) * self.global_batch_size].tolist()
+        begin = within * self.global_batch_size
+        return self.part(epoch, begin, min(begin + self.global_batch_size, self.samples_per_epoch)).tolist()
+
+    @abstractmethod
+    def part(self, epoch: int, begin: int, end: int) -> np.ndarray:
+        """Return the record numbers at the positions [begin, end) of an epoch."""
+
+    def draw(self, steps: int) -> None:  # noqa: B027  not abstract: right for all subclasses
+        """Do nothing, because records are chosen when a step is needed."""
+
+    def assignment(self, step: int) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Shuffle(EpochSampler):
+    """Sampler that draws the order of a whole epoch with torch."""
+
+    folder: Path | None = None
+    """Folder in which the order of a large epoch is written, so that all processes of a machine share it; None: each
+    process holds its own."""
+    _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Cache with one entry: the number of the epoch used last, and its record numbers in order."""
+
+    shape = ""
+
+    def part(self, epoch: int, begin: int, end: int) -> np.ndarray:
+        return self.epoch(epoch)[begin:end]
 
     def epoch(self, number: int) -> np.ndarray:
-        """Return the record numbers of an epoch in order, int64 [samples_per_epoch]."""
+        """Return the record numbers of an epoch in order, int32 or int64 [samples_per_epoch]."""
         if number not in self._drawn:
-            order = permutation(self.samples_per_epoch, "order", self.seed, number)
-            if self.shares:
-                order = np.concatenate([self.members(share, number) for share in self.shares])[order]
             self._drawn.clear()
-            self._drawn[number] = order
+            self._drawn[number] = self.shared(number)
         return self._drawn[number]
 
+    def shared(self, number: int) -> np.ndarray:
+        """Return the record numbers of an epoch in order. Those of a large epoch are drawn by one process of a machine,
+        and mapped by the others."""
+        samples = self.samples_per_epoch
+        if self.folder is None or samples < LARGE:
+            return self.drawn(number)
+        # other versions of torch may draw another order
+        key = derive("order file", torch.__version__, self.seed, self.count, repr(self.shares), number)
+        return shared_column(
+            self.folder / f"{key:x}.npy", samples, smallest_dtype(self.count), lambda: [self.drawn(number)]
+        )
+
+    def drawn(self, number: int) -> np.ndarray:
+        order = permutation(self.samples_per_epoch, "order", self.seed, number)
+        if not self.shares:
+            return order
+        return np.concatenate([self.members(share, number) for share in self.shares])[order]
+
     def members(self, share: Share, epoch: int) -> np.ndarray:
-        """Return the numbers of the records that an epoch takes from a data source, int64 [share.samples].
+        """Return the numbers of the records that an epoch takes from a data source, int32 or int64 [share.samples].
 
         Epochs take `share.samples` records each from an endless sequence of permutations of the source. So each record
         is used once before any record is used again, however small the share.
@@ -109,18 +158,56 @@ class Shuffle:
         passes = range(begin // share.count, -(-end // share.count))
         drawn = [permutation(share.count, "pass", self.seed, share.name, n) for n in passes]
         taken = np.concatenate(drawn)[begin - passes.start * share.count :][: share.samples]
-        return np.sort(taken) + share.first
+        return np.sort(taken.astype(smallest_dtype(self.count), copy=False)) + share.first
 
-    def draw(self, steps: int) -> None:
-        """Do nothing, because an epoch is drawn when one of its steps is needed."""
 
-    def assignment(self, step: int) -> None:
-        return None
+@dataclass(frozen=True)
+class ComputedShuffle(EpochSampler):
+    """Sampler that computes the records of a step from (seed, epoch, step) without drawing the epoch, so that it takes
+    no memory that grows with the number of records. Its order is another one than that of Shuffle."""
+
+    shape = f"computed_shuffle, version {VERSION}"
+
+    def part(self, epoch: int, begin: int, end: int) -> np.ndarray:
+        """Return the record numbers at the positions [begin, end) of an epoch.
+
+        The samples of an epoch, one source after the other, are permuted. A source's samples are a stretch of an
+        endless sequence of permutations of the source, which continues from epoch to epoch. So each record is used once
+        before any record is used again, however small the share.
+        """
+        samples = permuted(np.arange(begin, end), self.samples_per_epoch, "computed order", self.seed, epoch)
+        if not self.shares:
+            return samples
+        ends = np.cumsum([share.samples for share in self.shares])
+        owners = np.searchsorted(ends, samples, side="right")
+        for owner in np.unique(owners).tolist():
+            share, own = self.shares[owner], np.flatnonzero(owners == owner)
+            places = samples[own] - (ends[owner] - share.samples) + epoch * share.samples
+            samples[own] = share.first + self.members(share, places)
+        return samples
+
+    def members(self, share: Share, places: np.ndarray) -> np.ndarray:
+        """Return the records of a data source, numbered within it, at some places of its endless sequence of
+        permutations, int64 [places]."""
+        if share.samples % share.count == 0:  # an epoch uses each record equally often, and its samples are permuted
+            return places % share.count
+        passes, members = np.divmod(places, share.count)
+        for number in np.unique(passes).tolist():
+            own = np.flatnonzero(passes == number)
+            members[own] = permuted(members[own], share.count, "computed pass", self.seed, share.name, number)
+        return members
 
 
 def permutation(count: int, *purpose: str | int) -> np.ndarray:
-    """Return a random permutation of range(count) that depends on `purpose` (words and numbers) alone."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(derive(*purpose))).numpy()
+    """Return a random permutation of range(count) that depends on `purpose` (words and numbers) alone, int32 or int64.
+    torch draws the same values in both dtypes."""
+    dtype = torch.int32 if smallest_dtype(count) == np.int32 else torch.int64
+    return torch.randperm(count, generator=torch.Generator().manual_seed(derive(*purpose)), dtype=dtype).numpy()
+
+
+def smallest_dtype(count: int) -> np.dtype:
+    """Return the dtype for numbers below `count`: int32 if they fit, because it takes half of the memory of int64."""
+    return np.dtype(np.int32 if count < 1 << 31 else np.int64)
 
 
 def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[Share, ...]:
@@ -168,26 +255,23 @@ def amounts(sources: dict[str, SourceConfig], counts: Sequence[int]) -> list[int
     return whole
 
 
-def open_sampler(
-    words: Sequence[int] | np.ndarray, cfg: Config, world_size: int, counts: Sequence[int] = ()
-) -> Sampler:
+def open_sampler(records: Records, cfg: Config, world_size: int) -> Sampler:
     """Make the sampler that the setting `sampler` selects.
-
-    Args:
-        words: number of words of every record, negative for a record without image.
-        counts: number of records of each source, in the order of `data.sources`; empty with a single source.
 
     Raises:
         ConfigError: LLaVA's sampler cannot handle this number of ranks or these records, or a source would contribute
             no sample to an epoch.
     """
-    if cfg.sampler.name is SamplerName.shuffle:
-        return Shuffle(len(words), cfg.seed, cfg.global_batch_size, shares_of(cfg.data.sources, counts))
+    if cfg.sampler.name is not SamplerName.llava_v1_5:
+        own = len(records), cfg.seed, cfg.global_batch_size, shares_of(cfg.data.sources, records.source_counts)
+        if cfg.sampler.name is SamplerName.computed_shuffle:
+            return ComputedShuffle(*own)
+        return Shuffle(*own, records.index.folder / ORDERS)
     accumulation, rest = divmod(cfg.global_batch_size, cfg.micro_batch_size * world_size)
     if rest or not accumulation:
         raise ConfigError(
             f"sampler=llava_v1_5 needs global_batch_size to be micro_batch_size x ranks x accumulation, and "
             f"{cfg.global_batch_size} is not a multiple of {cfg.micro_batch_size} x {world_size}"
         )
-    grouped = cfg.sampler.group_by_modality_length
-    return LlavaSampler(list(map(int, words)), cfg.micro_batch_size, accumulation, world_size, cfg.seed, grouped)
+    words, grouped = list(map(int, records.words)), cfg.sampler.group_by_modality_length
+    return LlavaSampler(words, cfg.micro_batch_size, accumulation, world_size, cfg.seed, grouped)

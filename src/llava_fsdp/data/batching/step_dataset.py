@@ -77,6 +77,7 @@ class Steps(Dataset):
         numbers = self.sampler.samples(step)
         facts = self.facts(step, numbers)
         micro_batches = self.assignment(step, numbers)[self.rank]
+        self.records.fetch_ahead({n for micro in micro_batches for n in micro})
         read = {n: self.read(n) for micro in micro_batches for n in dict.fromkeys(micro)}
         facts.skipped = [out for micro in micro_batches for n in micro if isinstance(out := read[n], SkippedSample)]
         total = len(micro_batches) * self.world_size

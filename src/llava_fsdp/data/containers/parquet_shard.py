@@ -35,7 +35,7 @@ BUFFER = 1 << 20
 
 
 class ReaderFile(io.RawIOBase):
-    """A read-only file object over a `Reader`, for pyarrow."""
+    """A read-only file object over a `Reader`, for libraries."""
 
     def __init__(self, shard: Reader):
         super().__init__()
@@ -53,6 +53,11 @@ class ReaderFile(io.RawIOBase):
 
     def tell(self) -> int:
         return self.at
+
+    def readinto(self, buffer: Any, /) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
     def read(self, size: int | None = -1, /) -> bytes:
         left = max(0, self.shard.size - self.at)

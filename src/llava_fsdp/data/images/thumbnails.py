@@ -6,6 +6,7 @@ import io
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, ImageOps
 
 from llava_fsdp.data.images.check import opened, to_rgb
@@ -27,11 +28,27 @@ def thumbnail(path: str) -> str | None:
         small = to_rgb(ImageOps.exif_transpose(image), path)
         small.thumbnail((SIDE, SIDE))
         for quality in (72, 40, 15):
-            held = io.BytesIO()
-            small.save(held, "JPEG", quality=quality)
-            if held.tell() <= LARGEST:
-                return f"data:image/jpeg;base64,{base64.b64encode(held.getvalue()).decode()}"
+            data = jpeg(small, quality)
+            if len(data) <= LARGEST:
+                return data_url(data)
     return None
+
+
+def tile_thumbnail(tile: np.ndarray, side: int) -> str:
+    """Return the thumbnail of a tile (uint8 [3, height, width]), of at most `side` pixels a side, as a data: URL."""
+    image = Image.fromarray(np.ascontiguousarray(tile.transpose(1, 2, 0)))
+    image.thumbnail((side, side))
+    return data_url(jpeg(image, 60))
+
+
+def jpeg(image: Image.Image, quality: int) -> bytes:
+    held = io.BytesIO()
+    image.save(held, "JPEG", quality=quality, optimize=True)
+    return held.getvalue()
+
+
+def data_url(data: bytes) -> str:
+    return f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
 
 
 def first_picture(path: Path) -> contextlib.AbstractContextManager[Image.Image]:

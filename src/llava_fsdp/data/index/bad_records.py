@@ -49,7 +49,7 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch
         refuse_bad_records(records, cfg.data)
     except DataError:
         records = look_again(plan, cfg, records, show, since)
-        report(records, cfg)
+        report(records, cfg, plan)
         refuse_bad_records(records, cfg.data)
     return records
 
@@ -70,9 +70,9 @@ def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: st
     return Records(index, cfg.labels, cfg.data.too_long)
 
 
-def report(records: Records, cfg: Config) -> None:
+def report(records: Records, cfg: Config, plan: Plan) -> None:
     try:
-        write_report(records, cfg, cfg.data.index_folder)
+        write_report(records, cfg, (plan.encoder, plan.reader), cfg.data.index_folder)
     except OSError as error:
         log().warning("the report was not written: %s", error)
 

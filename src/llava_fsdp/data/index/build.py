@@ -5,7 +5,7 @@
     pictures-KEY.looked      changes whenever all bad images have been examined again
     digests.json             the digest of each file of records, by its size and time
     chunks/PASS/KEY-N.npz    columns of N and the following records of one file of records; KEY depends on its content
-    rows/KEY                 the records of a Parquet file, a tar or a compressed file, as JSON Lines
+    rows/KEY                 the records of a Parquet file, a tar, or a compressed or remote file, as JSON
     KEY/texts                positions of the records (`Texts`); KEY depends on the content of all files of records
     KEY/records              columns with properties of the records; KEY/records-videos if their videos are read
     KEY/pictures-KEY.N       columns with properties of the records' images; a new N when a bad image was fixed
@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llava_fsdp.config import DataConfig, Pixels, TooLong
-from llava_fsdp.data.containers.open_shards import OpenShards
+from llava_fsdp.data.containers.open_shards import CacheFolder
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.duplicate_ids import DUPLICATES, read_facts
 from llava_fsdp.data.index.examine_passes import ExaminePictures, Pass, ReadRecords
@@ -43,12 +43,13 @@ from llava_fsdp.data.index.record_store import (
     Texts,
     files_of,
     join_texts,
+    shards_of,
     sources_of,
 )
 from llava_fsdp.data.index.source_state import check_unchanged, find_state, read_known, short, stamp
 from llava_fsdp.data.index.token_pass import LOSSES, EncodeRecords
 from llava_fsdp.data.index.worker_pool import BLOCK, ROWS, join, open_column, run_chunks
-from llava_fsdp.data.records.packed_text import Unpack, is_packed
+from llava_fsdp.data.records.packed_text import Unpack, copy_name, is_copied
 from llava_fsdp.data.records.rows import RowsFile, WriteRows, has_rows
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder
 from llava_fsdp.runtime.errors import BuildError, LlavaFsdpError, SourceError
@@ -73,6 +74,11 @@ class Plan:
     encoder: Encoder
     reader: ImageReader
     workers: int
+
+    @property
+    def cache(self) -> CacheFolder:
+        """Where ranges of remote files are kept."""
+        return CacheFolder(self.cfg.cache_folder / "images", self.cfg.cache_gb)
 
     @property
     def records_name(self) -> str:
@@ -124,8 +130,6 @@ class Index:
 
 
 CHUNKS_FOLDER, ROWS_FOLDER = "chunks", "rows"
-TEXT = "unpacked.jsonl"
-"""Name of the text of a compressed file of records, in its folder of the index."""
 
 
 def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | None = None) -> Index:
@@ -229,7 +233,7 @@ def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path)
     records = state / plan.records_name
     for part in (state / "texts", records, pictures, encoded):
         check_part(part, whole=False)
-    texts = Texts(state / "texts", plan.reader.sampling is not None)
+    texts = Texts(state / "texts", plan.reader.sampling is not None, plan.cache)
     facts = read_json(encoded / DONE)
     try:
         limits, losses = facts["limits"], np.array(facts["losses"], dtype=np.int64)
@@ -262,12 +266,12 @@ def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, loo
         if len(shards) == 1:
             clear(finding.folder)
     records, sampling = state / plan.records_name, plan.reader.sampling
-    reading = ReadRecords(state / "texts", CHUNKS["records"], sampling)
+    reading = ReadRecords(state / "texts", CHUNKS["records"], sampling, plan.cache)
     make(reading, chunks_of(plan, plan.records_name), records, plan.workers, watch, "reading records", read_facts)
     pictures = examine_pictures(plan, state, watch, look_again)
     encoded = state / encoded_name(plan, pictures)
     encoding = EncodeRecords(
-        state / "texts", CHUNKS["encoded"], sampling, records, pictures, plan.whole_encoder, plan.reader
+        state / "texts", CHUNKS["encoded"], sampling, plan.cache, records, pictures, plan.whole_encoder, plan.reader
     )
     chunks = chunks_of(plan, f"encoded-{encoding_of(plan)}")
     make(encoding, chunks, encoded, plan.workers, watch, "counting tokens", encoded_facts)
@@ -301,8 +305,8 @@ def undo(folder: Path, state: Path, before: set[Path]) -> None:
 
 
 def write_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Watch) -> tuple[Shard, ...]:
-    """Write the records of Parquet files and tars as JSON Lines files, and unpack compressed files; text files stay as
-    they are.
+    """Write the records of Parquet files and tars as JSON Lines files, unpack compressed files and copy remote ones.
+    Local text files stay as they are.
 
     Args:
         keys: the key of each file.
@@ -311,6 +315,7 @@ def write_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Wat
         For each file, the text file with its records.
     """
     folders = [plan.cfg.index_folder / ROWS_FOLDER / key for key in keys]
+    shards = shards_of(files, None)
     rows = {
         number: RowsFile(file.path, folder, file.keys)
         for number, (file, folder) in enumerate(zip(files, folders, strict=True))
@@ -318,20 +323,21 @@ def write_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Wat
     }
     unwritten = tuple(file for file in rows.values() if not file.whole.is_file())
     if unwritten:
-        writing = WriteRows(unwritten, plan.cfg.max_record_bytes, OpenShards())
+        writing = WriteRows(unwritten, plan.cfg.max_record_bytes, shards)
         with watch("reading Parquet files and tars", len(writing.groups)) as advance:
             run_chunks(writing, writing.chunks(), plan.workers, advance)
         writing.gather()
-    packed = [(Path(f.path), folder / TEXT) for f, folder in zip(files, folders, strict=True) if is_packed(f.path)]
-    if packed:
-        unpack = Unpack(tuple(path for path, _ in packed), tuple(target for _, target in packed))
-        with watch("unpacking", len(packed)) as advance:
+    both = zip(files, folders, strict=True)
+    copies = [(file.path, folder / copy_name(file.path)) for file, folder in both if is_copied(file.path)]
+    if copies:
+        unpack = Unpack(tuple(path for path, _ in copies), tuple(target for _, target in copies), shards)
+        with watch("unpacking", len(copies)) as advance:
             run_chunks(unpack, unpack.files(), plan.workers, advance)
-    shards = []
+    found = []
     for number, (file, folder, key) in enumerate(zip(files, folders, keys, strict=True)):
-        text = folder / TEXT if is_packed(file.path) else Path(file.path)
-        shards.append(Shard(file, rows[number].whole if number in rows else text, key))
-    return tuple(shards)
+        text = folder / copy_name(file.path) if is_copied(file.path) else Path(file.path)
+        found.append(Shard(file, rows[number].whole if number in rows else text, key))
+    return tuple(found)
 
 
 P = TypeVar("P", bound=Pass)
@@ -408,7 +414,7 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
     cfg = plan.cfg
     looking = cfg.examine, scaled(plan), cfg.allow_links
     task = ExaminePictures(
-        state / "texts", CHUNKS["pictures"], plan.reader.sampling, state / plan.records_name, *looking
+        state / "texts", CHUNKS["pictures"], plan.reader.sampling, plan.cache, state / plan.records_name, *looking
     )
     base, chunks = state / pictures_name(plan), chunks_of(plan, pictures_name(plan))
     last = newest(base)

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import numpy as np
 from llava_fsdp.config import Parity, TooLong
 from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.examine_passes import PictureSizes
-from llava_fsdp.data.index.worker_pool import open_column
+from llava_fsdp.data.index.shared_columns import shared_column
+from llava_fsdp.data.index.worker_pool import BLOCK, open_column
 from llava_fsdp.data.records.problems import BITS, Kind, is_kept, mask
 from llava_fsdp.data.records.record import Record
 
@@ -21,7 +22,8 @@ class Records:
     """Sequence of the records that are trained on, with columns (lengths, labels, ...) that have one value for each of
     them. A record is parsed when it is accessed.
 
-    The columns are memory-mapped files. If records are skipped, they are copies without the values of these records.
+    The columns are memory-mapped files. If records are skipped, they are files without the values of these records,
+    written into the index when a column is first used.
     """
 
     def __init__(self, index: Index, labels: Parity, too_long: TooLong):
@@ -33,26 +35,45 @@ class Records:
         """Number of records that are skipped because something is wrong with them."""
         self.long = 0
         """Number of records that are skipped only because they are too long."""
-        self.numbers = self._choose()
+        # the name of the folder of encoded columns changes with the other folders of columns, too
+        kept = f"{index.encoded.name.replace('encoded', 'kept')}-{mask(*self.dropping):x}"
+        self._kept = index.encoded.with_name(kept)
+        """Folder of the columns without the skipped records."""
+        count = self._count()
+        self.numbers = None if count == len(index) else self._shared("numbers", count, np.dtype(np.int64), self._choose)
+        """Number in the index of each record to train on, int64; None if all records are trained on."""
         self._sizes = PictureSizes(index.records, index.pictures)
 
-    def _choose(self) -> np.ndarray | None:
-        """Count the records with each kind of problem, and return the numbers, in the index, of the records to train
-        on, int64; None if these are all records."""
+    def _count(self) -> int:
+        """Count the records with each kind of problem, and return the number of records to train on."""
         dropping = mask(*self.dropping)
         long = dropping & BITS[Kind.too_long]
         wrong = dropping & ~long
-        kept = []
-        for begin, flags in self.index.blocks():
+        kept = 0
+        for _, flags in self.index.blocks():
             for kind in Kind:
                 self.counts[kind] += int(np.count_nonzero(flags & BITS[kind]))
             # a record that is skipped for its length is not truncated, and has lost no label
             bits = np.where(flags & long, wrong & ~BITS[Kind.no_labels], wrong).astype(np.uint32)
             self.out += int(np.count_nonzero(flags & bits))
-            kept.append(np.flatnonzero((flags & dropping) == 0) + begin)
-        numbers = np.concatenate(kept)
-        self.long = len(self.index) - len(numbers) - self.out
-        return None if len(numbers) == len(self.index) else numbers
+            kept += int(np.count_nonzero((flags & dropping) == 0))
+        self.long = len(self.index) - kept - self.out
+        return kept
+
+    def _choose(self) -> Iterator[np.ndarray]:
+        """Yield the numbers, in the index, of the records to train on, in blocks."""
+        dropping = mask(*self.dropping)
+        for begin, flags in self.index.blocks():
+            yield np.flatnonzero((flags & dropping) == 0) + begin
+
+    def _blocks(self) -> Iterator[np.ndarray]:
+        """Yield `numbers` in blocks."""
+        assert self.numbers is not None
+        for begin in range(0, len(self.numbers), BLOCK):
+            yield self.numbers[begin : begin + BLOCK]
+
+    def _shared(self, name: str, count: int, dtype: np.dtype, make: Callable[[], Iterator[np.ndarray]]) -> np.ndarray:
+        return shared_column(self._kept / f"{name}.npy", count, dtype, make)
 
     def __len__(self) -> int:
         return len(self.index) if self.numbers is None else len(self.numbers)
@@ -65,13 +86,19 @@ class Records:
         at = self.at(number)
         return self._sizes.put(self.index.texts.record(at), at)
 
+    def fetch_ahead(self, numbers: Iterable[int]) -> None:
+        """Begin to fetch the images of records that lie in remote files, and return at once."""
+        self.index.texts.fetch_ahead([self.at(number) for number in sorted(numbers)])
+
     def where(self, number: int) -> str:
         """Return the name of a record for messages, whether or not it can be parsed."""
         return self.index.texts.name(self.at(number))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
         values = open_column(folder, name)
-        return values if self.numbers is None else values[self.numbers]
+        if self.numbers is None:
+            return values
+        return self._shared(name, len(self), values.dtype, lambda: (values[block] for block in self._blocks()))
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -131,7 +158,10 @@ class Records:
         whole = self.index.texts.fingerprint
         if self.numbers is None:
             return whole
-        return hashlib.sha256(whole.encode() + self.numbers.tobytes()).hexdigest()[:32]
+        digest = hashlib.sha256(whole.encode())
+        for block in self._blocks():
+            digest.update(block.tobytes())
+        return digest.hexdigest()[:32]
 
     def left_out(self) -> Iterator[dict[str, Any]]:
         """Yield each problem of a skipped record as a dict with the record's name, the kind of problem and the

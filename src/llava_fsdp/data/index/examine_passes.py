@@ -17,7 +17,8 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from llava_fsdp.config import Examine
-from llava_fsdp.data.images.check import ImageFacts, ImageFile, check_links, examine, inline_images
+from llava_fsdp.data.containers.open_shards import CacheFolder
+from llava_fsdp.data.images.check import HEAD_BYTES, ImageFacts, ImageFile, check_links, examine, inline_images
 from llava_fsdp.data.images.video import VideoSampling, examine_video
 from llava_fsdp.data.index.record_store import Texts
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
@@ -28,6 +29,8 @@ from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.terminal_text import shown_name
 
 T = TypeVar("T")
+AHEAD = 64
+"""Number of records whose images are fetched at once from remote files."""
 Tell = Callable[[str, str], None]
 """Function that stores a problem of one record; its arguments are the kind of problem and a reason for the user."""
 
@@ -84,10 +87,12 @@ class Pass(ABC):
     size: int
     sampling: VideoSampling | None
     """Which frames of a video are taken; None if videos are not read."""
+    cache: CacheFolder
+    """Where ranges of remote files are kept."""
 
     @cached_property
     def texts(self) -> Texts:
-        return Texts(self.folder, self.sampling is not None)
+        return Texts(self.folder, self.sampling is not None, self.cache)
 
     @cached_property
     def chunks(self) -> list[range]:
@@ -244,6 +249,9 @@ class ExaminePictures(Pass):
         seen: dict[tuple[str | None, str], ImageFacts | Wrong] = {}
         pictures: list[ImageFacts] = []
         for number in numbers:
+            if (number - numbers.start) % AHEAD == 0:
+                most = None if self.how is Examine.decode else HEAD_BYTES
+                self.texts.fetch_ahead(range(number, min(number + AHEAD, numbers.stop)), most)
             names = self.names.of(number)
             inline = self.inline_of(number, names)
             for name in names:

@@ -2,10 +2,15 @@
 
 import glob
 import os
+import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-from llava_fsdp.config import paths_in
+from llava_fsdp.config import is_remote, paths_in
+from llava_fsdp.config.data import MAGIC
+from llava_fsdp.data.containers.remote import RemoteStorage
+from llava_fsdp.data.containers.remote_file import RemoteFile
 from llava_fsdp.data.records.packed_text import GZIP, ZSTD
 from llava_fsdp.data.records.record import PARQUET, TAR
 from llava_fsdp.data.records.tar import COMPRESSED
@@ -13,24 +18,31 @@ from llava_fsdp.runtime.errors import ConfigError
 
 SUFFIXES = (".json", ".jsonl", PARQUET, TAR, GZIP, ZSTD, *COMPRESSED)
 """Endings of the names of files of records; in a folder, other files are ignored."""
+OF_THE_HUB = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Names of files that describe a dataset of the Hugging Face hub."""
+OTHER_SPLIT = re.compile(r"(^|[/._-])(test|val|valid|validation|dev|eval)([/._-]|$)", re.IGNORECASE)
+"""Finds names of the parts of a dataset that are not for training."""
 INDEX = ".index"
 """Ending of the name of an index folder, which is not searched for files of records."""
 
 
-def find_files(value: str, key: str) -> list[str]:
+def find_files(value: str, key: str) -> list[str | RemoteFile]:
     """Return the files of records that the value of a `path` key names: a file itself, all files of records below a
     folder, or those that a pattern with `*`, `?`, `[...]` or `**` matches. Those of one folder or pattern are sorted by
-    the bytes of their names.
+    the bytes of their names. Local files are returned as paths.
 
     Args:
         key: name of the setting, for messages.
 
     Raises:
         ConfigError: a path names nothing, a folder or pattern has no file of records, or a file is named twice.
+        SourceError: a remote storage cannot be listed.
     """
-    found: list[str] = []
+    found: list[str | RemoteFile] = []
     for path in paths_in(value):
-        if os.path.isfile(path):
+        if is_remote(path):
+            own: Sequence[str | RemoteFile] = remote_files(path, key)
+        elif os.path.isfile(path):
             own = [path]
         elif os.path.isdir(path):
             own = in_folder(Path(path))
@@ -43,12 +55,30 @@ def find_files(value: str, key: str) -> list[str]:
         else:
             raise ConfigError(
                 f"{key}={path} is not a file or a folder; give a JSON, JSON Lines or Parquet file, a tar, a folder of "
-                "them, a pattern, or several of these separated by commas"
+                "them, a pattern, s3://, gs:// or hf://datasets/ORG/NAME, or several of these separated by commas"
             )
         found += own
-    twice = next((path for path, count in Counter(found).items() if count > 1), None)
+    names = (file.name if isinstance(file, RemoteFile) else file for file in found)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise ConfigError(f"{key} names {twice} twice; name it once (data.sources has epochs and weights)")
+    return found
+
+
+def remote_files(url: str, key: str) -> list[RemoteFile]:
+    """Return the files of records that a URL names; arguments and errors as for `find_files`."""
+    listed = RemoteStorage().list_files(url)
+    if len(listed) == 1 and listed[0].name.endswith(url.rpartition("/")[2]):  # the file itself
+        return listed
+    found = [f for f in listed if f.name.lower().endswith(SUFFIXES) and f.name.rpartition("/")[2] not in OF_THE_HUB]
+    if not found:
+        raise ConfigError(f"{key}={url} has no file of records ({', '.join(SUFFIXES)})")
+    other = [file.name for file in found if OTHER_SPLIT.search(file.name.removeprefix(url))]
+    if url.startswith("hf://") and not MAGIC.search(url) and other:
+        raise ConfigError(
+            f"{key}={url} has files that are not for training, such as {other[0]}; name those to train on by a "
+            f"pattern: '{url}/data/train-*'"
+        )
     return found
 
 

@@ -5,8 +5,9 @@ import bisect
 import contextlib
 import hashlib
 import os
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.config import DataConfig, paths_in
-from llava_fsdp.data.containers.open_shards import OpenShards
+from llava_fsdp.config import DataConfig, is_remote, paths_in
+from llava_fsdp.data.containers.open_shards import CacheFolder, OpenShards
+from llava_fsdp.data.containers.place import Place
+from llava_fsdp.data.containers.remote_file import SHA256, RemoteFile
 from llava_fsdp.data.index.find_files import find_files
 from llava_fsdp.data.index.integrity import DONE, damaged, read_column, read_json, seal
 from llava_fsdp.data.index.worker_pool import Columns, open_column, write_column
@@ -37,6 +40,8 @@ from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
 
+COMMIT = re.compile(r"^(hf://datasets/[^@]+)@[^/]+")
+"""Finds the commit in the URL of a file of the Hugging Face hub."""
 SPAN = "offset", "size", "line"
 OPEN_FILES = 64
 """Number of text files that a process keeps open."""
@@ -57,6 +62,22 @@ class SourceFile:
     """Key of a record for its question, if the configuration names one; likewise the next two (`RecordKeys`)."""
     answer: str | None = None
     image_column: str | None = None
+    size: int | None = None
+    """Number of bytes of a remote file; None: the file is local."""
+    pin: str | None = None
+    """`RemoteFile.pin` of a remote file."""
+
+    @property
+    def remote(self) -> RemoteFile | None:
+        """The remote file; None: the file is local."""
+        return None if self.size is None or self.pin is None else RemoteFile(self.path, self.size, self.pin)
+
+    @property
+    def place(self) -> list[Any]:
+        """What the records depend on beside the file's content. The commit in a URL of the Hugging Face hub is left
+        out: a new commit does not change the files that it leaves alone."""
+        images = self.images and os.path.realpath(self.images)
+        return [self.name, COMMIT.sub(r"\1", self.path), images, self.keys]
 
     @property
     def keys(self) -> RecordKeys:
@@ -86,8 +107,8 @@ class Part:
     """Index of the data source."""
     file: SourceFile
     text: str
-    """Path of the text file with the records: the file itself, or the JSON Lines file in the index that was written
-    from a Parquet file, a tar or a compressed file."""
+    """Path of the text file with the records: the file itself, or the one in the index that was written from a
+    Parquet file, a tar, or a compressed or remote file."""
     key: str
     """Text that changes with the file's path and content."""
     first: int
@@ -113,12 +134,23 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
         key = f"{group}.sources.{name}." if cfg.sources else f"{group}."
         columns = cfg.question, cfg.answer, cfg.image_column
         files = find_files(path, f"{key}path")
-        for file in files:
-            check_installed(file)
-            check_unpacks(Path(file))
+        if images is not None and is_remote(images):
+            raise ConfigError(
+                f"{key}images={images} is remote; only images in tars and Parquet files are read from there: pack "
+                "them, or copy the folder"
+            )
         if images is not None and not Path(images).is_dir():
             raise ConfigError(f"{key}images={images} is not a folder; give the one with the records' images")
-        sources.append(DataSource(name, path, tuple(SourceFile(name, file, images, *columns) for file in files)))
+        own = tuple(
+            SourceFile(name, file, images, *columns)
+            if isinstance(file, str)
+            else SourceFile(name, file.name, images, *columns, size=file.size, pin=file.pin)
+            for file in files
+        )
+        for file in own:
+            check_installed(file.path)
+            check_unpacks(file.path)
+        sources.append(DataSource(name, path, own))
     return sources
 
 
@@ -127,10 +159,20 @@ def files_of(sources: Sequence[DataSource]) -> list[SourceFile]:
     return [file for source in sources for file in source.files]
 
 
-def digest(path: Path) -> str:
-    """Return the sha256 of a file's content."""
-    with reading(path), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def shards_of(files: Iterable[SourceFile], cache: CacheFolder | None) -> OpenShards:
+    """Return a reader of files of records and of the images in them."""
+    return OpenShards({file.path: file.remote for file in files if file.remote is not None}, cache)
+
+
+def digest(file: SourceFile) -> str:
+    """Return the sha256 of a file's content; of a remote file whose storage does not know it, that of its pin."""
+    if file.remote is not None:
+        content = file.remote.content
+        is_known = content.startswith(SHA256)
+        return content.removeprefix(SHA256) if is_known else hashlib.sha256(content.encode()).hexdigest()
+    path = Path(file.path)
+    with reading(path), path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 class Texts:
@@ -142,11 +184,13 @@ class Texts:
 
     Args:
         videos: read the records' videos; if false, a record that names a video has media that are not read.
+        cache: where ranges of remote files are kept; None: they are not kept.
     """
 
-    def __init__(self, folder: Path, videos: bool = False):
+    def __init__(self, folder: Path, videos: bool = False, cache: CacheFolder | None = None):
         self.folder = folder
         self.videos = videos
+        self.cache = cache
         facts = read_json(folder / DONE)
         try:
             require_kinds(facts, {"fingerprint": (str,), "max_record_bytes": (int,)})
@@ -160,10 +204,10 @@ class Texts:
         self.offset, self.size, self.lines = (open_column(folder, name) for name in SPAN)
         self._firsts = [p.first for p in self.parts]
         self._open: OrderedDict[str, int] = OrderedDict()
-        self.shards = OpenShards()
+        self.shards = shards_of((part.file for part in self.parts), cache)
 
     def __reduce__(self) -> tuple:
-        return Texts, (self.folder, self.videos)
+        return Texts, (self.folder, self.videos, self.cache)
 
     def __len__(self) -> int:
         return len(self.offset)
@@ -183,9 +227,9 @@ class Texts:
         return self.parts[bisect.bisect_right(self._firsts, number) - 1]
 
     @cached_property
-    def _paths(self) -> dict[SourceFile, tuple[Path, Path | None]]:
+    def _folders(self) -> dict[SourceFile, Path | None]:
         files = (part.file for part in self.parts)
-        return {f: (Path(f.path), None if f.images is None else Path(f.images)) for f in files}
+        return {file: None if file.images is None else Path(file.images) for file in files}
 
     def read(self, number: int) -> bytes:
         """Return the bytes of a record.
@@ -231,7 +275,7 @@ class Texts:
     def parse(self, number: int, text: bytes) -> Any:
         """Parse the bytes of a record as JSON."""
         source, index = self.place(number)
-        return parse_text(self._paths[source][0], index, text, self.line(number))
+        return parse_text(source.path, index, text, self.line(number))
 
     def line(self, number: int) -> int | None:
         """Return the line on which a record begins in its source file; None if the source is not a text file."""
@@ -254,6 +298,21 @@ class Texts:
                 return name_record(source.path, index, self.line(number), id_of(raw))
         return name_place(source.path, index, self.line(number))
 
+    def fetch_ahead(self, numbers: Iterable[int], most: int | None = None) -> None:
+        """Begin to fetch the images of records that lie in remote files, and return at once.
+
+        Args:
+            most: number of bytes that are read of each image; None: all.
+        """
+        if not self.shards.remote:
+            return
+        places = []
+        for number in numbers:
+            with contextlib.suppress(DataError):  # reported where the record is read
+                held = self.record(number).inline.values() if self.part(number).file.remote else ()
+                places += [place for place in held if isinstance(place, Place)]
+        self.shards.fetch_ahead(places, most)
+
     def record(self, number: int, text: bytes | None = None) -> Record:
         """Read and parse a record.
 
@@ -264,9 +323,9 @@ class Texts:
             DataError: the record is invalid; the error has a `kind`.
         """
         source, index = self.place(number)
-        path, folder = self._paths[source]
+        folder = self._folders[source]
         raw = self.raw(number) if text is None else self.parse(number, text)
-        record = parse_record(path, index, raw, self.line(number), source.keys, self.videos)
+        record = parse_record(source.path, index, raw, self.line(number), source.keys, self.videos)
         return replace(record, folder=folder or record.folder, shards=self.shards if record.inline else None)
 
 

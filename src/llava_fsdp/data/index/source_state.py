@@ -50,7 +50,7 @@ def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch,
         digests = digests_of(files, folder, watch, look_again)
         check_unchanged(sources, most, now)
         whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-        places = [[f.name, f.path, f.images and os.path.realpath(f.images), f.keys] for f in files]
+        places = [file.place for file in files]
         shards = [short(FORMAT, most, own, place) for own, place in zip(digests, places, strict=True)]
         known[now] = State(short(FORMAT, most, digests, places), whole[:32], shards)
         replace_file(folder / KNOWN, json.dumps({key: asdict(own) for key, own in known.items()}).encode())
@@ -66,10 +66,9 @@ def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: 
     kept: dict[str, list[Any]] = {}
     with watch("fingerprints", len(files)) as advance:
         for file in files:
-            stat = os.stat(file.path)
-            own = stored.get(file.path)
-            if look_again or not isinstance(own, list) or own[:2] != [stat.st_size, stat.st_mtime_ns]:
-                own = [stat.st_size, stat.st_mtime_ns, digest(Path(file.path))]
+            now, own = version_of(file), stored.get(file.path)
+            if look_again or not isinstance(own, list) or own[:2] != now:
+                own = [*now, digest(file)]
             kept[file.path] = own
             advance(1)
     replace_file(folder / DIGESTS, json.dumps(kept).encode())
@@ -101,9 +100,17 @@ def read_known(folder: Path) -> dict[str, State]:
 def stamp(sources: list[DataSource], most: int) -> str:
     values = []
     for file in files_of(sources):
-        stat = os.stat(file.path)
-        values.append([file, stat.st_size, stat.st_mtime_ns])
+        values.append([file, *version_of(file)])
     return short(FORMAT, most, values)
+
+
+def version_of(file: SourceFile) -> list[Any]:
+    """Return what changes with a file's content: its size, and its modification time in ns or, of a remote file, its
+    pin."""
+    if file.remote is not None:
+        return [file.remote.size, file.remote.pin]
+    stat = os.stat(file.path)
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def short(*what: object) -> str:

@@ -1,19 +1,23 @@
 """Summarise what was found in a dataset: counts, lengths in tokens, tokens lost by truncation, and all problems."""
 
+import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llava_fsdp.config import Config
+from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.examples import draw_examples
 from llava_fsdp.data.index.token_pass import LOSSES
 from llava_fsdp.data.index.worker_pool import BLOCK, open_column
-from llava_fsdp.data.records.problems import PROBLEMS
+from llava_fsdp.data.records.problems import BITS, PROBLEMS
+from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.report.dataset_page import dataset_page
 from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.terminal_text import shown_text
@@ -26,9 +30,13 @@ BARS = 48
 
 
 @dataclass
-class SourceCounts:
+class Counts:
+    """Counts of the records of a data source, or of one of its files."""
+
     name: str
+    """Name of the source."""
     file: str
+    """The source's `path`, or the path of the file."""
     images: str | None
     records: int
     left_out: int
@@ -38,17 +46,23 @@ class SourceCounts:
     """Number of images in the records that are trained on; an image that occurs several times counts several times."""
     tokens: int = 0
     """Number of tokens after truncation at data.max_length, including image tokens."""
+    median: int | None = None
+    """Median number of tokens of a record after truncation; None without records. `longest` is the greatest."""
+    longest: int | None = None
     label_tokens: int = 0
     tiles: int = 0
     """Number of image tiles after truncation."""
     image_tokens: int | None = None
     """Number of image tokens after truncation; None if the index was made by a version that did not count them."""
+    problems: dict[str, int] = field(default_factory=dict)
+    """Number of records with each kind of problem, whether or not they are trained on."""
 
 
 def make_report(records: Records, cfg: Config) -> dict[str, Any]:
     """Return the content of report.json: all statistics, and for each kind of problem the first SHOWN records that have
     it."""
     index = records.index
+    sources, files = with_problems(records)
     return {
         "index": str(index.folder),
         "fingerprint": records.fingerprint,
@@ -64,31 +78,88 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
         "records": len(index),
         "kept": len(records),
         "left_out": {"wrong": records.out, "too_long": records.long},
-        "sources": [asdict(counts) for counts in count_sources(records)],
+        "sources": [asdict(counts) for counts in sources],
+        "files": [asdict(counts) for counts in files],
         "lengths": describe_lengths(index),
         "truncation": describe_losses(index),
         "problems": list_problems(records),
     }
 
 
-def count_sources(records: Records) -> list[SourceCounts]:
-    texts, kept = records.index.texts, records.source_counts
-    found, first, image_tokens = [], 0, records.image_tokens
-    for source, counted, begin, end in zip(texts.sources, kept, texts.firsts, texts.firsts[1:], strict=False):
-        counts = SourceCounts(source.name, source.path, source.images, end - begin, end - begin - counted)
-        counts.image_tokens = None if image_tokens is None else 0
-        for at in range(first, first + counted, BLOCK):
-            block = slice(at, min(at + BLOCK, first + counted))
-            counts.tokens += int(records.lengths[block].sum(dtype=np.int64))
-            counts.label_tokens += int(records.labels[block].sum(dtype=np.int64))
-            counts.pictures += int(records.pictures[block].sum(dtype=np.int64))
-            counts.tiles += int(records.tiles[block].sum(dtype=np.int64))
-            if image_tokens is not None:
-                counts.image_tokens = (counts.image_tokens or 0) + int(image_tokens[block].sum(dtype=np.int64))
-            counts.text_only += int(np.count_nonzero(records.pictures[block] == 0))
-        first += counted
-        found.append(counts)
-    return found
+def count_sources(records: Records) -> list[Counts]:
+    """Return the counts of each data source, without problems."""
+    texts, ends = records.index.texts, list(itertools.accumulate(records.source_counts, initial=0))
+    ranges = zip(texts.sources, itertools.pairwise(texts.firsts), itertools.pairwise(ends), strict=True)
+    return [count(records, Counts(s.name, s.path, s.images, e - b, e - b), kept) for s, (b, e), kept in ranges]
+
+
+def count_files(records: Records) -> list[Counts]:
+    """Return the counts of each file of records of all sources, without problems."""
+    parts = records.index.texts.parts
+    bounds = first_numbers(records)
+    kept = bounds if records.numbers is None else np.searchsorted(records.numbers, bounds)
+    ranges = zip(parts, itertools.pairwise(kept.tolist()), strict=True)
+    return [count(records, Counts(p.file.name, p.file.path, p.file.images, p.count, p.count), own) for p, own in ranges]
+
+
+def first_numbers(records: Records) -> np.ndarray:
+    """Return the number in the index of each file's first record, followed by the number of all records, int64
+    [files + 1]."""
+    return np.array([*(part.first for part in records.index.texts.parts), len(records.index)], dtype=np.int64)
+
+
+def count(records: Records, counts: Counts, kept: tuple[int, int]) -> Counts:
+    """Add up the columns of the records [begin, end) = `kept`, numbered among those that are trained on, and return
+    `counts` with the sums."""
+    begin, end = kept
+    counts.left_out -= end - begin
+    image_tokens = records.image_tokens
+    counts.image_tokens = None if image_tokens is None else 0
+    longest = 0
+    for at in range(begin, end, BLOCK):
+        block = slice(at, min(at + BLOCK, end))
+        counts.tokens += int(records.lengths[block].sum(dtype=np.int64))
+        counts.label_tokens += int(records.labels[block].sum(dtype=np.int64))
+        counts.pictures += int(records.pictures[block].sum(dtype=np.int64))
+        counts.tiles += int(records.tiles[block].sum(dtype=np.int64))
+        if image_tokens is not None:
+            counts.image_tokens = (counts.image_tokens or 0) + int(image_tokens[block].sum(dtype=np.int64))
+        counts.text_only += int(np.count_nonzero(records.pictures[block] == 0))
+        longest = max(longest, int(records.lengths[block].max()))
+    if begin < end:
+        counts.longest, counts.median = longest, median(records.lengths, begin, end, longest)
+    return counts
+
+
+def median(lengths: np.ndarray, begin: int, end: int, longest: int) -> int:
+    """Return the least length that half of the records [begin, end) do not exceed. No length is above `longest`."""
+    half = (end - begin - 1) // 2
+    if end - begin <= BLOCK:
+        return int(np.partition(lengths[begin:end], half)[half])
+    reached = np.zeros(longest + 1, dtype=np.int64)
+    for at in range(begin, end, BLOCK):
+        reached += np.bincount(lengths[at : min(at + BLOCK, end)], minlength=longest + 1)
+    return int(np.searchsorted(np.cumsum(reached), half + 1))
+
+
+def count_problems(records: Records) -> list[dict[str, int]]:
+    """Return for each file of records the number of its records with each kind of problem."""
+    firsts, files = first_numbers(records), len(records.index.texts.parts)
+    found = {kind: np.zeros(files, dtype=np.int64) for kind, number in records.counts.items() if number}
+    for begin, flags in records.index.blocks():
+        for kind, counts in found.items():
+            numbers = np.flatnonzero(flags & BITS[kind]) + begin
+            counts += np.bincount(np.searchsorted(firsts, numbers, side="right") - 1, minlength=files)
+    return [{str(kind): int(counts[file]) for kind, counts in found.items() if counts[file]} for file in range(files)]
+
+
+def with_problems(records: Records) -> tuple[list[Counts], list[Counts]]:
+    """Return the counts of each data source, and those of each file, with their problems."""
+    sources, files = count_sources(records), count_files(records)
+    for part, own, problems in zip(records.index.texts.parts, files, count_problems(records), strict=True):
+        own.problems, whole = problems, sources[part.source].problems
+        whole |= {kind: whole.get(kind, 0) + number for kind, number in problems.items()}
+    return sources, files
 
 
 def describe_lengths(index: Index) -> dict[str, Any]:
@@ -174,12 +245,17 @@ def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
         }
 
 
-def write_report(records: Records, cfg: Config, folder: Path) -> dict[str, Any]:
-    """Write report.json, report.html and problems.jsonl into a folder; return the content of report.json."""
+def write_report(records: Records, cfg: Config, encoding: tuple[Encoder, ImageReader], folder: Path) -> dict[str, Any]:
+    """Write report.json, report.html and problems.jsonl into a folder; return the content of report.json.
+
+    Args:
+        encoding: what makes samples of records; the page shows some samples.
+    """
     report = make_report(records, cfg)
+    examples = draw_examples(records, *encoding)
     folder.mkdir(parents=True, exist_ok=True)
     put(folder / LIST, (json.dumps(row) + "\n" for row in problem_rows(records)))
-    put(folder / PAGE, [shown_text(dataset_page(report))])
+    put(folder / PAGE, [shown_text(dataset_page(report, examples))])
     put(folder / TABLE, [json.dumps(report, indent=1) + "\n"])
     return report
 

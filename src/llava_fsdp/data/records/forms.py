@@ -63,6 +63,8 @@ GIVEN_AS = ("image", "image_url", "url", "path", "base64", "bytes")
 """Keys by which a part, or an object in place of a path, gives an image."""
 VIDEO = "video"
 """Key of a record for its videos, and type of the parts that stand for a video."""
+VIDEO_KEYS = (VIDEO, "videos")
+"""Keys of a record for its videos."""
 VIDEO_GIVEN_AS = (VIDEO, "path")
 """Keys by which a part gives a video."""
 ANY_TAG = re.compile(rf"{IMAGE_TAG}|(?i:<video>)")
@@ -153,11 +155,15 @@ class RecordReader:
         return value
 
     def video(self, what: str, value: Any) -> str:
-        """Return the path of a video."""
+        """Return the path of a video.
+
+        Args:
+            what: name of the value in error messages.
+        """
         if not isinstance(value, str) or not value:
             cure = "a path or a list of paths: fix it, or leave the key out of a record without videos"
             raise self.bad(what, value, cure)
-        check_name(value, self.where, VIDEO)
+        check_name(value, self.where, what)
         if not is_video(value):
             self.unread = self.unread or f"the video {shown(value)}"
         return value
@@ -261,9 +267,15 @@ class RecordReader:
                 turns.append(Turn(role, self.text(f"{key}, entry {number}, {name}", own[name])))
         return turns
 
-    def videos(self, value: Any) -> list[str]:
-        """Read the value of the key `video`, a path or a list of paths."""
-        return [self.video(VIDEO, own) for own in (value if isinstance(value, list) else [value])]
+    def videos(self, raw: dict[str, Any], keys: Iterable[str]) -> dict[str, list[str]]:
+        """Return the paths of the videos in each of the given keys of a record; a value is a path or a list of
+        paths."""
+        found = {}
+        for key in keys:
+            value = raw.get(key)
+            if value is not None and (key == VIDEO or not is_empty(value)):
+                found[key] = [self.video(key, own) for own in (value if isinstance(value, list) else [value])]
+        return found
 
     def images(self, raw: dict[str, Any], keys: Iterable[str]) -> dict[str, list[str]]:
         """Return the names of the images in each of the given keys of a record."""
@@ -291,8 +303,9 @@ FORMS: dict[str, Callable[[RecordReader, str, Any], list[Turn]]] = {
 
 
 def form_of(where: str, raw: dict[str, Any], keys: RecordKeys) -> str:
-    """Return the key that tells the form of a record: one of FORMS, or the key of the question. Raise DataError if the
-    record has no form, or the keys of two."""
+    """Return the key that tells the form of a record: one of FORMS, or the key of the question. A key that is
+    null or empty counts as missing beside one with a value: where records of several forms are rows of one table, each
+    row has the keys of all. Raise DataError if the record has no form, or the keys of two."""
     known = [*FORMS, *(keys.pair or ())]
     named = [key for key in known if key in raw]
     filled = [key for key in named if raw[key]] or named
@@ -300,7 +313,8 @@ def form_of(where: str, raw: dict[str, Any], keys: RecordKeys) -> str:
         return filled[0]
     if len(filled) > 1 and any(raw[key] for key in filled):
         raise DataError(
-            f"{where} has the forms {' and '.join(filled)} at once; keep one, and make the other null", Kind.bad_form
+            f"{where} has the forms {' and '.join(filled)} at once; keep one, and make the other null or empty",
+            Kind.bad_form,
         )
     if not filled:
         raise DataError(
@@ -334,9 +348,9 @@ def parse_record(
         check_bytes(found, most, where)
     reader = RecordReader(where, str(path), videos)
     listed = reader.images(raw, keys.images)
-    key_of_videos = (VIDEO,) if videos and VIDEO not in keys.images else ()
-    shows = [name for key in key_of_videos if raw.get(key) is not None for name in reader.videos(raw[key])]
-    reader.note_unread(raw, (*keys.images, *key_of_videos, *(keys.pair or ())))
+    video_keys = tuple(key for key in VIDEO_KEYS if key not in keys.images) if videos else ()
+    shows = one_list(where, reader.videos(raw, video_keys), "videos")
+    reader.note_unread(raw, (*keys.images, *video_keys, *(keys.pair or ())))
     form = form_of(where, raw, keys)
     if form in FORMS:
         turns = FORMS[form](reader, form, raw[form])
@@ -348,18 +362,19 @@ def parse_record(
     if videos:
         names, turns = put_videos(names, shows, turns)
     parsed = tuple(turns if form == "conversations" else images_in_front(turns, len(names)))
-    has_image_key = bool(names) or any(key in raw for key in ("image", *key_of_videos))
+    has_image_key = bool(names) or any(key in raw for key in ("image", *video_keys) if key != "videos")
     return Record(
         str(path), index, str(index) if identity is None else identity, names, parsed, has_image_key,
         has_id=identity is not None, line=line, unread=reader.unread or unread_tag(parsed), inline=reader.inline,
     )  # fmt: skip
 
 
-def one_list(where: str, listed: dict[str, list[str]]) -> tuple[str, ...]:
-    """Return the images of a record, which one place lists. Raise DataError if two places list different ones."""
+def one_list(where: str, listed: dict[str, list[str]], what: str = "images") -> tuple[str, ...]:
+    """Return the images (or videos: `what`) of a record, which one place lists. Raise DataError if two places list
+    different ones."""
     filled = {place: names for place, names in listed.items() if names}
     if len({tuple(names) for names in filled.values()}) > 1:
-        raise DataError(f"{where} has different images in {' and '.join(filled)}; keep one", Kind.bad_form)
+        raise DataError(f"{where} has different {what} in {' and '.join(filled)}; keep one", Kind.bad_form)
     return tuple(next(iter(filled.values()), ()))
 
 
@@ -374,7 +389,7 @@ def put_videos(
 
     Args:
         images: the files that the keys of images or the parts of turns name; some may be videos.
-        videos: the files under the key `video`.
+        videos: the files under the keys `video` and `videos`.
     """
     images_left, videos_left, ordered = list(images), list(videos), list[str]()
 

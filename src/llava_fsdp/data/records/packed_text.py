@@ -1,18 +1,23 @@
-"""Unpack compressed JSON Lines files (gzip, zstd) into the dataset's index, where they are read like any text file."""
+"""Unpack compressed JSON Lines files (gzip, zstd) into the dataset's index, and copy remote text files there. They are
+read there like any text file."""
 
 import gzip
 import importlib.util
+import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
 
+from llava_fsdp.config import is_remote
+from llava_fsdp.data.containers.open_shards import OpenShards
+from llava_fsdp.data.containers.parquet_shard import ReaderFile
+from llava_fsdp.data.containers.place import Reader
 from llava_fsdp.data.index.worker_pool import BLOCK, Columns
-from llava_fsdp.data.records.record import reading
 from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.log import log
@@ -23,46 +28,58 @@ MOST_RATIO = 200
 thousandth."""
 
 
-def is_packed(path: Path | str) -> bool:
-    return str(path).lower().endswith((GZIP, ZSTD))
+def is_packed(path: str) -> bool:
+    return path.lower().endswith((GZIP, ZSTD))
 
 
-def check_unpacks(path: Path) -> None:
+def is_copied(path: str) -> bool:
+    """Return whether a text file is read from a copy in the index: one that is compressed or remote."""
+    return is_packed(path) or (is_remote(path) and path.lower().endswith((".json", ".jsonl")))
+
+
+def copy_name(path: str) -> str:
+    """Return the name of the copy of a text file."""
+    return "copy.json" if path.lower().endswith(".json") else "copy.jsonl"
+
+
+def check_unpacks(path: str) -> None:
     """Raise ConfigError if a file is compressed with zstd and pyarrow, which unpacks it, is not installed."""
-    if str(path).lower().endswith(ZSTD) and importlib.util.find_spec("pyarrow") is None:
+    if path.lower().endswith(ZSTD) and importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"{path} is compressed with zstd, which needs pyarrow: pip install 'llava-fsdp[parquet]'")
 
 
 @dataclass(frozen=True)
 class Unpack:
-    """Unpacks compressed files, each call one file."""
+    """Unpacks compressed files and copies remote ones, each call one file."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[str, ...]
     targets: tuple[Path, ...]
     """For each file, the text file to write."""
+    shards: OpenShards
 
     def __call__(self, chunk: int) -> Columns:
         target = self.targets[chunk]
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target, durable=True) as file:
-            for block in blocks(self.paths[chunk]):
+            for block in blocks(self.shards.open(self.paths[chunk])):
                 file.write(block)
-        log().info("%s: unpacked %d bytes into the index", self.paths[chunk], target.stat().st_size)
+        log().info("%s: wrote %d bytes into the index", self.paths[chunk], target.stat().st_size)
         return {"bytes": np.array([target.stat().st_size], dtype=np.int64)}
 
     def files(self) -> list[Path]:
-        return [target.with_name("unpacked.npz") for target in self.targets]
+        return [target.with_name("copy.npz") for target in self.targets]
 
 
-def blocks(path: Path) -> Iterator[bytes]:
+def blocks(packed: Reader) -> Iterator[bytes]:
     """Yield the unpacked content of a file in blocks.
 
     Raises:
         DataError: the file is not whole, is not compressed as its name says, or unpacks to far more than text does.
         SourceError: the file cannot be read.
     """
-    most, total = MOST_RATIO * max(BLOCK, path.stat().st_size), 0
-    with reading(path), refused(path), opened(path) as file:
+    path = packed.name
+    most, total = MOST_RATIO * max(BLOCK, packed.size), 0
+    with refused(path), opened(packed) as file:
         while block := file.read(BLOCK):
             total += len(block)
             if total > most:
@@ -74,19 +91,23 @@ def blocks(path: Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    if str(path).lower().endswith(GZIP):
-        with gzip.open(path) as file:
-            yield file  # pyright: ignore[reportReturnType]
-        return
-    import pyarrow
+def opened(packed: Reader) -> Iterator[Any]:
+    """Context manager that opens the unpacked content of a file as a binary file."""
+    path, raw = packed.name.lower(), io.BufferedReader(ReaderFile(packed), BLOCK)
+    if path.endswith(GZIP):
+        with gzip.open(raw) as file:
+            yield file
+    elif path.endswith(ZSTD):
+        import pyarrow
 
-    with pyarrow.input_stream(str(path), compression="zstd") as file:
-        yield file
+        with pyarrow.input_stream(pyarrow.PythonFile(raw, mode="r"), compression="zstd") as file:
+            yield file
+    else:
+        yield raw
 
 
 @contextmanager
-def refused(path: Path) -> Iterator[None]:
+def refused(path: str) -> Iterator[None]:
     """Context manager in which the errors of the unpacking libraries become DataError."""
     try:
         yield

@@ -78,8 +78,8 @@ class Record:
     `inline`. The tag of a video in `turns` is also <image>."""
     turns: tuple[Turn, ...]
     has_image_key: bool
-    """Whether the record has the key `image`, even with an empty value, or a key `video` that is read; LLaVA treats
-    such a record as one with an image."""
+    """Whether the record has the key `image`, even with an empty value, or a key `video` that is read, or any image or
+    video; LLaVA treats such a record as one with an image."""
     folder: Path | None = None
     """Image folder of the record's data source; None: the image folder that is set for all sources."""
     sizes: tuple[tuple[int, int], ...] | None = None
@@ -160,7 +160,7 @@ def reading(path: Path) -> Iterator[None]:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}; {cure}") from error
 
 
-def parse_text(path: Path, index: int, text: bytes, line: int | None = None) -> Any:
+def parse_text(path: Path | str, index: int, text: bytes, line: int | None = None) -> Any:
     """Parse the bytes of a record as JSON; raise DataError if they are not UTF-8 or not valid JSON."""
     where = name_place(path, index, line)
     try:
@@ -256,14 +256,15 @@ def is_empty(value: Any) -> bool:
 
 
 def unread_reason(where: str, unread: str) -> str:
-    if '"video"' in unread or "<video>" in unread:
+    if any(own in unread for own in ('"video"', '"videos"', "<video>")):
         return (
-            f"{where} has {unread}, and {VIDEOS_NEED}, from the key video and from video parts, from files that end in "
-            f"{', '.join(VIDEO_FORMATS)}, each with one tag in the questions"
+            f"{where} has {unread}, and {VIDEOS_NEED}, from the keys video and videos and from video parts, from files "
+            f"that end in {', '.join(VIDEO_FORMATS)}, each with one tag in the questions"
         )
     return (
         f"{where} has {unread}, and media are read from the record's keys image and images and from the image parts of "
-        "its turns alone, and videos also from the key video and from video parts: name them there, or take it out"
+        "its turns alone, and videos also from the keys video and videos and from video parts: name them there, or "
+        "take it out"
     )
 
 

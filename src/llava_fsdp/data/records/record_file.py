@@ -1,5 +1,7 @@
 """Read all records of one file without making an index."""
 
+import contextlib
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 from llava_fsdp.data.containers.open_shards import OpenShards
 from llava_fsdp.data.records.forms import NO_KEYS, RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import MOST_BYTES, spans
+from llava_fsdp.data.records.packed_text import blocks, copy_name, is_copied
 from llava_fsdp.data.records.record import Record, check_bytes, name_place, parse_text
 from llava_fsdp.data.records.rows import all_lines, has_rows
 from llava_fsdp.runtime.errors import DataError
@@ -16,11 +19,13 @@ class RecordFile:
     """Sequence of the records of one file; a record is parsed when it is accessed. Errors name the file, the record's
     number and its id."""
 
-    def __init__(self, path: Path, most: int = MOST_BYTES, keys: RecordKeys = NO_KEYS):
-        self.path = path
+    def __init__(
+        self, path: Path | str, most: int = MOST_BYTES, keys: RecordKeys = NO_KEYS, shards: OpenShards | None = None
+    ):
+        self.path = str(path)
         self.keys = keys
-        self.shards = OpenShards()
-        self._texts = list(texts(path, most, keys))
+        self.shards = shards or OpenShards()
+        self._texts = list(texts(self.path, most, keys, self.shards))
         if not self._texts:
             raise DataError(f"{path} holds no records")
 
@@ -34,7 +39,9 @@ class RecordFile:
         return replace(record, shards=self.shards) if record.inline else record
 
 
-def texts(path: Path, most: int, keys: RecordKeys = NO_KEYS) -> Iterator[tuple[bytes, int | None]]:
+def texts(
+    path: str, most: int, keys: RecordKeys = NO_KEYS, shards: OpenShards | None = None
+) -> Iterator[tuple[bytes, int | None]]:
     """Yield each record of a file as JSON bytes, with the number of the line on which it begins (None if the file is no
     text).
 
@@ -44,12 +51,19 @@ def texts(path: Path, most: int, keys: RecordKeys = NO_KEYS) -> Iterator[tuple[b
     Raises:
         DataError: the file is not a list of records, or a record is larger than `most`.
     """
-    if has_rows(str(path)):
-        for row in all_lines(str(path), keys, most, OpenShards()):
+    shards = shards or OpenShards()
+    if has_rows(path):
+        for row in all_lines(path, keys, most, shards):
             yield row, None
         return
-    with path.open("rb") as file:
-        for index, (offset, size, line) in enumerate(spans(path, most=most)):
+    with contextlib.ExitStack() as stack:
+        text = Path(path)
+        if is_copied(path):
+            text = Path(stack.enter_context(tempfile.TemporaryDirectory())) / copy_name(path)
+            with text.open("wb") as copy:
+                copy.writelines(blocks(shards.open(path)))
+        file = stack.enter_context(text.open("rb"))
+        for index, (offset, size, line) in enumerate(spans(text, most=most)):
             check_bytes(size, most, name_place(path, index, line))
             file.seek(offset)
             yield file.read(size), line

@@ -1,6 +1,8 @@
 """Turn an answer's tokens into text while the answer is generated; text is released once later tokens cannot change
 it."""
 
+from dataclasses import dataclass
+
 from llava_fsdp.data.text.tokenizer import Tokenizer
 
 BROKEN = "\ufffd"
@@ -20,6 +22,44 @@ def stops_of(tokenizer: Tokenizer, stop: str, ends: int | list[int] | None) -> f
     eos = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
     last = tokenizer.encode(stop)
     return frozenset(eos | ({last[-1].id} if len(last) == 1 else set()))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The text of one token, or of several tokens that are one character together."""
+
+    text: str
+    """The text; of a special token its name, and of a token without text its id."""
+    is_special: bool = False
+    """Whether `text` is a name, and not what the token says."""
+
+
+def spell(tokenizer: Tokenizer, ids: list[int]) -> list[Piece]:
+    """Return the text of each token of a sequence. Tokens that are bytes of one character make one piece."""
+    before = [token.id for token in tokenizer.encode("a")]  # at the beginning of a text, decoding may drop a space
+    begin = len(tokenizer.decode(before))
+    pieces: list[Piece] = []
+    group: list[int] = []
+
+    def close() -> None:
+        if group:
+            pieces.append(Piece(tokenizer.decode([*before, *group])[begin:]))
+            group.clear()
+
+    for token in ids:
+        name = tokenizer.name(token)
+        alone = "" if name is not None else tokenizer.decode([*before, token])[begin:]
+        if not alone:
+            close()
+            pieces.append(Piece(f"token {token}" if name is None else name, is_special=True))
+            continue
+        if group and not alone.endswith(BROKEN) and not alone.startswith(BROKEN):
+            close()
+        group.append(token)
+        if len(group) > PENDING or not tokenizer.decode([*before, *group])[begin:].endswith(BROKEN):
+            close()
+    close()
+    return pieces
 
 
 class AnswerText:

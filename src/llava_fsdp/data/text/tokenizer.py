@@ -74,6 +74,14 @@ class Tokenizer(ABC):
         """Return the id of a special token; None if the text is not a special token."""
         return self._special.get(text)
 
+    def name(self, token: int) -> str | None:
+        """Return the text of a special token; None if the id is not that of a special token."""
+        return self._names.get(token)
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {token: text for text, token in self._special.items()}
+
 
 def open_tokenizer(folder: Path, rows: int | None = None, extra: tuple[str, ...] = ()) -> Tokenizer:
     """Read the tokenizer of a model folder (`tokenizer.model` or `tokenizer.json`).

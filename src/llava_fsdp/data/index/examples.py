@@ -1,0 +1,154 @@
+"""Draw records at random and encode them as training does, for the report page of a dataset."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from llava_fsdp.data.images.preprocess import ImageReader
+from llava_fsdp.data.images.thumbnails import tile_thumbnail
+from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.records.record import INLINE, Record, is_video
+from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.conversation import asked_turns
+from llava_fsdp.data.text.detokenize import spell
+from llava_fsdp.data.text.encode import Encoder, ExactEncoder, Sample
+from llava_fsdp.report.examples import Example, Gap, Images, Text
+from llava_fsdp.runtime.errors import DataError
+
+SHOWN, SEED = 20, 0
+HEAD, TAIL = 700, 300
+"""Number of text tokens that are shown of the beginning and of the end of a long sample."""
+TILES = 40
+"""Number of tiles of a record above which no further images are shown: the page has a size of two megabytes at most."""
+SIDES = {1: 160, 6: 128, 12: 96, TILES: 64}
+"""Number of tiles of a record -> size of their thumbnails in pixels; between two keys, the greater one counts."""
+
+
+def draw_examples(records: Records, encoder: Encoder, reader: ImageReader) -> list[Example]:
+    """Return up to SHOWN records that are trained on, drawn at random with the same result at each call, as examples
+    for the page."""
+    return [make_example(records, number, encoder, reader) for number in draw(records.source_counts, SHOWN)]
+
+
+def draw(counts: list[int], most: int) -> list[int]:
+    """Return the sorted numbers of at most `most` records, drawn at random and spread over the sources.
+
+    Args:
+        counts: number of records of each source; their records are numbered in one sequence.
+    """
+    dice = random.Random(SEED)
+    sources = [source for source, count in enumerate(counts) if count]
+    dice.shuffle(sources)  # with more sources than records to draw, any of them may be left out
+    shares = [0] * len(counts)
+    while sum(shares) < min(most, sum(counts)):
+        for source in sources[: most - sum(shares)]:
+            shares[source] += shares[source] < counts[source]
+    firsts = itertools.accumulate(counts, initial=0)
+    drawn = zip(firsts, counts, shares, strict=False)
+    return [first + number for first, count, share in drawn for number in sorted(dice.sample(range(count), share))]
+
+
+def make_example(records: Records, number: int, encoder: Encoder, reader: ImageReader) -> Example:
+    """Encode a record as training does, and return what the page shows of it."""
+    texts, at = records.index.texts, records.at(number)
+    file, index = texts.place(at)
+    place = file.name, file.path, texts.line(at), index, texts.id_of(at)
+    try:
+        record = records[number]
+        sample = encoder(record)
+        assert sample is not None, "a record that is too long is not trained on"
+        parts = tuple(parts_of(record, sample, encoder, reader))
+    except DataError as error:
+        if error.kind is None:  # the fault is not the record's: the dataset's files or the index cannot be read
+            raise
+        return Example(*place, error=str(error))
+    cut = sample.positions_cut, sample.labels_cut, len(record.images) - len(sample.images)
+    return Example(*place, len(sample.input_ids), sample.num_labels, parts, *cut)
+
+
+def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageReader) -> Iterator[Text | Images | Gap]:
+    """Yield the parts of a sample in order: its images, and the stretches of text with labels and without. The middle
+    of a long sample is left out."""
+    ids, is_image = sample.input_ids, sample.input_ids == IMAGE_ID
+    marks = sample.labels != IGNORE
+    marks[:1] = False  # the first token is never predicted, so its label does not count
+    ends = np.flatnonzero(is_image)[np.cumsum([len(rows) for rows in sample.image_rows], dtype=np.int64) - 1] + 1
+    changes = np.flatnonzero(np.diff(marks + 2 * is_image.astype(np.int8))) + 1
+    hidden, roles, room = middle(is_image), Roles(record, sample, marks, encoder), TILES
+    bounds = sorted({0, *ends.tolist(), *changes.tolist(), *hidden, len(ids)})
+    for begin, end in itertools.pairwise(bounds):
+        image = int(np.searchsorted(ends, begin, side="right"))
+        if begin == hidden[0]:
+            last = int(np.searchsorted(ends, hidden[1], side="right"))
+            yield Gap(hidden[1] - begin, int(marks[begin : hidden[1]].sum()), last - image)
+        if hidden[0] <= begin < hidden[1]:
+            continue
+        if is_image[begin]:
+            shown = show_images(record, sample.images, image, end - begin, reader, room)
+            room -= len(shown.tiles)
+            yield shown
+        else:
+            pieces = [(piece.text, piece.is_special) for piece in spell(encoder.tokenizer, ids[begin:end].tolist())]
+            yield Text(roles.of(begin), bool(marks[begin]), end - begin, pieces)
+
+
+def middle(is_image: np.ndarray) -> tuple[int, int]:
+    """Return the range of tokens in the middle of a sample that are not shown; an empty range at the end of a sample
+    that is shown whole.
+
+    Args:
+        is_image: whether a token is one of an image, bool [length].
+    """
+    text = np.flatnonzero(~is_image)
+    if len(text) <= HEAD + TAIL:
+        return len(is_image), len(is_image)
+    return int(text[HEAD]), int(text[-TAIL])
+
+
+class Roles:
+    """Tells whose text the tokens of a sample are, by the order of answers: with `labels=exact`, each answer is one
+    stretch of tokens with labels."""
+
+    def __init__(self, record: Record, sample: Sample, marks: np.ndarray, encoder: Encoder):
+        turns = asked_turns(record)
+        self.starts = np.flatnonzero(marks[1:] & ~marks[:-1]) + 1
+        self.answers = sum(turn.role == "gpt" for turn in turns)
+        self.marks = marks
+        self.first = "system, human" if turns and turns[0].role == "system" else "human"
+        is_whole = len(self.starts) == self.answers or (sample.positions_cut > 0 and len(self.starts) < self.answers)
+        self.are_known = isinstance(encoder, ExactEncoder) and is_whole
+
+    def of(self, place: int) -> str:
+        """Return the role at the index of a token; empty if it is not known."""
+        if not self.are_known:
+            return ""
+        if self.marks[place]:
+            return "gpt"
+        before = int(np.searchsorted(self.starts, place))
+        return "template" if before == self.answers else "human" if before else self.first
+
+
+def show_images(
+    record: Record, names: Sequence[str], number: int, count: int, reader: ImageReader, room: int
+) -> Images:
+    """Read an image or a video of a record as training does.
+
+    Args:
+        names: the sample's images and videos; this is the one at the index `number`.
+        count: number of its tokens.
+        room: number of tiles that may still be shown of the record.
+    """
+    name = names[number]
+    kind, tile = ("video", "frame") if is_video(name) else ("image", "tile")
+    called = "in the record or in its file" if name.startswith(INLINE) else name
+    title = f"{kind} {number + 1}"
+    if room <= 0:
+        return Images(title, called, count, tile, [], f"Not shown, as {TILES} tiles of this record are.")
+    tiles = reader.tiles(record, name)
+    about = min(len(tiles) * len(names), max(SIDES))  # the other images may have other numbers of tiles
+    side = next(side for most, side in SIDES.items() if about <= most)
+    shown = [tile_thumbnail(own, side) for own in tiles[:TILES]]
+    note = f"{len(tiles) - TILES} more are not shown." if len(tiles) > TILES else ""
+    return Images(title, called, count, tile, shown, note, side)

@@ -1,0 +1,153 @@
+"""Examples of records on the report page of a dataset, shown as a model is trained on them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from html import escape
+
+from llava_fsdp.report.html import shortened
+from llava_fsdp.runtime.terminal_text import shown_name, shown_text
+
+NAME_LENGTH = 200
+NEWLINE = "\u23ce"
+"""Character that is shown for a line break of the text, before the break itself."""
+EXPLAINED = (
+    "Drawn at random from all sources, and the same at each call. Each is shown as a training reads it: its text "
+    "after the template and the tokenizer, token by token, and its images as the vision tower gets them. The loss is "
+    "computed on the <mark><i>underlined</i> <i>tokens</i></mark>, in blocks <strong>with labels</strong>. "
+    "A question's block also holds the template's own text before and after it. "
+    f"<i class=special>A frame</i> is around special tokens, and {NEWLINE} is a line break."
+)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens of text in a row that all have labels, or all have none."""
+
+    role: str
+    """Whose text it is; empty if that is not known."""
+    has_labels: bool
+    count: int
+    """Number of tokens."""
+    pieces: list[tuple[str, bool]]
+    """The text of each token, and whether it is the name of a special token instead."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """The tokens of one image, or of one video."""
+
+    title: str
+    """Such as `image 1`."""
+    name: str
+    count: int
+    """Number of tokens."""
+    tile: str
+    """Word for a tile: `tile`, or `frame` of a video."""
+    tiles: list[str]
+    """Thumbnails of the tiles as data: URLs, in order."""
+    note: str = ""
+    """Why there are no thumbnails, or not all."""
+    side: int = 160
+    """Width and height of a thumbnail in pixels; it is shown smaller, for screens of high resolution."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Tokens in the middle of a long sample, which are not shown."""
+
+    count: int
+    labels: int
+    images: int
+
+
+@dataclass(frozen=True)
+class Example:
+    source: str
+    file: str
+    line: int | None
+    index: int
+    id: str | None
+    length: int = 0
+    """Number of tokens, image tokens included. All fields below this one are of the sample after truncation, too."""
+    labels: int = 0
+    parts: tuple[Text | Images | Gap, ...] = ()
+    cut: int = 0
+    """Number of tokens that truncation has cut off, and of labels and images among them."""
+    labels_cut: int = 0
+    images_cut: int = 0
+    error: str = ""
+    """Why the record cannot be shown."""
+
+
+def examples_body(examples: list[Example]) -> Iterator[str]:
+    """Yield the HTML of all examples, with a text before them that explains the marks."""
+    if not examples:
+        yield "<p>There are no samples.</p>\n"
+        return
+    yield f"<p class=note>{EXPLAINED}</p>\n"
+    for number, example in enumerate(examples, start=1):
+        yield example_body(number, example)
+
+
+def example_body(number: int, example: Example) -> str:
+    line = "" if example.line is None else f", line {example.line:,}"
+    identity = "without an id" if example.id is None else f"id {name(example.id)}"
+    title = f"{number}. {name(example.source)}: record {example.index:,}{line}, {identity}"
+    counts = f"{example.length:,} tokens, {example.labels:,} with labels"
+    body = [part_body(part) for part in example.parts]
+    if example.cut:
+        lost = [plural(example.labels_cut, "label"), *[plural(example.images_cut, "image")][: example.images_cut]]
+        cut = f"data.max_length cuts off {plural(example.cut, 'token')} here, with {' and '.join(lost)}"
+        body.append(f"<p class=cut>\u2702 {cut}.</p>\n")
+    if example.error:
+        counts, body = "", [f"<p class=reason>{escape(shown_text(example.error))}</p>"]
+    return (
+        f"<article class=example><h3>{title}</h3><p class=note>{name(example.file)}"
+        f"{f' &middot; {counts}' if counts else ''}</p>\n{''.join(body)}</article>\n"
+    )
+
+
+def part_body(part: Text | Images | Gap) -> str:
+    match part:
+        case Gap():
+            held = [plural(part.labels, "label"), *[plural(part.images, "image")][: part.images]]
+            return f"<p class=cut>\u22ef {plural(part.count, 'token')} with {' and '.join(held)} are not shown.</p>\n"
+        case Images():
+            tiles = len(part.tiles)
+            total = f", {plural(tiles, part.tile)}" if tiles else ""
+            size = f"width={part.side * 7 // 10}"
+            names = [f"{part.tile} {place} of {tiles}" for place in range(1, tiles + 1)]
+            shown = "".join(
+                f"<img src='{url}' {size} alt='{tile} of {part.title}' title='{tile}'>"
+                for tile, url in zip(names, part.tiles, strict=True)
+            )
+            note = f"<p class=note>{escape(shown_text(part.note))}</p>" if part.note else ""
+            head = block_head(part.title, f"{plural(part.count, 'token')}{total}")
+            body = f"<div><p class=note>{name(part.name)}</p>{shown}{note}</div>"
+            return f"<div class='part pictures'>{head}{body}</div>\n"
+        case Text():
+            text = "".join(spelled(part.pieces))
+            tokens = plural(part.count, "token")
+            counts = f"<strong>{tokens} with labels</strong>" if part.has_labels else f"{tokens}, no labels"
+            head = block_head(part.role or "text", counts)
+            kind, tag = ("part labels", "mark") if part.has_labels else ("part", "span")
+            return f"<div class='{kind}'>{head}<{tag} class=text>{text}</{tag}></div>\n"
+
+
+def block_head(title: str, counts: str) -> str:
+    return f"<p class=head><b>{escape(title)}</b> {counts}</p>"
+
+
+def spelled(pieces: Iterable[tuple[str, bool]]) -> Iterator[str]:
+    for text, is_special in pieces:
+        shown = escape(shown_text(text).replace("\n", f"{NEWLINE}\n"))
+        yield f"<i class=special>{shown}</i>" if is_special else f"<i>{shown}</i>"
+
+
+def name(text: str) -> str:
+    """Return a name from the data as HTML, on one line and not too long."""
+    return escape(shortened(shown_name(text), NAME_LENGTH))
+
+
+def plural(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"

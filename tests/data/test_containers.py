@@ -1,0 +1,210 @@
+"""Files of every kind give the same samples in the same order, local and remote."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import torch
+from containers import CONTAINERS, HOLD_IMAGES, write_container
+from fake_hub import COMMIT, TOKEN, FakeHub
+from faulty_proxy import FaultyProxy
+from harness import CPU
+from huggingface_hub import constants
+from s3 import SECRET, s3_server
+from small import make_config
+from test_build import FITS
+
+from llava_fsdp.config import Config
+from llava_fsdp.data.containers import remote
+from llava_fsdp.data.loader import build_loader
+from llava_fsdp.runtime.errors import ConfigError, RemoteAway, RemoteChanged, RemoteGone, SourceError
+
+
+def rows_of(dataset: Path) -> list[dict[str, Any]]:
+    """The dataset's records, one with two images more."""
+    rows = json.loads((dataset / "mixed.json").read_text())
+    turns = [{"from": "human", "value": "<image> and <image>\nwhich?"}, {"from": "gpt", "value": "both"}]
+    system = {"from": "system", "value": "Be brief."}
+    rows[5] = {"id": "two", "image": ["3.png", "8.jpg"], "conversations": turns}
+    rows[6]["conversations"].insert(0, system)
+    return rows
+
+
+def config(parts: Path, dataset: Path, output: Path, path: str, holds_images: bool, *values: str) -> Config:
+    images = "data.images=null" if holds_images else f"data.images={dataset / 'images'}"
+    index = f"data.index={output / 'index'}"
+    return make_config(
+        parts, dataset, output, f"data.path='{path}'", images, index, f"data.cache={output / 'cache'}", *values
+    )
+
+
+def steps_of(cfg: Config, parts: Path, count: int = 3) -> list[Any]:
+    """All tensors of the first steps, and the names of the records in them."""
+    steps = build_loader(cfg, parts / "language", parts / "vision", FITS, 0, 1, CPU).steps
+    made = []
+    for number in range(count):
+        step = steps[number]
+        if isinstance(step, Exception):
+            raise step
+        ids = [steps.records[n].id for n in steps.sampler.samples(number)]
+        made.append((ids, [m.input_ids for m in step.micro_batches], [m.label_ids for m in step.micro_batches],
+                     [m.images for m in step.micro_batches]))  # fmt: skip
+    return made
+
+
+def check_equal(found: list[Any], expected: list[Any]) -> None:
+    for (ids, *tensors), (known_ids, *known) in zip(found, expected, strict=True):
+        assert ids == known_ids
+        for own, other in zip(tensors, known, strict=True):
+            assert all(map(torch.equal, own, other))
+
+
+@pytest.fixture(scope="module")
+def expected(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("expected")
+    (path,) = write_container("json", folder, rows_of(dataset), dataset / "images")
+    return steps_of(config(parts, dataset, folder, str(path), False), parts)
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_local_files(kind: str, files: int, expected: Any, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    write_container(kind, tmp_path / "shards", rows_of(dataset), dataset / "images", files)
+    cfg = config(parts, dataset, tmp_path, str(tmp_path / "shards"), kind in HOLD_IMAGES)
+    check_equal(steps_of(cfg, parts), expected)
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[FaultyProxy]:
+    with s3_server() as made:
+        boto3.resource("s3", endpoint_url=f"http://127.0.0.1:{made.upstream}").Bucket("bkt").create()
+        yield made
+
+
+def upload(proxy: FaultyProxy, files: list[Path], prefix: str) -> None:
+    bucket = boto3.resource("s3", endpoint_url=f"http://127.0.0.1:{proxy.upstream}").Bucket("bkt")
+    for file in files:
+        bucket.put_object(Key=f"{prefix}/{file.name}", Body=file.read_bytes())
+
+
+@pytest.fixture(autouse=True)
+def without_faults(request: pytest.FixtureRequest) -> None:
+    if "proxy" in request.fixturenames:
+        proxy = request.getfixturevalue("proxy")
+        proxy.spoil("", 0)
+        proxy.seen.clear()
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_files_of_s3(kind: str, expected: Any, proxy: FaultyProxy, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """With answers that fail now and then; the second run reads images from the cache."""
+    name = kind.replace(" ", "-")
+    upload(proxy, write_container(kind, tmp_path / "shards", rows_of(dataset), dataset / "images", 2), name)
+    cfg = config(parts, dataset, tmp_path, f"s3://bkt/{name}", kind in HOLD_IMAGES)
+    proxy.spoil("503", 3)
+    check_equal(steps_of(cfg, parts), expected)
+    proxy.spoil("", 0)
+    proxy.seen.clear()
+    check_equal(steps_of(cfg, parts), expected)
+    assert {request.method for request in proxy.seen} <= {"GET", "HEAD"}
+    assert not [request for request in proxy.seen if "range" in request.headers], "every image is in the cache"
+    written = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    assert not any(SECRET.encode() in content for content in written)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    made = FakeHub({})
+    monkeypatch.setattr(constants, "ENDPOINT", made.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_ENDPOINT", made.url)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield made
+    made.close()
+
+
+def test_a_dataset_of_the_hub(expected: Any, hub: FakeHub, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    files = write_container("parquet with images", tmp_path / "shards", rows_of(dataset), dataset / "images", 2)
+    hub.files |= {f"data/{file.name.replace('part', 'train')}": file.read_bytes() for file in files}
+    hub.files |= {"README.md": b"# set", "dataset_infos.json": b"{}"}
+    cfg = config(parts, dataset, tmp_path, "hf://datasets/org/set", True)
+    check_equal(steps_of(cfg, parts), expected)
+    facts = next((tmp_path / "index").glob("*/texts/done.json")).read_text()
+    assert f"hf://datasets/org/set@{COMMIT}/data/train-0000.parquet" in facts
+    assert not any(TOKEN.encode() in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    hub.files["data/test-0000.parquet"] = files[0].read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"not for training, such as .*test-0000\.parquet; .* 'hf://.*/data/train-\*'"
+    ):
+        steps_of(cfg, parts)
+    cfg = config(parts, dataset, tmp_path, "hf://datasets/org/set/data/train-*", True)
+    check_equal(steps_of(cfg, parts), expected)
+
+
+def test_a_bucket_that_is_away(
+    proxy: FaultyProxy, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No record is at fault; the run ends with a message that names the object, and goes on when the bucket is back."""
+    upload(proxy, write_container("tar", tmp_path / "shards", rows_of(dataset), dataset / "images"), "away")
+    skip = "data.bad_records=skip", "data.max_bad_records=100%"
+    cfg = config(parts, dataset, tmp_path, "s3://bkt/away", True, "data.cache_gb=0", *skip)
+    steps = build_loader(cfg, parts / "language", parts / "vision", FITS, 0, 1, CPU).steps
+    steps.records.index.texts.shards._ahead.storage.deadline = 0.5
+    proxy.spoil("503", 1 << 30)
+    with pytest.raises(RemoteAway, match=r"s3://bkt/away/part-0000\.tar could not be read"):
+        raise steps[0]  # type: ignore[misc]
+    proxy.spoil("", 0)
+    step = steps[0]
+    assert not isinstance(step, Exception) and not step.facts.skipped
+
+
+def test_an_object_that_was_replaced(proxy: FaultyProxy, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    files = write_container("tar", tmp_path / "shards", rows_of(dataset), dataset / "images")
+    upload(proxy, files, "replaced")
+    skip = "data.bad_records=skip", "data.max_bad_records=100%"
+    cfg = config(parts, dataset, tmp_path, "s3://bkt/replaced", True, "data.cache_gb=0", *skip)
+    steps = build_loader(cfg, parts / "language", parts / "vision", FITS, 0, 1, CPU).steps
+    content = bytearray(files[0].read_bytes())
+    content[600] ^= 1
+    files[0].write_bytes(content)
+    upload(proxy, files, "replaced")
+    step = steps[0]
+    assert isinstance(step, RemoteChanged) and "s3://bkt/replaced/part-0000.tar" in str(step)
+    assert step.exit_code == 2
+
+
+@pytest.mark.parametrize("path, error", [
+    ("s3://bkt/nothing", RemoteGone), ("s3://bkt/nothing-*.tar", RemoteGone), ("hf://models/a/b", SourceError),
+    ("https://example.com/a.tar", ConfigError), ("s3://bkt/folder", ConfigError),
+])  # fmt: skip
+def test_urls_without_records(
+    path: str, error: type[Exception], proxy: FaultyProxy, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    readme, other = tmp_path / "README.md", tmp_path / "x.txt"
+    readme.write_text("a")
+    other.write_text("b")
+    upload(proxy, [readme, other], "folder")
+    with pytest.raises(error):
+        steps_of(config(parts, dataset, tmp_path, path, True), parts)
+    assert remote.CLIENTS.keys() == {"s3", "gs", "hf"}
+
+
+def test_a_remote_folder_of_images_is_refused(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    cfg = make_config(parts, dataset, tmp_path, "data.images=s3://bkt/images")
+    with pytest.raises(ConfigError, match=r"data\.images=s3://bkt/images is remote"):
+        steps_of(cfg, parts)
+
+
+def test_the_index_of_remote_files_has_a_place_of_its_own(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    one, other = (make_config(parts, dataset, tmp_path, f"data.path=s3://bkt/{name}").data for name in ("a/d", "b/d"))
+    assert one.index_folder.parent == tmp_path / "x" / "llava_fsdp" / "index" == other.index_folder.parent
+    assert one.index_folder != other.index_folder and one.index_folder.name.startswith("d-")
+    assert make_config(parts, dataset, tmp_path, "data.path=s3://b/a", "data.cache=c").data.cache_folder == Path("c")
+    assert os.path.isabs(one.cache_folder)
