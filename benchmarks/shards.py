@@ -1,7 +1,7 @@
 """How fast are images read from each kind of file, and what is read and written for its index?
 
-    python benchmarks/containers.py                          # into benchmarks/results; about five minutes
-    python benchmarks/containers.py --images 200 --rounds 3
+    python benchmarks/shards.py                          # into benchmarks/results; about five minutes
+    python benchmarks/shards.py --images 200 --rounds 3
 
 The same records are written into files of each kind (those of tests/support/containers.py; of S3, on a server of this
 machine). Their indexes are made by the command `prepare`, and the bytes that it and its worker processes read and write
@@ -56,7 +56,7 @@ def main() -> None:
         "question": "how fast are images read from each kind of file, and what does its index cost?",
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
-        "command": " ".join(["python", "benchmarks/containers.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmarks/shards.py", *sys.argv[1:]]),
         "options": {key: value for key, value in vars(args).items() if key != "out"},
         "machine": machine(),
     }
@@ -73,7 +73,7 @@ def main() -> None:
         kind: round(plain / statistics.median(own["cpu"]), 3) for kind, own in result["seconds"].items()
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"containers-{result['date']}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / f"shards-{result['date']}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: result[key] for key in ("of_plain_files", "index")}, indent=1))
 
 
@@ -127,16 +127,19 @@ def prepare(path: str, folder: Path) -> dict[str, float]:
     command = [sys.executable, "-m", "llava_fsdp.prepare", *overrides(path, folder), "format=json"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     after, seconds = counted(), time.monotonic() - start
-    folders = {kind: Path(value.partition("=")[2]) for kind, value in zip(
-        ("index", "cache"), overrides(path, folder)[3:], strict=True
-    )}  # fmt: skip
-    sizes = {
-        f"{kind}_mb": sum(f.stat().st_size for f in own.rglob("*") if f.is_file()) / 1e6
-        for kind, own in folders.items()
+    index, cache = (Path(value.partition("=")[2]) for value in overrides(path, folder)[3:])
+    made = {
+        "read_mb": (after["rchar"] - before["rchar"]) / 1e6,
+        "written_mb": (after["wchar"] - before["wchar"]) / 1e6,
+        "index_mb": size_of(index) / 1e6,
+        "cache_mb": size_of(cache) / 1e6,
+        "seconds": seconds,
     }
-    named = {"read_mb": "rchar", "written_mb": "wchar"}
-    made = {name: (after[key] - before[key]) / 1e6 for name, key in named.items()} | sizes | {"seconds": seconds}
     return {name: round(value, 2) for name, value in made.items()}
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def counted() -> dict[str, int]:
