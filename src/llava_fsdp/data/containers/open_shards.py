@@ -30,8 +30,8 @@ class CacheFolder:
 
 @dataclass(frozen=True, eq=False)
 class OpenShards:
-    """Reads images by their places, in local and remote files. When it is pickled, nothing that is open goes with
-    it."""
+    """Reads images by their places, in local and remote files. When it is pickled, nothing that is open goes with it.
+    Not for several threads."""
 
     remote: Mapping[str, RemoteFile] = field(default_factory=dict)
     """The remote files by their URLs."""
@@ -62,10 +62,11 @@ class OpenShards:
         Args:
             most: number of bytes that are read of each image; None: all.
         """
-        ranges = [self._range(place, most) for place in places if place.file in self.remote]
         if self.remote:
+            ranges = (self._range(place, most) for place in places if place.file in self.remote)
             self._ahead.forget()
-            self._ahead.fetch_ahead(ranges)
+            # a range that is empty or leaves the file is refused when it is read
+            self._ahead.fetch_ahead(own for own in ranges if own[2] > 0 and own[1] + own[2] <= own[0].size)
 
     def _range(self, place: Place, most: int | None) -> Range:
         assert place.size is not None, "an image in a file among others"
@@ -77,7 +78,7 @@ class OpenShards:
         if file not in self._open:
             self._open[file] = LocalFile(file)
             if len(self._open) > MOST_OPEN:
-                self._open.popitem(last=False)[1].close()
+                self._open.popitem(last=False)  # closed when nobody has it any more
         self._open.move_to_end(file)
         return self._open[file]
 

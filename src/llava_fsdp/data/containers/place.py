@@ -111,11 +111,11 @@ class LocalFile:
         """
         self.name = str(path)
         try:
-            # without O_NONBLOCK, opening a pipe would wait for a writer
-            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            # without O_NONBLOCK, opening a pipe would wait for a writer; the file is closed when nobody has it any more
+            self._file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
         except OSError as error:
             raise SourceError(f"cannot open a data file: {why(error, Path(path))}").about(file=self.name) from error
-        found = os.fstat(self.descriptor)
+        found = os.fstat(self._file.fileno())
         if not stat.S_ISREG(found.st_mode):
             self.close()
             raise SourceError(f"{self.name} is not a regular file; give the path of a file").about(file=self.name)
@@ -125,22 +125,22 @@ class LocalFile:
         """See `Reader.read`."""
         assert offset >= 0 and size >= 0, (offset, size)
         try:
-            data = os.pread(self.descriptor, size, offset)
-            while 0 < size - len(data) and (more := os.pread(self.descriptor, size - len(data), offset + len(data))):
-                data += more
+            data, descriptor = b"", self._file.fileno()
+            while len(data) < size and (more := os.pread(descriptor, size - len(data), offset + len(data))):
+                data = data + more if data else more
         except OSError as error:
             raise SourceError(f"cannot read a data file: {why(error, Path(self.name))}").about(
                 file=self.name
             ) from error
         if len(data) < size:
             raise SourceError(
-                f"{self.name}: {size} bytes expected at byte {offset}, the file has {len(data)}: it was changed; "
+                f"{self.name}: {size} bytes expected at byte {offset}, only {len(data)} are there: it was changed; "
                 "restore it, or run llava-fsdp prepare again"
             ).about(file=self.name)
         return data
 
     def close(self) -> None:
-        os.close(self.descriptor)
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -30,19 +30,19 @@ class PageCache:
         """
         self.most_bytes = most_bytes
         self.held = 0
-        self.pages: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self.pages: OrderedDict[tuple[str, Page], bytes] = OrderedDict()
 
     def get(self, file: str, page: Page) -> bytes | None:
-        data = self.pages.get((file, page.offset))
+        data = self.pages.get((file, page))
         if data is not None:
-            self.pages.move_to_end((file, page.offset))
+            self.pages.move_to_end((file, page))
         return data
 
     def put(self, file: str, page: Page, data: bytes) -> None:
-        if len(data) > self.most_bytes or (file, page.offset) in self.pages:
+        if len(data) > self.most_bytes or (file, page) in self.pages:
             return
         self.held += len(data)
-        self.pages[file, page.offset] = data
+        self.pages[file, page] = data
         while self.held > self.most_bytes:
             self.held -= len(self.pages.popitem(last=False)[1])
 
@@ -87,7 +87,7 @@ def read_place(shard: Reader, place: Place, pages: PageCache) -> bytes:
 def check_end(shard: Reader, place: Place, end: int) -> None:
     if end > shard.size:
         raise SourceError(
-            f"{place}: the file ends at byte {shard.size}, before the image: it was changed after its index was made; "
+            f"{place}: the file ends at byte {shard.size}, before the end of the image: it was changed since; "
             "restore it, or run llava-fsdp prepare again"
         ).about(file=shard.name)
 
@@ -121,8 +121,6 @@ def unpack(page: Page, packed: bytes) -> bytes:
         data = pyarrow.Codec(page.codec.lower()).decompress(packed, decompressed_size=page.unpacked, asbytes=True)
     except (pyarrow.ArrowException, OSError) as error:
         raise DamagedPage(str(error)) from error
-    if len(data) != page.unpacked:
-        raise DamagedPage(f"it has {len(data)} bytes instead of {page.unpacked}")
     return data
 
 

@@ -43,8 +43,9 @@ def draw(counts: list[int], most: int) -> list[int]:
     dice.shuffle(sources)  # with more sources than records to draw, any of them may be left out
     shares = [0] * len(counts)
     while sum(shares) < min(most, sum(counts)):
-        for source in sources[: most - sum(shares)]:
-            shares[source] += shares[source] < counts[source]
+        left = [source for source in sources if shares[source] < counts[source]]
+        for source in left[: most - sum(shares)]:
+            shares[source] += 1
     firsts = itertools.accumulate(counts, initial=0)
     drawn = zip(firsts, counts, shares, strict=False)
     return [first + number for first, count, share in drawn for number in sorted(dice.sample(range(count), share))]

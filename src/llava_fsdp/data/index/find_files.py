@@ -6,9 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from llava_fsdp.config import is_remote, paths_in
 from llava_fsdp.config.data import MAGIC
+from llava_fsdp.data.containers.hub_client import split_url
 from llava_fsdp.data.containers.remote import RemoteStorage
 from llava_fsdp.data.containers.remote_file import RemoteFile
 from llava_fsdp.data.records.packed_text import GZIP, ZSTD
@@ -18,7 +20,7 @@ from llava_fsdp.runtime.errors import ConfigError
 
 SUFFIXES = (".json", ".jsonl", PARQUET, TAR, GZIP, ZSTD, *COMPRESSED)
 """Endings of the names of files of records; in a folder, other files are ignored."""
-OF_THE_HUB = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+HUB_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Names of files that describe a dataset of the Hugging Face hub."""
 OTHER_SPLIT = re.compile(r"(^|[/._-])(test|val|valid|validation|dev|eval)([/._-]|$)", re.IGNORECASE)
 """Finds names of the parts of a dataset that are not for training."""
@@ -49,7 +51,8 @@ def find_files(value: str, key: str) -> list[str | RemoteFile]:
             if not own:
                 raise ConfigError(f"{key}={path} is a folder without a file of records ({', '.join(SUFFIXES)})")
         elif glob.has_magic(path):
-            own = sorted((p for p in glob.glob(path, recursive=True) if os.path.isfile(p)), key=os.fsencode)
+            matches = (match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
+            own = sorted((match for match in matches if not in_index(match)), key=os.fsencode)
             if not own:
                 raise ConfigError(f"{key}={path} is a pattern that no file matches")
         else:
@@ -58,7 +61,7 @@ def find_files(value: str, key: str) -> list[str | RemoteFile]:
                 "them, a pattern, s3://, gs:// or hf://datasets/ORG/NAME, or several of these separated by commas"
             )
         found += own
-    names = (file.name if isinstance(file, RemoteFile) else file for file in found)
+    names = (file.name if isinstance(file, RemoteFile) else os.path.realpath(file) for file in found)
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise ConfigError(f"{key} names {twice} twice; name it once (data.sources has epochs and weights)")
@@ -68,26 +71,44 @@ def find_files(value: str, key: str) -> list[str | RemoteFile]:
 def remote_files(url: str, key: str) -> list[RemoteFile]:
     """Return the files of records that a URL names; arguments and errors as for `find_files`."""
     listed = RemoteStorage().list_files(url)
-    if len(listed) == 1 and listed[0].name.endswith(url.rpartition("/")[2]):  # the file itself
-        return listed
-    found = [f for f in listed if f.name.lower().endswith(SUFFIXES) and f.name.rpartition("/")[2] not in OF_THE_HUB]
+    found = [file for file in listed if is_records(file.name.rpartition("/")[2])]
     if not found:
         raise ConfigError(f"{key}={url} has no file of records ({', '.join(SUFFIXES)})")
-    other = [file.name for file in found if OTHER_SPLIT.search(file.name.removeprefix(url))]
-    if url.startswith("hf://") and not MAGIC.search(url) and other:
-        raise ConfigError(
-            f"{key}={url} has files that are not for training, such as {other[0]}; name those to train on by a "
-            f"pattern: '{url}/data/train-*'"
-        )
+    if url.startswith("hf://") and not MAGIC.search(url):
+        within = split_url(url.rstrip("/"))[2]
+        paths = (split_url(file.name)[2].removeprefix(within) for file in found)
+        other = next((path for path in paths if OTHER_SPLIT.search(path)), None)
+        if other is not None and len(found) > 1:
+            raise ConfigError(
+                f"{key}={url} has files that are not for training, such as {other.lstrip('/')}; name those to train on "
+                "by a pattern such as 'hf://datasets/ORG/NAME/data/train-*'"
+            )
     return found
 
 
+def is_records(name: str) -> bool:
+    """Return whether a file is one of records, judged by its name (without `?versionId=`)."""
+    name = name.partition("?versionId=")[0]
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".") and name not in HUB_METADATA
+
+
+def in_index(path: str) -> bool:
+    """Return whether a path leads into the folder of an index."""
+    return any(part.endswith(INDEX) for part in Path(path).parts[:-1])
+
+
 def in_folder(folder: Path) -> list[str]:
-    """Return the files of records below a folder, without hidden files and without indexes."""
-    found = []
-    for root, folders, names in os.walk(folder):
+    """Return the files of records below a folder, without hidden files and indexes. Links to folders are not
+    followed."""
+    found: list[str] = []
+    for root, folders, names in os.walk(folder, onerror=cannot_list):
         folders[:] = [name for name in folders if not name.startswith(".") and not name.endswith(INDEX)]
-        found += [
-            os.path.join(root, name) for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")
-        ]
+        found += [os.path.join(root, name) for name in names if is_records(name)]
+    wrong = next((path for path in found if not os.path.isfile(path)), None)
+    if wrong is not None:
+        raise ConfigError(f"{wrong} is no regular file, or a link to none; take it out of the folder")
     return sorted(found, key=os.fsencode)
+
+
+def cannot_list(error: OSError) -> NoReturn:
+    raise ConfigError(f"{error.filename} cannot be listed ({error.strerror}); let this user read it") from error

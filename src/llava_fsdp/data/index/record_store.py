@@ -4,6 +4,7 @@ index."""
 import bisect
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 from collections import OrderedDict
@@ -165,7 +166,8 @@ def shards_of(files: Iterable[SourceFile], cache: CacheFolder | None) -> OpenSha
 
 
 def digest(file: SourceFile) -> str:
-    """Return the sha256 of a file's content; of a remote file whose storage does not know it, that of its pin."""
+    """Return the sha256 of a file's content; of a remote file whose storage does not know it, that of its
+    URL, size and pin."""
     if file.remote is not None:
         content = file.remote.content
         is_known = content.startswith(SHA256)
@@ -215,8 +217,10 @@ class Texts:
     @cached_property
     def firsts(self) -> list[int]:
         """Number of each source's first record, followed by the number of all records."""
-        counts = [sum(p.count for p in self.parts if p.source == s) for s in range(len(self.sources))]
-        return [sum(counts[:s]) for s in range(len(counts) + 1)]
+        counts = [0] * len(self.sources)
+        for part in self.parts:
+            counts[part.source] += part.count
+        return list(itertools.accumulate(counts, initial=0))
 
     def place(self, number: int) -> tuple[SourceFile, int]:
         """Return the file of a record, and the record's index within that file."""
@@ -439,4 +443,4 @@ def split_file(path: Path, folder: Path, most: int) -> list[Path]:
 
 def take(found: Iterator[Span], path: Path) -> list[Span]:
     with reading(path):
-        return [span for _, span in zip(range(PIECE), found, strict=False)]
+        return list(itertools.islice(found, PIECE))

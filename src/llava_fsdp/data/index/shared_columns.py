@@ -37,7 +37,7 @@ def shared_column(path: Path, count: int, dtype: np.dtype, make: Callable[[], It
                 if not path.is_file():
                     write(path, count, dtype, make())
         except OSError as error:
-            log().info("%s cannot be written (%s): each process holds a copy in memory", path, error)
+            log().warning("%s cannot be written (%s): each process holds a copy in memory", path, error)
             return in_memory(count, dtype, make())
     values = read_column(path)
     if values.dtype != dtype or values.shape != (count,):
@@ -59,4 +59,5 @@ def in_memory(count: int, dtype: np.dtype, pieces: Iterable[np.ndarray]) -> np.n
     for piece in pieces:
         begin, end = end, end + len(piece)
         values[begin:end] = piece
+    assert end == count, (end, count)
     return values

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.data.index.record_store import DataSource, SourceFile, digest, files_of
+from llava_fsdp.data.records.record import reading
 from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import SourceError
 from llava_fsdp.runtime.host import read_host
@@ -21,6 +22,8 @@ from llava_fsdp.runtime.small_json import BadJson, kinds_of, parse_object, requi
 FORMAT = 8
 """Version of the index format. It is increased whenever the columns change, or the values in them for the same
 record."""
+STORED_EVERY = 100
+"""Number of files after whose digests all digests are stored."""
 KNOWN, DIGESTS = "known.json", "digests.json"
 
 
@@ -68,7 +71,7 @@ def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: 
 
     def of_file(file: SourceFile) -> list[Any]:
         own = stored.get(file.path)
-        if look_again or not isinstance(own, list) or own[:2] != version_of(file):
+        if look_again or not isinstance(own, list) or len(own) != 3 or own[:2] != version_of(file):
             own = [*version_of(file), digest(file)]
         return own
 
@@ -76,6 +79,8 @@ def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: 
     with watch("fingerprints", len(files)) as advance, ThreadPoolExecutor(read_host().usable_cores) as pool:
         for file, own in zip(files, pool.map(of_file, files), strict=True):
             kept[file.path] = own
+            if len(kept) % STORED_EVERY == 0:  # so that a killed process has not read them for nothing
+                replace_file(folder / DIGESTS, json.dumps(stored | kept).encode())
             advance(1)
     replace_file(folder / DIGESTS, json.dumps(kept).encode())
     return [str(kept[file.path][2]) for file in files]
@@ -87,7 +92,11 @@ def check_unchanged(sources: list[DataSource], most: int, since: str, undo: Call
     Args:
         since: earlier result of `stamp` for these sources.
     """
-    if stamp(sources, most) != since:
+    try:
+        is_changed = stamp(sources, most) != since
+    except SourceError:  # a file is gone
+        is_changed = True
+    if is_changed:
         undo()
         raise SourceError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
 
@@ -115,7 +124,8 @@ def version_of(file: SourceFile) -> list[Any]:
     pin."""
     if file.remote is not None:
         return [file.remote.size, file.remote.pin]
-    stat = os.stat(file.path)
+    with reading(Path(file.path)):
+        stat = os.stat(file.path)
     return [stat.st_size, stat.st_mtime_ns]
 
 

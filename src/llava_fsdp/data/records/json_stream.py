@@ -96,7 +96,7 @@ def window_behind(file: BinaryIO, after: Span, most: int) -> "Window":
     return Window(file, offset + size, most, line=line)
 
 
-def check_head(head: bytes, path: Path) -> None:
+def check_head(head: bytes, path: Path | str) -> None:
     """Raise DataError if a file is empty or begins like a file of another kind (see HEADS).
 
     Args:

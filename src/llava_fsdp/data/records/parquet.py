@@ -3,12 +3,13 @@
 Columns: those of a form of records (`forms`); `id`; `image` and `images`, a path, the image's bytes, a struct of bytes
 and path as Hugging Face datasets writes it (without bytes, the path is used), or a list of these; `video`, a path or a
 list of paths. A null counts as a missing key. Other columns whose names mean media (audio, ...) are not read: a record
-with a value in such a column is a bad record. So is one with videos themselves.
+with a value in such a column is a bad record. So is a record whose column of videos holds bytes.
 """
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from llava_fsdp.data.containers.parquet_shard import ParquetShard
 from llava_fsdp.data.containers.place import Place, Reader
-from llava_fsdp.data.records.forms import ENTRY_KEYS, FORMS, NO_KEYS, TOOL_KEYS, TURN_KEYS, VIDEO, RecordKeys
+from llava_fsdp.data.records.forms import ENTRY_KEYS, FORMS, NO_KEYS, TOOL_KEYS, TURN_KEYS, VIDEO_KEYS, RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
 from llava_fsdp.data.records.record import PARQUET, PLACE, TOO_LARGE, is_empty, names_media
 from llava_fsdp.runtime.errors import ConfigError, DataError
@@ -54,7 +55,7 @@ def turn_columns(keys: RecordKeys) -> tuple[str, ...]:
 def read_columns(keys: RecordKeys, schema: Any) -> list[str]:
     """Return the names of the columns of an Arrow schema that are read. Videos are read as paths alone."""
     names = dict.fromkeys(("id", *keys.images, *turn_columns(keys)))
-    names |= {VIDEO: None} if VIDEO in schema.names and has_paths(schema, VIDEO) else {}
+    names |= dict.fromkeys(key for key in VIDEO_KEYS if key in schema.names and has_paths(schema, key))
     return [name for name in names if name in schema.names]
 
 
@@ -75,12 +76,15 @@ def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetShard:
 
     head = file.read(0, min(64, file.size))
     if not head.startswith(b"PAR1"):
-        check_head(head, Path(file.name))
+        check_head(head, file.name)
     shard = ParquetShard(file)
     try:
         schema = shard.file.schema_arrow
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file.name} is no whole Parquet file ({error}); take it from its source again") from error
+    twice = next((name for name, count in Counter(schema.names).items() if count > 1), None)
+    if twice is not None:
+        raise DataError(f"{file.name} has two columns {twice!r}; give one of them another name")
     if not any(name in schema.names for name in turn_columns(keys)):
         raise DataError(
             f"{file.name} has the columns {schema.names}; records have one of {', '.join(turn_columns(keys))}, or the "
@@ -182,11 +186,12 @@ class ParquetRows:
         """Names of the columns that are read."""
         self.unread = [n for n in schema.names if n not in self.read and (names_media(n) or n in TOOL_KEYS)]
         """Names of the columns of which it is only read whether they have a value."""
-        binary = self.shard.binary_leaves()
-        self.leaves = {
-            name: leaf for name in (*keys.images, *self.unread) for leaf in binary if is_below(leaf, name)
-        }  # fmt: skip
-        """For each column of images or other media, the path of its leaf column with bytes, if it has one."""
+        self.leaves = {name: leaf for name in keys.images if (leaf := self.leaf_with_images(name)) is not None}
+        """For each column of images, the path of its leaf column with bytes, if it has one."""
+        self.unread_leaves = [
+            leaf for leaf in self.shard.binary_leaves() if any(is_below(leaf, name) for name in self.unread)
+        ]
+        """The paths of leaf columns with the bytes of media that are not read."""
         self.packed = np.zeros(2, dtype=np.int64)
         """Of the images in compressed pages that were found: their bytes, and the bytes that are decompressed to read
         each of them alone."""
@@ -197,8 +202,22 @@ class ParquetRows:
         """Number of row groups."""
         return self.shard.groups
 
+    def leaf_with_images(self, name: str) -> str | None:
+        """Return the path of the leaf column with the bytes of images in a column; None if it has paths alone."""
+        schema = self.shard.file.schema_arrow
+        if name not in schema.names or not is_embedded(schema, name):
+            return None
+        leaves = [leaf for leaf in self.shard.binary_leaves() if is_below(leaf, name)]
+        kind = schema.field(name).type
+        if fields_of(kind.value_type if is_list(kind) else kind):
+            leaves = [leaf for leaf in leaves if leaf.endswith(".bytes")]
+        if len(leaves) > 1:
+            raise DataError(f"{self.shard.shard.name}: several columns hold {name}: {leaves}; keep one")
+        return leaves[0] if leaves else None
+
     def lines(self, group: int, most: int = MOST_BYTES) -> Iterator[bytes]:
-        """Yield each row of a row group as a JSON record. At most `ROWS_AT_ONCE` rows are in memory.
+        """Yield each row of a row group as a JSON record. At most `ROWS_AT_ONCE` rows are in memory, and the places of
+        all images of the row group.
 
         Args:
             most: largest size of a record in bytes; a larger record is replaced by a placeholder with its size.
@@ -208,8 +227,10 @@ class ParquetRows:
             SourceError: the file cannot be read.
         """
         places = {name: self.shard.places(leaf, group) for name, leaf in self.leaves.items()}
+        unread = {leaf: self.shard.places(leaf, group) for leaf in self.unread_leaves}
         wanted = self.read + self.unread
-        left_out = {*self.leaves.values()}
+        left_out = {leaf for leaf in self.shard.binary_leaves() if any(is_below(leaf, name) for name in self.leaves)}
+        left_out |= {*self.unread_leaves}
         left_out |= {leaf for leaf in self.shard.footer.leaves if not any(is_below(leaf, name) for name in wanted)}
         number = 0
         for batch in self.shard.batches(group, left_out, ROWS_AT_ONCE):
@@ -222,18 +243,22 @@ class ParquetRows:
                     sum(own.size or 0 for own in paged),
                     sum(own.page.unpacked for own in paged if own.page),
                 ]
-                yield self.line(batch.slice(row, 1), held, most)
+                more = {name for name in self.unread for leaf in unread if is_below(leaf, name)
+                        and any(unread[leaf].row(number))}  # fmt: skip
+                yield self.line(batch.slice(row, 1), held, more, most)
                 number += 1
 
-    def line(self, row: Any, held: dict[str, list[Place | None]], most: int) -> bytes:
+    def line(self, row: Any, held: dict[str, list[Place | None]], more: Collection[str], most: int) -> bytes:
         """Return a row as a JSON record.
 
         Args:
             row: an Arrow `RecordBatch` of one row.
-            held: for each column with bytes of media, the place of each of its values in the row.
+            held: for each column with bytes of images, the place of each of its values in the row.
+            more: names of the columns that hold bytes of media that are not read.
         """
         names = row.schema.names
-        size = row.select([name for name in turn_columns(self.keys) if name in names]).nbytes
+        texts = (name for name in turn_columns(self.keys) if name in names)
+        size = row.select([name for name in texts if not has_dictionary(row.schema, name)]).nbytes
         try:
             if size > most:
                 (named,) = row.select([name for name in names if name == "id"]).to_pylist()
@@ -242,17 +267,19 @@ class ParquetRows:
         except UnicodeDecodeError:
             return NOT_UTF8
         record: dict[str, Any] = {}
-        for name in [n for n in (*self.read, *self.unread) if n in values or n in held]:
+        for name in [n for n in (*self.read, *self.unread) if n in values or n in held or n in more]:
             value, own = values.get(name), held.get(name, [])
             if name in self.unread:
-                value = HELD if any(own) or not is_empty(value) else None
-            elif name in (*self.keys.images, VIDEO):
+                value = HELD if name in more or not is_empty(value) else None
+            elif name == "id" and value != value:  # NaN, as pandas writes a missing number
+                value = None
+            elif name in (*self.keys.images, *VIDEO_KEYS):
                 value = self.images(name, value, own)
             elif name in FORMS and value is not None:
                 value = [plain_turn(turn) for turn in value]
             if value is not None:
                 record[name] = value
-        made = json.dumps(record).encode()
+        made = json_line(record)
         if len(made) <= most:
             return made
         return json.dumps({"id": record.get("id"), TOO_LARGE: [len(made), most]}).encode()
@@ -269,6 +296,21 @@ class ParquetRows:
         if value is None:  # a null, or a list whose elements have nothing beside the bytes
             return [one_image(None, place) for place in held] or None
         return [one_image(own, place) for own, place in zip(value, held or [None] * len(value), strict=True)]
+
+
+def json_line(record: Any) -> bytes:
+    """Return a JSON value as one line of UTF-8; with escapes if it has half of a surrogate pair."""
+    try:
+        return json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(record).encode()
+
+
+def has_dictionary(schema: Any, name: str) -> bool:
+    """Return whether an Arrow column is encoded by a dictionary, which counts whole in the size of each row."""
+    from pyarrow import types
+
+    return types.is_dictionary(schema.field(name).type)
 
 
 def is_below(leaf: str, column: str) -> bool:

@@ -10,7 +10,7 @@ from llava_fsdp.data.containers.open_shards import OpenShards
 from llava_fsdp.data.records.forms import NO_KEYS, RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import MOST_BYTES, spans
 from llava_fsdp.data.records.packed_text import blocks, copy_name, is_copied
-from llava_fsdp.data.records.record import Record, check_bytes, name_place, parse_text
+from llava_fsdp.data.records.record import Record, check_bytes, name_place, parse_text, reading
 from llava_fsdp.data.records.rows import all_lines, has_rows
 from llava_fsdp.runtime.errors import DataError
 
@@ -49,7 +49,9 @@ def texts(
         most: largest size of a record in bytes.
 
     Raises:
-        DataError: the file is not a list of records, or a record is larger than `most`.
+        DataError: the file is not a list of records, or a record of a text file is larger than `most`; other files give
+            a placeholder.
+        SourceError: the file cannot be read.
     """
     shards = shards or OpenShards()
     if has_rows(path):
@@ -62,6 +64,7 @@ def texts(
             text = Path(stack.enter_context(tempfile.TemporaryDirectory())) / copy_name(path)
             with text.open("wb") as copy:
                 copy.writelines(blocks(shards.open(path)))
+        stack.enter_context(reading(text))
         file = stack.enter_context(text.open("rb"))
         for index, (offset, size, line) in enumerate(spans(text, most=most)):
             check_bytes(size, most, name_place(path, index, line))

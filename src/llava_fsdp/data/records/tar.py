@@ -18,7 +18,7 @@ from llava_fsdp.data.containers.place import Place, Reader
 from llava_fsdp.data.containers.tar_shard import TarSample, samples
 from llava_fsdp.data.records.forms import GIVEN_AS, NO_KEYS, RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES
-from llava_fsdp.data.records.parquet import HELD
+from llava_fsdp.data.records.parquet import HELD, json_line
 from llava_fsdp.data.records.record import ADDRESS, DECODER, PLACE, TAR, TOO_LARGE, is_empty
 from llava_fsdp.runtime.log import log
 
@@ -26,7 +26,10 @@ RECORD = "json"
 """Extension of the member with a sample's record."""
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 """Extensions of images; also at the end of an extension such as `0.jpg`."""
-OTHER_MEDIA = ("mp4", "m4v", "mov", "mkv", "webm", "avi", "wav", "mp3", "flac", "ogg", "opus", "m4a")
+OTHER_MEDIA = (
+    "mp4", "m4v", "mov", "mkv", "webm", "avi", "wav", "mp3", "flac", "ogg", "opus", "m4a",
+    "heic", "heif", "avif", "jp2", "jfif", "jxl", "svg",
+)  # fmt: skip
 """Extensions of media that are not read."""
 COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tzst", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
@@ -93,8 +96,8 @@ class SampleReader:
             except (ValueError, RecursionError):
                 return self.invalid(data)
         if not isinstance(raw, dict):
-            return json.dumps(raw).encode()
-        made = json.dumps(self.record(raw)).encode()
+            return json_line(raw)
+        made = json_line(self.record(raw))
         if len(made) > self.most:
             return json.dumps({"id": self.sample.key, TOO_LARGE: [len(made), self.most]}).encode()
         return made
@@ -112,7 +115,7 @@ class SampleReader:
         """Return the record with the places of its images, and with the sample's other members that are read."""
         made = {"id": self.sample.key} | {key: value for key, value in raw.items() if key != "id" or value is not None}
         for key in self.keys.pair or ():
-            if key in self.sample.members and key not in made:
+            if key in self.sample.members and is_empty(made.get(key)):
                 made[key] = self.read(key).decode(errors="surrogateescape")
         own = self.keys.image
         if own in self.images and is_empty(made.get(own)):
