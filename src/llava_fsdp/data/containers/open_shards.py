@@ -55,23 +55,19 @@ class OpenShards:
         """Return a reader for reading a file from its beginning to its end."""
         return Blocks(self._ahead.storage, self.remote[file]) if file in self.remote else self._local(file)
 
-    def fetch_ahead(self, places: Iterable[Place], most: int | None = None) -> None:
+    def fetch_ahead(self, places: Iterable[Place]) -> None:
         """Begin to fetch the images that lie in remote files, and return at once. What was fetched ahead before and not
-        read is dropped.
-
-        Args:
-            most: number of bytes that are read of each image; None: all.
-        """
-        ranges = [self._range(place, most) for place in places if place.file in self.remote]
+        read is dropped."""
+        ranges = [self._range(place) for place in places if place.file in self.remote]
         if self.remote:
             self._ahead.forget()
             self._ahead.fetch_ahead(ranges)
 
-    def _range(self, place: Place, most: int | None) -> Range:
+    def _range(self, place: Place) -> Range:
         assert place.size is not None, "an image in a file among others"
         if place.page is not None:
             return self.remote[place.file], place.page.offset, place.page.packed
-        return self.remote[place.file], place.offset, place.size if most is None else min(place.size, most)
+        return self.remote[place.file], place.offset, place.size
 
     def _local(self, file: str) -> LocalFile:
         if file not in self._open:
