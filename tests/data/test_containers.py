@@ -78,6 +78,23 @@ def test_local_files(kind: str, files: int, expected: Any, parts: Path, dataset:
     check_equal(steps_of(cfg, parts), expected)
 
 
+def test_a_mixture_of_containers(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """With weights and without; and each source has the records of its file alone."""
+    kinds, rows = ("lines", "parquet with images", "tar", "zstd"), rows_of(dataset)
+    weights = [f"+data.sources.s{n}.weight={weight}" for n, weight in enumerate((1, 3, 0.5, 2))]
+    for name, more in (("plain", []), ("weighted", weights)):
+        found = []
+        for how in (("json",) * 4, kinds):
+            folder = tmp_path / f"{name} {how[0]}"
+            values = ["data.path=null", f"data.images={dataset / 'images'}", f"data.index={folder / 'index'}", *more]
+            for number, kind in enumerate(how):
+                own = rows[number * 11 : number * 11 + 11]
+                (path,) = write_container(kind, folder / str(number), own, dataset / "images")
+                values.append(f"+data.sources.s{number}.path='{path}'")
+            found.append(steps_of(make_config(parts, dataset, tmp_path, *values), parts))
+        check_equal(found[1], found[0])
+
+
 @pytest.fixture(scope="module")
 def proxy() -> Iterator[FaultyProxy]:
     with s3_server() as made:
