@@ -319,6 +319,13 @@ def test_of_a_remote_image_only_what_is_examined_is_fetched(how: Examine, parts:
     assert sizes == expected[how]()
 
 
+def test_an_image_that_is_not_opened_has_its_size_when_asked(parts: Path, shards: Path) -> None:
+    """The index does not have it, but the proof of an export needs it."""
+    cfg = config(parts, shards, "lazy")
+    record, reader = open_again(cfg, parts)[3], plan_of(cfg, parts).reader
+    assert record.sizes == ((0, 0),) and reader.size(record, 0) == (32, 41)
+
+
 def test_counts_that_are_not_what_was_written(parts: Path, shards: Path) -> None:
     cfg = config(parts, shards, "sample")
     path = open_again(cfg, parts).index.pictures / "done.json"
