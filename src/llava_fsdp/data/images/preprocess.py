@@ -173,8 +173,8 @@ class ImageReader:
         return folder / name
 
     def checked_path(self, record: Record, name: str) -> ImageFile:
-        """Return the file of one of a record's images; raise ImageError if it is a link that is not allowed. Whoever
-        reads the image checks this, because it may not have been examined before."""
+        """Return the file of one of a record's images; raise ImageError if it is a link that is not allowed.
+        This is checked at each reading, because an image may not have been opened before training."""
         path = self.path(record, name)
         if isinstance(path, Path):
             check_links(path, record.where, os.path.realpath(record.folder or str(self.folder)), self.allow_links)
@@ -222,8 +222,8 @@ class ImageReader:
         return self.sampling
 
     def is_known(self, record: Record) -> bool:
-        """Return whether the dataset's index has what the number of tokens of each image depends on. If it does not
-        depend on its size, an image counts as known though it has a problem. What is not known has one."""
+        """Return whether the dataset's index has what the number of tokens of each image depends on. False only
+        if that is the size of an image or the length of a video, and the image or video has a problem."""
         assert record.sizes is not None and record.frames is not None
         tiled = self.tokens.needs_size(count_images(record.images))
         known = zip(record.images, record.sizes, record.frames, strict=True)
