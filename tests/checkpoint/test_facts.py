@@ -88,7 +88,8 @@ def test_of_a_source_only_its_places_may_change() -> None:
 
 FREE = {
     "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source", "data.index",
-    "data.examine", "data.allow_links", "data.bad_records", "data.max_bad_records", "model.name", "model.language",
+    "data.examine", "data.examine_images", "data.allow_links", "data.bad_records", "data.max_bad_records",
+    "model.name", "model.language",
     "model.vision",
     "model.checkpoint", "model.projector", "model.lora.checkpoint",
 }  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import CPU, RankPool, single_world
 from loaders import agreed_steps
 from reference import EXPORTED, TOLERANCE, difference, outcome, plain_loop, run_ranks, vocabulary
@@ -22,6 +23,7 @@ from llava_fsdp.train import main as train
 
 RECORDS = 1_007
 IMAGE_EVERY = 50
+TILED = "data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad", "data.max_length=512"
 SHAPE = ModelShape(image_tokens=4, image_size=28, max_length=512, vocab_size=10_000)
 
 
@@ -117,17 +119,24 @@ def test_every_sample_once_an_epoch(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 2, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    [((1, 2), "decode"), pytest.param((1, 2, 4), "decode", marks=pytest.mark.slow), ((1, 2), "lazy"), ((2,), "sample")],
+)
 def test_training_continues_without_what_broke(
-    sizes: tuple[int, ...], dataset: Path, parts: Path, pools: dict[int, RankPool], tmp_path: Path
+    sizes: tuple[int, ...], how: str, dataset: Path, parts: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    """The loss is of what remains, on any number of ranks; the other samples stay in their steps."""
+    """The loss is of what remains, on any number of ranks; the other samples stay in their steps. Where not all images
+    are examined, the image is broken before the index is made."""
     own = Path(shutil.copytree(dataset, tmp_path / "dataset"))
-    common = ["data.bad_records=skip", "data.max_bad_records=6", *EXPORTED]
+    common = ["data.bad_records=skip", "data.max_bad_records=6", f"data.examine={how}", "data.examine_images=1"]
+    common += EXPORTED
     start = make_config(parts, own, tmp_path / "start", *common, "optim.lr=0")
     train.train(start)  # and the dataset is examined
     before = rows_of(tmp_path / "start")
     (own / "images" / "3.png").write_bytes((own / "images" / "3.png").read_bytes()[:100])
+    if how != "decode":
+        common.append(f"data.index={tmp_path / 'index'}")
     reference = plain_loop(make_config(parts, own, tmp_path / "none", *common), tmp_path / "start" / "export")
     lists = []
     for size in sizes:
@@ -169,6 +178,21 @@ def test_the_budget_stops_every_rank_alike(
     assert said[0] == said[1]
     assert f"{wrong} of 44 records are wrong, more than the {budget} of data.max_bad_records={budget}" in said[0]
     assert "image" in said[0] and "3.png" in said[0]
+
+
+@pytest.mark.parametrize("tiles", [(), TILED], ids=["one tile", "tiles"])
+def test_training_is_the_same_however_images_are_examined(
+    tiles: tuple[str, ...], dataset: Path, parts: Path, tmp_path: Path
+) -> None:
+    """To the bit. Each way has an index of its own."""
+    runs = {}
+    for how in ("decode", "head", "sample", *(["lazy"] if not tiles else [])):
+        own = f"data.index={tmp_path / f'{how}-index'}", f"data.examine={how}", "data.examine_images=3"
+        train.train(make_config(parts, dataset, tmp_path / how, *own, *tiles, *EXPORTED, "max_steps=3"))
+        runs[how] = outcome(tmp_path / how)
+    for got in runs.values():
+        assert (got.losses, got.grad_norms) == (runs["decode"].losses, runs["decode"].grad_norms)
+        assert all(torch.equal(own, runs["decode"].weights[name]) for name, own in got.weights.items())
 
 
 def run_and_say(world: World, cfg: Config) -> str:

@@ -143,6 +143,7 @@ def dataset_report(cut: bool) -> dict[str, Any]:
     lost = {name: 0 for name in ("records_cut", "positions_lost", "label_tokens_lost", "left_without_labels")}
     return {
         "records": 2000, "kept": 1997, "left_out": {"wrong": 3, "too_long": 0},
+        "examined": {"summary": "3,003 of 5,000,000 images"} if cut else None,
         "settings": {"data.max_length": 2048, "data.template": "v1", "model": f"{LONG} + clip"},
         "sources": [source],
         "files": files,
@@ -294,6 +295,7 @@ def test_equal_curves_are_told_apart(sweep: Path) -> None:
 def test_a_dataset_of_which_nothing_is_cut_has_no_chart_of_it() -> None:
     cut, whole = (dataset_page(dataset_report(cut), []) for cut in (True, False))
     assert "Records by data.max_length" in cut and "Nothing is cut off" not in cut
+    assert "3,003 of 5,000,000 images." in cut and "images." not in whole
     assert "Records by data.max_length" not in whole and "Nothing is cut off, also with data.max_length=512." in whole
     for page in (cut, whole):
         assert all("<rect" in figure for figure in re.findall(r"<figure.*?</figure>", page, re.DOTALL))

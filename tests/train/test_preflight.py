@@ -16,7 +16,7 @@ from chat_templates import published, write_tokenizer
 from forged import forge_notes
 from small import Configure, changed_parts, config_of, make_config, write_json
 
-from llava_fsdp.config import Config, PrepareConfig, cli, load
+from llava_fsdp.config import Config, Examine, PrepareConfig, cli, load
 from llava_fsdp.data.text.jinja_template import own_name
 from llava_fsdp.doctor.checks import CHECKS, run_check
 from llava_fsdp.doctor.context import Context
@@ -300,7 +300,10 @@ def test_plan_prepare_and_dry_run_check_first(
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["stage=finetune_lora", "val.every=1", "offload=optimizer", "data.template=v0", "labels=llava_v1_5"]],
+    [
+        ["data.examine=sample", "data.examine_images=2"],
+        ["stage=finetune_lora", "val.every=1", "offload=optimizer", "data.template=v0", "labels=llava_v1_5"],
+    ],
 )
 def test_the_first_screen_has_fifteen_lines(
     words: list[str], parts: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -320,6 +323,7 @@ def test_the_first_screen_has_fifteen_lines(
     names = [line.split("  ")[0] for line in lines[first : last + 1] if line[:1].strip()]
     assert len(names) <= 15 and {"trains", "data", "steps", "learning", "sharding", "saves", "output"} <= set(names)
     assert f"rate {cfg.optim.lr:g}" in screen and "%" in screen and ", template v1" in screen
+    assert ("images were decoded before training" in " ".join(screen.split())) is (cfg.data.examine is Examine.sample)
 
 
 def test_a_stage_whose_model_the_stage_before_has_not_made_names_it(

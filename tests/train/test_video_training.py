@@ -77,10 +77,16 @@ def test_kinds_of_micro_batches(siglip: Path, mixed: Path, tmp_path: Path) -> No
 
 
 def test_the_index_has_the_length_of_each_video(siglip: Path, mixed: Path, tmp_path: Path) -> None:
-    """In both modes; the numbers of tiles and tokens follow from it."""
-    for number, mode in enumerate(("head", "decode")):
+    """However images are examined; the numbers of tiles and tokens follow from it."""
+    for number, mode in enumerate(("head", "decode", "sample")):
         cfg = make_config(
-            siglip, mixed, tmp_path, *ONEVISION, f"data.index={tmp_path / str(number)}", f"data.examine={mode}"
+            siglip,
+            mixed,
+            tmp_path,
+            *ONEVISION,
+            f"data.index={tmp_path / str(number)}",
+            f"data.examine={mode}",
+            "data.examine_images=1",
         )
         records = open_again(cfg, siglip)
         found = {name: own for record in records for name, own in zip(record.images, record.frames or (), strict=True)}
@@ -127,7 +133,7 @@ def test_several_files_of_records_with_videos(siglip: Path, tmp_path: Path) -> N
     np.save(tmp_path / "changed" / "frames.npy", frames + (frames == 24))
     keys = [
         EncodeRecords(
-            index.texts.folder, 9, plan.reader.sampling, index.records, pictures, plan.encoder, plan.reader
+            index.texts.folder, 9, plan.reader.sampling, plan.cache, index.records, pictures, plan.encoder, plan.reader
         ).key_of(range(4, 6))
         for pictures in (index.pictures, tmp_path / "changed")
     ]

@@ -60,10 +60,10 @@ class PrepareConfig(Config):
 
     def __post_init__(self) -> None:
         super(PrepareConfig, self).__post_init__()
-        if self.verify and self.data.examine is not Examine.decode:
+        if self.verify and self.data.examine in (Examine.head, Examine.lazy):
             raise ConfigError(
                 f"verify=true compares whole image files, and data.examine={self.data.examine.value} makes an index "
-                "that knows their sizes alone; set data.examine=decode"
+                "without their checksums; set data.examine=decode"
             )
 
 

@@ -42,12 +42,18 @@ class BadRecords(Enum):
 
 
 class Examine(Enum):
-    """How much of every image is read before training."""
+    """Which images are opened before training, and how much of them is read."""
 
+    auto = "auto"
+    """`decode` for a dataset of up to a million images, `sample` for a larger one."""
     decode = "decode"
     """Every image is decoded completely."""
     head = "head"
     """Only the size in the header of every image is read."""
+    sample = "sample"
+    """Some images are decoded completely. Of the others the size is read if it is needed before training."""
+    lazy = "lazy"
+    """No image is opened."""
 
 
 class AspectRatio(Enum):

@@ -111,6 +111,7 @@ def open_encoding(
         tokens=ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens),
         pixels=cfg.data.pixels,
         sampling=VideoSampling.of_config(cfg.data),
+        allow_links=cfg.data.allow_links,
     )
     encoder = open_encoder(cfg, language_folder, shape, image_reader)
     check_fit(cfg, shape, encoder.tokenizer.size, image_reader, vision_folder)

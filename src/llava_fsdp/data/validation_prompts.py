@@ -63,7 +63,9 @@ def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config) -> H
     ids = encode_prompt(segments, encoder.tokenizer, lengths, cfg.trained_special_tokens, form.adds_bos)
     sample = Sample(ids, np.full(len(ids), IGNORE), names, image_rows, 0, 0)
     question = text.replace(IMAGE_TAG, "").strip() if record.images else text
-    return HeldOutQuestion(record.where, question, answer, sample, tuple(reader.path(record, name) for name in names))
+    return HeldOutQuestion(
+        record.where, question, answer, sample, tuple(reader.checked_path(record, name) for name in names)
+    )
 
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:

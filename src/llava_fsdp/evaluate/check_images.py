@@ -32,6 +32,6 @@ def check_images(questions: Iterable[BenchmarkQuestion], cfg: DataConfig) -> Non
                 f"{question.where}: {tags} {IMAGE_TAG} tags for {len(question.images)} images; give each one tag"
             )
         for path in (Path(cfg.images or ".") / name for name in outside):
-            check_links(path, folder, cfg.allow_links)
+            check_links(path, question.where, folder, cfg.allow_links)
             if not path.is_file():
                 raise DataError(f"{question.where}: image {path} does not exist; is data.images right?")

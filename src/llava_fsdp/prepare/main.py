@@ -109,6 +109,8 @@ def show(report: dict[str, Any], folder: Path) -> None:
     if lengths["samples"]:
         percentiles = ", ".join(f"{p} % {n:,}" for p, n in lengths["percentiles"].items())
         console.print(f"tokens of a sample before truncation: mean {lengths['mean']:.1f}; up to {percentiles}")
+    if report["examined"] is not None:
+        console.print(report["examined"]["summary"])
     columns = ["records_cut", "positions_lost", "label_tokens_lost", "left_without_labels"]
     lost = Table("data.max_length", *(c.replace("_", " ") for c in columns), title="cost of a maximum length")
     lost.title_justify = "left"

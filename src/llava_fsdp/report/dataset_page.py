@@ -32,8 +32,11 @@ def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
     """
     out = report["left_out"]
     counts = f"{report['records']:,} records, {report['kept']:,} kept, {out['wrong']:,} skipped as wrong, "
+    counts += f"{out['too_long']:,} as too long."
+    if report["examined"] is not None:
+        counts += f" {report['examined']['summary'].capitalize()}."
     parts = [
-        heading("dataset", "Dataset", f"{counts}{out['too_long']:,} as too long."),
+        heading("dataset", "Dataset", counts),
         section("Settings", table(["setting", "value"], report["settings"].items())),
         section("Sources", *sources(report)),
         section("Lengths", *lengths(report["lengths"])),

@@ -169,7 +169,9 @@ def describe_data(cfg: Config, records: Records) -> str:
     files = ", ".join(f"{name} ({own.path})" for name, own in cfg.data.sources.items()) or cfg.data.path
     wrong = f", {records.out:,} left out as wrong" if records.out else ""
     long = f", {records.long:,} left out as too long" if records.long else ""
-    return f"{files}: {len(records):,} records{wrong}{long}"
+    examined = records.index.examined
+    images = f"; {examined.summary}" if examined is not None else ""
+    return f"{files}: {len(records):,} records{wrong}{long}{images}"
 
 
 def describe_held_out(cfg: Config, held_out: HeldOut) -> str:

@@ -19,7 +19,7 @@ from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor
 from llava_fsdp.data.index.build import Plan, encoded_name, newest, pictures_name
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.record_store import DataSource, SourceFile
-from llava_fsdp.data.index.source_state import find_state, stamp
+from llava_fsdp.data.index.source_state import find_state, short, stamp
 from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.llava_v1_5 import Original
 from llava_fsdp.data.text.templates import template
@@ -90,9 +90,37 @@ def plan(parts: Path, dataset: Path) -> Plan:
     return plan_of(make_config(parts, dataset, Path("unused")), parts)
 
 
-@pytest.mark.parametrize("change", [{"examine": Examine.head}, {"allow_links": True}, {"pixels": Pixels.llava_v1_5}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"examine": how} for how in Examine if how is not Examine.auto), {"allow_links": True},
+        {"pixels": Pixels.llava_v1_5},
+    ],
+)  # fmt: skip
 def test_what_was_found_of_images_depends_on_each_of_these(change: dict[str, Any], plan: Plan) -> None:
     assert pictures_name(replace(plan, cfg=replace(plan.cfg, **change))) != pictures_name(plan)
+
+
+@pytest.mark.parametrize("change", ["images", "sizes", "none"])
+def test_what_was_found_of_a_sample_depends_on_each_of_these(change: str, plan: Plan) -> None:
+    """And what was found by decoding all does not depend on them."""
+    sample = replace(plan, cfg=replace(plan.cfg, examine=Examine.sample))
+    tiled = replace(plan.reader, tokens=replace(plan.reader.tokens, aspect=AspectRatio.anyres))
+    for made in (sample, plan):
+        changes = {
+            "images": replace(made, cfg=replace(made.cfg, examine_images=7)),
+            "sizes": replace(made, reader=tiled),
+            "none": made,
+        }
+        is_other = made is sample and change != "none"
+        assert (pictures_name(changes[change]) != pictures_name(made)) is is_other
+
+
+def test_names_of_images_are_those_of_earlier_versions(plan: Plan) -> None:
+    """An index that was made before is not made again."""
+    for how in (Examine.decode, Examine.head):
+        own = replace(plan, cfg=replace(plan.cfg, examine=how))
+        assert pictures_name(own) == f"pictures-{short(how.value, False, True)}"
 
 
 def test_lengths_depend_on_each_of_these(plan: Plan) -> None:

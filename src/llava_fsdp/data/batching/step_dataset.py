@@ -144,11 +144,18 @@ class Steps(Dataset):
                 f"{record.where} is not what it was when the dataset was examined: {length} tokens and {labels} "
                 "labels then; remove the index and examine it again"
             )
+        return sample, [self.tiles(record, number, place) for place in range(len(sample.images))]
+
+    def tiles(self, record: Record, number: int, place: int) -> np.ndarray:
+        """Read an image or a video of the record `number` as tiles; `place` is its index in the record."""
         try:
-            return sample, [self.image_reader.tiles(record, name) for name in sample.images]
+            return self.image_reader.tiles(record, record.images[place])
         except ImageError as error:
             error.about(record=record.where)
-            raise
+            if self.records.is_decoded(number, place):
+                raise
+            unknown = "the image was not decoded before training: llava-fsdp prepare data.examine=decode checks all"
+            raise ImageError(f"{error}; {unknown}", error.kind).about(**error.culprit) from error
 
     def parse(self, number: int) -> Record:
         """Parse a record. It was valid when it was indexed; if it is not now, raise a DataError without a kind, which

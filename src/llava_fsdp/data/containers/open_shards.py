@@ -55,24 +55,20 @@ class OpenShards:
         """Return a reader for reading a file from its beginning to its end."""
         return Blocks(self._ahead.storage, self.remote[file]) if file in self.remote else self._local(file)
 
-    def fetch_ahead(self, places: Iterable[Place], most: int | None = None) -> None:
+    def fetch_ahead(self, places: Iterable[Place]) -> None:
         """Begin to fetch the images that lie in remote files, and return at once. What was fetched ahead before and not
-        read is dropped.
-
-        Args:
-            most: number of bytes that are read of each image; None: all.
-        """
+        read is dropped."""
         if self.remote:
-            ranges = (self._range(place, most) for place in places if place.file in self.remote)
+            ranges = (self._range(place) for place in places if place.file in self.remote)
             self._ahead.forget()
             # a range that is empty or leaves the file is refused when it is read
             self._ahead.fetch_ahead(own for own in ranges if own[2] > 0 and own[1] + own[2] <= own[0].size)
 
-    def _range(self, place: Place, most: int | None) -> Range:
+    def _range(self, place: Place) -> Range:
         assert place.size is not None, "an image in a file among others"
         if place.page is not None:
             return self.remote[place.file], place.page.offset, place.page.packed
-        return self.remote[place.file], place.offset, place.size if most is None else min(place.size, most)
+        return self.remote[place.file], place.offset, place.size
 
     def _local(self, file: str) -> LocalFile:
         if file not in self._open:

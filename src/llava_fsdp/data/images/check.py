@@ -271,10 +271,14 @@ def open_head(path: ImageFile) -> BinaryIO | io.BytesIO:
 
 def image_head(image: ImageInShard) -> bytes:
     """Return the first bytes of an image in a shard, at most HEAD_BYTES; all of one in a compressed page."""
-    place = image.place
-    if place.page is None and place.size is not None:
-        place = replace(place, size=min(place.size, HEAD_BYTES))
-    return image.shards.read(place)
+    return image.shards.read(head_of(image.place))
+
+
+def head_of(place: Place) -> Place:
+    """Return the part of an image in a shard that is read to find its size."""
+    if place.page is not None or place.size is None:
+        return place
+    return replace(place, size=min(place.size, HEAD_BYTES))
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -337,11 +341,12 @@ def white_of(mode: str, values: np.ndarray, what: str) -> float:
     )
 
 
-def check_links(path: Path, real_folder: str, allow_links: bool) -> None:
+def check_links(path: Path, where: str, real_folder: str, allow_links: bool) -> None:
     """Raise ImageError if a path leads, through symbolic links, out of the image folder; with `allow_links` nothing is
     checked.
 
     Args:
+        where: name of the record in error messages.
         real_folder: path of the image folder, with its symbolic links resolved.
     """
     if allow_links:
@@ -349,7 +354,7 @@ def check_links(path: Path, real_folder: str, allow_links: bool) -> None:
     target = os.path.realpath(path)
     if os.path.commonpath([target, real_folder]) != real_folder:
         raise ImageError(
-            f"image {path} is a link to {target}, outside data.images; set data.allow_links=true if that is meant, "
-            "or copy it",
+            f"{where}: image {path} is a link to {target}, outside data.images; set data.allow_links=true if that is "
+            "meant, or copy it",
             Kind.path_outside,
         )

@@ -4,6 +4,7 @@ The arithmetic is that of transformers' CLIPImageProcessor with Pillow, as LLaVA
 """
 
 import math
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,16 @@ from PIL import Image, ImageOps
 from llava_fsdp.config import AspectRatio, Pixels
 from llava_fsdp.data.images import fast_resize
 from llava_fsdp.data.images.anyres import Size, cut_tiles
-from llava_fsdp.data.images.check import MAX_PIXELS, ImageFile, inline_image, opened, read_size, shown_size, to_rgb
+from llava_fsdp.data.images.check import (
+    MAX_PIXELS,
+    ImageFile,
+    check_links,
+    inline_image,
+    opened,
+    read_size,
+    shown_size,
+    to_rgb,
+)
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling, examine_video, read_frames
 from llava_fsdp.data.records.problems import Kind
@@ -123,6 +133,8 @@ class ImageReader:
     pixels: Pixels
     sampling: VideoSampling | None = None
     """Which frames of a video are taken; None if videos are not read."""
+    allow_links: bool = True
+    """Whether symbolic links in the folder may lead to images outside of it."""
     watch: "Watch | None" = field(default=None, compare=False)
 
     @property
@@ -159,6 +171,14 @@ class ImageReader:
         folder = record.folder or self.folder
         assert folder is not None, "checked when the records were opened"
         return folder / name
+
+    def checked_path(self, record: Record, name: str) -> ImageFile:
+        """Return the file of one of a record's images; raise ImageError if it is a link that is not allowed.
+        This is checked at each reading, because an image may not have been opened before training."""
+        path = self.path(record, name)
+        if isinstance(path, Path):
+            check_links(path, record.where, os.path.realpath(record.folder or str(self.folder)), self.allow_links)
+        return path
 
     def image_rows(self, record: Record, number: int) -> np.ndarray:
         """Return the tokens of an image of the record, as indices of vision features or weighted sums of them
@@ -202,17 +222,19 @@ class ImageReader:
         return self.sampling
 
     def is_known(self, record: Record) -> bool:
-        """Return whether the dataset's index has what the number of tokens of each image depends on. It is missing for
-        an image or a video with a problem."""
+        """Return whether the dataset's index has what the number of tokens of each image depends on. False only
+        if that is the size of an image or the length of a video, and the image or video has a problem."""
         assert record.sizes is not None and record.frames is not None
         tiled = self.tokens.needs_size(count_images(record.images))
         known = zip(record.images, record.sizes, record.frames, strict=True)
         return all(count > 0 if is_video(name) else min(size) > 0 or not tiled for name, size, (count, _) in known)
 
     def size(self, record: Record, number: int) -> Size:
-        """Return the width and height in pixels of one of a record's images, as it is shown."""
-        path = self.path(record, record.images[number])
-        return read_size(path, record.where) if record.sizes is None else record.sizes[number]
+        """Return the width and height in pixels of one of a record's images, as it is shown. The image is read if the
+        dataset's index does not have them."""
+        if record.sizes is not None and min(record.sizes[number]) > 0:
+            return record.sizes[number]
+        return read_size(self.path(record, record.images[number]), record.where)
 
     def tiles(self, record: Record, name: str) -> np.ndarray:
         """Read one of the record's images or videos as tiles, uint8 [tiles, 3, size, size].
@@ -221,7 +243,7 @@ class ImageReader:
             ImageError: the image cannot be read, or the video is not as long as when the dataset was examined; the
                 error's `kind` says why.
         """
-        path = self.path(record, name)
+        path = self.checked_path(record, name)
         if self.watch is not None:
             self.watch.at(record.where, path)
         tiles = self.load(path, record.where, count_images(record.images))

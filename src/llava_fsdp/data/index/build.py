@@ -23,17 +23,18 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from llava_fsdp.config import DataConfig, Pixels, TooLong
+from llava_fsdp.config import DataConfig, Examine, Pixels, TooLong
 from llava_fsdp.data.containers.open_shards import CacheFolder
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.duplicate_ids import DUPLICATES, read_facts
 from llava_fsdp.data.index.examine_passes import ExaminePictures, Pass, ReadRecords
+from llava_fsdp.data.index.image_sample import Examined
 from llava_fsdp.data.index.integrity import DONE, check_part, damaged, read_json, read_rows
 from llava_fsdp.data.index.record_store import (
     DataSource,
@@ -55,12 +56,18 @@ from llava_fsdp.data.text.encode import Encoder, ExactEncoder
 from llava_fsdp.runtime.errors import BuildError, LlavaFsdpError, SourceError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import Watch
+from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
 
 LOCK = "lock"
 SILENT = 5.0
 """If another process holds the lock, waiting for it is logged only after this many seconds."""
+DECODED_AT_MOST = 1_000_000
+"""Number of images above which `data.examine=auto` decodes only some of them: to decode this many takes more than an
+hour on one core."""
 CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
 """For each pass over the dataset, the number of records in a chunk; a chunk takes a few seconds."""
+EXAMINED = "examined"
+"""Key of `done.json` in the folder of an index's columns about images: the fields of `Examined`."""
 ENCODED_FORMAT = 2
 """Version of what the pass over tokens makes of a record with the same encoder. 2: system turns are read."""
 
@@ -79,6 +86,25 @@ class Plan:
     def cache(self) -> CacheFolder:
         """Where ranges of remote files are kept."""
         return CacheFolder(self.cfg.cache_folder / "images", self.cfg.cache_gb)
+
+    @property
+    def opens_all(self) -> bool:
+        """Whether every image is opened, at least for its size."""
+        reader, examine = self.reader, self.cfg.examine
+        by_size = reader.tokens.needs_size(1) or reader.pixels is Pixels.llava_v1_5
+        return examine in (Examine.decode, Examine.head) or (examine is Examine.sample and by_size)
+
+    def settled(self, records: Path) -> "Plan":
+        """Return this plan with another `data.examine` in place of `auto`.
+
+        Args:
+            records: folder of the columns of the records, from which the number of images is known.
+        """
+        if self.cfg.examine is not Examine.auto:
+            return self
+        images = int(open_column(records, "first_picture")[-1])
+        how = Examine.decode if images <= DECODED_AT_MOST else Examine.sample
+        return replace(self, cfg=replace(self.cfg, examine=how))
 
     @property
     def records_name(self) -> str:
@@ -107,6 +133,8 @@ class Index:
     """Maximum lengths in tokens for which the losses by truncation were counted."""
     losses: np.ndarray
     """What is lost by truncation at each maximum length, int64 [sources, limits, counts]; LOSSES names the counts."""
+    examined: Examined | None = None
+    """With `data.examine=sample` and `lazy`, how many images were decoded; None with others."""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -222,8 +250,11 @@ def find(plan: Plan, sources: list[DataSource], folder: Path) -> Index | None:
     if known is None:
         return None
     state = folder / known.key
+    if not ((state / "texts").is_dir() and (state / plan.records_name).is_dir()):
+        return None
+    plan = plan.settled(state / plan.records_name)
     pictures = newest(state / pictures_name(plan))
-    if pictures is None or not ((state / "texts").is_dir() and (state / plan.records_name).is_dir()):
+    if pictures is None:
         return None
     encoded = state / encoded_name(plan, pictures)
     return opened(plan, folder, state, pictures, encoded) if encoded.is_dir() else None
@@ -234,12 +265,16 @@ def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path)
     for part in (state / "texts", records, pictures, encoded):
         check_part(part, whole=False)
     texts = Texts(state / "texts", plan.reader.sampling is not None, plan.cache)
-    facts = read_json(encoded / DONE)
+    facts, counts = read_json(encoded / DONE), read_json(pictures / DONE).get(EXAMINED)
     try:
         limits, losses = facts["limits"], np.array(facts["losses"], dtype=np.int64)
     except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise damaged(encoded / DONE, "it is not what was written") from error
-    return Index(folder, texts, records, pictures, encoded, limits, losses)
+    try:
+        examined = None if counts is None else Examined(**require_kinds(counts, kinds_of(Examined)))
+    except (BadJson, TypeError) as error:
+        raise damaged(pictures / DONE, "it is not what was written") from error
+    return Index(folder, texts, records, pictures, encoded, limits, losses, examined)
 
 
 def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
@@ -377,7 +412,8 @@ def scaled(plan: Plan) -> bool:
 
 def pictures_name(plan: Plan) -> str:
     videos = () if plan.reader.sampling is None else (str(plan.reader.sampling),)
-    return f"pictures-{short(plan.cfg.examine.value, plan.cfg.allow_links, scaled(plan), *videos)}"
+    sampled = (plan.cfg.examine_images, plan.opens_all) if plan.cfg.examine is Examine.sample else ()
+    return f"pictures-{short(plan.cfg.examine.value, plan.cfg.allow_links, scaled(plan), *videos, *sampled)}"
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:
@@ -406,17 +442,18 @@ def newest(folder: Path) -> Path | None:
 
 
 def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
-    """Run the pass that examines all images, and return the folder of its result.
+    """Run the pass that examines images, and return the folder of its result.
 
     With `look_again`, bad images are examined again, and chunks with an image that was fixed are computed anew. This
     needs all chunk files, so they are kept.
     """
-    cfg = plan.cfg
-    looking = cfg.examine, scaled(plan), cfg.allow_links
-    task = ExaminePictures(
-        state / "texts", CHUNKS["pictures"], plan.reader.sampling, plan.cache, state / plan.records_name, *looking
-    )
-    base, chunks = state / pictures_name(plan), chunks_of(plan, pictures_name(plan))
+    records = state / plan.records_name
+    settled = plan.settled(records)
+    cfg = settled.cfg
+    looking = cfg.examine, settled.opens_all, cfg.examine_images, scaled(plan), cfg.allow_links
+    task = ExaminePictures(state / "texts", CHUNKS["pictures"], plan.reader.sampling, plan.cache, records, *looking)
+    name = pictures_name(settled)
+    base, chunks = state / name, chunks_of(plan, name)
     last = newest(base)
     if last is not None:
         fixed = fixed_chunks(task, last) if look_again else []
@@ -429,10 +466,19 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
             files[chunk].unlink(missing_ok=True)
     is_new = last is not None or not chunks.is_dir()  # otherwise chunks of an interrupted pass are reused
     target = Path(f"{base}.{0 if last is None else int(last.suffix[1:]) + 1}")
-    make(task, chunks, target, plan.workers, watch, "examining images", lambda *_: {}, keep=True)
+    make(task, chunks, target, plan.workers, watch, "examining images", count_examined, keep=True)
     if is_new:
         note_look(plan)
     return target
+
+
+def count_examined(task: ExaminePictures, staged: Path) -> dict[str, Any]:
+    """Return a fact for `done.json`: how many images were decoded, with `data.examine=sample` and `lazy`."""
+    digests = open_column(staged, "digest")
+    if task.how not in (Examine.sample, Examine.lazy) or not len(digests):
+        return {}
+    is_lazy = task.how is Examine.lazy
+    return {EXAMINED: asdict(Examined(len(digests)) if is_lazy else Examined.of(task.sample, digests))}
 
 
 def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:

@@ -86,6 +86,19 @@ class Records:
         at = self.at(number)
         return self._sizes.put(self.index.texts.record(at), at)
 
+    def is_decoded(self, number: int, place: int) -> bool:
+        """Return whether an image was decoded before training.
+
+        Args:
+            number: number of the record.
+            place: index of the image in the record.
+        """
+        return bool(self._digests[self._sizes.first[self.at(number)] + place])
+
+    @cached_property
+    def _digests(self) -> np.ndarray:
+        return open_column(self.index.pictures, "digest")
+
     def fetch_ahead(self, numbers: Iterable[int]) -> None:
         """Begin to fetch the images of records that lie in remote files, and return at once."""
         self.index.texts.fetch_ahead([self.at(number) for number in sorted(numbers)])

@@ -7,19 +7,21 @@ import hashlib
 import itertools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from llava_fsdp.config import Examine
 from llava_fsdp.data.containers.open_shards import CacheFolder
-from llava_fsdp.data.images.check import HEAD_BYTES, ImageFacts, ImageFile, check_links, examine, inline_images
+from llava_fsdp.data.containers.place import Place
+from llava_fsdp.data.images.check import ImageFacts, ImageFile, check_links, examine, head_of, inline_images
 from llava_fsdp.data.images.video import VideoSampling, examine_video
+from llava_fsdp.data.index.image_sample import ImageSample, ends_of
 from llava_fsdp.data.index.record_store import Texts
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
 from llava_fsdp.data.records.problems import BITS, Kind
@@ -220,17 +222,22 @@ class Wrong:
 
 @dataclass(frozen=True)
 class ExaminePictures(Pass):
-    """Second pass over a dataset: check each image and store its size.
+    """Second pass over a dataset: check images and store their sizes.
 
     Columns with a value per image: width and height after turning by the EXIF orientation, stored_height (before
     turning), and digest (uint64, xxh3 of the file's bytes if all were read). If videos are read, also frames (number of
     a video's frames) and rate (float64, frames per second); both are 0 for an image. All are 0 for an image or a video
-    with problems.
+    with problems, and for one that is not opened.
     """
 
     records_folder: Path
     """Folder of the columns written by the pass ReadRecords."""
     how: Examine
+    """Which images are decoded; not `auto`."""
+    opens_all: bool
+    """Whether images that are not decoded are opened, for their sizes."""
+    sample_size: int
+    """With `sample`, the number of images that are drawn at random and decoded."""
     scaled: bool
     """Whether 16-bit and floating point images are scaled by the value that means white (depends on `data.pixels`). If
     so, an image in which this value is unknown has a problem."""
@@ -245,17 +252,42 @@ class ExaminePictures(Pass):
         folders = {part.file.images for part in self.texts.parts}
         return {folder: os.path.realpath(folder) for folder in folders if folder is not None}
 
+    @cached_property
+    def sample(self) -> ImageSample:
+        """With `sample`, the images that are decoded."""
+        ends = ends_of(self.names.first, [part.first for part in self.texts.parts])
+        return ImageSample(ends, self.sample_size)
+
+    def key_of(self, numbers: range) -> str:
+        """See `Pass.key_of`; which images of a chunk are decoded depends on the whole dataset."""
+        key = super().key_of(numbers)
+        if self.how is not Examine.sample:
+            return key
+        begin, end = self.rows_of(numbers)
+        return f"{key}-{xxh3_64_hexdigest((self.sample.between(begin, end) - begin).tobytes())}"
+
+    def rows_of(self, numbers: range) -> tuple[int, int]:
+        """Return the index of the first image of consecutive records, and the index after their last image."""
+        return int(self.names.first[numbers.start]), int(self.names.first[numbers.stop])
+
     def columns(self, numbers: range, found: Findings) -> Columns:
-        seen: dict[tuple[str | None, str], ImageFacts | Wrong] = {}
-        pictures: list[ImageFacts] = []
-        for number in numbers:
-            if (number - numbers.start) % AHEAD == 0:
-                most = None if self.how is Examine.decode else HEAD_BYTES
-                self.texts.fetch_ahead(range(number, min(number + AHEAD, numbers.stop)), most)
+        begin, end = self.rows_of(numbers)
+        kinds = {"width": np.int32, "height": np.int32, "stored_height": np.int32, "digest": np.uint64}
+        if self.sampling is not None:
+            kinds |= {"frames": np.int32, "rate": np.float64}
+        columns = {name: np.zeros(end - begin, dtype=kind) for name, kind in kinds.items()}
+        decoded = self.decoded(begin, end)
+        seen: dict[tuple[str | None, str, bool], ImageFacts | Wrong] = {}
+        opened = self.opened(numbers, decoded)
+        for at, number in enumerate(opened):
+            if at % AHEAD == 0:
+                self.texts.fetch_ahead(opened[at : at + AHEAD], partial(self.needed, decoded))
             names = self.names.of(number)
             inline = self.inline_of(number, names)
-            for name in names:
-                key = self.texts.place(number)[0].images, name
+            for row, name in enumerate(names, int(self.names.first[number])):
+                key = self.texts.place(number)[0].images, name, row in decoded
+                if not (self.opens_all or row in decoded):
+                    continue
                 if key not in seen:
                     seen[key] = self.look(*key, inline.get(name))
                 picture = seen[key]
@@ -264,14 +296,32 @@ class ExaminePictures(Pass):
                     reason = f"{record.where}: {picture.reason.removeprefix(f'{shown_name(name)}: ')}"
                     found.of(number, record.known_id)(picture.kind, reason)
                     picture = ImageFacts(0, 0, 0)
-                pictures.append(picture)
-        values = {n: [getattr(p, n) for p in pictures] for n in ("width", "height", "stored_height")}
-        columns: Columns = {name: np.array(column, dtype=np.int32) for name, column in values.items()}
-        columns["digest"] = np.array([p.digest for p in pictures], dtype=np.uint64)
-        if self.sampling is not None:
-            columns["frames"] = np.array([p.frames for p in pictures], dtype=np.int32)
-            columns["rate"] = np.array([p.rate for p in pictures], dtype=np.float64)
+                for column, values in columns.items():
+                    values[row - begin] = getattr(picture, column)
         return columns
+
+    def decoded(self, begin: int, end: int) -> Collection[int]:
+        """Return those of the images [begin, end) that are decoded."""
+        if self.how is Examine.sample:
+            return frozenset(self.sample.between(begin, end).tolist())
+        return range(begin, end) if self.how is Examine.decode else ()
+
+    def opened(self, numbers: range, decoded: Collection[int]) -> Sequence[int]:
+        """Return the numbers of the records of which an image is opened; not more than necessary, because a large
+        dataset may have a hundred million records of which three thousand are examined."""
+        if self.opens_all:
+            return numbers
+        rows = np.array(sorted(decoded), dtype=np.int64)
+        own = self.names.first[numbers.start : numbers.stop + 1]
+        return (np.unique(np.searchsorted(own, rows, side="right")) - 1 + numbers.start).tolist()
+
+    def needed(self, decoded: Collection[int], number: int, name: str, place: Place) -> Place | None:
+        """Return the part of an image in a file among others that is read when it is examined; None if it is not
+        opened. See `Texts.fetch_ahead`."""
+        rows = range(*self.rows_of(range(number, number + 1)))
+        if rows[self.names.of(number).index(name)] in decoded:
+            return place
+        return head_of(place) if self.opens_all else None
 
     def inline_of(self, number: int, names: list[str]) -> dict[str, ImageFile]:
         """Return those of a record's images that are in the record itself or in its file."""
@@ -279,15 +329,14 @@ class ExaminePictures(Pass):
             return {}
         return inline_images(self.texts.record(number))
 
-    def look(self, folder: str | None, name: str, file: ImageFile | None) -> ImageFacts | Wrong:
-        """Check an image, which is `file` or, if that is None, in the image folder."""
+    def look(self, folder: str | None, name: str, full: bool, file: ImageFile | None) -> ImageFacts | Wrong:
+        """Check an image, which is `file` or, if that is None, in the image folder. With `full` it is decoded."""
         if file is None and folder is None:
             return ImageFacts(0, 0, 0)
         file = Path(str(folder)) / name if file is None else file
         try:
-            full = self.how is Examine.decode
             if isinstance(file, Path):
-                check_links(file, self.real_folders[str(folder)], self.allow_links)
+                check_links(file, name, self.real_folders[str(folder)], self.allow_links)
                 if is_video(name) and self.sampling is not None:
                     return examine_video(file, name, self.sampling, full)
             return examine(file, name, full, self.scaled)
@@ -320,7 +369,8 @@ class PictureSizes:
         self.frames, self.rate = (open_column(pictures, n) if has_videos else None for n in ("frames", "rate"))
 
     def of(self, number: int, place: int) -> tuple[int, int, int]:
-        """Return (width, height, stored height) in pixels of one of a record's images; all 0 if the image has problems.
+        """Return (width, height, stored height) in pixels of one of a record's images; all 0 if the image has problems
+        or has not been opened.
 
         Args:
             number: number of the record.

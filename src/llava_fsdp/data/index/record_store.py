@@ -50,6 +50,10 @@ PIECE = 65_536
 """Number of records per file of positions. A search for records that was interrupted continues after the last such
 file."""
 
+Needed = Callable[[int, str, Place], Place | None]
+"""Function that returns which part of an image in a remote file is fetched, or None; its arguments are the record's
+number, and the image's name and place."""
+
 
 @dataclass(frozen=True)
 class SourceFile:
@@ -302,20 +306,20 @@ class Texts:
                 return name_record(source.path, index, self.line(number), id_of(raw))
         return name_place(source.path, index, self.line(number))
 
-    def fetch_ahead(self, numbers: Iterable[int], most: int | None = None) -> None:
+    def fetch_ahead(self, numbers: Iterable[int], needed: Needed = lambda number, name, place: place) -> None:
         """Begin to fetch the images of records that lie in remote files, and return at once.
 
         Args:
-            most: number of bytes that are read of each image; None: all.
+            needed: returns the part of an image that is fetched.
         """
         if not self.shards.remote:
             return
         places = []
         for number in numbers:
             with contextlib.suppress(DataError):  # reported where the record is read
-                held = self.record(number).inline.values() if self.part(number).file.remote else ()
-                places += [place for place in held if isinstance(place, Place)]
-        self.shards.fetch_ahead(places, most)
+                held = self.record(number).inline.items() if self.part(number).file.remote else ()
+                places += [needed(number, name, place) for name, place in held if isinstance(place, Place)]
+        self.shards.fetch_ahead(place for place in places if place is not None)
 
     def record(self, number: int, text: bytes | None = None) -> Record:
         """Read and parse a record.

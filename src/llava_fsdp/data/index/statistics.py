@@ -77,6 +77,7 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
         },
         "records": len(index),
         "kept": len(records),
+        "examined": None if index.examined is None else index.examined.as_json(),
         "left_out": {"wrong": records.out, "too_long": records.long},
         "sources": [asdict(counts) for counts in sources],
         "files": [asdict(counts) for counts in files],

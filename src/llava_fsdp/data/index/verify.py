@@ -42,8 +42,9 @@ SHOWN = 20
 @dataclass(frozen=True)
 class CompareContent:
     """Pass over a dataset that reads the records and images of a chunk again and compares them with the checksums in
-    the index. The column `rows` lists those that have changed. Records of Parquet files and tars, and images with
-    problems, are not compared."""
+    the index. The column `rows` lists those that have changed. Records of Parquet files and tars are not compared, and
+    neither are images with problems and images that were not decoded when the index was made: they have no
+    checksum."""
 
     texts: Texts
     size: int
@@ -101,7 +102,7 @@ def digest_of(path: Path | ImageInShard) -> int | str:
 
 def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
     """Check that all records and images of an index are unchanged; return the number of records and the number of
-    images.
+    images that have been compared.
 
     Raises:
         ConfigError: there is no complete index of these files.
@@ -125,7 +126,7 @@ def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
             f"{len(changed):,} records or images are not what the index {folder} was made of",
             *changed[:SHOWN], *more, cure,
         ]))  # fmt: skip
-    return len(index), len(open_column(index.pictures, "digest"))
+    return len(index), int(np.count_nonzero(open_column(index.pictures, "digest")))
 
 
 def compare(index: Index, workers: int, watch: Watch) -> list[str]:

@@ -1,0 +1,132 @@
+"""Choose which images of a dataset are decoded with `data.examine=sample`, and compute what they tell about all."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from llava_fsdp.data.batching.keyed_permutation import permuted
+
+EACH_FILE = 3
+"""Number of images of each file of records that are decoded in any case, spread evenly; the last one is among them. A
+copy that was interrupted lacks the end of a file."""
+CONFIDENCE = 0.95
+SEED = 0
+
+
+@dataclass(frozen=True)
+class ImageSample:
+    """The images of a dataset that are decoded before training. An image is named by its index in the image columns of
+    the dataset's index."""
+
+    ends: tuple[int, ...]
+    """For each file of records, the index after its last image."""
+    size: int
+    """Number of images that are drawn at random."""
+
+    @property
+    def total(self) -> int:
+        """Number of images of the dataset. An image that occurs several times counts several times."""
+        return self.ends[-1]
+
+    @cached_property
+    def drawn(self) -> np.ndarray:
+        """The images that are drawn at random, each with the same probability; int64 in ascending order."""
+        if self.size >= self.total:
+            return np.arange(self.total)
+        return np.sort(permuted(np.arange(self.size), self.total, "images to examine", SEED))
+
+    @cached_property
+    def chosen(self) -> np.ndarray:
+        """The images that are drawn, and EACH_FILE of each file of records; int64 in ascending order."""
+        begins = (0, *self.ends[:-1])
+        pairs = [(begin, end) for begin, end in zip(begins, self.ends, strict=True) if begin < end]
+        spread = [
+            begin + (end - begin) * part // EACH_FILE - 1 for begin, end in pairs for part in range(1, EACH_FILE + 1)
+        ]
+        firsts = [begin for begin, _ in pairs for _ in range(EACH_FILE)]  # of a file with fewer images than EACH_FILE
+        return np.union1d(self.drawn, np.maximum(spread, firsts).astype(np.int64))
+
+    def between(self, begin: int, end: int) -> np.ndarray:
+        """Return those of the chosen images that are in [begin, end)."""
+        first, last = np.searchsorted(self.chosen, (begin, end))
+        return self.chosen[first:last]
+
+
+@dataclass(frozen=True)
+class Examined:
+    """How many images of a dataset were decoded before training, if not all were."""
+
+    images: int
+    """Number of images of the dataset."""
+    decoded: int = 0
+    bad: int = 0
+    """Number of the decoded images that have a problem."""
+    drawn: int = 0
+    """Number of the decoded images that were drawn at random; `bad_drawn` is the number of the bad ones among them."""
+    bad_drawn: int = 0
+
+    @classmethod
+    def of(cls, sample: ImageSample, digests: np.ndarray) -> "Examined":
+        """Return the counts of a sample. `digests` is the column of the images' checksums, in which a decoded image
+        without a problem has another value than 0."""
+        bad, bad_drawn = (int(np.count_nonzero(digests[rows] == 0)) for rows in (sample.chosen, sample.drawn))
+        return cls(sample.total, len(sample.chosen), bad, len(sample.drawn), bad_drawn)
+
+    @property
+    def bound(self) -> float | None:
+        """Upper bound of the share of bad images among all at 95 % confidence; None if no image was decoded, or all."""
+        return None if self.decoded in (0, self.images) else upper_bound(self.bad_drawn, self.drawn)
+
+    @property
+    def summary(self) -> str:
+        """A line about these counts for the user."""
+        if not self.decoded:
+            return f"none of {self.images:,} images was opened before training; each is checked when it is read"
+        found = f"{self.decoded:,} of {self.images:,} images were decoded before training, {self.bad:,} of them are bad"
+        if self.bound is None:
+            return found
+        return f"{found}; at most {100 * self.bound:.2g} % of all are bad ({CONFIDENCE:.0%} confidence)"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "images": self.images, "decoded": self.decoded, "bad": self.bad, "bound": self.bound,
+            "summary": self.summary,
+        }  # fmt: skip
+
+
+def upper_bound(bad: int, drawn: int) -> float:
+    """Return the upper bound of the share of bad ones among all at 95 % confidence, when `bad` of `drawn` ones are bad:
+    the one-sided bound of Clopper and Pearson. Drawing without replacement only makes the true bound smaller."""
+    if bad >= drawn:
+        return 1.0
+    low, high = bad / drawn, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        if at_most(bad, drawn, middle) > 1 - CONFIDENCE:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def at_most(bad: int, drawn: int, share: float) -> float:
+    """Return the probability that at most `bad` of `drawn` ones are bad, if a share 0 < `share` < 1 of all is."""
+    yes, no = math.log(share), math.log1p(-share)
+    whole = math.lgamma(drawn + 1)
+    terms = (
+        whole - math.lgamma(k + 1) - math.lgamma(drawn - k + 1) + k * yes + (drawn - k) * no for k in range(bad + 1)
+    )
+    return math.fsum(map(math.exp, terms))
+
+
+def ends_of(first_picture: np.ndarray, firsts: Sequence[int]) -> tuple[int, ...]:
+    """Return for each file of records the index after its last image.
+
+    Args:
+        first_picture: the index of each record's first image, and the number of all images, int64 [records + 1].
+        firsts: the number of each file's first record.
+    """
+    return tuple(first_picture[[*firsts[1:], len(first_picture) - 1]].tolist())
