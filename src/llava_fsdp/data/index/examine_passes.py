@@ -254,13 +254,14 @@ class ExaminePictures(Pass):
                 self.texts.fetch_ahead(range(number, min(number + AHEAD, numbers.stop)), most)
             names = self.names.of(number)
             inline = self.inline_of(number, names)
+            record: Record | None = None  # read once: a hostile record names many missing images
             for name in names:
                 key = self.texts.place(number)[0].images, name
                 if key not in seen:
                     seen[key] = self.look(*key, inline.get(name))
                 picture = seen[key]
                 if isinstance(picture, Wrong):
-                    record = self.texts.record(number)
+                    record = record or self.texts.record(number)
                     reason = f"{record.where}: {picture.reason.removeprefix(f'{shown_name(name)}: ')}"
                     found.of(number, record.known_id)(picture.kind, reason)
                     picture = ImageFacts(0, 0, 0)
