@@ -177,7 +177,7 @@ PACKED: dict[str, tuple[str, Callable[[], bytes], str | list[str | None]]] = {
     "zstd bomb": (".jsonl.zst", lambda: zstd(bytes(1 << 30)), REFUSED),
     "gzip in parts": (".jsonl.gz", lambda: gzip.compress(LINES) + gzip.compress(LINES), [None, None]),
     "zstd in parts": (".jsonl.zst", lambda: zstd(LINES) + zstd(LINES), [None, None]),
-    "gzip, many empty parts": (".jsonl.gz", lambda: gzip.compress(b"") * 100_000 + gzip.compress(LINES * 2), [None] * 2),
+    "gzip, many empty parts": (".jsonl.gz", lambda: gzip.compress(b"") * 99_999 + gzip.compress(LINES * 2), [None] * 2),
     "gzip and zeros": (".jsonl.gz", lambda: gzip.compress(LINES * 2) + bytes(512), [None, None]),
     "gzip and other bytes": (".jsonl.gz", lambda: gzip.compress(LINES) + LINES, REFUSED),
     "cut gzip": (".jsonl.gz", lambda: gzip.compress(LINES * 99)[:-9], REFUSED),
@@ -248,9 +248,19 @@ def schema_of(image: Any) -> pyarrow.Schema:
     return pyarrow.schema([("conversations", TURNS), ("image", image)])
 
 
+def nested_list(depth: int) -> Any:
+    return [nested_list(depth - 1)] if depth else "x"
+
+
+def no_groups() -> bytes:
+    made = io.BytesIO()
+    parquet.ParquetWriter(made, schema_of(IMAGE)).close()
+    return made.getvalue()
+
+
 PARQUETS: dict[str, tuple[Callable[[], bytes], str | list[str | None]]] = {
     "no rows": (lambda: rows_of([], schema_of(IMAGE)), REFUSED),
-    "no row groups": (lambda: no_groups(), REFUSED),
+    "no row groups": (no_groups, REFUSED),
     "more rows than there are": (lying_rows, REFUSED),
     "lists of lists of images": (
         lambda: rows_of([{"conversations": ASKS, "image": [[None]]}], schema_of(pyarrow.list_(pyarrow.list_(IMAGE)))),
@@ -260,7 +270,9 @@ PARQUETS: dict[str, tuple[Callable[[], bytes], str | list[str | None]]] = {
     "images of numbers": (lambda: rows_of([{"conversations": ASKS, "image": 3}]), REFUSED),
     "turns of numbers": (lambda: rows_of([{"conversations": 3}]), REFUSED),
     "turns of bytes": (lambda: rows_of([{"conversations": b"3"}]), REFUSED),
-    "a text of 64 MB": (lambda: rows_of([{"conversations": answered("b" * (64 << 20))}], compression="zstd"), ["record_too_large"]),
+    "a text of 64 MB": (
+        lambda: rows_of([{"conversations": answered("b" * (64 << 20))}], compression="zstd"), ["record_too_large"],
+    ),
     "control characters in a column": (lambda: rows_of([{HOSTILE_NAME: "x"}]), REFUSED),
     "control characters in a field": (
         lambda: rows_of([{"conversations": [{"from": "a", HOSTILE_NAME: "b"}]}]), REFUSED,
@@ -269,20 +281,10 @@ PARQUETS: dict[str, tuple[Callable[[], bytes], str | list[str | None]]] = {
     "5000 columns": (lambda: rows_of([{f"c{n}": n for n in range(5000)}]), REFUSED),
     "deep": (lambda: rows_of([{"conversations": nested_list(60)}]), REFUSED),
     "an image of 300 MB of zeros": (
-        lambda: rows_of([{"conversations": ASKS, "image": {"bytes": bytes(300 << 20), "path": "a.jpg"}}], compression="zstd"),
+        lambda: rows_of([{"conversations": ASKS, "image": {"bytes": bytes(300 << 20)}}], compression="zstd"),
         ["image_unreadable"],
     ),
 }  # fmt: skip
-
-
-def nested_list(depth: int) -> Any:
-    return [nested_list(depth - 1)] if depth else "x"
-
-
-def no_groups() -> bytes:
-    made = io.BytesIO()
-    parquet.ParquetWriter(made, schema_of(IMAGE)).close()
-    return made.getvalue()
 
 
 @pytest.mark.parametrize("name", PARQUETS)

@@ -13,6 +13,7 @@ from containers import write_container
 from faulty_proxy import FaultyProxy
 from runs import Ended, Run, Runs
 from s3 import SECRET, s3_server
+from test_disk import small_disk  # noqa: F401  a fixture
 from test_kills import records_read
 from test_secrets import everything_in
 from traps import note_samples
@@ -137,3 +138,44 @@ def test_a_bucket_that_stays_away(begin: Start, proxy: FaultyProxy, tmp_path: Pa
     proxy.spoil("", 0)
     again = begin("s3://bkt/set", tmp_path / "run", "max_steps=90")
     assert again.wait().code == 0 and [row["step"] for row in again.rows()] == list(range(1, 91))
+
+
+def numbers(run: Run) -> list[list[float]]:
+    return [[row[key] for key in ("step", "loss", "samples", "tokens", "images")] for row in run.rows()]
+
+
+@pytest.mark.faults
+def test_two_runs_share_a_cache(begin: Start, proxy: FaultyProxy, tmp_path: Path) -> None:
+    """At once, and a third one behind them, which needs nothing more."""
+    words = "max_steps=22", f"data.cache={tmp_path / 'cache'}", "data.cache_gb=1"
+    two = [begin("s3://bkt/set", tmp_path / name, *words) for name in "ab"]
+    assert [run.wait().code for run in two] == [0, 0], two[0].said() + two[1].said()
+    local = begin(str(tmp_path / "shards"), tmp_path / "local", "max_steps=22")
+    assert local.wait().code == 0
+    assert numbers(two[0]) == numbers(two[1]) == numbers(local)
+    proxy.seen.clear()
+    third = begin("s3://bkt/set", tmp_path / "c", *words, f"data.index={tmp_path / 'a' / 'index'}")
+    assert third.wait().code == 0 and numbers(third) == numbers(local)
+    assert not [request for request in proxy.seen if "range" in request.headers]
+    check_secrets(tmp_path)
+
+
+@pytest.mark.faults
+def test_a_cache_on_a_full_disk(begin: Start, small_disk: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Costs requests alone; a warning says so."""
+    (small_disk / "other").write_bytes(bytes(270_000))
+    words = "max_steps=8", f"data.cache={small_disk / 'cache'}", "data.cache_gb=1"
+    run = begin("s3://bkt/set", tmp_path / "run", *words)
+    assert run.wait().code == 0 and "data.cache: an entry cannot be written" in run.said()
+    local = begin(str(tmp_path / "shards"), tmp_path / "local", "max_steps=8")
+    assert local.wait().code == 0 and numbers(run) == numbers(local)
+
+
+@pytest.mark.faults
+def test_a_cache_that_cannot_be_written(begin: Start, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    words = "max_steps=2", f"data.cache={tmp_path / 'file' / 'x'}", "data.cache_gb=1"
+    run = begin("s3://bkt/set", tmp_path / "run", *words)
+    ended = run.wait(within=90)
+    assert ended.code == 1 and not ended.left and "Traceback" not in ended.stderr
+    assert ended.status["error"]["class"] == "ConfigError" and "data.cache=" in ended.stderr

@@ -46,7 +46,7 @@ def names_of(record: Any) -> list[Any]:
 
 
 def is_held(name: Any, images: Path) -> bool:
-    """Return whether an image is put into the container: it is a file in the folder of images, and no link out of it."""
+    """Return whether an image is put into the container: a file in the folder of images, and no link out of it."""
     return (
         isinstance(name, str)
         and "\0" not in name

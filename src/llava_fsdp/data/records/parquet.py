@@ -83,8 +83,8 @@ def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetShard:
         ) from error
     if not any(name in schema.names for name in turn_columns(keys)):
         raise DataError(
-            f"{file.name} has the columns {shown_name(schema.names)}; records have one of {', '.join(turn_columns(keys))}, or the "
-            "two that data.question and data.answer name"
+            f"{file.name} has the columns {shown_name(schema.names)}; records have one of "
+            f"{', '.join(turn_columns(keys))}, or the two that data.question and data.answer name"
         )
     check_types(file.name, schema, keys)
     return shard
@@ -100,8 +100,8 @@ def check_types(path: str, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
             raise DataError(f"{path}: {name} is {shown_name(own)}; it must be text")
         if name in FORMS and not are_turns(own):
             raise DataError(
-                f"{path}: {name} is {shown_name(own)}; it must be a list of structs with from and value, which are text, with role "
-                "and content, or with user and assistant (docs/data.md); an image in a part must be a path"
+                f"{path}: {name} is {shown_name(own)}; it must be a list of structs with from and value, "
+                "which are text, with role and content, or with user and assistant (docs/data.md); an image in a part must be a path"
             )
     if "id" in schema.names:
         own = schema.field("id").type
@@ -110,8 +110,8 @@ def check_types(path: str, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
     for name in (name for name in keys.images if name in schema.names):
         if not (has_paths(schema, name) or is_embedded(schema, name)):
             raise DataError(
-                f"{path}: {name} is {shown_name(schema.field(name).type)}; it must be a path, bytes, a struct of bytes and path, "
-                "or a list of these"
+                f"{path}: {name} is {shown_name(schema.field(name).type)}; it must be a path, bytes, a struct of bytes "
+                "and path, or a list of these"
             )
 
 
