@@ -101,7 +101,8 @@ def check_types(path: str, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
         if name in FORMS and not are_turns(own):
             raise DataError(
                 f"{path}: {name} is {shown_name(own)}; it must be a list of structs with from and value, "
-                "which are text, with role and content, or with user and assistant (docs/data.md); an image in a part must be a path"
+                "which are text, with role and content, or with user and assistant (docs/data.md); an "
+                "image in a part must be a path"
             )
     if "id" in schema.names:
         own = schema.field("id").type
