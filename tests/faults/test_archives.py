@@ -21,7 +21,7 @@ from test_build import open_again
 from within_limits import within_limits
 
 from llava_fsdp.runtime.errors import LlavaFsdpError
-from llava_fsdp.runtime.terminal_text import OBEYED
+from llava_fsdp.runtime.terminal_text import shown_text
 
 TEXT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 ASKS = [{"from": "human", "value": "<image>\na"}, {"from": "gpt", "value": "b"}]
@@ -173,8 +173,8 @@ def zstd(data: bytes) -> bytes:
 
 LINES = RECORD + b"\n"
 PACKED: dict[str, tuple[str, Callable[[], bytes], str | list[str | None]]] = {
-    "gzip bomb": (".jsonl.gz", lambda: bomb(1 << 30), REFUSED),
-    "zstd bomb": (".jsonl.zst", lambda: zstd(bytes(1 << 30)), REFUSED),
+    "gzip bomb": (".jsonl.gz", lambda: bomb(300 << 20), REFUSED),
+    "zstd bomb": (".jsonl.zst", lambda: zstd(bytes(300 << 20)), REFUSED),
     "gzip in parts": (".jsonl.gz", lambda: gzip.compress(LINES) + gzip.compress(LINES), [None, None]),
     "zstd in parts": (".jsonl.zst", lambda: zstd(LINES) + zstd(LINES), [None, None]),
     "gzip, many empty parts": (".jsonl.gz", lambda: gzip.compress(b"") * 99_999 + gzip.compress(LINES * 2), [None] * 2),
@@ -280,8 +280,8 @@ PARQUETS: dict[str, tuple[Callable[[], bytes], str | list[str | None]]] = {
     "a column of 1 MB": (lambda: rows_of([{LONG: "x"}]), REFUSED),
     "5000 columns": (lambda: rows_of([{f"c{n}": n for n in range(5000)}]), REFUSED),
     "deep": (lambda: rows_of([{"conversations": nested_list(60)}]), REFUSED),
-    "an image of 300 MB of zeros": (
-        lambda: rows_of([{"conversations": ASKS, "image": {"bytes": bytes(300 << 20)}}], compression="zstd"),
+    "an image of 60 MB of zeros": (
+        lambda: rows_of([{"conversations": ASKS, "image": {"bytes": bytes(60 << 20)}}], compression="zstd"),
         ["image_unreadable"],
     ),
 }  # fmt: skip
@@ -295,13 +295,13 @@ def test_parquet(name: str, parts: Path, tmp_path: Path) -> None:
 
 
 def test_a_dictionary_of_long_values(parts: Path, tmp_path: Path) -> None:
-    """Two thousand rows that repeat a value of 3 MB would be 6 GB."""
+    """Rows that repeat a value of 3 MB are read some at a time: all together they have 2 GB."""
     (tmp_path / "images").mkdir()
     path = tmp_path / "a.parquet"
-    path.write_bytes(repeated(2000, 3 << 20))
+    path.write_bytes(repeated(700, 3 << 20))
     cfg = config(parts, path, "data.question=q", "data.answer=v", "data.max_record_bytes=10000")
-    found = within_limits(lambda: kinds_found(open_again(cfg, parts)), 60)
-    assert found == [{"record_too_large"}] * 2000
+    found = within_limits(lambda: kinds_found(open_again(cfg, parts)), memory=1 << 30)
+    assert found == [{"record_too_large"}] * 700
 
 
 def prepare(path: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
@@ -318,7 +318,4 @@ def test_the_command(name: str, code: int, tmp_path: Path) -> None:
     done = prepare(path)
     said = (done.stdout + done.stderr).decode()
     assert done.returncode == code, said
-    assert "Traceback" not in said
-    assert not [c for c in said if c in HOSTILE_NAME and c not in "a[2J31m"]
-    assert not [sign for sign in said if ord(sign) < 32 and sign not in "\n\t\r"] or "\x1b" not in said
-    assert OBEYED
+    assert "Traceback" not in said and shown_text(said) == said
