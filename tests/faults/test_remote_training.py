@@ -11,12 +11,14 @@ import boto3
 import pytest
 from containers import write_container
 from faulty_proxy import FaultyProxy
-from runs import Ended, Run, Runs
+from runs import Run, Runs
 from s3 import SECRET, s3_server
 from test_disk import small_disk  # noqa: F401  a fixture
 from test_kills import records_read
 from test_secrets import everything_in
 from traps import note_samples
+
+from llava_fsdp.runtime.errors import ConfigError, RemoteAway, RemoteChanged, RemoteForbidden, RemoteGone, SourceError
 
 pytestmark = pytest.mark.ranks
 FAULTS = ("503", "cut", "", "short", "reset", "")
@@ -93,22 +95,18 @@ def test_faults_that_pass_change_nothing(begin: Start, proxy: FaultyProxy, tmp_p
     check_secrets(tmp_path / "remote")
 
 
-def said_by_ranks(ended: Ended) -> str:
-    """What was printed before the traceback with which torchrun ends; a rank's own would hide the message."""
-    return ended.stderr.partition("Traceback")[0]
-
-
-def ends(begin: Start, folder: Path, hurt: Callable[[], object]) -> Ended:
-    """How a run ends that is hurt behind its third step."""
+def ends(begin: Start, folder: Path, hurt: Callable[[], object], kind: type[SourceError]) -> None:
+    """A run that is hurt behind its third step ends soon, with an error of this kind that names the object."""
     run = begin("s3://bkt/set", folder, "max_steps=90")
     run.until(lambda: run.last_step() >= 3, "three steps")
     hurt()
     ended = run.wait(within=90)
     assert ended.code == 1 and not ended.left
-    assert "s3://bkt/set/part-000" in said_by_ranks(ended)
+    assert ended.status["exit_code"] == kind("").exit_code
+    assert ended.status["culprit"]["file"].startswith("s3://bkt/set/part-000")
+    assert f"{kind.__name__}: s3://bkt/set/part-000" in ended.stderr
     assert not (run.out / "skipped_records.jsonl").exists(), "no record is at fault"
     check_secrets(folder)
-    return ended
 
 
 @pytest.mark.faults
@@ -119,27 +117,23 @@ def test_an_object_that_is_changed(begin: Start, bucket: Any, tmp_path: Path) ->
             content[600] ^= 1
             bucket.put_object(Key=own.key, Body=bytes(content))
 
-    ended = ends(begin, tmp_path / "run", change)
-    assert ended.status["error"]["class"] == "RemoteChanged" and ended.status["exit_code"] == 2
+    ends(begin, tmp_path / "run", change, RemoteChanged)
 
 
 @pytest.mark.faults
 def test_an_object_that_is_deleted(begin: Start, bucket: Any, tmp_path: Path) -> None:
-    ended = ends(begin, tmp_path / "run", lambda: bucket.objects.all().delete())
-    assert ended.status["error"]["class"] == "RemoteGone" and ended.status["exit_code"] == 2
+    ends(begin, tmp_path / "run", lambda: bucket.objects.all().delete(), RemoteGone)
 
 
 @pytest.mark.faults
 def test_credentials_that_expire(begin: Start, proxy: FaultyProxy, tmp_path: Path) -> None:
-    ended = ends(begin, tmp_path / "run", lambda: proxy.spoil("expired"))
-    assert ended.status["error"]["class"] == "RemoteForbidden" and ended.status["exit_code"] == 2
+    ends(begin, tmp_path / "run", lambda: proxy.spoil("expired"), RemoteForbidden)
 
 
 @pytest.mark.faults
 def test_a_bucket_that_stays_away(begin: Start, proxy: FaultyProxy, tmp_path: Path) -> None:
     """The wait has a bound, and the run continues when the bucket is back."""
-    ended = ends(begin, tmp_path / "run", lambda: proxy.spoil("503"))
-    assert ended.status["error"]["class"] == "RemoteAway"
+    ends(begin, tmp_path / "run", lambda: proxy.spoil("503"), RemoteAway)
     proxy.spoil("", 0)
     again = begin("s3://bkt/set", tmp_path / "run", "max_steps=90")
     assert again.wait().code == 0 and [row["step"] for row in again.rows()] == list(range(1, 91))
@@ -183,4 +177,4 @@ def test_a_cache_that_cannot_be_written(begin: Start, tmp_path: Path) -> None:
     run = begin("s3://bkt/set", tmp_path / "run", *words)
     ended = run.wait(within=90)
     assert ended.code == 1 and not ended.left
-    assert ended.status["error"]["class"] == "ConfigError" and "data.cache=" in said_by_ranks(ended)
+    assert ended.status["exit_code"] == ConfigError("").exit_code and "ConfigError: data.cache=" in ended.stderr
