@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--records", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--train", type=int, default=1_000_000, help="records that the DataLoader is opened with")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--files", type=int, default=1, help="number of files of each dataset")
     parser.add_argument("--scratch", type=Path, default=None, help="a folder with room for the datasets")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
@@ -51,8 +52,8 @@ def main() -> None:
         "train": [],
     }
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-        for count in args.records:
-            path = write_dataset(Path(scratch), count)
+        for count in sorted(args.records):
+            path = write_dataset(Path(scratch), count, args.files)
             row = prepare(path, args.workers)
             print(json.dumps(row), flush=True)
             result["prepare"].append(row)
@@ -67,24 +68,25 @@ def main() -> None:
     draw(result, name.with_suffix(".png"))
 
 
-def write_dataset(scratch: Path, count: int) -> Path:
-    """JSON Lines of `count` records of about 45 tokens."""
+def write_dataset(scratch: Path, count: int, files: int) -> Path:
+    """A folder of JSON Lines files with `count` records of about 45 tokens together."""
     dice = random.Random(count)
     folder = scratch / str(count)
     (folder / "images").mkdir(parents=True)
     for number in range(PICTURES):
         Image.effect_noise((64, 64), 80).convert("RGB").save(folder / "images" / f"{number}.jpg")
-    path = folder / "data.jsonl"
-    with path.open("w") as file:
-        for number in range(count):
-            question, answer = (" ".join(dice.choices(WORDS, k=dice.randrange(3, 9))) for _ in range(2))
-            record: dict = {"id": f"record-{number:09d}"}
-            if number % 10 == 0:
-                record["image"] = f"{dice.randrange(PICTURES)}.jpg"
-                question = f"<image>\n{question}"
-            record["conversations"] = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-            file.write(json.dumps(record) + "\n")
-    return path
+    (folder / "data").mkdir()
+    for part in range(files):
+        with (folder / "data" / f"{part:05d}.jsonl").open("w") as file:
+            for number in range(part * count // files, (part + 1) * count // files):
+                question, answer = (" ".join(dice.choices(WORDS, k=dice.randrange(3, 9))) for _ in range(2))
+                record: dict = {"id": f"record-{number:09d}"}
+                if number % 10 == 0:
+                    record["image"] = f"{dice.randrange(PICTURES)}.jpg"
+                    question = f"<image>\n{question}"
+                record["conversations"] = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+                file.write(json.dumps(record) + "\n")
+    return folder / "data"
 
 
 def overrides(path: Path) -> list[str]:
@@ -107,12 +109,18 @@ def prepare(path: Path, workers: int) -> dict:
     index = path.with_name(f"{path.name}.index")
     return {
         "records": int(path.parent.name),
-        "file_mib": path.stat().st_size / MIB,
-        "index_mib": sum(p.stat().st_size for p in index.rglob("*") if p.is_file()) / MIB,
+        "files": len(list(path.iterdir())),
+        "file_mib": size_of(path),
+        "index_mib": size_of(index),
         "seconds": time.monotonic() - start,
         "cpu_seconds": cpu_seconds() - cpu,
         **peaks,
     }
+
+
+def size_of(folder: Path) -> float:
+    """In MiB, with all folders below."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / MIB
 
 
 def cpu_seconds() -> float:
@@ -162,7 +170,9 @@ model = build_llava(parts, cfg.model, torch.float32)
 folders = parts.language_folder, parts.vision_folder
 loader = build_loader(cfg, *folders, shape_of(model), 0, 1, torch.device("cpu"))
 steps = map(loader.agree, loader.prepared(0))
-for _ in range(50):
+next(steps)
+print("first", flush=True)
+for _ in range(49):
     next(steps)
 print("ready", flush=True)
 time.sleep(3600)
@@ -171,14 +181,17 @@ time.sleep(3600)
 
 def train(path: Path, count: int) -> dict:
     """Memory of a process and its 4 DataLoader workers, 50 steps into an epoch."""
+    start = time.monotonic()
     with subprocess.Popen([sys.executable, "-c", LOAD, *overrides(path)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        assert process.stdout is not None and process.stdout.readline() == "first\n"
+        first = time.monotonic() - start
+        assert process.stdout.readline() == "ready\n"
         found = memory(process.pid)
         processes = len(list(family(process.pid)))
         for pid in [*family(process.pid)][1:]:
             psutil.Process(pid).kill()
         process.kill()
-    return {"records": count, "processes": processes, **found}
+    return {"records": count, "seconds_to_first_step": first, "processes": processes, **found}
 
 
 def draw(result: dict, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fake_hub import COMMIT, TOKEN, FakeHub
 from faulty_proxy import FaultyProxy
 from harness import CPU
 from huggingface_hub import constants
+from runs import Runs, metrics
 from s3 import SECRET, s3_server
 from small import make_config
 from test_build import FITS
@@ -76,6 +78,23 @@ def test_local_files(kind: str, files: int, expected: Any, parts: Path, dataset:
     write_container(kind, tmp_path / "shards", rows_of(dataset), dataset / "images", files)
     cfg = config(parts, dataset, tmp_path, str(tmp_path / "shards"), kind in HOLD_IMAGES)
     check_equal(steps_of(cfg, parts), expected)
+
+
+def test_a_mixture_of_containers(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """With weights and without; and each source has the records of its file alone."""
+    kinds, rows = ("lines", "parquet with images", "tar", "zstd"), rows_of(dataset)
+    weights = [f"+data.sources.s{n}.weight={weight}" for n, weight in enumerate((1, 3, 0.5, 2))]
+    for name, more in (("plain", []), ("weighted", weights)):
+        found = []
+        for how in (("json",) * 4, kinds):
+            folder = tmp_path / f"{name} {how[0]}"
+            values = ["data.path=null", f"data.images={dataset / 'images'}", f"data.index={folder / 'index'}", *more]
+            for number, kind in enumerate(how):
+                own = rows[number * 11 : number * 11 + 11]
+                (path,) = write_container(kind, folder / str(number), own, dataset / "images")
+                values.append(f"+data.sources.s{number}.path='{path}'")
+            found.append(steps_of(make_config(parts, dataset, tmp_path, *values), parts))
+        check_equal(found[1], found[0])
 
 
 @pytest.fixture(scope="module")
@@ -208,3 +227,59 @@ def test_the_index_of_remote_files_has_a_place_of_its_own(
     assert one.index_folder != other.index_folder and one.index_folder.name.startswith("d-")
     assert make_config(parts, dataset, tmp_path, "data.path=s3://b/a", "data.cache=c").data.cache_folder == Path("c")
     assert os.path.isabs(one.cache_folder)
+
+
+def many_rows(dataset: Path, count: int) -> list[dict[str, Any]]:
+    """Records of all kinds: text, one and several images, one and several turns, system turns."""
+    dice, rows = random.Random(5), rows_of(dataset)
+    made = []
+    for number in range(count):
+        row = json.loads(json.dumps(dice.choice(rows)))
+        row["id"] = f"n{number}"
+        if dice.random() < 0.2 and row["conversations"][0]["from"] != "system":
+            row["conversations"].insert(0, {"from": "system", "value": dice.choice(["Be brief.", "You see images."])})
+        made.append(row)
+    return made
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    made = Runs(tmp_path / "shapes")
+    yield made
+    made.close()
+
+
+def losses_of(runs: Runs, folder: Path, *words: str) -> list[float]:
+    ended = runs.run("data=llava_json", "max_steps=10", *words, folder=folder, timeout=300)
+    assert ended.code == 0, ended.stderr[-3000:]
+    return [row["loss"] for row in metrics(folder / "out") if "loss" in row]
+
+
+@pytest.mark.slow
+def test_500_records_train_alike_from_every_container(
+    proxy: FaultyProxy, runs: Runs, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Ten steps on two ranks: the losses are equal to the bit, also of a mixture of four containers."""
+    rows, images = many_rows(dataset, 500), dataset / "images"
+    folder = f"data.images={images}"
+    write_container("json", tmp_path / "json", rows, images)
+    expected = losses_of(runs, tmp_path / "run json", f"data.path={tmp_path / 'json'}", folder, "log_every=1")
+    assert len(expected) == 10 and len(set(expected)) == 10
+    for kind in ("gzip", "parquet with images", "parquet with compressed images", "tar"):
+        own = tmp_path / kind.replace(" ", "-")
+        write_container(kind, own, rows, images, 7)
+        found = losses_of(runs, tmp_path / f"run {own.name}", f"data.path={own}", folder, "log_every=1")
+        assert found == expected, kind
+    for kind in ("parquet with images", "tar"):
+        own = tmp_path / kind.replace(" ", "-")
+        upload(proxy, sorted(own.iterdir()), f"500-{own.name}")
+        words = f"data.path=s3://bkt/500-{own.name}", f"data.cache={tmp_path / 'cache'}", "log_every=1"
+        assert losses_of(runs, tmp_path / f"run s3 {own.name}", *words) == expected, kind
+    found = []
+    for name, kinds in (("plain", ("json",) * 4), ("mixed", ("lines", "parquet with images", "tar", "zstd"))):
+        words = ["data.path=null", folder, f"data.index={tmp_path / name / 'index'}", "log_every=1"]
+        for number, kind in enumerate(kinds):
+            own = write_container(kind, tmp_path / name / str(number), rows[number * 125 : number * 125 + 125], images)
+            words += [f"+data.sources.s{number}.path={own[0]}", f"+data.sources.s{number}.weight={number + 1}"]
+        found.append(losses_of(runs, tmp_path / f"run {name}", *words))
+    assert found[0] == found[1]

@@ -19,6 +19,7 @@ from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, Step
 from llava_fsdp.data.batching.collate import Collator, dropout_seeds
 from llava_fsdp.data.batching.sampler import Shuffle, amounts, shares_of
 from llava_fsdp.data.batching.step_dataset import Steps
+from llava_fsdp.data.containers.open_shards import CacheFolder
 from llava_fsdp.data.containers.place import LocalFile
 from llava_fsdp.data.images import check, preprocess
 from llava_fsdp.data.images.fast_resize import Decoded
@@ -103,6 +104,7 @@ def test_only_a_sample_that_had_labels_can_be_left_without(tokenizer: Tokenizer)
         Path(),
         1,
         None,
+        CacheFolder(Path(), 0),
         Path(),
         Path(),
         encoder,
@@ -134,6 +136,7 @@ def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
     stand_ins = {
         "sampler": SimpleNamespace(samples=lambda step: [2, 1, 0], assignment=lambda step: [[[2, 1], [0]]]),
         "facts": lambda step, numbers: StepFacts(step),
+        "records": SimpleNamespace(fetch_ahead=lambda numbers: None),
         "read": lambda number: out if number == 1 else f"row {number}",
         "collate": lambda rows, facts, total, seeds, sources: given.append((rows, total, seeds, sources)),
     }

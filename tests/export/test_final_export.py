@@ -36,6 +36,7 @@ from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.export import formats, weights_writer
 from llava_fsdp.export.formats import source_of_run
 from llava_fsdp.export.main import export
+from llava_fsdp.export.rehearsal import CannotBeExported
 from llava_fsdp.export.weights_writer import Weights, plan_files, publish_folder, renamed
 from llava_fsdp.model.attention import choose_kernel
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
@@ -47,6 +48,7 @@ from llava_fsdp.model.pretrained_config import read_model
 from llava_fsdp.model.tensor_files import StoredTensor
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import main as train
+from llava_fsdp.train import preflight
 
 
 def load_ours(cfg: Config, checkpoint: Path) -> torch.nn.Module:
@@ -150,9 +152,14 @@ def test_export_in_another_dtype_is_made_again(noise: Path, parts: Path, dataset
 
 
 def test_broken_export_is_refused(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof can fail: a run whose export has two weights swapped does not count as done."""
+    """A writer that swaps two weights is found before the first step. The proof of the run's own export finds it, too:
+    such a run does not count as done."""
     swap_in_exports(monkeypatch, "lm_head.weight", "language_model.embed_tokens.weight")
     cfg = make_config(parts, dataset, tmp_path, *EXPORTED, "export.verify=true", "max_steps=1")
+    with pytest.raises(CannotBeExported):
+        train.train(cfg)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    monkeypatch.setattr(preflight, "rehearse_hf", lambda *_: None)
     with pytest.raises(ModelError, match="its logits differ"):
         train.train(cfg)
     assert not (tmp_path / "export").exists()

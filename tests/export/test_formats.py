@@ -1,7 +1,6 @@
 """What is written beside a model's weights, key by key."""
 
 import json
-import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,27 +10,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small import Configure, config_of, write_json
+from small import config_of, write_json
 from transformers import AutoConfig
 
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.preprocess import read_preprocessor
-from llava_fsdp.export import formats, weights_writer
+from llava_fsdp.export import weights_writer
 from llava_fsdp.export.formats import (
     SourceModel,
-    begin_hf,
     config_of_original,
-    hf_config,
-    read_nothing,
-    rehearse_hf,
     source_of_run,
     write_notes,
 )
-from llava_fsdp.export.processor import as_older_release, check_image_tokens, write_preprocessor, write_tokenizer
+from llava_fsdp.export.processor import as_older_release, write_preprocessor, write_tokenizer
 from llava_fsdp.export.weights_writer import Weights, renamed, write_shards
-from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.pretrained import Parts, find_parts
-from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.pretrained import Parts
 
 
 def source(whole: Path | None = None) -> SourceModel:
@@ -189,26 +183,3 @@ def test_all_of_the_preprocessing_is_written(keep_ratio: bool, tmp_path: Path) -
     assert read_preprocessor(tmp_path / "export") == read_preprocessor(tmp_path / "vision")
     written = json.loads((tmp_path / "export" / "preprocessor_config.json").read_text())
     assert {key: written[key] for key in values} == values
-
-
-def test_an_export_is_rehearsed_without_weights(
-    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing stays behind. What transformers' model lacks, and an image of other length, are told."""
-    cfg = configure("data.template=v0", "labels=llava_v1_5", "export.enabled=true")
-    model = build_llava(find_parts(cfg.model), cfg.model, torch.float32)
-    source = source_of_run(model, cfg, "", 0)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    rehearse_hf(source, torch.float32)
-    assert not list(tmp_path.iterdir())
-    plan = formats.plan_save
-    lacking = {name: output for name, output in plan(hf_config(source, torch.float32, 64), read_nothing).items()}
-    del lacking["language_model.model.norm.weight"]
-    monkeypatch.setattr(formats, "plan_save", lambda *given: lacking)
-    with pytest.raises(ModelError, match=r"language_model\.norm\.weight"):
-        rehearse_hf(source, torch.float32)
-    monkeypatch.undo()
-    begin_hf(source, torch.float32, tmp_path)
-    check_image_tokens(tmp_path, (31, 50), model.image_tokens)
-    with pytest.raises(ModelError, match=f"{model.image_tokens} tokens"):
-        check_image_tokens(tmp_path, (31, 50), model.image_tokens + 1)

@@ -226,6 +226,21 @@ def test_stage_2_starts_from_the_projector_of_stage_1(tower: Path, dataset: Path
 VISION = "vision=some/tower"
 
 
+def test_the_projector_alone_beside_a_language_model_that_the_original_lacks(
+    tower: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Nothing of the original reads it, so it needs neither the original's config.json nor the name of a tower. It can
+    be written again."""
+    shutil.copytree(tower, tmp_path / "parts")
+    config = json.loads((tower / "language" / "config.json").read_text())
+    changed = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 6}
+    write_json(tmp_path / "parts" / "language" / "config.json", config | changed)
+    train.train(make_config(tmp_path / "parts", dataset, tmp_path / "run", *RUN, "max_steps=1"))
+    for more in ([], ["overwrite=true"]):
+        made = export(conversion(tmp_path / "run", tmp_path / "alone", "format=projector", *more))
+        assert (made / "mm_projector.safetensors").is_file() and not (made / "config.json").exists()
+
+
 def test_the_last_layer_is_taken_before_the_towers_norm(tower: Path, dataset: Path, tmp_path: Path) -> None:
     """InternVL puts the tower's norm, if it has one, behind layer -1 only; so the layer is written as 3."""
     shutil.copytree(tower, tmp_path / "parts")

@@ -251,8 +251,11 @@ def test_what_contradicts_their_folder_is_refused(
 def test_a_form_that_onevision_does_not_have_is_refused(
     value: str, theirs: Path, pictures: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="anyres_max is LLaVA-OneVision's"):
+    """Only the key that is wrong is named."""
+    with pytest.raises(ConfigError, match="anyres_max is LLaVA-OneVision's") as caught:
         make_config(theirs, pictures, tmp_path / "run", *ONEVISION, value)
+    keys = ("model.patch_merge", "data.pixels", "labels")
+    assert [key for key in keys if f"{key}=" in str(caught.value)] == [value.partition("=")[0]]
 
 
 def test_a_way_to_cut_images_that_is_not_known_is_refused(theirs: Path, tmp_path: Path) -> None:

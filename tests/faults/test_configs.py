@@ -1,16 +1,20 @@
 """Mistakes in a configuration: one message, before anything is read or written."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from runs import Runs
+from transformers import AutoConfig
 
 from llava_fsdp.config import Config, cli, load
 from llava_fsdp.config.paths import check_places
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.train import main as train
 
 WRONG = {
@@ -113,3 +117,19 @@ def test_the_command_says_it_once_and_ends_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - began < 45, "a hard limit against hangs, not a measure"
     path = tmp_path / "out" / "run_status.json"
     assert not path.exists() or json.loads(path.read_text())["exit_code"] == 2
+
+
+@pytest.mark.faults
+def test_a_model_that_cannot_be_exported_ends_every_rank(runs: Runs, parts: Path, tmp_path: Path) -> None:
+    """transformers' LLaVA-NeXT calls a pixtral without its images' sizes; text alone passes."""
+    folder = shutil.copytree(parts / "vision", tmp_path / "vision")
+    AutoConfig.for_model("pixtral", num_hidden_layers=3, image_size=28, patch_size=14).save_pretrained(folder)
+    words = [
+        f"model.language={parts / 'language'}", f"model.vision={folder}", "model.random_weights=true",
+        "model.select_feature=full", "model.patch_merge=spatial_unpad", "data.image_aspect_ratio=anyres",
+        "export.enabled=true",
+    ]  # fmt: skip
+    ended = runs.run(*words, folder=tmp_path / "run", ranks=2)
+    assert (ended.status["class"], ended.status["exit_code"]) == ("model", ExitCode.USER) and not ended.left
+    assert ended.code == 1 and "pixtral" in ended.status["reason"]
+    assert not (tmp_path / "run" / "out" / "metrics.jsonl").exists()

@@ -125,15 +125,36 @@ def test_trains_adapters_and_exports_them_merged(
 
 @pytest.mark.parametrize("kind", slow_after(1, LANGUAGE))
 def test_every_language_model_goes_with_every_vision_tower(
-    kind: str, parts: Path, dataset: Path, tmp_path: Path
+    kind: str, parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The checks before the first step, the rehearsal of the export among them."""
+    """The checks before the first step. Among them is the export of a small copy, which can be made of each."""
     shutil.copytree(parts, tmp_path / "parts")
     config_of_kind(kind, "language", parts).save_pretrained(tmp_path / "parts" / "language")
     for tower in VISION:
         config_of_kind(tower, "vision", parts).save_pretrained(tmp_path / "parts" / "vision")
         values = ["model.select_feature=auto", "model.train=[projector,language,vision]", "export.enabled=true"]
-        preflight(make_config(tmp_path / "parts", dataset, tmp_path / "run", *values), torch.device("cpu"))
+        with caplog.at_level(logging.WARNING):
+            preflight(make_config(tmp_path / "parts", dataset, tmp_path / "run", *values), torch.device("cpu"))
+    assert "without values" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", slow_after(1, [*LANGUAGE, *VISION]))
+def test_a_small_copy_of_a_real_size(
+    kind: str, parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sizes are the defaults of transformers' configurations, which are those of released models."""
+    folder = tmp_path / "parts"
+    shutil.copytree(parts / "language", folder / "language")
+    sizes = {"pad_token_id": 0, **({"num_key_value_heads": 8} if kind == "nemotron" else {})}
+    (AutoConfig.for_model("llama") if kind in VISION else AutoConfig.for_model(kind, **sizes)).save_pretrained(
+        folder / "language"
+    )
+    AutoConfig.for_model(kind if kind in VISION else "siglip_vision_model").save_pretrained(folder / "vision")
+    with caplog.at_level(logging.WARNING):
+        preflight(
+            make_config(folder, dataset, tmp_path / "run", *BOTH[1:2], "export.enabled=true"), torch.device("cpu")
+        )
+    assert "without values" not in caplog.text
 
 
 @pytest.mark.ranks

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from llava_fsdp.data.text.jinja_template import own_name
 from llava_fsdp.doctor.checks import CHECKS, run_check
 from llava_fsdp.doctor.context import Context
 from llava_fsdp.doctor.findings import Finding, Level, result_and_cure
-from llava_fsdp.model.pretrained import NoProjector
+from llava_fsdp.model.pretrained import NoProjector, find_parts
 from llava_fsdp.prepare.main import prepare
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 from llava_fsdp.train import main as train
@@ -319,3 +320,17 @@ def test_the_first_screen_has_fifteen_lines(
     names = [line.split("  ")[0] for line in lines[first : last + 1] if line[:1].strip()]
     assert len(names) <= 15 and {"trains", "data", "steps", "learning", "sharding", "saves", "output"} <= set(names)
     assert f"rate {cfg.optim.lr:g}" in screen and "%" in screen and ", template v1" in screen
+
+
+def test_a_stage_whose_model_the_stage_before_has_not_made_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And does not look for it on the hub. Other paths that do not exist are hub names, as ever."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    cfg = config_of(["stage=onevision_2", "model=llava_onevision_7b"])
+    with pytest.raises(ConfigError, match=r"model\.checkpoint=.*\n.*train stage=onevision_2_single_image"):
+        find_parts(cfg.model)
+    for other in ("outputs/mine", "mine/onevision_1_5"):
+        with pytest.raises(ModelError, match="the hub did not give it"):
+            find_parts(replace(cfg.model, checkpoint=other))

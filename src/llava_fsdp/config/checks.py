@@ -215,14 +215,14 @@ def check_original(cfg: Config) -> None:
 
 def check_anyres(cfg: Config) -> None:
     merge, aspect = cfg.model.patch_merge, cfg.data.image_aspect_ratio
-    if aspect is AspectRatio.anyres_max and (
-        merge is not PatchMerge.spatial_unpad or cfg.data.pixels is Pixels.llava_v1_5 or cfg.labels is Parity.llava_v1_5
-    ):
-        raise ConfigError(
-            "data.image_aspect_ratio=anyres_max is LLaVA-OneVision's, and needs model.patch_merge=spatial_unpad "
-            f"(it is {merge.value}), data.pixels=exact or fast (it is {cfg.data.pixels.value}) and labels=exact (it is "
-            f"{cfg.labels.value})"
-        )
+    needed = {
+        f"model.patch_merge=spatial_unpad (it is {merge.value})": merge is PatchMerge.spatial_unpad,
+        "data.pixels=exact or fast (it is llava_v1_5)": cfg.data.pixels is not Pixels.llava_v1_5,
+        "labels=exact (it is llava_v1_5)": cfg.labels is not Parity.llava_v1_5,
+    }
+    wrong = [key for key, is_right in needed.items() if not is_right]
+    if aspect is AspectRatio.anyres_max and wrong:
+        raise ConfigError(f"data.image_aspect_ratio=anyres_max is LLaVA-OneVision's, and needs {' and '.join(wrong)}")
     if merge is PatchMerge.flat:
         return
     if aspect not in (AspectRatio.anyres, AspectRatio.anyres_max):

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial, reduce
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from llava_fsdp.data.text.jinja_template import is_own, open_template
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.export.processor import (
-    check_image_tokens,
+    TokenIds,
     check_template,
     convert_tokenizer_to_original,
     has_tokenizer,
@@ -40,8 +39,7 @@ from llava_fsdp.export.processor import (
     write_tokenizer,
 )
 from llava_fsdp.export.weights_writer import Weights, renamed, write_projector, write_shards
-from llava_fsdp.model.conversions import check_runs, plan_save
-from llava_fsdp.model.lazy_tensor import Box
+from llava_fsdp.model.conversions import plan_save
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.llava_v1_5_config import (
     TOWER,
@@ -53,17 +51,14 @@ from llava_fsdp.model.llava_v1_5_config import (
     write_json,
 )
 from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
-from llava_fsdp.model.lora_names import is_adapter, without_base
 from llava_fsdp.model.pretrained import PACKAGE, Parts, read_json
 from llava_fsdp.model.vision_tower import patch_size
 from llava_fsdp.model.weight_names import original
 from llava_fsdp.runtime.durable_files import make_empty
-from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import read_notes, seal
 
-PROBED = (31, 50)
-"""Size in pixels of the image for which an export's processor is tried."""
 KEPT = "original"
 """Name of the subfolder, in a model folder for transformers, that keeps the configuration and tokenizer files of the
 original LLaVA model, so that the folder can be converted back."""
@@ -176,10 +171,7 @@ def write_folder(
     on_first_rank(lambda: make_empty(staged), failing)
     if form is FolderFormat.hf:
         rows = on_first_rank(lambda: begin_hf(source, weights.widest, staged), failing)
-        config = hf_config(source, weights.widest, rows)
-        write_shards(
-            weights, staged, partial(plan_save, config), source.model.with_vocabulary(), source.vocabulary, rows
-        )
+        write_hf_weights(source, weights, staged, rows)
     elif form is FolderFormat.llava:
         check_original(source.model)
         on_first_rank(lambda: write_configs(source, weights.widest, staged), failing)
@@ -190,41 +182,6 @@ def write_folder(
         on_first_rank(lambda: begin_projector(source, weights, staged), failing)
         write_projector(weights, staged, rename)
     on_first_rank(lambda: write_notes(source, staged, notes), failing)
-
-
-def rehearse_hf(source: SourceModel, dtype: torch.dtype) -> None:
-    """Go through an export for transformers without its weights, so that a model that cannot be exported is refused
-    before the first step and not after the last.
-
-    All small files are written into a temporary folder, the processor is loaded from there and asked for an image's
-    tokens, and transformers' model is built on the meta device, which must have a place for every parameter.
-
-    Raises:
-        ModelError, ConfigError: the model cannot be exported.
-    """
-    model, parts = source.model, source.model.parts
-    with TemporaryDirectory(prefix="llava_fsdp-") as made:
-        rows = begin_hf(source, dtype, Path(made))
-        if has_tokenizer(parts.language_folder) and preprocessor_fields(parts.vision_folder):
-            check_image_tokens(Path(made), PROBED, len(source.image_tokens.of(PROBED, 1)))
-    config = hf_config(source, dtype, rows)
-    try:
-        outputs = plan_save(config, read_nothing)
-        check_runs(config)
-    except ModelError as error:
-        raise ModelError(f"{error}; this model can be trained with export.enabled=false, and not exported") from error
-    written = {name for output in outputs.values() for name in output.sources}
-    own = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)}
-    if own != written:
-        raise ModelError(
-            f"a {parts.language.model_type} with a {parts.vision.model_type} cannot be exported: transformers' LLaVA "
-            f"and this model do not agree about {min(own ^ written)}; set export.enabled=false to train without an "
-            "export"
-        )
-
-
-def read_nothing(name: str, box: Box) -> torch.Tensor:
-    raise AssertionError(f"{name} was read while an export was planned")
 
 
 def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> None:
@@ -260,11 +217,7 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     ids, rows = write_tokenizer(
         parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end, has_video
     )
-    config = hf_config(source, dtype, rows)
-    config.image_token_id, config.pad_token_id = ids.image, ids.pad
-    if ids.video is not None:
-        config.video_token_id = ids.video
-    config.save_pretrained(staged)
+    config = write_hf_config(source, dtype, staged, ids, rows)
     check_template(parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end)
     write_processor(parts.vision_folder, staged, config, source.aspect is AspectRatio.pad, model.image_tokens)
     GenerationConfig(
@@ -275,6 +228,24 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
         (staged / KEPT).mkdir()
         copy_files(came_from, staged / KEPT, (*KEPT_FILES, *TOKENIZER_FILES))
     return rows
+
+
+def write_hf_config(
+    source: SourceModel, dtype: torch.dtype, staged: Path, ids: TokenIds, rows: int
+) -> LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig:
+    """Write transformers' `config.json` of a model, and return what it holds."""
+    config = hf_config(source, dtype, rows)
+    config.image_token_id, config.pad_token_id = ids.image, ids.pad
+    if ids.video is not None:
+        config.video_token_id = ids.video
+    config.save_pretrained(staged)
+    return config
+
+
+def write_hf_weights(source: SourceModel, weights: Weights, staged: Path, rows: int) -> None:
+    """Write the weights of a model folder for transformers, with embeddings of `rows` rows. A collective."""
+    plan = partial(plan_save, hf_config(source, weights.widest, rows))
+    write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
 
 
 def check_original(model: Llava) -> None:
@@ -402,6 +373,8 @@ def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
 def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None:
     if not source.model.multi_modal_projector.depth:
         raise ConfigError("an identity projector has no weights, so there is no mm_projector.bin; choose format=llava")
+    if source.model.cfg.shuffle_factor > 1:
+        return  # the original LLaVA has no such projector, and its programs read no config.json beside it
     stage_1 = {"architectures": ["LlamaForCausalLM"], "tune_mm_mlp_adapter": True}
     dtypes = {n: d for n, d in weights.dtypes.items() if n.startswith(PROJECTOR_PREFIX)}
     config = config_of_original(source, reduce(torch.promote_types, dtypes.values()))

@@ -106,7 +106,7 @@ def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
         return
     if not cfg.overwrite:
         raise ConfigError(f"to={final} is not empty; give another folder, or replace it with overwrite=true")
-    if not any((final / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+    if not any((final / name).is_file() for name in ("config.json", ADAPTER_CONFIG, "mm_projector.safetensors")):
         raise ConfigError(f"to={final} is not a model folder, so overwrite=true keeps it; give another folder")
 
 

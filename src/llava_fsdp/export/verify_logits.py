@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, LlavaNextConfig, LlavaOnevisionConfig
@@ -176,14 +177,24 @@ def compute_dtype(model: Llava) -> torch.dtype:
 def random_rows(model: Llava, rule: ImageTokens) -> tuple[MicroBatch, list[Size]]:
     """Return a random micro-batch of two rows, one with an image and one without, in which every token is a label; and
     the size of the image in pixels. If images are cut into tiles, the image has several, with bars around it."""
-    dice = torch.Generator().manual_seed(0)
     tile = model.parts.image_size
     size = (tile, tile + tile // 3) if rule.needs_size(1) else (tile, tile)
-    tiles = rule.count_tiles(size, 1)
-    rows, weights = (torch.from_numpy(a) for a in join_tokens([(rule.of(size, 1), tiles * rule.features)]))
+    return random_micro_batch(model, rule, rule.of(size, 1), rule.count_tiles(size, 1)), [size]
+
+
+def random_micro_batch(model: Llava, rule: ImageTokens, tokens: np.ndarray, tiles: int) -> MicroBatch:
+    """Return a random micro-batch of two rows, one with an image or a video and one without, in which every token is a
+    label.
+
+    Args:
+        tokens: tokens of the image or the video, as a method of `rule` returns them.
+        tiles: number of its tiles.
+    """
+    dice, tile = torch.Generator().manual_seed(0), model.parts.image_size
+    rows, weights = (torch.from_numpy(a) for a in join_tokens([(tokens, tiles * rule.features)]))
     # only ids of the lower half of the vocabulary, as the <image> token may be one of the last
     ids = torch.randint(model.parts.language.vocab_size // 2, (2, len(rows) + TEXT), generator=dice)
-    micro = MicroBatch(
+    return MicroBatch(
         input_ids=ids,
         image_positions=torch.arange(TEXT // 2, TEXT // 2 + len(rows)),
         image_rows=rows,
@@ -193,7 +204,6 @@ def random_rows(model: Llava, rule: ImageTokens) -> tuple[MicroBatch, list[Size]
         label_ids=torch.zeros(0),
         scale=1.0,
     )
-    return micro, [size]
 
 
 def load_copy(
@@ -252,7 +262,6 @@ def replace_projector(model: Llava, file: Path) -> None:
         parameter.copy_(stored[name].rows(0, parameter.shape[0]))
 
 
-@torch.no_grad()
 def reloaded_logits(
     folder: Path, micro: MicroBatch, images: torch.Tensor, dtype: torch.dtype, sizes: list[Size]
 ) -> torch.Tensor:
@@ -263,23 +272,48 @@ def reloaded_logits(
         images: normalised tiles of all images.
         sizes: width and height in pixels of each image.
     """
+    return exported_logits(open_export(folder, dtype), micro, images, sizes)
+
+
+def open_export(folder: Path, dtype: torch.dtype) -> Any:
+    """Load an exported folder with transformers. Raise ModelError if a weight is missing or has no place."""
     transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    model: Any = AutoModelForImageTextToText.from_pretrained(
+    auto: Any = AutoModelForImageTextToText
+    model, found = auto.from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation=attention_of_transformers(config.get_text_config()),
         trust_remote_code=False,
         local_files_only=True,
         weights_only=True,
+        output_loading_info=True,
     )
-    ids = micro.input_ids.clone()
-    ids.view(-1)[micro.image_positions] = model.config.image_token_id
-    inputs = {"pixel_values": images.to(dtype)} if len(images) else {}
-    if isinstance(config, LlavaNextConfig | LlavaOnevisionConfig) and len(images):
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if found[kind]:
+            raise ModelError(f"transformers loads {folder} with {kind}: {', '.join(map(str, sorted(found[kind])[:3]))}")
+    return model.eval()
+
+
+@torch.no_grad()
+def exported_logits(model: Any, micro: MicroBatch, images: torch.Tensor, sizes: list[Size] | None) -> torch.Tensor:
+    """Return the logits of transformers' model for the labels of a micro-batch: float32 [labels, vocabulary rows].
+
+    Args:
+        images: normalised tiles of all images, or the frames of one video.
+        sizes: width and height in pixels of each image; None: `images` is a video.
+    """
+    config, pixels = model.config, images.to(model.dtype)
+    ids, inputs = micro.input_ids.clone(), {}
+    ids.view(-1)[micro.image_positions] = config.image_token_id if sizes is not None else config.video_token_id
+    if sizes is None:
+        inputs["pixel_values_videos"] = pixels[None]
+    elif len(images):
+        inputs["pixel_values"] = pixels
+    if isinstance(config, LlavaNextConfig | LlavaOnevisionConfig) and sizes and len(images):
         inputs["image_sizes"] = torch.tensor([(height, width) for width, height in sizes])
-    if isinstance(config, LlavaOnevisionConfig) and len(images):
+    if isinstance(config, LlavaOnevisionConfig) and sizes and len(images):
         single = len(images) > len(sizes)  # several images of a sample are one tile each
         inputs["batch_num_images"] = torch.tensor([1 if single else max(2, len(sizes))])
-    logits = model.eval()(input_ids=ids, **inputs).logits.float()
+    logits = model(input_ids=ids, **inputs).logits.float()
     return logits.flatten(0, 1)[micro.label_positions]

@@ -32,6 +32,9 @@ class Weights:
     read: Callable[[str], torch.Tensor]  # name -> whole parameter, on the CPU of the first rank; a collective
     is_first_rank: bool = True
     watch: Callable[[Iterable[str]], Iterable[str]] = iter
+    on_first_rank: Callable[[Callable[[], object], str], object] = on_first_rank
+    """Writes a file on rank 0 and raises its error on every rank. A rank that writes files of its own calls the action
+    alone."""
 
     @property
     def widest(self) -> torch.dtype:
@@ -94,12 +97,11 @@ def write_shards(
             held.clear()
         index |= dict.fromkeys(tensors, path.name)
         total += sum(t.nbytes for t in tensors.values())
-        on_first_rank(partial(save, tensors, path, failed), f"cannot write {path}")
+        weights.on_first_rank(partial(save, tensors, path, failed), f"cannot write {path}")
     if len(files) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-        on_first_rank(
-            lambda: (staged / "model.safetensors.index.json").write_text(text), "cannot write the index of shards"
-        )
+        index_file = staged / "model.safetensors.index.json"
+        weights.on_first_rank(lambda: index_file.write_text(text), "cannot write the index of shards")
 
 
 def save(tensors: dict[str, torch.Tensor], path: Path, failed: list[Exception]) -> None:

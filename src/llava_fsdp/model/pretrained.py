@@ -15,7 +15,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from llava_fsdp.config import Config, Feature, ModelConfig, PatchMerge
+from llava_fsdp.config import Config, Feature, ModelConfig, PatchMerge, config_dir
 from llava_fsdp.model import weight_names
 from llava_fsdp.model.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
 from llava_fsdp.model.lora_files import find_adapter, is_adapter_folder
@@ -378,7 +378,18 @@ def resolve_model(name: str, key: str) -> Path:
             )
         if folder.is_dir():
             raise ModelError(f"{key}={name} has no config.json; give a model folder, or the folder of a run")
+        if not folder.exists() and name == f"outputs/{folder.name}" and folder.name in stages():
+            raise ConfigError(
+                f"{key}={name} is the run of another stage, which has not been trained here. Train it first:\n"
+                f"  llava-fsdp train stage={folder.name} output_dir={name}\n"
+                f"with the model and the data of that stage, or give a run or a model with {key}=PATH"
+            )
     return resolve(name, key)
+
+
+def stages() -> list[str]:
+    """Return the names of the stages that the package has."""
+    return [file.stem for file in (config_dir() / "stage").glob("*.yaml")]
 
 
 def read_config(folder: Path, key: str) -> PretrainedConfig:

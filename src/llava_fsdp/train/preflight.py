@@ -15,7 +15,8 @@ from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_places, exists
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.text.jinja_template import OWN, own_name, usable_name
 from llava_fsdp.distributed.precision import DTYPES
-from llava_fsdp.export.formats import rehearse_hf, source_of_run
+from llava_fsdp.export.formats import source_of_run
+from llava_fsdp.export.rehearsal import rehearse_hf
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.pretrained import NoProjector, Parts, find_parts, find_projector
@@ -127,7 +128,7 @@ def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str,
 
 def check_prompts(cfg: Config, model: Llava) -> list[str]:
     """Return a warning if the conversation template is that of another language model. If the model will be exported,
-    go through its export without weights, and raise ModelError or ConfigError if it cannot be exported."""
+    try its export with a small copy, and raise ModelError or ConfigError if it cannot be exported."""
     language = model.parts.language
     if cfg.exports_model:
         rehearse_hf(source_of_run(model, cfg, "", 0), DTYPES[cfg.export.dtype])

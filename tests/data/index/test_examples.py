@@ -147,7 +147,7 @@ def test_an_image_that_broke_since_is_named(parts: Path, dataset: Path, tmp_path
     plan, records = plan_of(cfg, parts), open_again(cfg, parts)
     elsewhere = replace(plan.reader, folder=tmp_path)
     texts = records.index.texts
-    texts._paths = {file: (path, tmp_path) for file, (path, _) in texts._paths.items()}
+    texts._folders = dict.fromkeys(texts._folders, tmp_path)
     shown = draw_examples(records, plan.encoder, elsewhere)
     broken = [own for own in shown if own.error]
     assert broken and len(broken) < len(shown) and all(".jpg" in own.error or ".png" in own.error for own in broken)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from llava_fsdp.data.index.record_store import DataSource, SourceFile, digest, files_of
 from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import SourceError
+from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.progress import Watch
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, parse_object, require_kinds
 
@@ -63,12 +65,16 @@ def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: 
     stored: dict[str, list[Any]] = {}
     with contextlib.suppress(ValueError, OSError):
         stored = parse_object((folder / DIGESTS).read_bytes())
+
+    def of_file(file: SourceFile) -> list[Any]:
+        own = stored.get(file.path)
+        if look_again or not isinstance(own, list) or own[:2] != version_of(file):
+            own = [*version_of(file), digest(file)]
+        return own
+
     kept: dict[str, list[Any]] = {}
-    with watch("fingerprints", len(files)) as advance:
-        for file in files:
-            now, own = version_of(file), stored.get(file.path)
-            if look_again or not isinstance(own, list) or own[:2] != now:
-                own = [*now, digest(file)]
+    with watch("fingerprints", len(files)) as advance, ThreadPoolExecutor(read_host().usable_cores) as pool:
+        for file, own in zip(files, pool.map(of_file, files), strict=True):
             kept[file.path] = own
             advance(1)
     replace_file(folder / DIGESTS, json.dumps(kept).encode())

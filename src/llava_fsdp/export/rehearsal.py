@@ -1,0 +1,177 @@
+"""Try the export of a model before it is trained, so that a model that cannot be exported is refused before the first
+step and not after the last."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import PretrainedConfig
+
+from llava_fsdp.config import ModelConfig
+from llava_fsdp.data.batching.batch import MicroBatch
+from llava_fsdp.data.images.anyres import Size
+from llava_fsdp.export.adapter_folder import whole
+from llava_fsdp.export.formats import SourceModel, begin_hf, hf_config, write_hf_config, write_hf_weights
+from llava_fsdp.export.processor import TokenIds, check_image_tokens, has_tokenizer, preprocessor_fields
+from llava_fsdp.export.small_copy import small_copy
+from llava_fsdp.export.verify_logits import (
+    CLOSE,
+    Adapted,
+    exported_logits,
+    load_copy,
+    logits,
+    open_export,
+    random_micro_batch,
+    random_rows,
+    relative_difference,
+)
+from llava_fsdp.export.weights_writer import Weights
+from llava_fsdp.model.conversions import check_runs, plan_save
+from llava_fsdp.model.lazy_tensor import Box
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.lora_names import is_adapter, without_base
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.safe_load import foreign
+
+PROBED = (31, 50)
+"""Size in pixels of the image for which an export's processor is tried."""
+FRAMES = 3
+"""Number of frames of the video for which logits are compared."""
+WriteHf = Callable[[SourceModel, Weights, Path], None]
+"""Writes configuration and weights of a model folder for transformers, without a tokenizer."""
+
+
+class CannotBeExported(ModelError):
+    """transformers would compute something else with this model's export than this model does."""
+
+
+def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
+    """Write configuration and weights of a model folder for transformers, with new tokens after those of the source's
+    vocabulary."""
+    first = source.vocabulary
+    ids = TokenIds(image=first, pad=first + 1, video=None if source.sampling is None else first + 2)
+    write_hf_config(source, weights.widest, staged, ids, first + len(ids))
+    write_hf_weights(source, weights, staged, first + len(ids))
+
+
+@torch.random.fork_rng(devices=[])  # transformers draws random numbers while it loads, on this rank alone
+def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_hf) -> None:
+    """Try an export for transformers. Rank 0 calls it alone.
+
+    The small files are written into a temporary folder, and the processor is loaded from there and asked for an image's
+    tokens. Then a small copy of the model with random weights is exported, and its logits are compared with those that
+    transformers' class computes. A model that has no small copy is only planned on the meta device.
+
+    Args:
+        dtype: dtype of the export.
+        write: writes the small copy.
+
+    Raises:
+        ModelError, ConfigError: the model cannot be exported.
+    """
+    model, parts = source.model, source.model.parts
+    with TemporaryDirectory(prefix="llava_fsdp-") as made:
+        rows = begin_hf(source, dtype, Path(made))
+        if has_tokenizer(parts.language_folder) and preprocessor_fields(parts.vision_folder):
+            check_image_tokens(Path(made), PROBED, len(source.image_tokens.of(PROBED, 1)))
+    try:
+        small, weights, inputs, expected = prepare(source)
+    except Exception as error:  # whatever transformers' classes say to sizes that nobody has chosen
+        log().warning(
+            "the export is tried without values, as there is no small copy of a %s with a %s (%s: %s)",
+            parts.language.model_type, parts.vision.model_type, type(error).__name__, error,
+        )  # fmt: skip
+        return rehearse_on_meta(source, dtype, rows)
+    with TemporaryDirectory(prefix="llava_fsdp-") as made, naming(model):
+        check_names(hf_config(small, torch.float32, small.vocabulary), weights.shapes)
+        try:
+            write(small, weights, Path(made))
+            compare(Path(made), inputs, expected)
+        except ModelError:
+            rehearse_on_meta(source, dtype, rows)  # what fails there, too, has a clearer reason
+            raise
+
+
+Inputs = list[tuple[MicroBatch, list[Size] | None]]
+"""Micro-batches with the sizes of their images in pixels; None: with a video."""
+
+
+def prepare(source: SourceModel) -> tuple[SourceModel, Weights, Inputs, list[torch.Tensor]]:
+    """Return a small copy of a model, its weights for the export (adapters merged), and inputs with the copy's logits
+    for them."""
+    small, values = small_copy(source)
+    model, rule = small.model, small.image_tokens
+    adapted = Adapted(model.cfg.lora, model.adapted, dict(values)) if model.adapted else None
+    sources = dict(values) if adapted is None else adapted.merged
+    weights = Weights(
+        shapes={name: tuple(own.shape) for name, own in sources.items()},
+        dtypes=dict.fromkeys(sources, torch.float32),
+        read=lambda name: whole(sources[name]),
+        on_first_rank=lambda action, _: action(),  # the other ranks write nothing
+    )
+    inputs: Inputs = [random_rows(model, rule)]
+    if small.sampling is not None:
+        inputs.append((random_micro_batch(model, rule, rule.of_video(FRAMES), FRAMES), None))
+    ready = load_copy(model, values, torch.float32, adapted)
+    expected = [logits(ready, micro) for micro, _ in inputs]
+    if not all(own.isfinite().all() for own in expected):
+        raise ValueError("its logits are not finite")
+    return small, weights, inputs, expected
+
+
+def compare(folder: Path, inputs: Inputs, expected: list[torch.Tensor]) -> None:
+    """Raise ModelError if the export of a small copy has other logits than the copy."""
+    with foreign("transformers cannot compute logits of the export of a small copy"):
+        exported = open_export(folder, torch.float32)
+        written = [exported_logits(exported, micro, micro.images, sizes) for micro, sizes in inputs]
+    for own, ours, (_, sizes) in zip(written, expected, inputs, strict=True):
+        difference = relative_difference(own[:, : ours.shape[1]], ours)
+        if not difference <= CLOSE:
+            raise ModelError(
+                f"transformers' logits of the export of a small copy differ by {difference:.2g} of the largest (bound "
+                f"{CLOSE:.0e}), for {'a video' if sizes is None else 'an image'} and text"
+            )
+
+
+@contextmanager
+def naming(model: Llava) -> Iterator[None]:
+    """Context manager that adds the model's parts and a cure to a ModelError."""
+    parts, cfg = model.parts, model.cfg
+    try:
+        yield
+    except CannotBeExported:
+        raise
+    except ModelError as error:
+        raise CannotBeExported(
+            f"a {parts.language.model_type} with a {parts.vision.model_type}, model.projector_type="
+            f"{cfg.projector_type} and model.patch_merge={cfg.patch_merge.value} cannot be exported to transformers: "
+            f"{error}; {cure(cfg)}"
+        ) from error
+
+
+def cure(cfg: ModelConfig) -> str:
+    key = "export.merge=false" if cfg.lora.enabled else "export.enabled=false"
+    later = " (llava-fsdp export format=llava can write one for the original's programs later)"
+    return f"set {key} to train without an export{later if cfg.shuffle_factor == 1 else ''}"
+
+
+def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None:
+    """Raise CannotBeExported if transformers' model on the meta device lacks a parameter, or does not run."""
+    model, config = source.model, hf_config(source, dtype, rows)
+    with naming(model):
+        check_names(config, {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)})
+        check_runs(config)
+
+
+def check_names(config: PretrainedConfig, names: Collection[str]) -> None:
+    """Raise ModelError if the files of a model with this configuration are not made of the named parameters."""
+    made_of = {name for output in plan_save(config, read_nothing).values() for name in output.sources}
+    if made_of != set(names):
+        raise ModelError(f"transformers' class and this model do not agree about {min(made_of ^ set(names))}")
+
+
+def read_nothing(name: str, box: Box) -> torch.Tensor:
+    raise AssertionError(f"{name} was read while an export was planned")
