@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from containers import write_container
 from runs import Run, Runs, assert_same_state, metrics
 from traps import note_samples
 
@@ -59,8 +60,8 @@ def kill_again_and_again(run: Run, kills: int, steps: int, dice: random.Random, 
     return in_saves
 
 
-def kills_change_nothing(runs: Runs, folder: Path, kills: int, steps: int) -> None:
-    words = [f"max_steps={steps}", f"checkpoint.every={EVERY}"]
+def kills_change_nothing(runs: Runs, folder: Path, kills: int, steps: int, *data: str) -> None:
+    words = [f"max_steps={steps}", f"checkpoint.every={EVERY}", *data]
     calm, hurt = folder / "calm", folder / "hurt"
     ended = runs.run(*words, folder=calm, trap=note_samples, notes=str(calm), timeout=300)
     assert ended.code == 0 and not ended.left, ended.stderr
@@ -90,6 +91,16 @@ def kills_change_nothing(runs: Runs, folder: Path, kills: int, steps: int) -> No
 @pytest.mark.timeout(900)
 def test_five_kills(runs: Runs, tmp_path: Path) -> None:
     kills_change_nothing(runs, tmp_path, kills=5, steps=20)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["tar", "parquet with images"])
+def test_kills_with_images_in_the_files(kind: str, runs: Runs, dataset: Path, tmp_path: Path) -> None:
+    rows = json.loads((dataset / "mixed.json").read_text())
+    write_container(kind, tmp_path / "shards", rows, dataset / "images", 3)
+    data = "data=llava_json", f"data.path={tmp_path / 'shards'}", "data.images=null", f"data.index={tmp_path / 'index'}"
+    kills_change_nothing(runs, tmp_path, 5, 20, *data, "epochs=9")
 
 
 @pytest.mark.faults

@@ -18,6 +18,8 @@ OBEYED = (
     "\U000e0000-\U000e0fff"  # tags
     "\ud800-\udfff"  # half a surrogate pair, which cannot be encoded
 )
+MOST_NAME = 4096
+"""Most characters of a name that is shown whole: as many bytes as Linux allows for a path."""
 IN_NAMES = re.compile(f"[{OBEYED}\t\n\r\u200c\u200d]")
 IN_TEXTS = re.compile(rf"[{OBEYED}]|\r(?!\n)")  # the joiners are allowed: they are used in Persian, Hindi and emoji
 MOVES = re.compile(r"\r|\n*(?:\x1b\[A)+\Z")
@@ -27,8 +29,11 @@ several lines."""
 
 def shown_name(name: object) -> str:
     """Escape control characters and line breaks in a name, id, key or value of unknown origin; the result is always one
-    line."""
-    return IN_NAMES.sub(escape, str(name))
+    line. Of a name that is longer than any path, the middle is left out."""
+    text = str(name)
+    if len(text) > MOST_NAME:
+        text = f"{text[:200]}...{text[-100:]}"
+    return IN_NAMES.sub(escape, text)
 
 
 def shown_text(text: str) -> str:

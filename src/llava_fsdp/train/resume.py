@@ -28,7 +28,8 @@ FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "la
 STORED_AS = ("precision.master_dtype", "precision.moment_dtype")  # the dtypes of a checkpoint's tensors
 FREE_KEYS = {  # paths, names, and how records are read from disk; they do not change the result of a training
     "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source",
-    "data.index", "data.examine", "data.examine_images", "data.allow_links", "data.bad_records", "data.max_bad_records",
+    "data.index", "data.cache", "data.cache_gb", "data.examine", "data.examine_images", "data.allow_links",
+    "data.bad_records", "data.max_bad_records",
     "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector", "model.lora.checkpoint",
 }  # fmt: skip
 

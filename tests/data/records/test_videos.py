@@ -8,9 +8,8 @@ import pytest
 
 from llava_fsdp.data.records.forms import RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import MOST_BYTES
-from llava_fsdp.data.records.parquet import HELD
 from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.data.records.record import Record, count_images, is_video
+from llava_fsdp.data.records.record import HELD, Record, count_images, is_video
 from llava_fsdp.data.records.record_file import RecordFile, texts
 from llava_fsdp.data.text.conversation import check_turns
 from llava_fsdp.runtime.errors import DataError

@@ -28,7 +28,7 @@ from llava_fsdp.data.images.check import (
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling, examine_video, read_frames
 from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.data.records.record import VIDEOS_NEED, Record, count_images, is_video
+from llava_fsdp.data.records.record import VIDEOS_NEED, Record, is_video
 from llava_fsdp.runtime.errors import ImageError, ModelError
 from llava_fsdp.runtime.safe_load import foreign, read_json, refuse_model_code
 
@@ -192,14 +192,14 @@ class ImageReader:
         """
         if is_video(record.images[number]):
             return self.tokens.of_video(self.count_frames(record, number))
-        images = count_images(record.images)
+        images = record.num_images
         return self.tokens.of(self.size(record, number) if self.tokens.needs_size(images) else None, images)
 
     def count_tiles(self, record: Record, number: int) -> int:
         """Return the number of tiles of an image of the record; arguments and errors as for `image_rows`."""
         if is_video(record.images[number]):
             return self.count_frames(record, number)
-        images = count_images(record.images)
+        images = record.num_images
         return self.tokens.count_tiles(self.size(record, number) if self.tokens.needs_size(images) else None, images)
 
     def count_frames(self, record: Record, number: int) -> int:
@@ -225,7 +225,7 @@ class ImageReader:
         """Return whether the dataset's index has what the number of tokens of each image depends on. False only
         if that is the size of an image or the length of a video, and the image or video has a problem."""
         assert record.sizes is not None and record.frames is not None
-        tiled = self.tokens.needs_size(count_images(record.images))
+        tiled = self.tokens.needs_size(record.num_images)
         known = zip(record.images, record.sizes, record.frames, strict=True)
         return all(count > 0 if is_video(name) else min(size) > 0 or not tiled for name, size, (count, _) in known)
 
@@ -246,7 +246,7 @@ class ImageReader:
         path = self.checked_path(record, name)
         if self.watch is not None:
             self.watch.at(record.where, path)
-        tiles = self.load(path, record.where, count_images(record.images))
+        tiles = self.load(path, record.where, record.num_images)
         if is_video(name) and len(tiles) != (known := self.count_frames(record, record.images.index(name))):
             raise ImageError(
                 f"{record.where}: video {path} gives {len(tiles)} frames, and gave {known} when the dataset was "

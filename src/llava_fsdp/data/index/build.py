@@ -357,6 +357,8 @@ def write_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Wat
         if has_rows(file.path)
     }
     unwritten = tuple(file for file in rows.values() if not file.whole.is_file())
+    for file in {*rows.values()} - {*unwritten}:
+        file.delete_groups()  # a process that was killed may have left them
     if unwritten:
         writing = WriteRows(unwritten, plan.cfg.max_record_bytes, shards)
         with watch("reading Parquet files and tars", len(writing.groups)) as advance:

@@ -284,6 +284,7 @@ class ExaminePictures(Pass):
                 self.texts.fetch_ahead(opened[at : at + AHEAD], partial(self.needed, decoded))
             names = self.names.of(number)
             inline = self.inline_of(number, names)
+            record: Record | None = None  # read once: a hostile record names many missing images
             for row, name in enumerate(names, int(self.names.first[number])):
                 key = self.texts.place(number)[0].images, name, row in decoded
                 if not (self.opens_all or row in decoded):
@@ -292,7 +293,7 @@ class ExaminePictures(Pass):
                     seen[key] = self.look(*key, inline.get(name))
                 picture = seen[key]
                 if isinstance(picture, Wrong):
-                    record = self.texts.record(number)
+                    record = record or self.texts.record(number)
                     reason = f"{record.where}: {picture.reason.removeprefix(f'{shown_name(name)}: ')}"
                     found.of(number, record.known_id)(picture.kind, reason)
                     picture = ImageFacts(0, 0, 0)

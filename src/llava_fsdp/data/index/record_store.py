@@ -371,7 +371,9 @@ class FindRecords:
 
     def __call__(self, chunk: int) -> Columns:
         shard = self.shards[chunk]
-        split_file(shard.text, self.pieces(chunk), self.most)
+        if has_rows(shard.file.path) and not shard.text.stat().st_size:
+            raise no_records(shard.file.path)
+        split_file(shard.text, self.pieces(chunk), self.most, shard.file.path)
         return {"count": np.zeros(0, dtype=np.int64)}
 
     def pieces(self, chunk: int) -> Path:
@@ -379,6 +381,10 @@ class FindRecords:
 
     def files(self) -> list[Path]:
         return [self.folder / f"{shard.key}.npz" for shard in self.shards]
+
+
+def no_records(file: str) -> DataError:
+    return DataError(f"{file} holds no records; take it out, or take it from its source again").about(file=file)
 
 
 def join_texts(
@@ -406,7 +412,7 @@ def join_texts(
         own = sorted(found.pieces(chunk).glob("*.npy"))
         count = sum(len(read_column(p)) for p in own)
         if not count:
-            raise DataError(f"{shard.file.path} holds no records")
+            raise no_records(shard.file.path)
         parts.append(Part(source, shard.file, str(shard.text), shard.key, first, count))
         pieces += own
         first += count
@@ -422,13 +428,14 @@ def join_texts(
     os.replace(staged, folder)
 
 
-def split_file(path: Path, folder: Path, most: int) -> list[Path]:
+def split_file(path: Path, folder: Path, most: int, name: str | None = None) -> list[Path]:
     """Find the positions of the records in a file and write them in pieces. Pieces left by an interrupted run are used
     again.
 
     Args:
         folder: folder of the pieces.
         most: largest number of bytes of a record.
+        name: the file in messages, where `path` is a copy of it; None: `path`.
 
     Returns:
         Paths of the pieces, .npy files with offset, size and line of each record, int64 [records, 3].
@@ -436,7 +443,7 @@ def split_file(path: Path, folder: Path, most: int) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     pieces = sorted(folder.glob("*.npy"))
     after = tuple(read_column(pieces[-1])[-1].tolist()) if pieces else None
-    found = spans(path, after, most)
+    found = spans(path, after, most, name)
     while piece := take(found, path):
         target = folder / f"{len(pieces):08d}.npy"
         with replacing(target, durable=True) as file:

@@ -13,7 +13,7 @@ from llava_fsdp.data.images.preprocess import ImageReader, check_enlarged, check
 from llava_fsdp.data.index.examine_passes import Findings, Pass, PictureSizes, Tell, attempt
 from llava_fsdp.data.index.worker_pool import Columns
 from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.data.records.record import Record, count_images, is_video
+from llava_fsdp.data.records.record import Record, is_video
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import asked_turns
 from llava_fsdp.data.text.encode import Encoder, Measured
@@ -100,7 +100,7 @@ class EncodeRecords(Pass):
             if not width or is_video(name):
                 continue
             what = f"{record.where}: image {reader.path(record, name)}"
-            if not reader.tokens.needs_size(count_images(record.images)):
+            if not reader.tokens.needs_size(record.num_images):
                 check_enlarged((width, height), reader.preprocessor, reader.one_tile, what)
             if reader.pixels is Pixels.llava_v1_5:
                 check_height(stored_height, what)

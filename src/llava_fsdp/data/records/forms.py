@@ -343,7 +343,7 @@ def parse_record(
         raise DataError(f"{name_place(path, index, line)} is {what}; {cure}", Kind.bad_form)
     identity = id_of(raw)
     where = name_record(path, index, line, identity)
-    if TOO_LARGE in raw:
+    if TOO_LARGE in raw and is_shard(path):
         found, most = raw[TOO_LARGE]
         check_bytes(found, most, where)
     reader = RecordReader(where, str(path), videos)

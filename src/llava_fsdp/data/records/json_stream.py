@@ -33,23 +33,27 @@ HEADS: dict[bytes, str] = {
 """File types that users pass by mistake, by their first bytes; each value says what the file is and how to fix that."""
 
 
-def spans(path: Path, after: Span | None = None, most: int = MOST_BYTES) -> Iterator[Span]:
+def spans(
+    path: Path, after: Span | None = None, most: int = MOST_BYTES, name: str | Path | None = None
+) -> Iterator[Span]:
     """Yield the place (offset, size, line) of each record of a JSON list or JSON Lines (`.jsonl`) file, in file order.
 
     Args:
         after: place of a record; begin with the record that follows it. None: begin with the first record.
         most: largest size in bytes of a record that is parsed. A larger record is not parsed; only its end is searched.
+        name: the file in messages, where `path` is a copy of it; None: `path`.
 
     Raises:
         DataError: a JSON list is not valid JSON; the message names line and byte. The lines of JSON Lines are not
             parsed.
     """
-    return line_spans(path, after, most) if path.suffix.lower() == ".jsonl" else list_spans(path, after, most)
+    find = line_spans if path.suffix.lower() == ".jsonl" else list_spans
+    return find(path, after, most, path if name is None else name)
 
 
-def line_spans(path: Path, after: Span | None, most: int) -> Iterator[Span]:
+def line_spans(path: Path, after: Span | None, most: int, name: str | Path) -> Iterator[Span]:
     with path.open("rb") as file:
-        offset, number = (begin(file, path), 1) if after is None else (after[0] + after[1], after[2])
+        offset, number = (begin(file, name), 1) if after is None else (after[0] + after[1], after[2])
         file.seek(offset)
         while line := file.readline(BLOCK):
             is_list = line.lstrip().startswith(b"[")
@@ -59,7 +63,7 @@ def line_spans(path: Path, after: Span | None, most: int) -> Iterator[Span]:
                 size += len(line)
                 if is_list and size > most:
                     raise DataError(
-                        f"{path}, line {number} is a list of more than {most} bytes; is it JSON Lines? A JSON list "
+                        f"{name}, line {number} is a list of more than {most} bytes; is it JSON Lines? A JSON list "
                         "belongs into a file whose name ends in .json"
                     )
                 if line.endswith(b"\n") or not (line := file.readline(BLOCK)):
@@ -70,22 +74,22 @@ def line_spans(path: Path, after: Span | None, most: int) -> Iterator[Span]:
             number += 1
 
 
-def list_spans(path: Path, after: Span | None, most: int) -> Iterator[Span]:
+def list_spans(path: Path, after: Span | None, most: int, name: str | Path) -> Iterator[Span]:
     with path.open("rb") as file:
-        window = Window(file, begin(file, path), most) if after is None else window_behind(file, after, most)
+        window = Window(file, begin(file, name), most) if after is None else window_behind(file, after, most)
         try:
             if after is None:
-                open_list(window, path)
+                open_list(window, name)
             yield from elements(window, is_first=after is None)
         except json.JSONDecodeError as error:
             at = window.base + error.pos
             raise DataError(
-                f"{path} is not JSON: {error.msg}, line {line_of(path, at)}, byte {at}; fix it there, or take the "
+                f"{name} is not JSON: {error.msg}, line {line_of(path, at)}, byte {at}; fix it there, or take the "
                 "file from its source again"
             ) from error
         except RecursionError as error:
             at = window.base + window.at
-            raise DataError(f"{path}: the record at byte {at} is nested too deeply to be read; fix it") from error
+            raise DataError(f"{name}: the record at byte {at} is nested too deeply to be read; fix it") from error
 
 
 def window_behind(file: BinaryIO, after: Span, most: int) -> "Window":
@@ -113,7 +117,7 @@ def check_head(head: bytes, path: Path | str) -> None:
         raise DataError(f"{path} is {found[0]}")
 
 
-def begin(file: BinaryIO, path: Path) -> int:
+def begin(file: BinaryIO, path: str | Path) -> int:
     """Return the offset of a file's first byte after a UTF-8 byte order mark (3), or 0 if the file has no such mark.
 
     Raises:
@@ -249,7 +253,7 @@ def after_space(text: str, at: int) -> int:
     return at
 
 
-def open_list(window: Window, path: Path) -> None:
+def open_list(window: Window, path: str | Path) -> None:
     sign = window.next_sign()
     if sign in JSON_NAMES:
         raise DataError(

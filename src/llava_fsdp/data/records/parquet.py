@@ -20,8 +20,9 @@ from llava_fsdp.data.containers.parquet_shard import ParquetShard
 from llava_fsdp.data.containers.place import Place, Reader
 from llava_fsdp.data.records.forms import ENTRY_KEYS, FORMS, NO_KEYS, TOOL_KEYS, TURN_KEYS, VIDEO_KEYS, RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
-from llava_fsdp.data.records.record import PARQUET, PLACE, TOO_LARGE, is_empty, names_media
+from llava_fsdp.data.records.record import HELD, PARQUET, PLACE, TOO_LARGE, is_empty, names_media, without_places
 from llava_fsdp.runtime.errors import ConfigError, DataError
+from llava_fsdp.runtime.terminal_text import shown_name
 
 PARTS = "content"
 """Field of a turn that may be a list of parts."""
@@ -29,9 +30,6 @@ TURN = tuple(key for keys in (*TURN_KEYS, ENTRY_KEYS) for key in keys)
 """Fields of the structs in a column of turns that are read."""
 ROWS_AT_ONCE = 256
 """Number of rows in a batch read from a Parquet file."""
-HELD = "..."
-"""Placeholder in a record's JSON for a value that is not read: of a column with media (video, audio, ...), or of a call
-of a tool."""
 NOT_UTF8 = b"\xff"
 """Placeholder line for a Parquet row whose text is not UTF-8. It is not UTF-8 itself, so the checks of text files
 report the row."""
@@ -81,14 +79,16 @@ def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetShard:
     try:
         schema = shard.file.schema_arrow
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file.name} is no whole Parquet file ({error}); take it from its source again") from error
+        raise DataError(
+            f"{file.name} is no whole Parquet file ({shown_name(error)}); take it from its source again"
+        ) from error
     twice = next((name for name, count in Counter(schema.names).items() if count > 1), None)
     if twice is not None:
         raise DataError(f"{file.name} has two columns {twice!r}; give one of them another name")
     if not any(name in schema.names for name in turn_columns(keys)):
         raise DataError(
-            f"{file.name} has the columns {schema.names}; records have one of {', '.join(turn_columns(keys))}, or the "
-            "two that data.question and data.answer name"
+            f"{file.name} has the columns {shown_name(schema.names)}; records have one of "
+            f"{', '.join(turn_columns(keys))}, or the two that data.question and data.answer name"
         )
     check_types(file.name, schema, keys)
     return shard
@@ -101,21 +101,22 @@ def check_types(path: str, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
     for name in (name for name in turn_columns(keys) if name in schema.names):
         own = schema.field(name).type
         if name not in FORMS and not is_text(own):
-            raise DataError(f"{path}: {name} is {own}; it must be text")
+            raise DataError(f"{path}: {name} is {shown_name(own)}; it must be text")
         if name in FORMS and not are_turns(own):
             raise DataError(
-                f"{path}: {name} is {own}; it must be a list of structs with from and value, which are text, with role "
-                "and content, or with user and assistant (docs/data.md); an image in a part must be a path"
+                f"{path}: {name} is {shown_name(own)}; it must be a list of structs with from and value, "
+                "which are text, with role and content, or with user and assistant (docs/data.md); an "
+                "image in a part must be a path"
             )
     if "id" in schema.names:
         own = schema.field("id").type
         if not (is_text(own) or types.is_integer(own) or types.is_floating(own)):
-            raise DataError(f"{path}: id is {own}; it must be text or a number")
+            raise DataError(f"{path}: id is {shown_name(own)}; it must be text or a number")
     for name in (name for name in keys.images if name in schema.names):
         if not (has_paths(schema, name) or is_embedded(schema, name)):
             raise DataError(
-                f"{path}: {name} is {schema.field(name).type}; it must be a path, bytes, a struct of bytes and path, "
-                "or a list of these"
+                f"{path}: {name} is {shown_name(schema.field(name).type)}; it must be a path, bytes, a struct of bytes "
+                "and path, or a list of these"
             )
 
 
@@ -276,7 +277,7 @@ class ParquetRows:
             elif name in (*self.keys.images, *VIDEO_KEYS):
                 value = self.images(name, value, own)
             elif name in FORMS and value is not None:
-                value = [plain_turn(turn) for turn in value]
+                value = [plain_turn(without_places(turn)) for turn in value]
             if value is not None:
                 record[name] = value
         made = json_line(record)

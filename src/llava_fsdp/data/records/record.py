@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,9 @@ INLINE = "data:"
 """Beginning of the name of an image that is in the record itself or in its file; no path begins so."""
 PLACE = "llava_fsdp place"
 """JSON key of an object in place of an image's path: the value says where the image lies in the file of records."""
+HELD = "..."
+"""Placeholder in a record's JSON for a value that is not read: of a column with media (video, audio, ...), or of a call
+of a tool."""
 JSON_NAMES = {
     dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number",
     type(None): "null",
@@ -108,6 +111,11 @@ class Record:
         words = sum(len(turn.text.split()) for turn in self.turns)
         return words if self.has_image_key else -words
 
+    @cached_property
+    def num_images(self) -> int:
+        """Number of its images, without videos. Kept, because it is asked for each image."""
+        return count_images(self.images)
+
     @property
     def where(self) -> str:
         """Name of the record in messages: file, line, index and id."""
@@ -148,6 +156,33 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=once)
+MOST_DEPTH = 100
+"""Deepest nesting of lists and objects in a record. Python's own limit depends on how many functions are running: what
+one part of the program can parse, another could not write again."""
+
+
+def decode(text: bytes) -> Any:
+    """Parse the JSON of a record.
+
+    Raises:
+        ValueError: it is not UTF-8, not JSON, has a key twice, or a number that is too long.
+        RecursionError: it is nested deeper than `MOST_DEPTH`.
+    """
+    value = DECODER.decode(text.decode())
+    if text.count(b"[") + text.count(b"{") > MOST_DEPTH and is_deep(value):
+        raise RecursionError
+    return value
+
+
+def is_deep(value: Any) -> bool:
+    """Return whether a JSON value is nested deeper than `MOST_DEPTH`. Does not recurse."""
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        level = [own for own in level if isinstance(own, dict | list)]
+        level = [inner for own in level for inner in (own.values() if isinstance(own, dict) else own)]
+        if not level:
+            return False
+    return True
 
 
 @contextlib.contextmanager
@@ -160,11 +195,21 @@ def reading(path: Path) -> Iterator[None]:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}; {cure}") from error
 
 
+def without_places(value: Any) -> Any:
+    """Return a JSON value of unknown origin with a placeholder for the value of each key PLACE: only this program may
+    tell where an image lies."""
+    if isinstance(value, list):
+        return [without_places(own) for own in value]
+    if isinstance(value, dict):
+        return {key: HELD if key == PLACE and not is_empty(own) else without_places(own) for key, own in value.items()}
+    return value
+
+
 def parse_text(path: Path | str, index: int, text: bytes, line: int | None = None) -> Any:
     """Parse the bytes of a record as JSON; raise DataError if they are not UTF-8 or not valid JSON."""
     where = name_place(path, index, line)
     try:
-        return DECODER.decode(text.decode())
+        return decode(text)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: byte {error.start} of it is not UTF-8 ({error.reason}); write the file as UTF-8",

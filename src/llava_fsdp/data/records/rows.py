@@ -77,6 +77,11 @@ class RowsFile:
     def text(self, group: int) -> Path:
         return self.folder / f"{group:08d}.jsonl"
 
+    def delete_groups(self) -> None:
+        """Delete the files of single groups, which nobody needs once `whole` exists."""
+        for path in self.folder.glob("[0-9]*"):
+            path.unlink(missing_ok=True)
+
 
 @dataclass(frozen=True)
 class WriteRows:
@@ -138,6 +143,4 @@ class WriteRows:
                 for group in range(count):
                     with file.text(group).open("rb") as own:
                         shutil.copyfileobj(own, target, BLOCK)
-            for group in range(count):
-                file.text(group).unlink(missing_ok=True)
-                file.text(group).with_suffix(".npz").unlink(missing_ok=True)
+            file.delete_groups()

@@ -10,6 +10,7 @@ may also be extensions of members.
 import json
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from llava_fsdp.data.containers.place import Place, Reader
 from llava_fsdp.data.containers.tar_shard import TarSample, samples
 from llava_fsdp.data.records.forms import GIVEN_AS, NO_KEYS, RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES
-from llava_fsdp.data.records.parquet import HELD, json_line
-from llava_fsdp.data.records.record import ADDRESS, DECODER, PLACE, TAR, TOO_LARGE, is_empty
+from llava_fsdp.data.records.parquet import json_line
+from llava_fsdp.data.records.record import ADDRESS, HELD, PLACE, TAR, TOO_LARGE, decode, is_empty, without_places
 from llava_fsdp.runtime.log import log
 
 RECORD = "json"
@@ -92,12 +93,12 @@ class SampleReader:
         if RECORD in self.sample.members:
             data = self.read(RECORD)
             try:
-                raw = DECODER.decode(data.decode())
+                raw = decode(data)
             except (ValueError, RecursionError):
                 return self.invalid(data)
         if not isinstance(raw, dict):
             return json_line(raw)
-        made = json_line(self.record(raw))
+        made = json_line(self.record(without_places(raw)))
         if len(made) > self.most:
             return json.dumps({"id": self.sample.key, TOO_LARGE: [len(made), self.most]}).encode()
         return made
@@ -106,7 +107,7 @@ class SampleReader:
         """Return a line that is as invalid as a member that is not JSON, so that the checks of text files report it."""
         line = data.replace(b"\n", b" ").replace(b"\r", b" ").strip() or b"!"
         try:
-            DECODER.decode(line.decode())
+            decode(line)
         except (ValueError, RecursionError):
             return line
         return b"!" + line
@@ -114,6 +115,7 @@ class SampleReader:
     def record(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the record with the places of its images, and with the sample's other members that are read."""
         made = {"id": self.sample.key} | {key: value for key, value in raw.items() if key != "id" or value is not None}
+        made.pop(TOO_LARGE, None)  # only this program writes it
         for key in self.keys.pair or ():
             if key in self.sample.members and is_empty(made.get(key)):
                 made[key] = self.read(key).decode(errors="surrogateescape")
@@ -134,8 +136,9 @@ class SampleReader:
     def placed(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return a record with the places of those images that are members."""
         made = raw | {key: self.put(raw[key]) for key in self.keys.images if key in raw}
-        if isinstance(raw.get("messages"), list):
-            made["messages"] = [self.turn(turn) for turn in raw["messages"]]
+        for key in ("conversations", "messages"):
+            if isinstance(raw.get(key), list):
+                made[key] = [self.turn(turn) for turn in raw[key]]
         return made
 
     def turn(self, turn: Any) -> Any:
@@ -165,11 +168,16 @@ class SampleReader:
         """Return the extension of the image that a name in the record means; None if it is no member."""
         if ADDRESS.match(name):
             return None
-        key, wanted = self.sample.key.rpartition("/")[2].lower(), name.rpartition("/")[2].lower()
+        return self.images[0] if self.is_only else self.meant.get(name.rpartition("/")[2].lower())
+
+    @cached_property
+    def meant(self) -> dict[str, str]:
+        """The extension of the image that a file name in lower case means: its own, or the extension alone."""
+        key, found = self.sample.key.rpartition("/")[2].lower(), dict[str, str]()
         for extension in self.images:
-            if wanted in (extension, f"{key}.{extension}") or self.is_only:
-                return extension
-        return None
+            found.setdefault(extension, extension)
+            found.setdefault(f"{key}.{extension}", extension)
+        return found
 
     def place(self, extension: str) -> dict[str, Any]:
         offset, size = self.sample.members[extension]
