@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -181,3 +182,12 @@ def test_pieces_are_the_whole_text(text: str, parts: Path) -> None:
     assert not any(piece.is_special for piece in pieces[1:-1])
     if "中" in text:
         assert "中" in [piece.text.strip() for piece in pieces], "its bytes are one piece"
+
+
+@pytest.mark.parametrize("counts", [[1, 100], [5, 1000], [3, 100, 3], [5, 100, 100], [0, 2], [7] * 30])
+def test_every_source_gives_what_it_has(counts: list[int]) -> None:
+    drawn = draw(counts, 20)
+    assert len(drawn) == len(set(drawn)) == min(20, sum(counts)) and drawn == sorted(drawn)
+    ends = list(itertools.accumulate(counts))
+    shares = [sum(end - count <= number < end for number in drawn) for end, count in zip(ends, counts, strict=True)]
+    assert all(share == count for share, count in zip(shares, counts, strict=True) if count <= 20 // len(counts))

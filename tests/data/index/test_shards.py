@@ -66,10 +66,18 @@ def test_files_folders_and_patterns(tmp_path: Path) -> None:
     assert found(f"[{tmp_path}/b.json, {tmp_path}/sub]") == ["b.json", "sub/c.parquet"]
     (tmp_path / "x,y[1].json").write_text("[]")
     assert found(f"{tmp_path}/x,y[1].json") == ["x,y[1].json"], "a file that exists is itself"
+    (tmp_path / "a.json.index" / "rows.jsonl").write_text("[]")
+    assert found(f"{tmp_path}/**/*.jsonl") == ["a.jsonl"], "the files of an index are no records"
+    (tmp_path / "dataset_info.json").write_text("{}")
+    assert "dataset_info.json" not in found(str(tmp_path))
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "gone.json").symlink_to(tmp_path / "nothing")
+    (tmp_path / "links" / "same.json").symlink_to(tmp_path / "b.json")
     (tmp_path / "empty").mkdir()
     wrong = {
         "none": "is not a file or a folder", "empty": "a folder without a file of records",
-        "*.tar": "a pattern that no file matches", f"a.jsonl,{tmp_path}/*.jsonl": "twice",
+        "*.tar": "a pattern that no file matches", f"b.json,{tmp_path}/links/same.json": "twice",
+        "links": "no regular file, or a link to none", f"a.jsonl,{tmp_path}/*.jsonl": "twice",
     }  # fmt: skip
     for value, said in wrong.items():
         with pytest.raises(ConfigError, match=said):

@@ -285,3 +285,28 @@ def test_rows_that_are_too_large(parts: Path, dataset: Path, tmp_path: Path) -> 
     assert all("over data.max_record_bytes=2000" in row["reason"] for row in records.index.rows())
     with pytest.raises(DataError, match=r"record 1 \(id r1\) has [\d,]+ bytes"):
         RecordFile(path, 2000)[1]
+
+
+def test_a_struct_with_other_bytes_beside_the_image(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    whole, mask = ((dataset / "images" / name).read_bytes() for name in ("1.png", "3.png"))
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
+    image = {"bytes": whole, "mask": mask, "path": "x"}
+    records = opened(write(tmp_path / "a.parquet", [{"image": image, "conversations": turns}]), parts, dataset)
+    assert [read_file(own, "") for own in inline_images(records[0]).values()] == [whole]
+
+
+def test_ids_that_pandas_has_filled_and_videos(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "ä" * 700}, {"from": "gpt", "value": "b"}]
+    rows = [{"id": own, "videos": ["a.mp4"], "conversations": turns} for own in (float("nan"), 3.0)]
+    path = write(tmp_path / "a.parquet", rows)
+    found = [RecordFile(path, 1700)[n] for n in range(2)]
+    assert [(own.id, own.images) for own in found] == [("0", ("a.mp4",)), ("3.0", ("a.mp4",))]
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    column = pyarrow.array([TURNS])
+    parquet.write_table(
+        pyarrow.Table.from_arrays([column, column, column], ["conversations", "x", "x"]), tmp_path / "a.parquet"
+    )
+    with pytest.raises(DataError, match=r"two columns have the path x\."):
+        RecordFile(tmp_path / "a.parquet")

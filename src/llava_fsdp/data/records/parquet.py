@@ -8,7 +8,6 @@ with a value in such a column is a bad record. So is a record whose column of vi
 
 import importlib.util
 import json
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,9 +81,6 @@ def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetShard:
         raise DataError(
             f"{file.name} is no whole Parquet file ({shown_name(error)}); take it from its source again"
         ) from error
-    twice = next((name for name, count in Counter(schema.names).items() if count > 1), None)
-    if twice is not None:
-        raise DataError(f"{file.name} has two columns {twice!r}; give one of them another name")
     if not any(name in schema.names for name in turn_columns(keys)):
         raise DataError(
             f"{file.name} has the columns {shown_name(schema.names)}; records have one of "
