@@ -19,6 +19,7 @@ from runs import Runs, metrics
 from s3 import SECRET, s3_server
 from small import make_config
 from test_build import FITS
+from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.containers import remote
@@ -72,7 +73,7 @@ def expected(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactor
     return steps_of(config(parts, dataset, folder, str(path), False), parts)
 
 
-@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("files", slow_after(1, [3, 1]))
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_local_files(kind: str, files: int, expected: Any, parts: Path, dataset: Path, tmp_path: Path) -> None:
     write_container(kind, tmp_path / "shards", rows_of(dataset), dataset / "images", files)
@@ -118,7 +119,9 @@ def without_faults(request: pytest.FixtureRequest) -> None:
         proxy.seen.clear()
 
 
-@pytest.mark.parametrize("kind", CONTAINERS)
+@pytest.mark.parametrize(
+    "kind", slow_after(3, sorted(CONTAINERS, key=("tar", "parquet with images", "gzip").__contains__, reverse=True))
+)
 def test_files_of_s3(kind: str, expected: Any, proxy: FaultyProxy, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """With answers that fail now and then; the second run reads images from the cache."""
     name = kind.replace(" ", "-")

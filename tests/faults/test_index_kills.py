@@ -15,6 +15,7 @@ from containers import HOLD_IMAGES, write_container
 from s3 import s3_server
 from test_build import plan_of
 from test_containers import config
+from tiers import slow_after
 
 from llava_fsdp.data.index import build
 from llava_fsdp.data.index.build import Plan, open_index
@@ -105,7 +106,7 @@ def make(parts: Path, dataset: Path, tmp_path: Path) -> Make:
 KINDS = ("tar", "parquet with images", "gzip")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_after(1, KINDS))
 def test_a_few_kills(kind: str, make: Make) -> None:
     kills_change_nothing(make(kind), 4, kind)
 

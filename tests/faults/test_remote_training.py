@@ -74,6 +74,7 @@ def check_secrets(folder: Path) -> None:
     assert not any(sign in written for sign in SIGNATURES)
 
 
+@pytest.mark.faults
 def test_faults_that_pass_change_nothing(begin: Start, proxy: FaultyProxy, tmp_path: Path) -> None:
     """No sample is lost, none is seen twice, and every number is that of a run on local files."""
     local = begin(str(tmp_path / "shards"), tmp_path / "local", "max_steps=8")

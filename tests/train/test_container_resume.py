@@ -37,7 +37,7 @@ def of_json(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind, sizes", [
-    ("tar", (3,)),
+    pytest.param("tar", (3,), marks=pytest.mark.slow),
     pytest.param("tar", (1, 2, 4), marks=pytest.mark.slow),
     pytest.param("parquet with images", (1, 2, 3), marks=pytest.mark.slow),
     pytest.param("parquet with compressed images", (1, 3), marks=pytest.mark.slow),
