@@ -13,7 +13,7 @@ from rich.table import Table
 from llava_fsdp.config import Format, PrepareConfig
 from llava_fsdp.config.paths import check_places
 from llava_fsdp.data.images.preprocess import ImageReader
-from llava_fsdp.data.index.bad_records import same_files
+from llava_fsdp.data.index.bad_records import refuse_bad_records, same_files
 from llava_fsdp.data.index.build import Plan, open_index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.record_store import sources_of
@@ -26,7 +26,7 @@ from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.runtime.console import TextConsole
-from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch
@@ -89,6 +89,11 @@ def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: P
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)
     if warning := same_files(records):
         log().warning(warning)
+    try:
+        refuse_bad_records(records, cfg.data)
+    except DataError as error:
+        first, *_, last = str(error).splitlines()
+        log().warning("a training with these keys would end before its first step: %s. %s", first, last)
     try:
         return write_report(records, cfg, encoding, folder)
     except OSError as error:

@@ -16,6 +16,7 @@ from llava_fsdp.data.containers.hub_client import HubClient
 from llava_fsdp.data.containers.object_store import GsClient, S3Client
 from llava_fsdp.data.containers.remote_file import Client, Failure, RemoteFile
 from llava_fsdp.runtime.errors import RemoteAway, RemoteChanged, RemoteForbidden, RemoteGone, SourceError
+from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.redact import redact
 from llava_fsdp.runtime.terminal_text import shown_name
 
@@ -26,6 +27,8 @@ Range = tuple[RemoteFile, int, int]
 CLIENTS: dict[str, Callable[[float, int], Client]] = {"s3": S3Client, "gs": GsClient, "hf": HubClient}
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 8.0
 """Seconds between two requests for the same bytes: at first, and at most."""
+TOLD_AT = 5
+"""After this many requests without success, about 3 seconds, a warning is logged."""
 JITTER = random.SystemRandom()
 """Spreads the pauses. Not the functions of `random`, whose numbers a user may have seeded."""
 MEANING: dict[type[SourceError], str] = {
@@ -151,6 +154,10 @@ class RemoteStorage:
                 return request(end - time.monotonic())
             except Failure as failure:
                 kind, detail = failure.kind, failure.detail
+                if number == TOLD_AT and kind is RemoteAway:
+                    log().warning(
+                        "%s does not answer (%s); asked again for %d s", shown_url(url), detail, self.deadline
+                    )
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (number - 1)) * JITTER.uniform(0.5, 1)
             if kind is not RemoteAway or time.monotonic() + pause >= end:
                 break

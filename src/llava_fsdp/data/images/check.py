@@ -183,7 +183,8 @@ def decoded(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
         message = re.sub(r"<_io\.BytesIO object at \w+>", "the file", str(error)) or type(error).__name__
         if "truncated" in message.lower() or ends_early(data):
             raise ImageError(
-                f"{where}: image {path} is truncated after {len(data)} bytes ({message}); copy it again",
+                f"{where}: image {path} is truncated after {len(data)} bytes ({message}); take it from its source "
+                "again",
                 Kind.image_truncated,
             ) from error
         reason = f"it is none of {', '.join(FORMATS)}" if isinstance(error, Image.UnidentifiedImageError) else message
@@ -210,7 +211,7 @@ def read_file(path: ImageFile, where: str) -> bytes:
     else:
         data = path.data if isinstance(path, ImageBytes) else read_path(path, where)
     if not data:
-        raise ImageError(f"{where}: image {path} is empty (0 bytes); copy it again", Kind.image_empty)
+        raise ImageError(f"{where}: image {path} is empty (0 bytes); take it from its source again", Kind.image_empty)
     return data
 
 

@@ -156,9 +156,12 @@ def opening(file: BinaryIO, path: Path, where: str) -> Iterator[tuple[Any, Any]]
         ) from error
     size, form = os.fstat(file.fileno()).st_size, VIDEO_FORMATS[path.suffix.lower()]
     if not size:
-        raise ImageError(f"{where}: video {path} is empty (0 bytes); copy it again", Kind.image_empty)
+        raise ImageError(f"{where}: video {path} is empty (0 bytes); take it from its source again", Kind.image_empty)
     if video_ends_early(file, form, size):
-        raise ImageError(f"{where}: video {path} is truncated after {size} bytes; copy it again", Kind.image_truncated)
+        raise ImageError(
+            f"{where}: video {path} is truncated after {size} bytes; take it from its source again",
+            Kind.image_truncated,
+        )
     file.seek(0)
     try:
         with av.open(file, format=form, io_open=refuse, metadata_errors="replace") as container:

@@ -308,8 +308,8 @@ def unread_reason(where: str, unread: str) -> str:
         )
     return (
         f"{where} has {unread}, and media are read from the record's keys image and images and from the image parts of "
-        "its turns alone, and videos also from the keys video and videos and from video parts: name them there, or "
-        "take it out"
+        "its turns alone, and videos also from the keys video and videos and from video parts: name them there, name "
+        "the key of the images by data.image_column, or take it out"
     )
 
 
