@@ -88,6 +88,7 @@ def test_of_a_source_only_its_places_may_change() -> None:
 
 FREE = {
     "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source", "data.index",
+    "data.cache", "data.cache_gb",
     "data.examine", "data.examine_images", "data.allow_links", "data.bad_records", "data.max_bad_records",
     "model.name", "model.language",
     "model.vision",

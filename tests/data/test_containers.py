@@ -10,7 +10,7 @@ from typing import Any
 import boto3
 import pytest
 import torch
-from containers import CONTAINERS, HOLD_IMAGES, write_container
+from containers import HOLD_IMAGES, write_container
 from fake_hub import COMMIT, TOKEN, FakeHub
 from faulty_proxy import FaultyProxy
 from harness import CPU
@@ -25,6 +25,10 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.containers import remote
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.runtime.errors import ConfigError, RemoteAway, RemoteChanged, RemoteGone, SourceError
+
+BY_LIKELIHOOD = ("tar", "parquet with images", "gzip", "json", "lines", "zstd", "parquet with paths",
+                 "parquet with compressed images")  # fmt: skip
+"""The kinds of files; the first ones are in the fast tier."""
 
 
 def rows_of(dataset: Path) -> list[dict[str, Any]]:
@@ -74,13 +78,14 @@ def expected(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("files", slow_after(1, [3, 1]))
-@pytest.mark.parametrize("kind", CONTAINERS)
+@pytest.mark.parametrize("kind", slow_after(3, BY_LIKELIHOOD))
 def test_local_files(kind: str, files: int, expected: Any, parts: Path, dataset: Path, tmp_path: Path) -> None:
     write_container(kind, tmp_path / "shards", rows_of(dataset), dataset / "images", files)
     cfg = config(parts, dataset, tmp_path, str(tmp_path / "shards"), kind in HOLD_IMAGES)
     check_equal(steps_of(cfg, parts), expected)
 
 
+@pytest.mark.slow
 def test_a_mixture_of_containers(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """With weights and without; and each source has the records of its file alone."""
     kinds, rows = ("lines", "parquet with images", "tar", "zstd"), rows_of(dataset)
@@ -119,9 +124,7 @@ def without_faults(request: pytest.FixtureRequest) -> None:
         proxy.seen.clear()
 
 
-@pytest.mark.parametrize(
-    "kind", slow_after(3, sorted(CONTAINERS, key=("tar", "parquet with images", "gzip").__contains__, reverse=True))
-)
+@pytest.mark.parametrize("kind", slow_after(1, BY_LIKELIHOOD))
 def test_files_of_s3(kind: str, expected: Any, proxy: FaultyProxy, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """With answers that fail now and then; the second run reads images from the cache."""
     name = kind.replace(" ", "-")

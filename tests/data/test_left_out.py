@@ -121,7 +121,12 @@ def test_every_sample_once_an_epoch(
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("sizes", "how"),
-    [((1, 2), "decode"), pytest.param((1, 2, 4), "decode", marks=pytest.mark.slow), ((1, 2), "lazy"), ((2,), "sample")],
+    [
+        ((1, 2), "decode"),
+        pytest.param((1, 2, 4), "decode", marks=pytest.mark.slow),
+        ((2,), "lazy"),
+        pytest.param((1, 2), "sample", marks=pytest.mark.slow),
+    ],
 )
 def test_training_continues_without_what_broke(
     sizes: tuple[int, ...], how: str, dataset: Path, parts: Path, pools: dict[int, RankPool], tmp_path: Path
@@ -180,6 +185,7 @@ def test_the_budget_stops_every_rank_alike(
     assert "image" in said[0] and "3.png" in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiles", [(), TILED], ids=["one tile", "tiles"])
 def test_training_is_the_same_however_images_are_examined(
     tiles: tuple[str, ...], dataset: Path, parts: Path, tmp_path: Path

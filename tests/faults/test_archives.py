@@ -18,6 +18,7 @@ from planted_containers import add_member
 from pyarrow import parquet
 from test_bad_records import config, kinds_found
 from test_build import open_again
+from tiers import slow_after
 from within_limits import within_limits
 
 from llava_fsdp.runtime.errors import LlavaFsdpError
@@ -154,7 +155,7 @@ def check(parts: Path, path: Path, expected: str | list[str | None], **limits: i
     assert all(row["reason"].startswith(f"{path}, ") and len(row["reason"]) < 3000 for row in rows)
 
 
-@pytest.mark.parametrize("name", TARS)
+@pytest.mark.parametrize("name", slow_after(9, TARS))
 def test_tars(name: str, parts: Path, tmp_path: Path) -> None:
     content, expected = TARS[name]
     (tmp_path / "a.tar").write_bytes(content)
@@ -205,7 +206,7 @@ PACKED: dict[str, tuple[str, Callable[[], bytes], str | list[str | None]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", slow_after(5, PACKED))
 def test_packed_and_misnamed_files(name: str, parts: Path, tmp_path: Path) -> None:
     suffix, make, expected = PACKED[name]
     path = tmp_path / f"a{suffix}"
@@ -287,13 +288,14 @@ PARQUETS: dict[str, tuple[Callable[[], bytes], str | list[str | None]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PARQUETS)
+@pytest.mark.parametrize("name", slow_after(6, PARQUETS))
 def test_parquet(name: str, parts: Path, tmp_path: Path) -> None:
     make, expected = PARQUETS[name]
     (tmp_path / "a.parquet").write_bytes(make())
     check(parts, tmp_path / "a.parquet", expected)
 
 
+@pytest.mark.slow
 def test_a_dictionary_of_long_values(parts: Path, tmp_path: Path) -> None:
     """Rows that repeat a value of 3 MB are read some at a time: all together they have 2 GB."""
     (tmp_path / "images").mkdir()

@@ -123,7 +123,7 @@ def test_trains_adapters_and_exports_them_merged(
     assert (tmp_path / "run" / "adapter").is_dir() and (tmp_path / "run" / "export").is_dir()
 
 
-@pytest.mark.parametrize("kind", slow_after(1, LANGUAGE))
+@pytest.mark.parametrize("kind", slow_after(0, LANGUAGE))
 def test_every_language_model_goes_with_every_vision_tower(
     kind: str, parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -129,6 +129,7 @@ def test_another_recipe_is_refused(key: str, whole_run: Path, configure: Configu
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_the_computed_order_resumes_in_its_own_version_alone(
     configure: Configure, pools: dict[int, RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -279,8 +279,7 @@ def open_export(folder: Path, dtype: torch.dtype) -> Any:
     """Load an exported folder with transformers. Raise ModelError if a weight is missing or has no place."""
     transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    auto: Any = AutoModelForImageTextToText
-    model, found = auto.from_pretrained(
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation=attention_of_transformers(config.get_text_config()),
@@ -289,6 +288,7 @@ def open_export(folder: Path, dtype: torch.dtype) -> Any:
         weights_only=True,
         output_loading_info=True,
     )
+    model, found = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found[kind]:
             raise ModelError(f"transformers loads {folder} with {kind}: {', '.join(map(str, sorted(found[kind])[:3]))}")

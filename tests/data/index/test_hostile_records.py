@@ -11,6 +11,7 @@ from planted_containers import PLANTED_IN, add_member
 from pyarrow import parquet
 from test_bad_records import config, kinds_found
 from test_build import open_again
+from tiers import slow_after
 from within_limits import within_limits
 
 from llava_fsdp.data.records.record import MOST_DEPTH, PLACE, TOO_LARGE
@@ -19,7 +20,7 @@ TEXT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 ASKS = [{"from": "human", "value": "<image>\na"}, {"from": "gpt", "value": "b"}]
 
 
-@pytest.mark.parametrize("kind", PLANTED_IN)
+@pytest.mark.parametrize("kind", slow_after(1, PLANTED_IN))
 def test_every_fault_is_named_in_every_container(kind: str, parts: Path, tmp_path: Path) -> None:
     suffix, write = PLANTED_IN[kind]
     path = tmp_path / f"data{suffix}"
