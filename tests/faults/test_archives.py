@@ -146,7 +146,7 @@ def check(parts: Path, path: Path, expected: str | list[str | None], **limits: i
         assert expected == REFUSED, found
         message_of(found, path)
         return
-    kinds, rows = found  # type: ignore[misc]
+    kinds, rows = found
     assert expected != REFUSED, kinds
     if len(kinds) == 1:
         assert kinds == [{kind for kind in expected if kind}]

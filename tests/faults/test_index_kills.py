@@ -50,7 +50,7 @@ def life(plan: Plan, renames: int) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
             replace(*names)
 
-        os.replace = counted  # type: ignore[assignment]
+        os.replace = counted
         open_index(plan, watch_silently)
         code = 0
     finally:

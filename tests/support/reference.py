@@ -258,3 +258,13 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], vocab: in
     assert set(a) == set(b)
     squares = [((a[n][:vocab] - b[n][:vocab]).square().sum(), b[n][:vocab].square().sum()) for n in names]
     return math.sqrt(sum(float(d) for d, _ in squares) / sum(float(n) for _, n in squares))
+
+
+def check_continued(size: int, got: Outcome, expected: Outcome, cfg: Config) -> None:
+    """A resumed run ends as one that was not interrupted: on one rank to the bit."""
+    if size == 1:
+        assert got.losses == expected.losses
+        assert all(torch.equal(got.weights[n], expected.weights[n]) for n in expected.weights)
+    else:
+        assert got.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert difference(got.weights, expected.weights, vocabulary(cfg)) < TOLERANCE

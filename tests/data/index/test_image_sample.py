@@ -14,7 +14,7 @@ from PIL import Image
 from small import config_of, make_config, write_json
 from test_build import TILED, open_again, plan_of
 
-from llava_fsdp.config import Config, Examine, PrepareConfig
+from llava_fsdp.config import AspectRatio, Config, Examine, PrepareConfig
 from llava_fsdp.data.images.check import HEAD_BYTES
 from llava_fsdp.data.index import build as index_module
 from llava_fsdp.data.index import examine_passes
@@ -229,7 +229,8 @@ def test_lazy_is_refused_where_lengths_need_sizes(aspect: str, parts: Path, shar
 
 
 def test_lazy_with_tiles_that_the_original_squeezes(parts: Path, shards: Path) -> None:
-    config(parts, shards, "lazy", "data.image_aspect_ratio=anyres", "data.pixels=llava_v1_5")
+    cfg = config(parts, shards, "lazy", "data.image_aspect_ratio=anyres", "data.pixels=llava_v1_5")
+    assert cfg.data.examine is Examine.lazy and cfg.data.trained_aspect is AspectRatio.square
 
 
 @pytest.mark.parametrize("how", ["sample", "lazy", "head", "decode"])

@@ -1,4 +1,4 @@
-"""Of many files, only those that are new, changed or renamed are indexed again; a truncated one is refused by name."""
+"""Only files that are new, changed or renamed are indexed again; a truncated one is refused by name."""
 
 import json
 import time

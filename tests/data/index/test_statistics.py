@@ -127,7 +127,7 @@ def test_every_problem_is_listed(parts: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_page_escapes_what_came_from_the_data(parts: Path, tmp_path: Path) -> None:
-    """Of records that are wrong, and of those that are shown as samples."""
+    """Names of records that are wrong, and of those that are shown as samples."""
     evil = "<script>alert(1)</script>\u202e'\x1b"
     turns = [{"from": evil, "value": "a"}]
     right = [{"from": "human", "value": evil}, {"from": "gpt", "value": evil}]

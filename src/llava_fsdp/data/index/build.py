@@ -10,6 +10,8 @@
     KEY/records              columns with properties of the records; KEY/records-videos if their videos are read
     KEY/pictures-KEY.N       columns with properties of the records' images; a new N when a bad image was fixed
     KEY/encoded-KEY          columns for one tokenizer, template and maximum length
+    KEY/kept-KEY             the columns that a training uses, without the skipped records (`shared_column`)
+    orders/KEY.npy           the order of the samples of a large epoch (`shared_column`)
 
 A folder gets its final name when it is complete, so any folder that exists may be read. Ranks need no collectives: the
 first process builds the index, under a lock that the system releases if the process dies; the next process then

@@ -189,9 +189,9 @@ class ParquetRows:
             leaf for leaf in self.shard.binary_leaves() if any(is_below(leaf, name) for name in self.unread)
         ]
         """The paths of leaf columns with the bytes of media that are not read."""
-        self.packed = np.zeros(2, dtype=np.int64)
-        """Of the images in compressed pages that were found: their bytes, and the bytes that are decompressed to read
-        each of them alone."""
+        self.page_bytes = np.zeros(2, dtype=np.int64)
+        """Two sums over the images in compressed pages that were found: their bytes, and the bytes that are
+        decompressed to read each of them alone."""
         self.lists = {name for name in schema.names if is_list(schema.field(name).type)}
 
     @property
@@ -236,7 +236,7 @@ class ParquetRows:
                 paged = [
                     place for own in held.values() for place in own if place is not None and place.page is not None
                 ]
-                self.packed += [
+                self.page_bytes += [
                     sum(own.size or 0 for own in paged),
                     sum(own.page.unpacked for own in paged if own.page),
                 ]

@@ -33,8 +33,8 @@ class Rows(Protocol):
         ...
 
     @property
-    def packed(self) -> np.ndarray:
-        """See `ParquetRows.packed`."""
+    def page_bytes(self) -> np.ndarray:
+        """See `ParquetRows.page_bytes`."""
         ...
 
     def lines(self, group: int, most: int, /) -> Iterator[bytes]:
@@ -106,11 +106,11 @@ class WriteRows:
     def __call__(self, chunk: int) -> Columns:
         number, group = self.groups[chunk]
         rows = self.opened(number)
-        before = rows.packed.copy()
+        before = rows.page_bytes.copy()
         with replacing(self.files[number].text(group), durable=True) as target:
             for line in rows.lines(group, self.most):
                 target.write(line + b"\n")
-        return {"packed": rows.packed - before}
+        return {"page_bytes": rows.page_bytes - before}
 
     def opened(self, number: int) -> Rows:
         """Return an opened file. The last one stays open, because its footer may be long."""
@@ -127,12 +127,12 @@ class WriteRows:
     def gather(self) -> None:
         """Concatenate the JSON Lines files of the groups of each file, and delete them. Log a warning if images are in
         compressed pages."""
-        packed = sum((column(chunk, "packed") for chunk in self.chunks()), np.zeros(2, dtype=np.int64))
-        if packed[0]:
+        page_bytes = sum((column(chunk, "page_bytes") for chunk in self.chunks()), np.zeros(2, dtype=np.int64))
+        if page_bytes[0]:
             log().warning(
                 "images in compressed pages of Parquet files are slow to read: for each, %.0f times its bytes are "
                 "decompressed. Write the files again without compression (docs/data.md)",
-                packed[1] / packed[0],
+                page_bytes[1] / page_bytes[0],
             )
         groups = [0] * len(self.files)
         for number, _ in self.groups:

@@ -45,8 +45,8 @@ class TarRows:
 
     groups = 1
     """A tar is read as a whole."""
-    packed = np.zeros(2, dtype=np.int64)
-    """See `ParquetRows.packed`; a tar has no pages."""
+    page_bytes = np.zeros(2, dtype=np.int64)
+    """See `ParquetRows.page_bytes`; a tar has no pages."""
 
     def __init__(self, file: Reader, keys: RecordKeys = NO_KEYS):
         self.file = file
