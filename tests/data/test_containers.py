@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from runs import Runs, metrics
 from s3 import SECRET, s3_server
 from small import make_config
-from test_build import FITS
+from test_build import FITS, open_again
 from tiers import slow_after
 
 from llava_fsdp.config import Config
@@ -51,6 +51,7 @@ def config(parts: Path, dataset: Path, output: Path, path: str, holds_images: bo
 
 def steps_of(cfg: Config, parts: Path, count: int = 3) -> list[Any]:
     """All tensors of the first steps, and the names of the records in them."""
+    open_again(cfg, parts)  # in this process; with several files, the loader would start others for each pass
     steps = build_loader(cfg, parts / "language", parts / "vision", FITS, 0, 1, CPU).steps
     made = []
     for number in range(count):
