@@ -49,13 +49,19 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "CHUNKS", dict.fromkeys(index_module.CHUNKS, 7))
 
 
+@pytest.fixture
+def workers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker processes are started for the first chunk, however short the pass."""
+    monkeypatch.setattr(worker_pool, "ALONE_SECONDS", 0)
+
+
 def content(index: Index) -> dict[str, bytes]:
     """Every file of the index by its name within."""
     parts = index.texts.folder, index.records, index.pictures, index.encoded
     return {f"{part.name}/{p.name}": p.read_bytes() for part in parts for p in sorted(part.iterdir())}
 
 
-@pytest.mark.usefixtures("chunks")
+@pytest.mark.usefixtures("chunks", "workers_at_once")
 def test_any_number_of_workers_makes_the_same(parts: Path, tmp_path: Path) -> None:
     path, _ = write_planted(tmp_path, lines=True)
     made = []
@@ -296,7 +302,9 @@ LONG = """
 import multiprocessing, signal, sys, threading, time
 from functools import partial
 from pathlib import Path
+from llava_fsdp.data.index import worker_pool
 from llava_fsdp.data.index.worker_pool import chunk_files, run_chunks
+worker_pool.ALONE_SECONDS = 0
 def tell():
     while len(workers := multiprocessing.active_children()) < 2:
         time.sleep(0.01)
@@ -346,12 +354,23 @@ class Fails:
         return {"a": np.array([chunk])}
 
 
+def test_a_short_pass_starts_no_worker(tmp_path: Path) -> None:
+    def pid(chunk: int) -> dict[str, np.ndarray]:
+        return {"a": np.array([os.getpid(), chunk])}
+
+    run_chunks(pid, chunk_files(tmp_path, 3), 2, lambda _: None)
+    made = [np.load(file)["a"].tolist() for file in chunk_files(tmp_path, 3)]
+    assert made == [[os.getpid(), chunk] for chunk in range(3)]
+
+
+@pytest.mark.usefixtures("workers_at_once")
 def test_a_full_disk_is_said_by_workers_too(tmp_path: Path) -> None:
     for workers in (1, 2):
         with pytest.raises(OSError, match="No space left"):
             run_chunks(Fails(errno.ENOSPC), chunk_files(tmp_path, 2), workers, lambda _: None)
 
 
+@pytest.mark.usefixtures("workers_at_once")
 @pytest.mark.parametrize("number", slow_after(1, [signal.SIGKILL, signal.SIGTERM]))
 def test_a_worker_that_is_killed_is_reported(number: signal.Signals, tmp_path: Path) -> None:
     others = set(multiprocessing.active_children())
@@ -360,6 +379,7 @@ def test_a_worker_that_is_killed_is_reported(number: signal.Signals, tmp_path: P
     assert raised.value.exit_code == 2 and set(multiprocessing.active_children()) <= others
 
 
+@pytest.mark.usefixtures("workers_at_once")
 def test_without_room_for_locks_no_worker_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container without /dev/shm."""
 

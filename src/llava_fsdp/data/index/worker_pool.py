@@ -9,9 +9,11 @@ import contextlib
 import json
 import os
 import signal
+import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -35,6 +37,8 @@ ROWS = "rows"
 """Name of the column that contains text: JSON Lines as bytes (uint8)."""
 BLOCK = 1 << 20
 """Number of values of a column that are held in memory at the same time."""
+ALONE_SECONDS = 2.0
+"""Seconds for which this process computes chunks before it starts workers: their start takes as long."""
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
@@ -53,9 +57,11 @@ def chunk_files(folder: Path, chunks: int) -> list[Path]:
 def run_chunks(task: Task, files: Sequence[Path], workers: int, advance: Advance) -> None:
     """Compute each chunk whose file is missing or incomplete, and write its file.
 
+    This process computes chunks for `ALONE_SECONDS`; then worker processes compute what is left.
+
     Args:
         files: the file of each chunk.
-        workers: number of processes; with 1, this process computes all chunks.
+        workers: number of worker processes; with 1, this process computes all chunks.
         advance: reports progress; called with the number of chunks completed since the last call.
 
     Raises:
@@ -66,10 +72,13 @@ def run_chunks(task: Task, files: Sequence[Path], workers: int, advance: Advance
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob("*.tmp"):
             left.unlink(missing_ok=True)
-    pending = [n for n, file in enumerate(files) if not is_whole(file)]
+    pending = deque(n for n, file in enumerate(files) if not is_whole(file))
     advance(len(files) - len(pending))
-    workers = min(workers, len(pending))
-    if workers > 1:
+    start = time.monotonic()
+    while pending and time.monotonic() < start + ALONE_SECONDS:
+        do(task, files, pending.popleft())
+        advance(1)
+    if (workers := min(workers, len(pending))) > 1:
         context = RecordingContext()
         try:
             pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(os.getpid(), task, files))
@@ -96,7 +105,7 @@ class RecordingContext(SpawnContext):
 
 
 def run_in_workers(
-    pool: ProcessPoolExecutor, context: RecordingContext, pending: Sequence[int], advance: Advance
+    pool: ProcessPoolExecutor, context: RecordingContext, pending: Iterable[int], advance: Advance
 ) -> None:
     try:
         with pool, one_thread_each():
