@@ -28,9 +28,9 @@ from llava_fsdp.runtime.status_file import (
     FIRST_FAILURE,
     STATUS_FILE,
     Outcome,
+    final_status,
     first_failure,
     read_status,
-    settled,
     write_ending,
 )
 from llava_fsdp.sweep.job import Job, read_jobs
@@ -121,7 +121,7 @@ def test_a_status_that_cannot_be_read(content: bytes, tmp_path: Path) -> None:
     run = imagine(tmp_path / "run", 12)
     (run / STATUS_FILE).write_bytes(content)
     assert read_status(run) is None
-    assert settled(run) is None
+    assert final_status(run) is None
     page = report.write([str(run)]).read_text()
     assert "unknown" in page and f"{STATUS_FILE} cannot be read" in page
     with claimed(run, 0):
@@ -134,7 +134,7 @@ def test_a_status_of_other_types(wrong: dict, tmp_path: Path) -> None:
     (run / STATUS_FILE).write_text(json.dumps({**STATUS, **wrong}))
     assert read_status(run) is None
     assert "unknown" in report.write([str(run)]).read_text()
-    assert settled(run) is None
+    assert final_status(run) is None
     with claimed(run, 0):
         pass
 

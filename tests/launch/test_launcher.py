@@ -21,7 +21,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.config.help import asked_help, meanings, render_help
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ENDINGS
-from llava_fsdp.runtime.status_file import Outcome, came_before, put_status
+from llava_fsdp.runtime.status_file import Outcome, previous_status, put_status
 from llava_fsdp.train.launcher import TORCHRUN_PROGRAM, TORCHRUN_WITH_VALUE, TORCHRUN_WITHOUT_VALUE, Launch, split
 
 QUICK = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -129,7 +129,7 @@ def test_a_refused_start_leaves_a_finished_run_done(tmp_path: Path, caplog: pyte
     launch = Launch(tmp_path)
     launch.agent = SimpleNamespace(returncode=1)  # pyright: ignore[reportAttributeAccessIssue]
     refused = Outcome(ENDINGS["config"], "global_batch_size: 256 -> 32")
-    put_status(tmp_path, "failed", refused, before=came_before(tmp_path))
+    put_status(tmp_path, "failed", refused, before=previous_status(tmp_path))
     with caplog.at_level("INFO", "llava_fsdp"):
         assert launch.end({}) == 2
     assert "the run stays done; this start failed (exit code 2) global_batch_size: 256 -> 32" in caplog.text

@@ -13,7 +13,7 @@ import pytest
 from lives import TELLS_ALWAYS, Run, children, gone
 
 from llava_fsdp.runtime.heartbeat import Phase, read_beat
-from llava_fsdp.runtime.watchdog import ONE_WISH
+from llava_fsdp.runtime.watchdog import SAME_KEY_PRESS
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]
@@ -203,7 +203,7 @@ def test_ctrl_c_stops_and_twice_ends_at_once(start: Start) -> None:
     run.until(lambda: (beat := read_beat(run.output, 0)) and beat.step > steps and beat.phase == Phase.COMPUTE.value)
     for _ in range(2):  # between two steps the first of them would have stopped it already
         run.process.send_signal(signal.SIGINT)
-        time.sleep(2 * ONE_WISH)
+        time.sleep(2 * SAME_KEY_PRESS)
     assert run.wait(5) == 130 and run.status["class"] == "interrupted"
 
 

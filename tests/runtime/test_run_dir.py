@@ -18,8 +18,8 @@ from llava_fsdp import status
 from llava_fsdp.runtime import launch, run_dir, status_file
 from llava_fsdp.runtime.errors import FolderInUse
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
-from llava_fsdp.runtime.run_dir import claimed, is_others
-from llava_fsdp.runtime.status_file import Outcome, first_failure, put_status, read_status, settled, write_ending
+from llava_fsdp.runtime.run_dir import claimed, is_locked_by_other_launch
+from llava_fsdp.runtime.status_file import Outcome, final_status, first_failure, put_status, read_status, write_ending
 from llava_fsdp.runtime.watchdog import Watchdog, fresh
 
 HOLDER = """
@@ -47,13 +47,13 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
         with claimed(tmp_path, 0):
             pass
     assert time.monotonic() - began < run_dir.HANDOVER / 2, "only a launch's own restart waits for the one before it"
-    assert is_others(tmp_path)
+    assert is_locked_by_other_launch(tmp_path)
     assert before is not None and before["status"] == "running" and read_status(tmp_path) == before
     holder.kill()
     holder.wait()
     try:
         os.kill(child, 0)
-        assert not is_others(tmp_path)
+        assert not is_locked_by_other_launch(tmp_path)
         with claimed(tmp_path, 0):
             pass
     finally:
@@ -140,15 +140,15 @@ def test_only_what_a_restart_may_repair_is_started_again(name: str, tmp_path: Pa
     write_ending(tmp_path, ending(name))
     launched(rank=1, attempt=1)
     worth_it = name in ("communication", "bug", "corruption")
-    assert (settled(tmp_path) is None) == worth_it
+    assert (final_status(tmp_path) is None) == worth_it
     launched(rank=1, attempt=0)
-    assert (settled(tmp_path) is None) == (worth_it or name == "stopped"), "more nodes have come"
+    assert (final_status(tmp_path) is None) == (worth_it or name == "stopped"), "more nodes have come"
     launched(rank=1, attempt=1, launch="run8")
-    assert settled(tmp_path) is None, "another launch"
+    assert final_status(tmp_path) is None, "another launch"
     launched(rank=1, attempt=1)
     path = tmp_path / status_file.STATUS_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "time": launch.started(os.getppid()) - 5}))
-    assert settled(tmp_path) is None, "a job of the same name, requeued"
+    assert final_status(tmp_path) is None, "a job of the same name, requeued"
 
 
 def test_the_culprit_has_the_key_of_a_wrong_setting(tmp_path: Path, launched) -> None:
@@ -280,7 +280,7 @@ def test_a_start_without_a_step_keeps_what_the_run_was(tmp_path: Path, monkeypat
     assert (said["status"], said["refused"]["class"], said["refused"].get("refused")) == ("done", "config", None)
     put_status(tmp_path, "running")
     monkeypatch.setattr(run_dir.os, "getpid", lambda: 1)
-    assert (status_file.came_before(tmp_path) or {})["status"] == status_file.KILLED
+    assert (status_file.previous_status(tmp_path) or {})["status"] == status_file.KILLED
 
 
 def test_stacks_of_the_start_before_stay(tmp_path: Path) -> None:

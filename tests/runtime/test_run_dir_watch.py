@@ -22,9 +22,9 @@ from llava_fsdp.runtime.jsonl import Rows, replace_lines
 from llava_fsdp.runtime.log import setup_logging
 from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.runtime.run_dir import claimed, held_by
-from llava_fsdp.runtime.run_dir_watch import Hold
+from llava_fsdp.runtime.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.status_file import Outcome, first_failure, put_status, read_status, write_ending
-from llava_fsdp.runtime.watchdog import ONE_WISH, Watchdog
+from llava_fsdp.runtime.watchdog import SAME_KEY_PRESS, Watchdog
 from llava_fsdp.train.live_page import rewrite_page
 
 CODES = ["ESTALE", "EIO", "EACCES", "ENOSPC", "EROFS"]
@@ -43,9 +43,9 @@ def lock_from_elsewhere(folder: Path) -> bool:
 def test_a_folder_that_is_as_it_was_costs_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with claimed(tmp_path, 0) as lock:
         assert lock is not None
-        hold = Hold(tmp_path, lock)
+        hold = RunDirLock(tmp_path, lock)
         monkeypatch.setattr(os, "open", lambda *_: pytest.fail("nothing is opened"))
-        assert hold.look() is None
+        assert hold.check_folder() is None
 
 
 @pytest.mark.parametrize("how", ["deleted", "linked", "replaced", "emptied"])
@@ -54,21 +54,21 @@ def test_a_lock_that_is_gone_is_made_again(how: str, tmp_path: Path) -> None:
     elsewhere.write_text("precious")
     with claimed(folder, 0) as lock:
         assert lock is not None
-        hold, path = Hold(folder, lock), folder / ".lock"
+        hold, path = RunDirLock(folder, lock), folder / ".lock"
         path.unlink()
         if how == "linked":
             path.symlink_to(elsewhere)
         elif how != "deleted":
             path.write_text("" if how == "emptied" else '{"pid": 1, "host": "other", "since": "1970"}')
-        assert hold.look() is None and hold.look() is None
+        assert hold.check_folder() is None and hold.check_folder() is None
         assert json.loads(path.read_text())["pid"] == os.getpid()
         assert not path.is_symlink() and elsewhere.read_text() == "precious"
     with claimed(folder, 0) as lock:
         assert lock is not None
-        hold = Hold(folder, lock)
+        hold = RunDirLock(folder, lock)
         (folder / ".lock").unlink()
         assert not lock_from_elsewhere(folder)
-        assert hold.look() is None and lock_from_elsewhere(folder)
+        assert hold.check_folder() is None and lock_from_elsewhere(folder)
         assert (read_status(folder) or {})["status"] == "running"
 
 
@@ -85,14 +85,14 @@ HOLDER = """
 def test_a_folder_that_another_run_has_taken_is_left_to_it(tmp_path: Path) -> None:
     with claimed(tmp_path, 0) as lock:
         assert lock is not None
-        hold = Hold(tmp_path, lock)
+        hold = RunDirLock(tmp_path, lock)
         (tmp_path / ".lock").unlink()
         begun = [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)]
         other = subprocess.Popen(begun, stdout=subprocess.PIPE, text=True)
         try:
             assert other.stdout is not None and other.stdout.readline() == "held\n"
             for _ in range(2):
-                loss = hold.look()
+                loss = hold.check_folder()
                 assert loss is not None and not loss.can_be_remade and "another run" in loss.what
             assert (held_by(tmp_path) or {})["pid"] == other.pid
         finally:
@@ -105,7 +105,7 @@ def test_what_became_of_a_folder(how: str, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "out"
     with claimed(folder, 0) as lock:
         assert lock is not None
-        hold = Hold(folder, lock)
+        hold = RunDirLock(folder, lock)
         if how == "deleted":
             shutil.rmtree(folder)
         elif how == "parent":
@@ -121,7 +121,7 @@ def test_what_became_of_a_folder(how: str, tmp_path: Path) -> None:
             os.rename(tmp_path / "moved", folder)
         elif how == "a file":
             folder.write_text("")
-        loss = hold.look()
+        loss = hold.check_folder()
         if how == "put back":
             assert loss is None
         else:
@@ -130,7 +130,7 @@ def test_what_became_of_a_folder(how: str, tmp_path: Path) -> None:
             assert (folder / ".lock").read_text() == '{"status": "done"}', "nothing of it is touched"
         if loss is not None and loss.can_be_remade:
             hold.remake()
-            assert hold.look() is None and lock_from_elsewhere(folder)
+            assert hold.check_folder() is None and lock_from_elsewhere(folder)
             assert folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -138,9 +138,9 @@ def test_a_file_system_that_numbers_anew_is_no_loss(tmp_path: Path) -> None:
     """As FUSE may: other numbers of the same folder and file."""
     with claimed(tmp_path, 0) as lock:
         assert lock is not None
-        hold = Hold(tmp_path, lock)
+        hold = RunDirLock(tmp_path, lock)
         hold.place = hold.lock_place = (0, 0)
-        assert hold.look() is None and hold.place != (0, 0)
+        assert hold.check_folder() is None and hold.place != (0, 0)
         assert lock_from_elsewhere(tmp_path)
 
 
@@ -177,7 +177,7 @@ def test_no_refusal_of_the_disk_hides_how_a_run_ended(
         monkeypatch.setattr(cli, "compose", lambda *_: {"output_dir": str(folder)})
 
         def task(_: object) -> None:
-            raise FolderLost("the disk went away", leaves_word=True)
+            raise FolderLost("the disk went away", may_be_recorded=True)
 
         monkeypatch.setattr(cli, "load", lambda *_: None)
         monkeypatch.setattr(sys, "argv", ["train", f"output_dir={folder}"])
@@ -194,7 +194,7 @@ def test_what_is_written_last_goes_on_behind_what_fails(tmp_path: Path, monkeypa
     def refuse(*_: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(status_file, "fail_first", refuse)
+    monkeypatch.setattr(status_file, "write_first_failure", refuse)
     assert write_ending(tmp_path, Outcome(ENDINGS["data"], "record 7")) is None
     said = read_status(tmp_path) or {}
     assert (said["class"], said["exit_code"]) == ("data", 2) and first_failure(tmp_path) is None
@@ -234,7 +234,7 @@ def test_two_interrupts_at_once_are_one_wish(asked: tuple[Watchdog, list[Outcome
         watchdog.handle_signal(signal.SIGINT)
     assert not ended and watchdog.stop == "SIGINT"
     assert watchdog.interrupted_at is not None
-    watchdog.interrupted_at -= 2 * ONE_WISH
+    watchdog.interrupted_at -= 2 * SAME_KEY_PRESS
     watchdog.handle_signal(signal.SIGINT)
     assert [own.ending.exit_code for own in ended] == [ExitCode.INTERRUPTED]
 
@@ -259,7 +259,7 @@ def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     with claimed(tmp_path / "out", 0) as lock:
         assert lock is not None
-        assert Hold(tmp_path / "out", lock).look() is None
+        assert RunDirLock(tmp_path / "out", lock).check_folder() is None
     assert (tmp_path / "disk" / "run_status.json").is_file()
 
 
@@ -274,7 +274,7 @@ def test_a_link_that_comes_later_is_not_followed(tmp_path: Path) -> None:
     replace_lines(tmp_path / "starts.jsonl", ["{}"])
     (tmp_path / ".stepped").symlink_to(tmp_path / "new")
     with pytest.raises(OSError):
-        status_file.note_steps(tmp_path)
+        status_file.mark_stepped(tmp_path)
     (tmp_path / "run_status.json").symlink_to(target)
     put_status(tmp_path, "running")
     assert target.read_text() == "precious" and not (tmp_path / "new").exists()

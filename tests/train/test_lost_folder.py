@@ -57,7 +57,7 @@ def test_the_state_of_a_run_outlives_its_folder(
     after(step, gone, monkeypatch)
     with pytest.raises(FolderLost, match=f"deleted or moved away.*step {step} has been saved") as caught:
         train.train(cfg)
-    assert caught.value.exit_code == 3 and caught.value.leaves_word
+    assert caught.value.exit_code == 3 and caught.value.may_be_recorded
     assert [p.name for p in list_checkpoints(folder / "checkpoints")] == [f"step-{step:06d}"]
     assert (read_status(folder) or {})["status"] == "running" and (folder / ".lock").is_file()
     monkeypatch.undo()
@@ -82,7 +82,7 @@ def test_nothing_is_written_into_another_folder(
     after(1, exchange, monkeypatch)
     with pytest.raises(FolderLost, match="another folder") as caught:
         train.train(configured(parts, dataset, folder))
-    assert caught.value.exit_code == 3 and not caught.value.leaves_word
+    assert caught.value.exit_code == 3 and not caught.value.may_be_recorded
     assert os.listdir(folder) == ["metrics.jsonl"] and (folder / "metrics.jsonl").read_text() == "another run's\n"
 
 

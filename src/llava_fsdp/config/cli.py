@@ -35,8 +35,8 @@ from llava_fsdp.runtime.launch import attempt, env_rank, is_one_node
 from llava_fsdp.runtime.log import leave_noise_out, log, setup_logging
 from llava_fsdp.runtime.process_end import end_agent, end_torchrun, end_with
 from llava_fsdp.runtime.redact import redact, secrets_of
-from llava_fsdp.runtime.run_dir import is_others
-from llava_fsdp.runtime.status_file import PATIENCE, Outcome, is_absent, log_write_errors, settled
+from llava_fsdp.runtime.run_dir import is_locked_by_other_launch
+from llava_fsdp.runtime.status_file import PATIENCE, Outcome, final_status, is_absent, log_write_errors
 from llava_fsdp.runtime.terminal_text import shown_text
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def start_process(config_name: str, schema: type) -> None:
         return
     with contextlib.suppress(ConfigError, OmegaConfBaseException):  # `run` reports these errors
         node = compose(config_name, schema)
-        status = settled(Path(str(node["output_dir"]))) if node is not None else None
+        status = final_status(Path(str(node["output_dir"]))) if node is not None else None
         if status is not None:
             os._exit(status["exit_code"])
 
@@ -139,7 +139,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
         outcome = Outcome(ENDINGS[error.ending], str(error), error.culprit)
         message, everywhere = f"{type(error).__name__}: {error}", error.on_every_rank
         ends_torchrun = isinstance(error, Stopped) and not error.asked_here
-        if not error.leaves_word:
+        if not error.may_be_recorded:
             folder = None
             # a restarted worker could not know why this one ended, and would start in the folder that is there now
             ends_torchrun |= isinstance(error, FolderLost)
@@ -200,7 +200,7 @@ def stop_restarts(ends_torchrun: bool, is_permanent: bool) -> None:
 def write_outcome(folder: Path | None, outcome: Outcome, on_exit: Status) -> dict[str, Any] | None:
     """Call `on_exit` to record how this rank ended, and return its result. Nothing is called if there is no run folder
     or it belongs to another launch. Errors are logged and not raised."""
-    if folder is not None and not is_others(folder):
+    if folder is not None and not is_locked_by_other_launch(folder):
         with log_write_errors(folder):
             return on_exit(folder, outcome)
     return None

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.safe_load import beside, read_json
+from llava_fsdp.runtime.safe_load import file_beside, read_json
 
 WHOLE_MODEL = ["model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"]
 PROJECTOR = ["mm_projector.safetensors", "mm_projector.bin"]
@@ -84,7 +84,7 @@ def open_index(path: Path) -> dict[str, StoredTensor]:
     names = read_json(path).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelError(f"{path} has no weight_map of names to files; get it again from the model's makers")
-    listed = {str(f): beside(path, f) for f in names.values()}
+    listed = {str(f): file_beside(path, f) for f in names.values()}
     missing = sorted(f for f, file in listed.items() if not file.is_file())
     if missing:
         raise ModelError(f"{path} lists {missing[0]}, which does not exist; was the download interrupted?")

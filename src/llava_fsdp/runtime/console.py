@@ -1,5 +1,5 @@
-"""A `Console` of the library rich, for tables and progress bars, that escapes control characters in all texts. Imports
-no torch."""
+"""The console on which tables and progress bars are printed: a `Console` of the library rich that escapes control
+characters. Imports no torch."""
 
 import sys
 from collections.abc import Iterable
@@ -17,11 +17,8 @@ class TextConsole(Console):
     characters."""
 
     def __init__(self, on_stderr: bool = False, **options: Any):
-        """Open the console on standard output, or on standard error if `on_stderr`.
-
-        Args:
-            options: options of rich's console.
-        """
+        """Open the console on standard output, or on standard error if `on_stderr`. `options` are passed to rich's
+        `Console`."""
         stream = sys.stderr if on_stderr else sys.stdout
         stream = getattr(stream, "rich_proxied_file", stream)  # rich replaces the stream while a progress bar is shown
         plain = stream.unguarded if isinstance(stream, Guarded) else stream

@@ -1,5 +1,5 @@
-"""XXH128 digests of files, and JSON files that end with a digest of their own content. The digests detect damage, not
-forgery."""
+"""Compute XXH128 digests of files, and write JSON files that end with a digest of their own content. The digests detect
+damage, not forgery."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -43,21 +43,21 @@ def digest_of_file(path: Path) -> Digest:
 
 
 def sealed(body: bytes) -> bytes:
-    """Return a JSON object whose last key `digest` is the digest of all before it. `body` is the object's text without
-    the closing brace and without this key."""
+    """Complete the text of a JSON object: append a last key, `digest`, with the digest of the text before it. `body` is
+    the object's text without the closing brace."""
     return body + BEFORE + xxh3_128(body).hexdigest().encode() + AFTER
 
 
 def unsealed(content: bytes) -> bytes | None:
-    """Return what is before the last key `digest` in a JSON file that `sealed` made; None if the digest does not
-    match."""
+    """Return the text before the last key, `digest`, of a JSON object that `sealed` completed; None if the digest does
+    not match the text."""
     body = content[:-TAIL]
     return body if content == sealed(body) else None
 
 
 def share(files: Mapping[K, Digest], rank: int, size: int) -> list[K]:
-    """Return the files of which rank `rank` of `size` ranks computes the digests. Files are assigned from the largest
-    to the smallest, each to the rank that has the fewest bytes so far."""
+    """Return the files whose digests rank `rank` of `size` ranks computes. Files are assigned from the largest to the
+    smallest, each to the rank that has the fewest bytes so far."""
     load = [0] * size
     mine: list[K] = []
     by_size: Iterable[K] = sorted(files, key=lambda name: (-files[name].bytes, str(name)))

@@ -16,7 +16,7 @@ from llava_fsdp.runtime.os_errors import free_bytes, free_inodes
 NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 """Error numbers with which fsync of a folder fails on file systems that do not support it (SMB, some FUSE systems)."""
 FILES = 16
-"""Number of free inodes (files that can still be created) that a checkpoint needs at least."""
+"""Minimum number of free inodes (files that can still be created) that a checkpoint needs."""
 READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
@@ -38,8 +38,8 @@ def require_room(folder: Path, needed: int) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder that only its owner can read. The parent folder must exist: if a run's folder was deleted, it is
-    not created again."""
+    """Create a folder that only its owner can read, if it does not exist. The parent folder must exist: this function
+    must not create a run's folder again that was deleted."""
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -56,8 +56,11 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def create(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Open a new file for writing, with the permissions `mode` before the umask. Raises FileExistsError if the path
-    exists, even as a symbolic link."""
+    """Open a new file for writing. Raises FileExistsError if the path exists, even as a symbolic link.
+
+    Args:
+        mode: permissions before the umask.
+    """
     return open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
 
 
@@ -73,12 +76,13 @@ def replacing(path: Path, mode: int = 0o666, durable: bool = False) -> Iterator[
     """Context manager that yields a temporary file and renames it to `path` at the end. If the body of the `with`
     statement or the disk fails, an existing file at `path` is kept.
 
-    The temporary file is named `NAME.XXXXXXXX.tmp`, with a random part, so that processes on several machines may
-    replace the same file.
+    The temporary file is named `NAME.XXXXXXXX.tmp`, with 8 random hexadecimal digits, so that processes on several
+    machines may replace the same file at the same time.
 
     Args:
         mode: permissions before the umask.
-        durable: fsync the file and its folder at the end. Otherwise a power failure may leave an empty file.
+        durable: whether to fsync the file and its folder at the end. Without fsync, a power failure may leave an empty
+            file.
 
     Raises:
         OSError: the file cannot be written; the error's `filename` is `path`.

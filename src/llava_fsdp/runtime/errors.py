@@ -14,11 +14,12 @@ class LlavaFsdpError(Exception):
     """Base class of all errors that users can cause or encounter."""
 
     ending = "bug"
-    """How a run ends if this error is raised: a key of `ENDINGS`, which has the exit code."""
+    """How a run ends if this error is raised: a key of the table `ENDINGS`, which contains the exit code."""
     on_every_rank = True
     """Whether every rank raises this error, so that only rank 0 prints it."""
-    leaves_word = True
-    """Whether this error may be recorded in `output_dir`; False if that folder may belong to another run."""
+    may_be_recorded = True
+    """Whether `run_status.json` may be written into `output_dir` because of this error. It may not if the folder may
+    belong to another run."""
     culprit: dict[str, Any] = {}  # noqa: RUF012  never changed in place; see `about`
 
     @property
@@ -39,7 +40,7 @@ class CommunicationError(LlavaFsdpError):
 
 
 class Stopped(LlavaFsdpError):
-    """Raised at the end of a step when the run stops because a stop was requested."""
+    """Exception that ends a run, at the end of a step, because a stop was requested."""
 
     ending = "stopped"
 
@@ -74,9 +75,9 @@ class DataError(LlavaFsdpError):
         """Create the error.
 
         Args:
-            kind: problem of the record, one of those in `data/records/problems.py`; None if the error is not about a
-                record. With a kind, line breaks in the message are escaped, because it contains names and values from
-                the record.
+            kind: the kind of problem that a record has, one of those in `data/records/problems.py`; None if the error
+                is not about a record. With a kind, line breaks in the message are escaped, because the message contains
+                names and values from the record.
         """
         super().__init__(message if kind is None else shown_name(message))
         self.kind = kind
@@ -101,7 +102,7 @@ class WorkerError(DataError):
 
 
 class WorkerLost(WorkerError):
-    """Error: a data worker was killed between two records. So no record is the cause, and a restart may help."""
+    """Error: a data worker was killed while it read no record. No record is the cause, so a restart may help."""
 
     ending = "communication"
 
@@ -140,7 +141,7 @@ class FolderInUse(ConfigError):
     """Error: another run uses `output_dir`. Only rank 0 checks this."""
 
     on_every_rank = False
-    leaves_word = False
+    may_be_recorded = False
 
 
 class BuildError(ConfigError):
@@ -164,14 +165,15 @@ class CheckpointError(LlavaFsdpError):
 class FolderLost(CheckpointError):
     """Error: while a run was going on, its `output_dir` was deleted, moved, replaced or taken by another run."""
 
-    def __init__(self, message: str, leaves_word: bool):
+    def __init__(self, message: str, may_be_recorded: bool):
         """Create the error.
 
         Args:
-            leaves_word: whether the error may be recorded in the folder that is now at the path `output_dir`.
+            may_be_recorded: whether `run_status.json` may be written into the folder that is now at the path
+                `output_dir`.
         """
         super().__init__(message)
-        self.leaves_word = leaves_word
+        self.may_be_recorded = may_be_recorded
 
 
 class OffloadError(ConfigError):

@@ -5,8 +5,8 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of a rank's process. torchrun itself always exits with 1 after a failure, so launch scripts read the
-    exit code from `run_status.json`."""
+    """Exit codes of a rank's process. Launch scripts read them from `run_status.json`, because torchrun itself always
+    exits with 1 after a failure."""
 
     DONE = 0
     BUG = 1
@@ -29,13 +29,12 @@ class Ending:
 
     @property
     def is_stop(self) -> bool:
-        """Whether the run ended because it was asked to stop. Then torchrun need not be ended by the run: a user who
-        asks ends torchrun too, and torchrun itself asks ranks to stop only in order to restart them with more
-        machines."""
+        """Whether the run ended because a user or torchrun requested a stop. In this case the run does not end
+        torchrun: the user's request ends torchrun too, and torchrun itself stops ranks only in order to restart them
+        with more machines."""
         return self.name in ("stopped", "interrupted")
 
 
-# All ways in which a run can end. A killed process does not record how it ended; a restart may help it.
 ENDINGS = {
     ending.name: ending
     for ending in (
@@ -53,3 +52,5 @@ ENDINGS = {
         Ending("interrupted", ExitCode.INTERRUPTED, True),
     )
 }
+"""All ways in which a run can end, by name. A killed process does not record how it ended; starting it again may
+help."""

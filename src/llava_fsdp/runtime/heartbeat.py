@@ -1,5 +1,5 @@
-"""Heartbeats: every second each rank writes its state into a file of its own, and reads the files of other ranks.
-Imports no torch.
+"""Write and read heartbeats: every second each rank writes its state into a file of its own, and reads the files of
+other ranks. Imports no torch.
 
 The files are in the run's folder, which all machines share. The clocks of the machines are not compared: a rank is late
 if its file has not changed for long, or shows less progress than the files of other ranks.
@@ -79,7 +79,10 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
 
 @dataclass(frozen=True)
 class Late:
+    """A rank that other ranks are waiting for."""
+
     beat: Beat
+    """The rank's latest heartbeat."""
     seconds: float
     """Number of seconds since the rank last made progress."""
     is_frozen: bool
@@ -101,8 +104,12 @@ class Watcher:
         self.last: dict[int, Beat] = {}
 
     def late(self, own: Beat, ranks: list[int]) -> list[Late]:
-        """Return the ranks among `ranks` that this rank is waiting for: frozen ranks, and the slowest ranks if they
-        have made less progress than this one. `own` is this rank's heartbeat."""
+        """Return those of `ranks` that this rank is waiting for: frozen ranks, and the slowest ranks if they have made
+        less progress than this rank.
+
+        Args:
+            own: this rank's heartbeat.
+        """
         now = time.monotonic()
         for rank in ranks:
             beat = read_beat(self.folder, rank)

@@ -1,5 +1,5 @@
-"""The CPU cores and the memory that this process may use: those of the machine, or less if a container (cgroup) limits
-them."""
+"""Read how many CPU cores and how much memory this process may use: those of the machine, or less if a container
+(cgroup) limits them."""
 
 import math
 import os
@@ -13,7 +13,7 @@ it."""
 
 @dataclass(frozen=True)
 class Host:
-    """CPU cores and memory that this process may use. Memory is in bytes."""
+    """Numbers of CPU cores, and bytes of memory, that this process may use."""
 
     cores: int
     """Number of cores in the CPU affinity of this process."""
@@ -43,14 +43,14 @@ class Host:
         return self.available if self.limit is None else max(0, min(self.available, self.limit - self.used))
 
     def data_workers(self, ranks: int) -> int:
-        """Return the default of `data.workers`, the number of data workers of each rank, if `ranks` ranks run on this
-        machine: 4 as in LLaVA, or fewer so that each rank keeps a core."""
+        """Return the default number of data workers per rank (`data.workers`) if `ranks` ranks run on this machine: 4
+        as in LLaVA, or fewer, so that a core is left for the rank itself."""
         return max(0, min(4, self.usable_cores // ranks - 1))
 
 
 def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> Host:
-    """Read how many CPU cores and how much memory this process may use: the lowest of the limits of the machine and of
-    all cgroups that contain the process."""
+    """Read how many CPU cores and how much memory this process may use: the machine's, or less if a cgroup that
+    contains the process has a lower limit."""
     memory = {
         line.split(":")[0]: int(line.split()[1]) * 1024
         for line in (text_of(proc / "meminfo") or "").splitlines()

@@ -40,8 +40,8 @@ class Rows:
             log().warning("%s can be written again, and has all rows that waited", self.path)
 
     def write(self) -> OSError | None:
-        """Write either all rows that are kept in memory or none of them, because a partial line would spoil the row
-        after it. Returns the error, if there was one."""
+        """Write either all rows that are kept in memory or none of them: a partial line would make the next row
+        unreadable. Return the error, if there was one."""
         if not self.waiting:
             return None
         try:
@@ -56,8 +56,8 @@ class Rows:
         error = self.write()
         if error is not None or self.lost:
             lost = self.lost + len(self.waiting)
-            said = why(error, self.path) if error is not None else "too many waited"
-            log().warning("%s lacks %d rows, which could not be written: %s", self.path, lost, said)
+            reason = why(error, self.path) if error is not None else "too many waited"
+            log().warning("%s lacks %d rows, which could not be written: %s", self.path, lost, reason)
 
 
 def append(path: Path, data: bytes) -> None:
@@ -72,7 +72,7 @@ def append(path: Path, data: bytes) -> None:
                 os.ftruncate(handle, before)
             raise
     finally:
-        with contextlib.suppress(OSError):  # on a network file system this may repeat an error that a write reports
+        with contextlib.suppress(OSError):  # on a network file system, closing may report a write's error again
             os.close(handle)
 
 

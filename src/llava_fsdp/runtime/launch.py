@@ -12,9 +12,9 @@ def env_rank() -> int:
 
 
 def launch_id() -> str | None:
-    """Return the name of the launch of torchrun that started this process; None without torchrun. It stays the same
-    when torchrun restarts the ranks. If the user gave no name (--rdzv-id), torchrun names every launch "none"; on a
-    single node, torchrun's host and process id are then added."""
+    """Return a name of the launch of torchrun that started this process; None without torchrun. The name stays the same
+    when torchrun restarts the ranks. If the user gave no name (--rdzv-id), torchrun's own name for every launch is
+    "none"; on a single node, torchrun's host and process id are then appended."""
     given = os.environ.get("TORCHELASTIC_RUN_ID")
     return f"none-{socket.gethostname()}-{os.getppid()}" if given == "none" and is_one_node() else given
 

@@ -1,4 +1,4 @@
-"""Logging of a run: all messages of rank 0, and warnings of the other ranks with their rank number. Secrets are
+"""Set up logging: all messages of rank 0, and the warnings of other ranks with their rank number. Secrets are
 hidden."""
 
 import logging
@@ -9,18 +9,19 @@ from llava_fsdp.runtime.redact import redact, secrets_of
 from llava_fsdp.runtime.terminal_text import guard_streams
 
 LOGGER = "llava_fsdp"
-
-
 NOISE = {
     "torchao": "Failed to load ",
     "torch.utils._pytree": "<enum ",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
 }
-"""Beginnings of irrelevant messages that libraries log when they are imported, by name of the logger. They are about
-torchao's kernels for other GPUs, torchao's use of deprecated torch functions, and an optional bitsandbytes kernel."""
+"""Name of a logger -> beginning of irrelevant messages that it logs when its library is imported. These messages are
+about torchao's kernels for other GPUs, torchao's use of deprecated torch functions, and an optional bitsandbytes
+kernel."""
 
 
 class WithoutNoise(logging.Filter):
+    """Log filter that drops messages which begin with a given text."""
+
     def __init__(self, start: str):
         super().__init__()
         self.start = start
@@ -38,8 +39,8 @@ def leave_noise_out() -> None:
 
 
 class WithoutSecrets(logging.Formatter):
-    """Log formatter that hides texts which look like secrets, and the values of environment variables which are named
-    like secrets."""
+    """Log formatter that replaces texts which look like secrets, and values of environment variables which are named
+    like secrets, by `***`."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record), secrets_of())

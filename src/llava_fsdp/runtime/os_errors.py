@@ -20,22 +20,22 @@ MEANING = {
     errno.ESTALE: " was deleted or replaced on its server",
     errno.EIO: ": its disk, or the connection to it, has failed (see dmesg)",
 }
-"""What an error number means: text for an error message, where it follows the path."""
+"""Error number -> text that says what the error means; in a message, the text follows the path."""
 
 
 def why(error: OSError, path: Path) -> str:
-    """Explain an OSError in words: the system's reason, the path and, where known, what the user can do."""
-    said = error.strerror or str(error)
+    """Explain an OSError in words: the system's reason, the path and, if known, what the user can do."""
+    reason = error.strerror or str(error)
     if error.errno in FULL:
-        return f"{said}: {full(path)}"
+        return f"{reason}: {full(path)}"
     where = error.filename or path
     if error.errno in FORBIDDEN:
-        return f"{said}: {where} is not accessible to this user (uid {os.getuid()})"
-    return f"{said}: {where}{MEANING.get(error.errno or 0, '')}"
+        return f"{reason}: {where} is not accessible to this user (uid {os.getuid()})"
+    return f"{reason}: {where}{MEANING.get(error.errno or 0, '')}"
 
 
 def full(path: Path) -> str:
-    """Return a message about the full disk of `path`, which says whether inodes or bytes have run out."""
+    """Return a message about the full disk of `path`. It says whether inodes or bytes have run out."""
     free = readable(free_bytes(path))
     if free_inodes(path) == 0:
         return f"the disk of {path} has no inodes left and takes no new file (df -i), though {free} are free"

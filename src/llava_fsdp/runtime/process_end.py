@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 AGENT = "LLAVA_FSDP_AGENT"
-"""Environment variable with the process id of the agent of `llava-fsdp train`, the process that starts the ranks
-(train/agent.py). Only ranks that the agent starts have this variable."""
+"""Name of the environment variable with the process id of the agent of `llava-fsdp train`, the process that starts the
+ranks (train/agent.py). Only ranks that the agent starts have this variable."""
 PIDFD_GET_INFO = 0xC040FF0B
 PIDFD_INFO_EXIT = 1 << 3
 PIDFD_INFO = struct.Struct("=QQ11Ii")
@@ -20,8 +20,8 @@ PIDFD_INFO = struct.Struct("=QQ11Ii")
 wait status."""
 
 STOP_SECONDS = "600"
-"""Seconds that torchrun's agent waits between asking the ranks to end and killing them, in which they save a
-checkpoint. torchrun's default is 30."""
+"""Seconds that the ranks have to save a checkpoint and end after torchrun's agent has sent SIGTERM, before the agent
+kills them. torchrun's default is 30."""
 LAUNCHER_VARIABLES = re.compile(
     rf"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|{AGENT}|(MASTER|GROUP|ROLE|TORCHELASTIC)_.*)"
 )
@@ -30,9 +30,14 @@ torchrun, they must be removed from its environment."""
 
 
 def ending_of(pidfd: int, pid: int) -> str:
-    """Return in words how another process has ended. Before Linux 6.15, this can be found out only until the parent of
-    that process has waited for it."""
-    status = status_of_zombie(pid)  # first, because the zombie may be gone a moment later
+    """Return in words how another process has ended. Before Linux 6.15 this is known only until the parent of that
+    process has waited for it.
+
+    Args:
+        pidfd: a file descriptor of the process (`os.pidfd_open`).
+        pid: the id of the process.
+    """
+    status = status_of_zombie(pid)  # tried first, because the zombie may be gone a moment later
     if status is None:
         status = status_of_reaped(pidfd)
     if status is None:
@@ -42,7 +47,7 @@ def ending_of(pidfd: int, pid: int) -> str:
 
 
 def how_ended(code: int) -> str:
-    """Return in words what an exit code means; -N is signal N, as in `subprocess`."""
+    """Describe an exit code in words; -N means killed by signal N, as in `subprocess`."""
     if code >= 0:
         return f"ended with exit code {code}"
     hint = " (out of host memory? see dmesg)" if code == -signal.SIGKILL else ""
@@ -50,6 +55,7 @@ def how_ended(code: int) -> str:
 
 
 def status_of_zombie(pid: int) -> int | None:
+    """Return the wait status of an ended process for which its parent has not waited yet; None if unknown."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().split()[-1])
     except (OSError, ValueError):
@@ -57,6 +63,8 @@ def status_of_zombie(pid: int) -> int | None:
 
 
 def status_of_reaped(pidfd: int) -> int | None:
+    """Return the wait status of an ended process for which its parent has waited; None if unknown. Needs Linux
+    6.15."""
     info = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
     try:
         fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
@@ -67,8 +75,13 @@ def status_of_reaped(pidfd: int) -> int | None:
 
 
 def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send this process the signal `number` when its parent process ends. `parent` is the parent's
-    process id. Does nothing on systems other than Linux."""
+    """Make the kernel send this process a signal when its parent process ends. Does nothing on systems other than
+    Linux.
+
+    Args:
+        parent: process id of the parent.
+        number: the signal to send.
+    """
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
@@ -79,8 +92,8 @@ def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 def end_torchrun() -> None:
     """End torchrun on this machine together with its ranks, because a stop was requested on another machine.
 
-    The other machine's torchrun ends by itself. This machine's torchrun would otherwise restart its ranks and wait for
-    the other machine until the rendezvous times out. Does nothing in a run on a single machine.
+    The torchrun of that other machine ends by itself. This machine's torchrun would otherwise restart its ranks and
+    wait for the other machine until the rendezvous times out. Does nothing in a run on a single machine.
     """
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env and env.get("GROUP_WORLD_SIZE", "1") != "1" and env.get("LOCAL_RANK") == "0":
@@ -89,10 +102,8 @@ def end_torchrun() -> None:
 
 def end_agent() -> None:
     """End the agent of `llava-fsdp train` (train/agent.py) on this machine, which would otherwise restart the ranks
-    although a restart cannot help. Only the first rank on a machine does this, and only if that agent started it.
-
-    A torchrun that the user started cannot be ended in this way; the ranks that it restarts end at once
-    (`cli.start_process`).
+    although a restart cannot help. Does nothing on ranks other than the machine's first one, and if the user started
+    torchrun: torchrun restarts the ranks, and they end at once (`cli.start_process`).
     """
     if os.environ.get(AGENT) == str(os.getppid()) and os.environ.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)

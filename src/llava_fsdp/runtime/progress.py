@@ -30,8 +30,12 @@ Watch = Callable[[str, int], contextlib.AbstractContextManager[Advance]]
 
 @contextlib.contextmanager
 def watch(label: str, chunks: int) -> Iterator[Advance]:
-    """Context manager that shows how many of `chunks` chunks are done, as a progress bar on a terminal, otherwise as
-    log lines. Work of less than `SECONDS` seconds logs nothing."""
+    """Context manager that shows the progress of work that consists of `chunks` chunks: as a progress bar on a
+    terminal, otherwise as log lines, of which there are none in the first `SECONDS` seconds.
+
+    Yields:
+        A function to call with the number of chunks finished since the last call.
+    """
     if not sys.stderr.isatty():
         yield log_lines(label, chunks)
         return
@@ -60,8 +64,12 @@ def log_lines(label: str, chunks: int) -> Advance:
 
 
 def watch_loading(is_first_rank: bool, what: str = "weights") -> Callable[[Iterable[str]], Iterable[str]]:
-    """Return a function that shows a progress bar while weights are loaded: it wraps the iterable of weight names. On
-    ranks other than 0, or without a terminal, it returns the iterable unchanged."""
+    """Return a function that wraps an iterable of weight names, so that a progress bar is shown while they are iterated
+    over. On ranks other than 0, or without a terminal, the function returns the iterable unchanged.
+
+    Args:
+        what: label of the progress bar.
+    """
 
     def watch(names: Iterable[str]) -> Iterable[str]:
         if not (is_first_rank and sys.stderr.isatty()):

@@ -1,8 +1,9 @@
-"""Read, write and check `llava_fsdp.json`, the notes in every folder of a model or adapter that this package writes.
+"""Read, write and check `llava_fsdp.json`, a file with notes in every folder of a model or adapter that this package
+writes.
 
-The notes say what the folder's other files do not say about how the model was made. They list size and digest of every
-file in the folder, and end with a digest of themselves. Before a program loads such a folder, it compares the files
-with the notes (docs/artifacts.md). Folders that other programs wrote have no notes and are not checked.
+The notes record how the model was made, as far as the folder's other files do not. They list the size and digest of
+every file in the folder, and end with a digest of themselves. Before this package loads such a folder, it compares the
+files with the notes (docs/artifacts.md). Folders that other programs wrote have no notes and are not checked.
 """
 
 import json
@@ -51,8 +52,8 @@ loaded."""
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
-    """Read the notes (`llava_fsdp.json`) of a model or adapter folder; empty if the folder has none. Notes written by
-    earlier versions of this package do not have a digest of themselves, and are not checked.
+    """Return the notes (`llava_fsdp.json`) of a model or adapter folder; an empty dict if the folder has none. Notes
+    that earlier versions of this package wrote do not contain a digest of themselves, and are not checked.
 
     Raises:
         DamagedModel: the notes were changed after they were written, or cannot be read.
@@ -115,13 +116,14 @@ def checked_name(name: str) -> str:
     return name
 
 
-def read_digest(path: Path, said: Any) -> Digest:
-    """Return the size and digest of the file at `path` from `said`, its entry in `llava_fsdp.json`. Entries of earlier
-    versions have no size, so the file's current size is taken."""
-    said = {"bytes": path.stat().st_size if path.is_file() else 0, "xxh128": said} if isinstance(said, str) else said
-    found = Digest(said["bytes"], said["xxh128"])
+def read_digest(path: Path, entry: Any) -> Digest:
+    """Return the size and digest of the file at `path` from `entry`, the file's entry in `llava_fsdp.json`. Entries
+    that earlier versions of this package wrote have no size, so the file's current size is taken."""
+    if isinstance(entry, str):
+        entry = {"bytes": path.stat().st_size if path.is_file() else 0, "xxh128": entry}
+    found = Digest(entry["bytes"], entry["xxh128"])
     if type(found.bytes) is not int or found.bytes < 0 or not HEX.fullmatch(found.xxh128):
-        raise ValueError(f"{str(said)[:100]} is not a size and a digest")
+        raise ValueError(f"{str(entry)[:100]} is not a size and a digest")
     return found
 
 
@@ -151,8 +153,8 @@ def check_sizes(folder: Path, files: Mapping[str, Digest]) -> None:
         try:
             found = path.stat()
         except OSError as error:
-            said = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-            raise DamagedModel(f"{path} {said}; {cure(folder, name)}") from error
+            problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+            raise DamagedModel(f"{path} {problem}; {cure(folder, name)}") from error
         if not stat.S_ISREG(found.st_mode) or found.st_size != expected.bytes:
             raise DamagedModel(
                 f"{path} is not what was written: it has {found.st_size:,} bytes, and {expected.bytes:,} were written; "
@@ -195,11 +197,11 @@ def cure(folder: Path, name: str) -> str:
     return f"{again}, or, if you changed it on purpose, accept it: {command}"
 
 
-def seal(folder: Path, said: Mapping[str, Any]) -> None:
-    """Write `llava_fsdp.json` into a model folder: the entries `said`, and size and digest of every file in the
-    folder."""
+def seal(folder: Path, entries: Mapping[str, Any]) -> None:
+    """Write `llava_fsdp.json` into a model folder. The file contains `entries`, and the size and digest of every file
+    in the folder."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    (folder / NOTES).write_bytes(render(said, digests(folder, (name for name in names if name != NOTES))))
+    (folder / NOTES).write_bytes(render(entries, digests(folder, (name for name in names if name != NOTES))))
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
@@ -209,9 +211,9 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
         return dict(zip(names, threads.map(lambda name: digest_of_file(folder / name), names), strict=True))
 
 
-def render(said: Mapping[str, Any], files: Mapping[str, Digest]) -> bytes:
-    """Return the content of `llava_fsdp.json`: the entries `said`, size and digest of each file in `files`, and at the
-    end a digest of this content itself."""
+def render(entries: Mapping[str, Any], files: Mapping[str, Digest]) -> bytes:
+    """Return the content of `llava_fsdp.json`: `entries`, the size and digest of each file in `files`, and at the end a
+    digest of this content itself."""
     found = {name: {"bytes": own.bytes, "xxh128": own.xxh128} for name, own in files.items()}
-    plain = {key: value for key, value in said.items() if key != DIGEST}
+    plain = {key: value for key, value in entries.items() if key != DIGEST}
     return sealed(json.dumps({**plain, FILES: found}, indent=1).removesuffix("\n}").encode())

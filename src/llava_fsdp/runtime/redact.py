@@ -25,7 +25,7 @@ VALUES = re.compile(
     r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
 )
 LOGIN = re.compile(r"(?<=://)[^\s/@'\"]*:[^\s/@'\"]*(?=@)")
-"""Pattern for user:password in a URL."""
+"""Pattern for `user:password` in a URL."""
 VALUE = r"(?P<value>[^\s,;&'\"]+|'[^']*'|\"[^\"]*\")"
 ASSIGNED = re.compile(r"(?P<name>[\w.-]+)(?P<sign>['\"]?\s*[=:]\s*)" + VALUE)
 FLAG = re.compile(r"(?P<name>--[\w.-]+)(?P<sign>\s+)" + VALUE)
@@ -53,8 +53,8 @@ def secrets_of(env: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def redact(text: str, known: Iterable[str] = ()) -> str:
-    """Replace every secret in a text by `***`. The texts in `known` are replaced even if they do not look like
-    secrets."""
+    """Replace every secret in a text by `***`: texts that look like secrets, values that follow a name like
+    `hub_token`, and the secrets in `known`."""
     for secret in known:
         text = text.replace(secret, HIDDEN)
     text = LOGIN.sub(HIDDEN, VALUES.sub(HIDDEN, text))
@@ -62,8 +62,12 @@ def redact(text: str, known: Iterable[str] = ()) -> str:
 
 
 def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[str, Any]:
-    """Replace secrets in configuration values by `***`, as `redact` does. If a key is named like a secret, its whole
-    value is replaced."""
+    """Replace secrets in configuration values by `***`, as `redact` does. If a key is named like a secret (such as
+    `hub_token`), its whole value is replaced.
+
+    Args:
+        known: secrets to replace wherever they occur.
+    """
     known = list(known)
 
     def clean(value: Any, is_secret: bool) -> Any:
@@ -77,7 +81,7 @@ def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[
 
 
 def hide(found: re.Match[str]) -> str:
-    """Replace the value in a match of `name=value` by `***` if the name is that of a secret; return the new text."""
+    """Return the text of a match of `name=value`, with `***` as the value if the name is that of a secret."""
     if not is_secret_name(found["name"]) or found["value"] in ("null", "None", "True", "False"):
         return found[0]
     return f"{found['name']}{found['sign']}{HIDDEN}"

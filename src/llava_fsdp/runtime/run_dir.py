@@ -25,24 +25,25 @@ from llava_fsdp.runtime.status_file import (
     NONE,
     STATUS_FILE,
     STEPPED_FILE,
-    came_before,
     drop_stale_failure,
     is_of_this_launch,
     is_without_end,
+    previous_status,
     put_status,
     status_of,
 )
 
 LOCK_FILE = ".lock"
 BEGUN_FILE = ".begun"
+"""Name of the file in which a run records from which checkpoint, or from which step, it has begun."""
 WRITTEN = frozenset({
     LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", "metrics.jsonl",
     "validation.jsonl", "skipped_records.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
     "export", "adapter", "tensorboard", "profile", "profile.html",
 })  # fmt: skip
 """Names of the files and folders that a training writes into `output_dir`."""
-LOCK: dict[str, Kinds] = {"pid": (int,), "host": (str,), "since": (str,), "launch": (str, NONE)}
-BEGUN: dict[str, Kinds] = {"wish": (str,), "step": (int,), "launch": (str,), "time": (float,)}
+LOCK_KINDS: dict[str, Kinds] = {"pid": (int,), "host": (str,), "since": (str,), "launch": (str, NONE)}
+BEGUN_KINDS: dict[str, Kinds] = {"wish": (str,), "step": (int,), "launch": (str,), "time": (float,)}
 HANDOVER = 30
 """Seconds that rank 0, after torchrun has restarted it, waits for its previous process to release the lock."""
 CLAIMING = 15
@@ -58,12 +59,12 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | Non
 
     The other ranks wait for rank 0: if another run uses the folder, no rank may write into it.
 
-    The lock is a POSIX record lock. It is released when the process dies and is not inherited by child processes, so
-    that data workers which live a moment longer than their rank do not block a restart. A killed run leaves the status
-    "running" or "stopping", which the next start reports.
+    The lock is a POSIX record lock. It is released when the process dies and is not inherited by child processes: data
+    workers that live a moment longer than their rank do not block a restart. A killed run leaves the status "running"
+    or "stopping", which the next start reports.
 
     Args:
-        private: whether only the owner can read a new folder and the run's status.
+        private: whether a new folder and the run's status can be read only by their owner.
 
     Yields:
         On rank 0 the descriptor of the lock file, which is closed at the end; None on other ranks.
@@ -92,12 +93,13 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | Non
             lock(handle, folder)
             warn_of_killed(folder)
             drop_stale_failure(folder)
-            before = came_before(folder, is_claiming=True)
+            before = previous_status(folder, is_claiming=True)
             put_status(folder, "running", mode=0o600 if private else 0o666, before=before)
             (folder / STEPPED_FILE).unlink(missing_ok=True)
         except OSError as error:
-            said = f"output_dir={folder} cannot be written ({why(error, folder)}); give another folder"
-            raise ConfigError(said) from error
+            raise ConfigError(
+                f"output_dir={folder} cannot be written ({why(error, folder)}); give another folder"
+            ) from error
         yield handle
 
 
@@ -135,10 +137,10 @@ def make_run_folder(folder: Path, private: bool) -> None:
 
 
 def await_claim(folder: Path) -> None:
-    """Wait up to 15 seconds until rank 0 of the same launch of torchrun has locked the run's folder."""
+    """Wait up to `CLAIMING` seconds until rank 0 of the same launch of torchrun has locked the run's folder."""
     until = time.monotonic() + CLAIMING
     while launch_id() is not None and time.monotonic() < until:
-        if (object_or_none(folder / LOCK_FILE, LOCK) or {}).get("launch") == launch_id():
+        if (object_or_none(folder / LOCK_FILE, LOCK_KINDS) or {}).get("launch") == launch_id():
             return
         time.sleep(0.05)
 
@@ -183,7 +185,7 @@ def sign_lock(handle: int) -> None:
 
 def holder_of(handle: int) -> dict[str, Any]:
     try:
-        return parse_object(os.pread(handle, 4096, 0), LOCK)
+        return parse_object(os.pread(handle, 4096, 0), LOCK_KINDS)
     except BadJson:
         return {}
 
@@ -198,13 +200,13 @@ def held_by(folder: Path) -> dict[str, Any] | None:
 
 def is_known_free(folder: Path) -> bool:
     """Return whether it is certain that no run has locked the folder. Must not be called in the process that holds the
-    lock, which would be released (see `held_by`)."""
+    lock, because closing the lock file would release its lock."""
     return look_at_lock(folder)[0] is False
 
 
 def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
-    """Return whether the run's folder is locked (None: unknown), and what the lock file says about the process that
-    holds the lock."""
+    """Return whether the run's folder is locked (None: unknown), and the content of the lock file, which describes the
+    process that holds the lock (empty if not locked)."""
     try:
         # opened read-only, because the folder may be mounted read-only
         handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -223,15 +225,15 @@ def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
         os.close(handle)
 
 
-def is_others(folder: Path) -> bool:
+def is_locked_by_other_launch(folder: Path) -> bool:
     """Return whether a run of another launch of torchrun has locked the folder."""
     holder = held_by(folder)
     return holder is not None and (holder.get("launch") is None or holder["launch"] != launch_id())
 
 
 def warn_of_killed(folder: Path) -> None:
-    """Log a warning if the previous run in this folder was killed. Called by the process that holds the folder's
-    lock."""
+    """Log a warning if the previous run in this folder was killed. To be called by the process that has locked the
+    folder."""
     try:
         status = status_of(folder)
     except MissingJson:
@@ -248,11 +250,11 @@ def warn_of_killed(folder: Path) -> None:
 
 
 def mark_begun(folder: Path, wish: str, step: int) -> None:
-    """Record that the run has begun as the user asked: from the start, or from a given checkpoint folder. Restarts read
-    this record.
+    """Record that the run has begun as `checkpoint.resume` says: from step 0, or from a given checkpoint. When torchrun
+    restarts the ranks, they read this record.
 
     Args:
-        wish: what the user asked for.
+        wish: the value of `checkpoint.resume`.
         step: number of finished steps when the run began.
     """
     if launch_id() is None or begun_at(folder, wish) is not None:
@@ -262,15 +264,18 @@ def mark_begun(folder: Path, wish: str, step: int) -> None:
 
 
 def begun_at(folder: Path, wish: str) -> int | None:
-    """Return the step at which the run began as the user asked, if an earlier attempt (a start of the ranks by the same
-    launch of torchrun) has recorded it by `mark_begun`; else None. A job that a scheduler starts again under the same
-    name (RDZV_ID) counts as the same launch."""
+    """Return the step at which the run began, if the ranks have recorded it by `mark_begun` before torchrun restarted
+    them; else None. A job that a scheduler starts again under the same name (RDZV_ID) counts as a restart.
+
+    Args:
+        wish: the value of `checkpoint.resume`.
+    """
     try:
-        begun = read_object(folder / BEGUN_FILE, BEGUN)
+        begun = read_object(folder / BEGUN_FILE, BEGUN_KINDS)
     except MissingJson:
         return None
     except BadJson as error:
-        log().warning("%s; whether an earlier attempt has begun as requested is not known", error)
+        log().warning("%s; whether the run had begun before this restart is not known", error)
         return None
     if begun["wish"] != wish or launch_id() is None or begun["launch"] != launch_id():
         return None

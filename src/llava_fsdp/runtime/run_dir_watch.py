@@ -18,8 +18,8 @@ AGAIN = 0.2
 
 
 @dataclass(frozen=True)
-class Loss:
-    """Describes what happened to a run's folder that was deleted, moved or taken by another run."""
+class FolderChange:
+    """What happened to a run's folder that was deleted, moved or taken by another run."""
 
     what: str
     """Text that follows `output_dir=...` in the error message."""
@@ -27,59 +27,63 @@ class Loss:
     """Whether the folder can be created again: its path is free, and its file system is still mounted."""
 
 
-class Hold:
-    """Holds rank 0's lock on the run's folder, and checks that the path still leads to the same folder. Two threads may
-    call `look`."""
+class RunDirLock:
+    """Rank 0's lock on the run's folder. Its method `check_folder`, which two threads may call, checks that the path
+    still leads to the same folder and that the lock is still held."""
 
     def __init__(self, folder: Path, handle: int, private: bool = True):
         """Record the folder's identity (device and inode) and the content of its lock file.
 
         Args:
-            handle: descriptor of the lock file. Its number stays the same if the lock file is replaced and opened
-                again.
+            handle: descriptor of the locked lock file. The descriptor's number stays the same if the lock file is
+                replaced and opened again.
             private: whether only the owner can read the folder if it has to be created again.
         """
         self.folder, self.handle, self.private = folder, handle, private
-        self.content = os.pread(handle, 4096, 0)
-        self.place, self.lock_place = identity(os.stat(folder)), identity(os.fstat(handle))
+        self.remember()
         self.one_at_a_time = threading.Lock()
         self.is_warned = False
 
-    def look(self) -> Loss | None:
-        """Check with two calls of stat that the run's folder and its lock file are the same as before. Returns what
-        happened to the folder; None if the folder is intact (a replaced lock file is locked again), or if it cannot be
-        checked.
+    def check_folder(self) -> FolderChange | None:
+        """Check with two calls of stat that the run's folder and its lock file are the same as before. Return what
+        happened to the folder; None if the folder is intact or cannot be checked. A replaced lock file is locked again.
 
         Some file systems (FUSE, overlays) may change a folder's inode number. Then the content of the lock file
         decides.
         """
         with self.one_at_a_time:
             try:
-                found = self.found()
+                place = self.find_folder()
                 with contextlib.suppress(OSError):
-                    if (found, identity(os.lstat(self.folder / LOCK_FILE))) == (self.place, self.lock_place):
+                    if (place, identity(os.lstat(self.folder / LOCK_FILE))) == (self.place, self.lock_place):
                         return None
-                return self.look_closer(found)
+                return self.check_content(place)
             except (FileNotFoundError, NotADirectoryError):
                 with contextlib.suppress(OSError):
                     is_same = os.stat(self.folder.absolute().parent).st_dev == self.place[0]
-                    return Loss("was deleted or moved away", can_be_remade=is_same)
-                return Loss("is gone, with the folder around it")
+                    return FolderChange("was deleted or moved away", can_be_remade=is_same)
+                return FolderChange("is gone, with the folder around it")
             except OSError:  # the next write into the folder reports what is wrong
                 return None
 
-    def found(self) -> tuple[int, int]:
+    def find_folder(self) -> tuple[int, int]:
+        """Return the identity (device and inode) of the folder that is now at the run's path. Raises OSError if there
+        is none."""
         try:
             return identity(os.stat(self.folder))
         except FileNotFoundError:
             time.sleep(AGAIN)
             return identity(os.stat(self.folder))
 
-    def look_closer(self, found: tuple[int, int]) -> Loss | None:
-        """Check by the lock file's content whether the folder, now with the identity `found`, is still this run's, and
-        lock the file again."""
-        if found != self.place and not self.says_ours():
-            return Loss("is another folder now than the one that this run began in")
+    def check_content(self, place: tuple[int, int]) -> FolderChange | None:
+        """Check by the lock file's content whether the folder at the run's path is still this run's, and lock the file
+        again. Return what happened to the folder; None if it is still this run's.
+
+        Args:
+            place: identity (device and inode) of the folder that is now at the run's path.
+        """
+        if place != self.place and not self.has_own_content():
+            return FolderChange("is another folder now than the one that this run began in")
         if os.path.islink(self.folder / LOCK_FILE):
             os.unlink(self.folder / LOCK_FILE)
         try:
@@ -90,7 +94,7 @@ class Hold:
             self.warn(f"{LOCK_FILE} cannot be locked again ({error}): make sure that no second run uses the folder")
             return None
 
-    def says_ours(self) -> bool:
+    def has_own_content(self) -> bool:
         """Return whether the lock file that is now in the folder has the content which this run wrote."""
         with contextlib.suppress(OSError):
             handle = os.open(self.folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -101,19 +105,21 @@ class Hold:
         return False
 
     def open_lock(self) -> None:
-        """Open the lock file that is now in the folder, under the descriptor number that the earlier lock file had. The
-        descriptor that `open` returned is closed before the file is locked, because closing any descriptor of a file
-        releases its POSIX locks."""
+        """Open the lock file that is now in the run's folder, under the descriptor number that the earlier lock file
+        had. The descriptor that `os.open` returns is closed before the file is locked, because closing any descriptor
+        of a file releases its POSIX locks."""
         handle = open_lock(self.folder)
         os.dup2(handle, self.handle, inheritable=False)
         os.close(handle)
 
-    def lock_again(self) -> Loss | None:
+    def lock_again(self) -> FolderChange | None:
+        """Lock the lock file that is now in the run's folder. Return what happened to the folder if another run has
+        locked it; else None."""
         self.open_lock()
         try:
             fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            return Loss(f"has another run in it, which began when {LOCK_FILE} had been deleted or replaced")
+            return FolderChange(f"has another run in it, which began when {LOCK_FILE} had been deleted or replaced")
         except OSError:  # a file system without locks; a warning was logged at the start
             pass
         if os.pread(self.handle, 4096, 0) != self.content:
@@ -124,7 +130,7 @@ class Hold:
         return None
 
     def remake(self) -> None:
-        """Create the run's folder again, empty and locked. Raises OSError."""
+        """Create the run's folder again, empty and locked. Raises OSError if that is impossible."""
         with self.one_at_a_time:
             make_run_folder(self.folder, self.private)
             self.open_lock()
@@ -135,15 +141,17 @@ class Hold:
             self.remember()
 
     def remember(self) -> None:
+        """Record the content of the lock file, and the identities of the folder and of the lock file."""
         self.content = os.pread(self.handle, 4096, 0)
         self.place, self.lock_place = identity(os.stat(self.folder)), identity(os.fstat(self.handle))
 
-    def warn(self, said: str) -> None:
-        """Log a warning, but only the first time, because its cause may be found again at every check."""
+    def warn(self, text: str) -> None:
+        """Log a warning, but only the first time, because the cause of the warning may be found again at every
+        check."""
         if not self.is_warned:
-            log().warning("output_dir=%s: %s", self.folder, said)
+            log().warning("output_dir=%s: %s", self.folder, text)
         self.is_warned = True
 
 
-def identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
+def identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

@@ -18,11 +18,11 @@ from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 
 MiB = 1 << 20
 SMALL = 64 * MiB
-"""Maximum size in bytes of a JSON file of a model."""
+"""Maximum accepted size, in bytes, of a JSON file of a model."""
 LARGE = 512 * MiB
-"""Maximum size in bytes of a file of a tokenizer."""
+"""Maximum accepted size, in bytes, of a file of a tokenizer."""
 CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")
-"""Keys of JSON files that make transformers load a Python file from the model folder."""
+"""Keys in a model's JSON files that make transformers load Python files from the model folder."""
 
 
 def read_text(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> str:
@@ -80,9 +80,15 @@ def refuse_model_code(fields: dict[str, Any], path: Path) -> None:
             )
 
 
-def beside(path: Path, name: object) -> Path:
-    """Return the path of a file that another file (at `path`, such as an index of weights) names, and which must be in
-    the same folder. Raises ModelError if the name is not a plain file name."""
+def file_beside(path: Path, name: object) -> Path:
+    """Return the path of the file `name` in the folder of another file, which names it.
+
+    Args:
+        path: the file that names the other one, such as an index of weights.
+
+    Raises:
+        ModelError: `name` is not a plain file name, so that it could lead out of the folder.
+    """
     plain = isinstance(name, str) and re.fullmatch(r"[\w.+=-][\w.+= -]*", name) and name not in (".", "..")
     if not plain:
         raise ModelError(f"{path} names {str(name)[:200]!r}, which is not a file beside it")
@@ -90,8 +96,8 @@ def beside(path: Path, name: object) -> Path:
 
 
 def refuse_yaml_bombs(path: Path, largest: int = MiB) -> str:
-    """Return the text of a YAML file. Raises ConfigError if it is too large, is not YAML, or contains an alias: aliases
-    can make the parsed content grow without limit."""
+    """Return the text of a YAML file. Raises ConfigError if it is too large, is not YAML, or contains an alias. A small
+    file with aliases can be parsed into a content of any size (a "YAML bomb")."""
     text = read_text(path, ConfigError, largest)
     try:
         aliases = [
@@ -105,7 +111,7 @@ def refuse_yaml_bombs(path: Path, largest: int = MiB) -> str:
 
 
 def is_open_to_others(path: Path) -> bool:
-    """Return whether every user of this machine may create files in a folder. The sticky bit makes no difference."""
+    """Return whether every user of this machine may create files in a folder, with or without the sticky bit."""
     try:
         mode = path.stat().st_mode
     except OSError:

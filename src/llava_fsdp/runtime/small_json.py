@@ -11,15 +11,17 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 LARGEST = 1 << 20
-"""Maximum size in bytes of a JSON file that is read. The files of this package have a few thousand bytes."""
+"""Default of the maximum accepted size, in bytes, of a JSON file. The files of this package have a few thousand
+bytes."""
 DEEPEST = 40
 """Maximum nesting depth of objects and lists. Python's JSON functions fail at a few hundred levels."""
 Kinds = tuple[type, ...]
+"""The allowed types of a value."""
 
 
 class BadJson(ValueError):
-    """Error: a file or text is not the expected JSON. The message says why; if `read_object` raises the error, it also
-    names the file."""
+    """Error: a file or text is not the expected JSON. The message says why. Only errors of `read_object` name the
+    file."""
 
 
 class MissingJson(BadJson):

@@ -23,23 +23,24 @@ from llava_fsdp.runtime.small_json import BadJson, Kinds, MissingJson, read_obje
 
 STATUS_FILE = "run_status.json"
 FIRST_FAILURE = ".run_failed"
+"""Name of the file with the failure report: which rank failed first, and why. Only that rank writes it."""
 RESERVED = 4096
 """Size in bytes to which `run_status.json` is padded, so that the run's end can be written into it even on a full
 disk."""
-LONGEST_BEFORE = 1000
-"""When a run is started again, the reason why its previous start ended is kept, cut to this many characters."""
+LONGEST_REASON = 1000
+"""Maximum number of characters that are kept of the reason why the run's previous start ended."""
 KILLED = "killed"
 """Status that is reported for a run that recorded no end and has no process anymore. The run itself never writes it."""
 STEPPED_FILE = ".stepped"
 """Name of an empty file that exists once the latest start of the run has finished a step."""
 NONE = type(None)
-WORD: dict[str, Kinds] = {
+STATUS_KINDS: dict[str, Kinds] = {
     "status": (str,), "class": (str, NONE), "exit_code": (int, NONE), "reason": (str, NONE), "culprit": (dict, NONE),
     "step": (int, NONE), "rank": (int, NONE), "pid": (int, NONE), "host": (str, NONE), "attempt": (int, NONE),
     "launch": (str, NONE), "time": (float, NONE),
 }  # fmt: skip
 """Allowed types of the values in `run_status.json`, and in the statuses nested in it (`before`, `refused`)."""
-FAILURE: dict[str, Kinds] = {
+FAILURE_KINDS: dict[str, Kinds] = {
     "incarnation": (str,), "rank": (int,), "class": (str,), "exit_code": (int,), "reason": (str,),
 }  # fmt: skip
 PATIENCE = 2
@@ -59,35 +60,36 @@ class Outcome:
     """Number of finished steps, if known."""
 
 
-def is_without_end(said: dict[str, Any]) -> bool:
-    """Return whether a status records no end, because the run is still going on or was killed."""
-    return said.get("status") in ("running", "stopping")
+def is_without_end(status: dict[str, Any]) -> bool:
+    """Return whether the content of `run_status.json` records no end, because the run is still going on or was
+    killed."""
+    return status.get("status") in ("running", "stopping")
 
 
-def came_before(folder: Path, is_claiming: bool = False) -> dict[str, Any] | None:
-    """Return the status of the run's previous start, passing over starts that finished neither a step nor the run; None
-    if there was no such start, or if the current start has finished a step.
+def previous_status(folder: Path, is_claiming: bool = False) -> dict[str, Any] | None:
+    """Return how the run's previous start ended (a dict like `run_status.json`), passing over starts that finished
+    neither a step nor the run. None if there was no such start, or if the current start has finished a step.
 
     Args:
         is_claiming: whether the current start has written nothing yet, so that `run_status.json` is from an earlier
             start.
     """
-    said = read_status(folder)
-    if said is None:
+    last = read_status(folder)
+    if last is None:
         return None
-    status, before = said.get("status"), said.get("before")
+    status, before = last.get("status"), last.get("before")
     if isinstance(before, dict) and status != "done":
         return before
-    if is_without_end(said):
-        own = said.get("pid") == os.getpid() if launch_id() is None else said.get("launch") == launch_id()
-        if own and not is_claiming:
+    if is_without_end(last):
+        is_current = last.get("pid") == os.getpid() if launch_id() is None else last.get("launch") == launch_id()
+        if is_current and not is_claiming:
             return None
         status = KILLED
-    kept = {name: value for name, value in said.items() if name not in ("before", "refused")}
-    return {**kept, "status": status, "reason": str(said.get("reason") or "")[:LONGEST_BEFORE]}
+    kept = {name: value for name, value in last.items() if name not in ("before", "refused")}
+    return {**kept, "status": status, "reason": str(last.get("reason") or "")[:LONGEST_REASON]}
 
 
-def note_steps(folder: Path) -> None:
+def mark_stepped(folder: Path) -> None:
     """Record that the current start of the run has finished a step; the previous start's status need then no longer be
     kept. The record is a file of its own, because another rank may be writing `run_status.json` at the same time."""
     os.close(os.open(folder / STEPPED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
@@ -104,10 +106,10 @@ def put_status(
 
     Args:
         mode: permissions before the umask; None: those of the existing file.
-        before: status of the run's previous start, as long as the current start has finished no step (see
-            `came_before`).
+        before: how the run's previous start ended (see `previous_status`), as long as the current start has finished no
+            step.
     """
-    said = {
+    content = {
         "status": status,
         "class": outcome.ending.name if outcome else None,
         "exit_code": int(outcome.ending.exit_code) if outcome else None,
@@ -122,10 +124,10 @@ def put_status(
         "time": time.time(),
     }
     if outcome is not None and status != "done" and before is not None and before.get("status") == "done":
-        said = {**before, "before": None, "refused": said}  # the run stays finished
+        content = {**before, "before": None, "refused": content}  # the run stays finished
     else:
-        said["before"] = before
-    text, path = (json.dumps(said) + "\n").encode(), folder / STATUS_FILE
+        content["before"] = before
+    text, path = (json.dumps(content) + "\n").encode(), folder / STATUS_FILE
     try:
         replace_file(path, text.ljust(RESERVED), mode_of(path) if mode is None else mode)
     except OSError:
@@ -137,13 +139,13 @@ def put_status(
             file.write(text.ljust(size))
 
 
-def status_of_latest_start(said: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a run's status that the run's latest start wrote. If the run was already finished and the
-    latest start failed, this part is `refused`; otherwise it is the whole status."""
-    refused = said.get("refused")
+def status_of_latest_start(status: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of `status`, the content of a `run_status.json`, that the run's latest start wrote: usually all
+    of it, but only the entry `refused` if the run was already finished and the latest start failed."""
+    refused = status.get("refused")
     if not isinstance(refused, dict):
-        return said
-    return {**refused, "before": {name: value for name, value in said.items() if name != "refused"}}
+        return status
+    return {**refused, "before": {name: value for name, value in status.items() if name != "refused"}}
 
 
 def mode_of(path: Path) -> int:
@@ -167,22 +169,22 @@ def status_of(folder: Path) -> dict[str, Any]:
     is None once the current start has finished a step. Raises MissingJson if the file does not exist, BadJson if it
     cannot be read."""
     path = folder / STATUS_FILE
-    said = read_object(path, WORD)
-    for own in (said, said.get("before"), said.get("refused")):
-        if own is not None:
-            check_word(own, path)
-    if said.get("before") and os.path.exists(folder / STEPPED_FILE):
-        return {**said, "before": None}
-    return said
+    status = read_object(path, STATUS_KINDS)
+    for part in (status, status.get("before"), status.get("refused")):
+        if part is not None:
+            check_status(part, path)
+    if status.get("before") and os.path.exists(folder / STEPPED_FILE):
+        return {**status, "before": None}
+    return status
 
 
-def check_word(said: Any, path: Path) -> None:
-    """Raise BadJson, naming the file `path`, if a status read from it has values of wrong types."""
+def check_status(status: Any, path: Path) -> None:
+    """Raise BadJson, naming the file `path`, if a status read from that file has a value of a wrong type."""
     try:
-        require_kinds(said, WORD)
+        require_kinds(status, STATUS_KINDS)
     except BadJson as error:
         raise BadJson(f"{path} cannot be read: {error}") from error
-    if not 0 <= (said.get("exit_code") or 0) <= 255:
+    if not 0 <= (status.get("exit_code") or 0) <= 255:
         raise BadJson(f"{path} cannot be read: its 'exit_code' is not a number from 0 to 255")
 
 
@@ -204,19 +206,19 @@ def drop_stale_failure(folder: Path) -> None:
 def failure_of(folder: Path) -> dict[str, Any]:
     """Read the report of the rank that failed first. Raises BadJson if the report is missing or cannot be read."""
     path = folder / FIRST_FAILURE
-    said = read_object(path, FAILURE)
-    if not 0 < said["exit_code"] <= 255:
+    failure = read_object(path, FAILURE_KINDS)
+    if not 0 < failure["exit_code"] <= 255:
         raise BadJson(f"{path} cannot be read: its 'exit_code' is not a number from 1 to 255")
-    return said
+    return failure
 
 
 def first_failure(folder: Path) -> dict[str, Any] | None:
     """Return the report of the rank that failed first since the ranks were last started; None if no rank has failed."""
     try:
-        said = failure_of(folder)
+        failure = failure_of(folder)
     except BadJson:
         return None
-    return said if said["incarnation"] == incarnation() else None
+    return failure if failure["incarnation"] == incarnation() else None
 
 
 def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
@@ -228,13 +230,13 @@ def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def log_write_errors(path: Path) -> Iterator[None]:
-    """Context manager in which the file `path`, about the end of the run, is written; an error is logged and not
-    raised."""
+    """Context manager for writing the file `path`, which records how the run ended. An error in its body is logged and
+    not raised."""
     try:
         yield
     except Exception as error:
-        said = why(error, path) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        log().warning("how the run ended cannot be written to %s: %s", path, said)
+        reason = why(error, path) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        log().warning("how the run ended cannot be written to %s: %s", path, reason)
 
 
 def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
@@ -256,11 +258,11 @@ def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
     outcome = replace(outcome, culprit={**culprit, **outcome.culprit})
     status = ending.name if ending.name in ("done", "stopped", "interrupted") else "failed"
     with log_write_errors(folder / FIRST_FAILURE):
-        if not is_done and not fail_first(folder, outcome):
+        if not is_done and not write_first_failure(folder, outcome):
             first = first_failure(folder)
             return first if first and first["rank"] != rank else None
     with log_write_errors(folder / STATUS_FILE):
-        put_status(folder, status, outcome, before=came_before(folder))
+        put_status(folder, status, outcome, before=previous_status(folder))
     return None
 
 
@@ -274,18 +276,18 @@ def is_absent(folder: Path) -> bool:
         return False
 
 
-def fail_first(folder: Path, outcome: Outcome) -> bool:
-    """Write this rank's failure report, unless another rank has written one; return whether this rank's is the first.
-    All ranks use the same file, which only one of them can create."""
+def write_first_failure(folder: Path, outcome: Outcome) -> bool:
+    """Write this rank's failure report, unless another rank has already written one. Return whether this rank has
+    written its report. All ranks use the same file, which only one of them can create."""
     drop_stale_failure(folder)
-    said = {
+    failure = {
         "incarnation": incarnation(),
         "rank": env_rank(),
         "class": outcome.ending.name,
         "exit_code": int(outcome.ending.exit_code),
         "reason": redact(outcome.reason, secrets_of()),
     }
-    text, mode, path = json.dumps(said).encode(), mode_of(folder / STATUS_FILE), folder / FIRST_FAILURE
+    text, mode, path = json.dumps(failure).encode(), mode_of(folder / STATUS_FILE), folder / FIRST_FAILURE
     staged = path.with_name(f"{FIRST_FAILURE}.{os.getpid()}")
     replace_file(staged, text, mode)
     try:
@@ -303,23 +305,23 @@ def fail_first(folder: Path, outcome: Outcome) -> bool:
             staged.unlink(missing_ok=True)
 
 
-def is_of_this_launch(said: dict[str, Any]) -> bool:
-    """Return whether a status was written in the current launch of torchrun, by this or an earlier attempt (a start of
-    the ranks, which torchrun can restart)."""
-    if launch_id() is None or said.get("launch") != launch_id():
+def is_of_this_launch(record: dict[str, Any]) -> bool:
+    """Return whether a record with the entries `launch` and `time` (such as `run_status.json`) was written in the
+    current launch of torchrun, before or after a restart of the ranks."""
+    if launch_id() is None or record.get("launch") != launch_id():
         return False
-    return (said.get("time") or 0.0) >= started(os.getppid())  # an older status is from a job of the same name
+    return (record.get("time") or 0.0) >= started(os.getppid())  # an older record is from a job of the same name
 
 
-def settled(folder: Path) -> dict[str, Any] | None:
-    """Return the status of an earlier attempt (torchrun can restart the ranks) if the ranks should not run again,
-    because another attempt cannot help or is not wanted; else None."""
-    said = read_status(folder)
-    said = status_of_latest_start(said) if said is not None else None
-    if said is None or not is_of_this_launch(said):
+def final_status(folder: Path) -> dict[str, Any] | None:
+    """Return how the ranks ended before torchrun restarted them (a dict like `run_status.json`), if they should not run
+    again, because a restart cannot help or is not wanted. Otherwise return None."""
+    status = read_status(folder)
+    status = status_of_latest_start(status) if status is not None else None
+    if status is None or not is_of_this_launch(status):
         return None
-    ending = ENDINGS.get(said.get("class") or "")
+    ending = ENDINGS.get(status.get("class") or "")
     if ending is None or not ending.is_permanent:
         return None
     # torchrun also sends SIGTERM in order to start again with more nodes, and does not count that as a restart
-    return said if ending.name != "stopped" or attempt() > (said.get("attempt") or 0) else None
+    return status if ending.name != "stopped" or attempt() > (status.get("attempt") or 0) else None

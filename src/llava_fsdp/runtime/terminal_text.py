@@ -18,8 +18,10 @@ OBEYED = (
     "\U000e0000-\U000e0fff"  # tags
     "\ud800-\udfff"  # half a surrogate pair, which cannot be encoded
 )
+"""Characters that a terminal may obey or that are invisible, as part of a regular expression's character class."""
 MOST_NAME = 4096
-"""Most characters of a name that is shown whole: as many bytes as Linux allows for a path."""
+"""Maximum number of characters with which a name is shown in full: the number of bytes that Linux allows for a
+path."""
 IN_NAMES = re.compile(f"[{OBEYED}\t\n\r\u200c\u200d]")
 IN_TEXTS = re.compile(rf"[{OBEYED}]|\r(?!\n)")  # the joiners are allowed: they are used in Persian, Hindi and emoji
 MOVES = re.compile(r"\r|\n*(?:\x1b\[A)+\Z")
@@ -28,8 +30,8 @@ several lines."""
 
 
 def shown_name(name: object) -> str:
-    """Escape control characters and line breaks in a name, id, key or value of unknown origin; the result is always one
-    line. Of a name that is longer than any path, the middle is left out."""
+    """Escape control characters and line breaks in a name, id, key or value of unknown origin, so that the result is
+    one line. The middle of a name with more than `MOST_NAME` characters is replaced by `...`."""
     text = str(name)
     if len(text) > MOST_NAME:
         text = f"{text[:200]}...{text[-100:]}"
@@ -47,7 +49,7 @@ def escape(found: re.Match[str]) -> str:
 
 
 class Guarded:
-    """A text stream that escapes control characters in everything that is written to it.
+    """Wrapper of a text stream that escapes control characters in everything that is written to it.
 
     A carriage return at the beginning of a write is not escaped, because progress bars need it.
     """

@@ -7,8 +7,9 @@ def visible_gpus(gpus: Sequence[str], visible: str) -> list[tuple[str, str]]:
     """Parse the value of CUDA_VISIBLE_DEVICES in the same way as CUDA.
 
     Args:
-        gpus: UUIDs of all GPUs, in nvidia-smi's order.
-        visible: GPU indices, UUIDs or beginnings of UUIDs, separated by commas; also UUIDs of MIG instances.
+        gpus: UUIDs of all GPUs of the machine, in nvidia-smi's order.
+        visible: the value of CUDA_VISIBLE_DEVICES: GPU indices, UUIDs, beginnings of UUIDs or UUIDs of MIG instances,
+            separated by commas.
 
     Returns:
         For each visible GPU a pair: its name in `visible`, and its UUID. If no UUID in `gpus` matches, the name is

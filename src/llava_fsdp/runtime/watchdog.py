@@ -35,7 +35,7 @@ from llava_fsdp.runtime.status_file import (
     Outcome,
     first_failure,
     log_write_errors,
-    note_steps,
+    mark_stepped,
     put_status,
     write_ending,
 )
@@ -44,15 +44,16 @@ BEAT = 1.0
 """Seconds between two heartbeats of a rank."""
 FROZEN = 5.0
 """Seconds without a heartbeat after which a process counts as frozen."""
-HEARING = 3.0
+SIGNAL_DELAY = 3.0
 """Seconds that may pass on a busy machine until the watchdog has handled a signal."""
-ONE_WISH = 0.5
-"""Seconds within which two SIGINT signals count as a single Ctrl-C, because a launcher may forward the signal that the
+SAME_KEY_PRESS = 0.5
+"""Seconds within which two SIGINT signals count as a single press of Ctrl-C: a launcher may forward the signal that the
 terminal has already sent to all processes."""
 SETTLE = 0.3
-"""Seconds that the watchdog waits before it takes a SIGTERM for a request to stop, because torchrun also sends SIGTERM
-when another rank has failed."""
+"""Seconds that the watchdog waits before it treats a SIGTERM as a request to stop. torchrun also sends SIGTERM when
+another rank has failed; a failure report then appears within this time."""
 STACKS = "stacks"
+"""Name of the folder, in the run's folder, with the stack traces of ranks that wait for long."""
 TOGETHER = (Phase.AGREEING, Phase.COMPUTE, Phase.OPTIMIZER)
 """Phases in which a rank waits only for other ranks. If all ranks stay in these phases for long, the network is the
 cause."""
@@ -60,8 +61,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Run:
-    """Functions of a run that the watchdog calls from its thread. This base class is for processes that have no run:
-    its methods do nothing."""
+    """Functions of a training run that the watchdog calls from its thread. In this base class, which is for processes
+    without a run, they do nothing."""
 
     def check_folder(self) -> None:
         """Check that the run's folder still exists and is locked. Called every second."""
@@ -71,17 +72,17 @@ class Run:
         return 0
 
     def data_position(self) -> str:
-        """Return as text the record or image that this rank is waiting for."""
+        """Describe the record or image that this rank is waiting for; empty if it waits for none."""
         return ""
 
-    def last_words(self) -> None:
-        """Print how the run ended. Called before the watchdog ends the process; must not take more than a few
-        seconds."""
+    def report_end(self) -> None:
+        """Write the final report of the run. The watchdog calls this before it ends the process, so that it must not
+        take more than a few seconds."""
 
 
 class Watchdog:
-    """Background thread of a rank, which starts when the object is entered as a context manager. It writes heartbeats,
-    receives signals that request to stop or to save, and ends the process when other ranks end or stall."""
+    """Background thread of a rank that writes heartbeats, receives signals that request to stop or to save, and ends
+    the process when other ranks end or stall. It runs while the object is entered as a context manager."""
 
     def __init__(
         self,
@@ -94,13 +95,15 @@ class Watchdog:
         """Set up the watchdog of rank `rank`. Times are in seconds.
 
         Args:
-            limit: how long a collective may wait for other ranks; may be changed later.
-            warn_after: how long this rank waits before it reports which ranks it waits for; None: the progress of ranks
-                is not compared.
+            folder: the run's folder.
+            limit: how long a collective may wait for other ranks. The attribute may be changed later.
+            warn_after: how long this rank waits before it reports which ranks it waits for. None: other ranks are not
+                watched.
         """
         self.folder = folder or Path()
         self.rank = rank
         self.size = 1
+        """Number of ranks that watch each other."""
         self.limit = limit
         self.warn_after = warn_after
         self.run = run or Run()
@@ -122,20 +125,25 @@ class Watchdog:
         self.has_stepped = False
         self.is_entered = False
         self.count = 0
+        """Number of heartbeats that this rank has written."""
         self.place: tuple[int, int, int] = (0, 0, 0)
+        """Progress of this rank at its last heartbeat, as in `Beat.place`."""
         self.since = time.monotonic()
         """Time, by the monotonic clock, at which this rank last made progress."""
         self.warned = 0.0
+        """Time, by the monotonic clock, of the last warning about late ranks."""
         self.dumped = False
+        """Whether the stack traces have been written since this rank last made progress."""
         self.failed = False
+        """Whether watching the other ranks has failed once, which is reported only once."""
         self.peers: dict[int, tuple[int, int]] = {}
         """The other ranks on this machine: pidfd -> (rank, process id)."""
 
     def at(self, phase: Phase, step: int | None = None) -> None:
-        """Record that the main thread begins a phase.
+        """Record that the main thread of this rank begins a phase (such as loading or saving).
 
         Args:
-            step: number of finished steps; None: unchanged.
+            step: number of finished steps; None: the number has not changed.
         """
         self.phase = phase
         self.step = self.step if step is None else step
@@ -149,28 +157,29 @@ class Watchdog:
         return self.saves_taken > before
 
     def wants_stop_soon(self) -> bool:
-        """Return whether a stop was requested; waits up to `HEARING` seconds for the request. Called when a child
-        process, such as a compiler, has ended: the cause may be a signal to the whole process group that the watchdog's
-        thread has not handled yet."""
-        until = time.monotonic() + HEARING
+        """Return whether a stop was requested. Waits up to `SIGNAL_DELAY` seconds for the request. To be called when a
+        child process, such as a compiler, has ended: the cause may be a signal to the whole process group that the
+        watchdog's thread has not handled yet."""
+        until = time.monotonic() + SIGNAL_DELAY
         while not self.stop and time.monotonic() < until:
             time.sleep(0.05)
         return self.wants_stop()
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
-        """Context manager around the training steps. A signal to stop takes effect at the end of a step, but in the
-        first step at once: no work would be lost, and the first step may compile for longer than torchrun waits before
-        it kills its ranks."""
+        """Context manager around the training steps. A signal to stop takes effect at the end of a step, except in the
+        first step, in which the process ends at once: no work is lost, and the first step may compile for longer than
+        torchrun waits before it kills the ranks."""
         try:
             yield
         finally:
             self.stepping = False
 
     def step_done(self) -> None:
+        """Record that this process has finished a training step."""
         if not self.stepping and self.is_entered and self.rank == 0:
             with contextlib.suppress(OSError):
-                note_steps(self.folder)
+                mark_stepped(self.folder)
         self.stepping = self.has_stepped = True
 
     def __enter__(self) -> Self:
@@ -182,7 +191,7 @@ class Watchdog:
         try:
             for name in (FOLDER, STACKS):  # readable only by the owner, because of stack traces and names of records
                 (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.stacks = fresh(self.folder / STACKS / f"rank-{self.rank}.txt")
+            self.stacks = open_new(self.folder / STACKS / f"rank-{self.rank}.txt")
         except OSError as error:
             raise StorageError(f"output_dir={self.folder} cannot be written ({why(error, self.folder)})") from error
         self.watcher = Watcher(self.folder, FROZEN)
@@ -201,7 +210,8 @@ class Watchdog:
         self.lost_peer = isinstance(error, CommunicationError)
         self.ending.set()
         os.write(self.pipe[1], b"\0")
-        self.thread.join()  # before the handlers are restored: torchrun's SIGTERM must not interrupt the last report
+        # joined before the signal handlers are restored: torchrun's SIGTERM must not interrupt the last report
+        self.thread.join()
         if self.handlers:
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
@@ -218,9 +228,12 @@ class Watchdog:
                 Path(self.stacks.name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def among(self, ranks: list[tuple[int, str, int]]) -> Iterator[None]:
-        """Context manager in which this rank watches the other ranks; it ends at the run's last barrier. `ranks` has
-        (rank, host, process id) of every rank."""
+    def watching_peers(self, ranks: list[tuple[int, str, int]]) -> Iterator[None]:
+        """Context manager in which this rank watches the other ranks. Its body contains the run's last barrier.
+
+        Args:
+            ranks: (rank, host name, process id) of every rank.
+        """
         self.size = len(ranks)
         here = socket.gethostname()
         for rank, host, pid in ranks:
@@ -228,21 +241,24 @@ class Watchdog:
                 with contextlib.suppress(OSError):  # another container on this machine, or an old kernel
                     self.peers[os.pidfd_open(pid)] = rank, pid
         yield
-        self.size = 1  # others may end first from here on; after an error they are watched to the end
+        self.size = 1  # after the last barrier other ranks may end first; not reached if the body raised an error
 
     def watch(self) -> None:
+        """Body of the thread: write heartbeats and handle events until the context manager ends."""
         next_beat = 0.0
         while not self.ending.is_set():
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT
                 try:
                     self.beat()
-                except Exception:  # signals must still be handled
+                except Exception:  # the thread goes on, because signals must still be handled
                     if not self.failed:
                         log().warning("the other ranks are not watched: %s", traceback.format_exc())
                     self.failed = True
             self.wait(max(0.0, next_beat - time.monotonic()))
-        if self.lost_peer:  # the main thread noticed first, but does not know which rank ended, and how
+        if (
+            self.lost_peer
+        ):  # the main thread got an error first, but only this thread finds out which rank ended, and how
             self.wait(SETTLE)
 
     def wait(self, seconds: float) -> None:
@@ -263,6 +279,7 @@ class Watchdog:
                 self.handle_signal(number)
 
     def handle_signal(self, number: int) -> None:
+        """Record a request to save or to stop. Between steps, and at the second Ctrl-C, end the process at once."""
         if number == signal.SIGUSR1:
             self.saves += 1
         if number not in (signal.SIGTERM, signal.SIGINT) or self.ending.is_set():
@@ -274,7 +291,7 @@ class Watchdog:
         until = time.monotonic() + SETTLE
         while self.size > 1 and time.monotonic() < until:
             if first_failure(self.folder) is not None:
-                return  # torchrun ends this rank because another one has failed; `beat` ends this process
+                return  # torchrun ends this rank because another one has failed; `beat` will end this process
             self.wait(0.05)
         if self.stop:
             return  # the run is already stopping
@@ -294,15 +311,21 @@ class Watchdog:
                     put_status(self.folder, "stopping", Outcome(ENDINGS["stopped"], name, step=self.step))
 
     def is_second_interrupt(self) -> bool:
-        """Return whether this SIGINT is a second Ctrl-C: the first SIGINT came more than `ONE_WISH` seconds ago.
-        Remember the time of the first SIGINT."""
+        """Return whether the SIGINT that has just come is a second press of Ctrl-C: the first SIGINT came more than
+        `SAME_KEY_PRESS` seconds ago. Also record the time of the first SIGINT."""
         first, now = self.interrupted_at, time.monotonic()
         self.interrupted_at = now if first is None else first
-        return first is not None and now - first > ONE_WISH
+        return first is not None and now - first > SAME_KEY_PRESS
 
     def end_with_peer(self, pidfd: int, rank: int, pid: int) -> None:
-        """End this process because the process `pid` of rank `rank`, on this machine, has ended. If there is no failure
-        report, record how that process ended."""
+        """End this process because the process of another rank on this machine has ended. If there is no failure report
+        yet, record how that process ended.
+
+        Args:
+            pidfd: file descriptor of the other process.
+            rank: its rank.
+            pid: its process id.
+        """
         how = ending_of(pidfd, pid)
         if first_failure(self.folder) is None:
             reason = f"rank {rank} (process {pid} on {socket.gethostname()}) {how}"
@@ -310,6 +333,7 @@ class Watchdog:
         self.end_after_failure()
 
     def write_beat(self) -> Beat:
+        """Write and return this rank's heartbeat."""
         self.count += 1
         beat = Beat(
             rank=self.rank,
@@ -326,12 +350,14 @@ class Watchdog:
         return beat
 
     def beat(self) -> None:
+        """Write this rank's heartbeat, check the heartbeats of other ranks, and end the process if another rank has
+        failed or if ranks have waited too long."""
         self.run.check_folder()
         beat = self.write_beat()
         if self.warn_after is None:
             return
         has_others = os.environ.get("WORLD_SIZE", "1") != "1"
-        if has_others and first_failure(self.folder) is not None:  # also if that rank has not joined the group yet
+        if has_others and first_failure(self.folder) is not None:  # even if the failed rank had not joined the group
             self.end_after_failure()
         if self.size == 1:
             return
@@ -349,11 +375,16 @@ class Watchdog:
             self.give_up(beat, waiting, late)
 
     def warn(self, waiting: float, late: list[Late]) -> None:
+        """Write this rank's stack traces, and log which ranks are late, less and less often.
+
+        Args:
+            waiting: seconds since this rank last made progress.
+        """
         if not self.dumped:
             self.dumped = True
             faulthandler.dump_traceback(self.stacks, all_threads=True)
-        # only rank 1 reports that rank 0 is late, unless a late rank is frozen and the machine of rank 1 may be gone
-        # too
+        # Only ranks 0 and 1 report late ranks. If a late rank is frozen, all ranks do, because its machine may be gone,
+        # and rank 1 may have been on the same machine.
         is_reporter = self.rank <= 1 or any(each.is_frozen for each in late)
         if late and is_reporter and time.monotonic() - self.warned >= max(60, waiting / 2):
             self.warned = time.monotonic()
@@ -361,8 +392,13 @@ class Watchdog:
                 log().warning("waiting for %.0f seconds: %s", waiting, each)
 
     def give_up(self, beat: Beat, waiting: float, late: list[Late]) -> None:
-        """Record which ranks are late, and end this process, because ranks have waited too long. This happens before
-        the timeout of the process group, whose error would name the waiting rank instead of the late one."""
+        """Record which ranks are late, and end this process, because ranks have waited too long. This is done shortly
+        before the timeout of the process group, whose error would name the waiting rank instead of the late one.
+
+        Args:
+            beat: this rank's heartbeat.
+            waiting: seconds since this rank last made progress.
+        """
         faulthandler.dump_traceback(self.stacks, all_threads=True)
         if not late:
             late = self.watcher.late(beat, list(range(self.size)))
@@ -380,8 +416,8 @@ class Watchdog:
         )
 
     def end_after_failure(self) -> None:
-        """End this process, without a failure report of its own, because another rank has written one. This process
-        waits first, so that torchrun notices the other rank's end earlier."""
+        """End this process because another rank has written a failure report. Before that, wait `PATIENCE` seconds, so
+        that torchrun notices the end of the failed rank first."""
         time.sleep(PATIENCE)
         first = first_failure(self.folder)
         self.kill_frozen()
@@ -404,23 +440,24 @@ class Watchdog:
         self.exit(int(outcome.ending.exit_code if first is None else first["exit_code"]))
 
     def kill_frozen(self) -> None:
-        """Kill the frozen ranks on this machine, because torchrun would otherwise wait half a minute for them."""
+        """Kill the frozen ranks on this machine, for whose end torchrun would otherwise wait half a minute."""
         for handle, (rank, _) in self.peers.items():
             with contextlib.suppress(OSError):
                 if beat_age(self.folder, rank) > FROZEN:
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def exit(self, code: int) -> None:
+        """Write the run's final report and end the process, even if the main thread is blocked."""
         with contextlib.suppress(Exception):
-            self.run.last_words()
+            self.run.report_end()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
-def fresh(path: Path) -> TextIO:
-    """Open a new file for writing that only its owner can read. An existing file with content is first renamed to
-    `NAME.N.txt`."""
+def open_new(path: Path) -> TextIO:
+    """Open a new text file that only its owner can read. An existing file at `path` is renamed to `NAME.N.txt` (N = 1,
+    2, ...) if it is not empty."""
     if os.path.lexists(path) and path.lstat().st_size:
         number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}.txt").exists())
         os.replace(path, path.with_suffix(f".{number}.txt"))

@@ -26,6 +26,7 @@ from llava_fsdp.runtime.log import log, setup_logging
 from llava_fsdp.runtime.process_end import STOP_SECONDS, how_ended, without_launcher
 from llava_fsdp.runtime.run_dir import refuse_in_use
 from llava_fsdp.runtime.status_file import STATUS_FILE, read_status, status_of_latest_start
+from llava_fsdp.runtime.watchdog import SAME_KEY_PRESS
 from llava_fsdp.train.agent import is_given
 
 TORCHRUN_WITH_VALUE = frozenset({
@@ -51,8 +52,6 @@ STOPS = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.STOPPED, 
 SIGNALS = {*STOPS, signal.SIGUSR1, signal.SIGCHLD}
 AGENT_ENDS = 1.0
 """Seconds that torchrun's agent has to end by itself after its ranks have ended."""
-SAME_KEY_PRESS = 0.5
-"""Seconds after a SIGINT within which another SIGINT counts as the same press of Ctrl-C."""
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import FOLDER, claimed, restored_umask
-from llava_fsdp.runtime.run_dir_watch import Hold
+from llava_fsdp.runtime.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.watchdog import Run, Watchdog
 from llava_fsdp.train import final_export
 from llava_fsdp.train.build_state import build_state, open_data
@@ -55,14 +55,14 @@ class RunParts(Run):
     use. A part is None until it is built."""
 
     folder: Path = Path()
-    hold: Hold | None = None
+    dir_lock: RunDirLock | None = None
     count_collectives: Callable[[], int] = int
     state: TrainState | None = None
     reporter: Reporter | None = None
 
     def check_folder(self) -> None:
-        if self.hold is not None:
-            self.hold.look()
+        if self.dir_lock is not None:
+            self.dir_lock.check_folder()
 
     def collectives(self) -> int:
         return self.count_collectives()
@@ -70,7 +70,7 @@ class RunParts(Run):
     def data_position(self) -> str:
         return self.state.loader.watch.late(self.state.step) if self.state is not None else ""
 
-    def last_words(self) -> None:
+    def report_end(self) -> None:
         if self.reporter is not None:
             self.reporter.end(HURRY)
         elif ranks.own_rank() == 0:
@@ -92,10 +92,10 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
         restored_umask(),
         Watchdog(folder, rank, cfg.comm.init_timeout, cfg.comm.warn_after, parts) as watchdog,
         distributed(cfg) as world,
-        watchdog.among(ranks.rank_identities()),
+        watchdog.watching_peers(ranks.rank_identities()),
         clear_memory_errors(cfg, world.device),
     ):
-        parts.hold = Hold(folder, lock, cfg.private) if lock is not None else None
+        parts.dir_lock = RunDirLock(folder, lock, cfg.private) if lock is not None else None
         check_same_software(cfg, world.device, gather_lists)
         check_same_settings(cfg, gather_lists)
         cfg = settle_auto(cfg, world)
@@ -121,13 +121,13 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
         )
 
         profiler = open_profiler(cfg, world.rank, world.device, state.step, last_step)
-        controller = RunController(state, saver, cfg, last_step, watchdog, parts.hold)
+        controller = RunController(state, saver, cfg, last_step, watchdog, parts.dir_lock)
         validation = open_validation(state, cfg, last_step, watchdog, controller.between_steps, reporter.note)
         first_step = state.step
 
         def after_step(result: StepResult) -> None:
             watchdog.step_done()
-            if controller.loss() is None:  # a lost run folder may now belong to another run
+            if controller.folder_change() is None:  # a lost run folder may now belong to another run
                 reporter(result)
             controller.after_step(result)
             if state.step == first_step + 1:  # now weights are loaded and kernels compiled

@@ -14,7 +14,7 @@ from llava_fsdp.distributed.mesh import gather_lists, own_rank
 from llava_fsdp.runtime.errors import CheckpointError, FolderLost, ModelError, NumericError, Stopped
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints
-from llava_fsdp.runtime.run_dir_watch import Hold, Loss
+from llava_fsdp.runtime.run_dir_watch import FolderChange, RunDirLock
 from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train.checkpoint_contents import facts_of, tensors
 from llava_fsdp.train.optimizer import prepare_moments
@@ -36,15 +36,15 @@ class RunController:
         cfg: Config,
         last_step: int,
         watchdog: Watchdog,
-        hold: Hold | None = None,
+        dir_lock: RunDirLock | None = None,
     ):
         """Create the controller of a training.
 
         Args:
             saver: None if no step is left.
-            hold: the lock on the run's folder, on rank 0; None on other ranks.
+            dir_lock: the lock on the run's folder, on rank 0; None on other ranks.
         """
-        self.hold = hold
+        self.dir_lock = dir_lock
         self.state = state
         self.saver = saver
         self.cfg = cfg
@@ -86,7 +86,7 @@ class RunController:
             stop=self.watchdog.wants_stop(),
             save=self.watchdog.wants_save(),
             failed=self.saver is not None and self.saver.failed,
-            lost=self.loss() is not None,
+            lost=self.folder_change() is not None,
         ).agreed()
         if votes.lost:
             self.stop_if_lost()
@@ -127,17 +127,17 @@ class RunController:
         if self.saver is None:
             return
         self.finish()
-        if Votes(lost=self.loss() is not None).agreed().lost:
+        if Votes(lost=self.folder_change() is not None).agreed().lost:
             self.stop_if_lost()
         self.saver.close()
         self.saver = None
         if Votes(stop=self.watchdog.wants_stop()).agreed().stop and self.cfg.export.enabled:
             raise self.stopped("stopped after the last step; the same command exports the model")
 
-    def loss(self) -> Loss | None:
+    def folder_change(self) -> FolderChange | None:
         """Return what happened to the run's folder if it is lost (deleted, moved or replaced). None if it is not, and
         always None on ranks other than rank 0. Not a collective."""
-        return self.hold.look() if self.hold is not None else None
+        return self.dir_lock.check_folder() if self.dir_lock is not None else None
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -157,26 +157,26 @@ class RunController:
         The new folder has the same path. It is not created if something else is at that path now.
         """
         failing = f"cannot look at {self.cfg.output_dir}"
-        loss = on_first_rank(self.loss, failing)
-        if loss is None:
+        change = on_first_rank(self.folder_change, failing)
+        if change is None:
             return
         step = self.state.step
-        said = f"output_dir={self.cfg.output_dir} {loss.what}, as found after step {step}"
-        if not loss.can_be_remade:
+        said = f"output_dir={self.cfg.output_dir} {change.what}, as found after step {step}"
+        if not change.can_be_remade:
             raise FolderLost(
                 f"{said}. Nothing was written there after that, and step {step} was not saved. To continue from the "
                 "last checkpoint, put the run's own folder back in its place",
-                leaves_word=False,
+                may_be_recorded=False,
             )
         try:
-            on_first_rank(lambda: self.hold and self.hold.remake(), failing)
+            on_first_rank(lambda: self.dir_lock and self.dir_lock.remake(), failing)
             if self.saver is not None:
                 self.watchdog.at(Phase.CHECKPOINT)
                 self.saver.reset_saved_step()
                 self.saver.save()
                 self.saver.raise_if_failed()
         except (CheckpointError, NumericError) as error:
-            raise FolderLost(f"{said}; making it again failed: {error}", leaves_word=True) from error
+            raise FolderLost(f"{said}; making it again failed: {error}", may_be_recorded=True) from error
         saved = (
             f"A checkpoint of step {step} has been saved into a new folder of that name, and the same command "
             "continues from it"
@@ -185,7 +185,7 @@ class RunController:
         )
         raise FolderLost(
             f"{said}, with all that was in it. {saved}. If it was moved, put it back in place of the new one",
-            leaves_word=True,
+            may_be_recorded=True,
         )
 
     def give_up(self, result: StepResult) -> None:
