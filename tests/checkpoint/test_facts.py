@@ -14,7 +14,7 @@ from reference import outcome
 from saves import CONFIG as CHECKPOINTS
 from small import Configure
 
-from llava_fsdp.checkpoint.commit import joined
+from llava_fsdp.checkpoint.commit import merge_entries
 from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry, rank_file
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.state_json import parse_facts, render_facts
@@ -189,7 +189,7 @@ def test_pieces_of_all_ranks_are_in_the_order_of_rows() -> None:
     written = [{"b": TensorEntry(torch.bfloat16, (7, 2), (rows,))} for rows in ranges]
     written[0]["a"] = scalar = TensorEntry(torch.float32, (), (RowRange(rank_file(0), 0, 1),))
     whole = TensorEntry(torch.bfloat16, (7, 2), (ranges[1], ranges[2], ranges[0]))
-    found = joined(written)
+    found = merge_entries(written)
     assert found == {"a": scalar, "b": whole} and list(found) == ["a", "b"] and scalar.rows == 1
 
 

@@ -8,7 +8,7 @@ from harness import single_world
 from saves import save_steps
 from small import Configure
 
-from llava_fsdp.checkpoint.retention import leave_branch
+from llava_fsdp.checkpoint.retention import set_aside_later
 from llava_fsdp.runtime import status_file
 from llava_fsdp.runtime.run_dir import FOLDER, mark_begun
 from llava_fsdp.train.resume import choose
@@ -68,7 +68,7 @@ def test_a_branch_begins_once(launch: None, configure: Configure, tmp_path: Path
         return found.folder
 
     assert chosen() == wish
-    leave_branch(tmp_path / "out", wish, 4)
+    set_aside_later(tmp_path / "out", wish, 4)
     mark_begun(tmp_path / "out", str(wish), 4)
     assert chosen() == wish, "nothing has been saved since"
     save_steps(single_world(), tmp_path / "out" / FOLDER, [5])
@@ -80,7 +80,7 @@ def test_every_later_checkpoint_is_of_the_branch_that_is_left(tmp_path: Path) ->
     folders = [tmp_path / FOLDER / f"step-00000{step}" for step in (2, 4, 5, 9)]
     for folder in folders:
         folder.mkdir(parents=True)
-    leave_branch(tmp_path, folders[1], 4)
+    set_aside_later(tmp_path, folders[1], 4)
     assert [folder.exists() for folder in folders] == [True, True, False, False]
     assert sorted(path.name for path in (tmp_path / "old-1" / FOLDER).iterdir()) == ["step-000005", "step-000009"]
     assert (tmp_path / FOLDER / "latest").read_text() == "step-000004\n"

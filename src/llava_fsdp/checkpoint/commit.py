@@ -40,10 +40,10 @@ from llava_fsdp.checkpoint.manifest import (
     rank_file,
     render,
 )
-from llava_fsdp.checkpoint.retention import REPLACED, STAGED, point_to, prune
+from llava_fsdp.checkpoint.retention import REPLACED, STAGED, prune, write_latest
 from llava_fsdp.checkpoint.safetensors_stream import write_tensors
 from llava_fsdp.checkpoint.state_json import render_facts
-from llava_fsdp.checkpoint.verify import Checkpoint, check_files, digest_of_file, naming, verify
+from llava_fsdp.checkpoint.verify import Checkpoint, check_files, digest_of_file, name_in_errors, verify
 from llava_fsdp.config import CheckpointConfig
 from llava_fsdp.distributed.consensus import gathered_on_first, on_all_ranks, on_first_rank
 from llava_fsdp.runtime.digests import Digest
@@ -64,23 +64,25 @@ Entries = Mapping[str, TensorEntry]
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """Function with which rank 0 writes the adapters into each checkpoint in a format that other programs can read, and
-    the size of what it writes."""
+    """How rank 0 writes a folder with the LoRA adapters into each checkpoint, in peft's format for other programs."""
 
     nbytes: int
+    """Size of the adapter folder in bytes."""
     write: Callable[[Path, Checkpoint], None]
-    """Writes the adapter folder; its arguments are the folder's path and the checkpoint, whose manifest does not list
-    it yet."""
+    """Function that writes the adapter folder. Its arguments are the folder's path, and the checkpoint, whose manifest
+    does not list the adapter folder yet."""
 
 
 @dataclass
 class Committer:
-    """Writes checkpoints into a folder, one at a time, together with all ranks of a process group."""
+    """Writes checkpoints, one at a time. All ranks of a process group write together."""
 
     parent: Path
+    """The folder that contains all checkpoints."""
     cfg: CheckpointConfig
     group: dist.ProcessGroup | None
     hasher: Executor
+    """Computes digests in another thread."""
     needed: int
     """Bytes of the tensors and adapters of one checkpoint, summed over all ranks."""
     at: Callable[[str], None] = lambda point: None
@@ -91,9 +93,10 @@ class Committer:
     """Names of the checkpoints that this process has written or verified."""
 
     def write(self, facts: dict[str, Any], entries: Entries, values: Mapping[str, torch.Tensor]) -> Path:
-        """Write one checkpoint. A collective of the process group.
+        """Write one checkpoint and return its folder. Collective: all ranks of the process group must call it.
 
         Args:
+            facts: the content of `state.json`, including `step`.
             entries: manifest entries of the rows that this rank writes, by tensor name.
             values: the values of these rows, by tensor name.
 
@@ -109,7 +112,7 @@ class Committer:
         on_first_rank(lambda: self.begin(staged), failing, self.group)
         try:
             self.at("made")
-            digest = on_all_ranks(lambda: self.write_own(staged, rank, values), failing, self.group)
+            digest = on_all_ranks(lambda: self.write_rank_file(staged, rank, values), failing, self.group)
             self.at("agreed")
             written = gathered_on_first((digest, entries), self.group)
             on_first_rank(lambda: self.complete(staged, final, facts, written), failing, self.group)
@@ -120,6 +123,7 @@ class Committer:
         return final
 
     def begin(self, staged: Path) -> None:
+        """Create the temporary folder `staged`. Raises CheckpointError if the disk has no room for a checkpoint."""
         make_folder(self.parent)
         make_empty(staged)
         try:
@@ -128,21 +132,29 @@ class Committer:
             shutil.rmtree(staged, ignore_errors=True)
             raise
 
-    def write_own(self, staged: Path, rank: int, values: Mapping[str, torch.Tensor]) -> Digest:
+    def write_rank_file(self, staged: Path, rank: int, values: Mapping[str, torch.Tensor]) -> Digest:
+        """Write the file with this rank's tensors into the temporary folder `staged`; return the file's digest."""
         described = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
         digest = write_tensors(staged / rank_file(rank), described, values.__getitem__, self.hasher)
         self.at("file written")
         return digest
 
     def complete(self, staged: Path, final: Path, facts: dict[str, Any], written: list[tuple[Digest, Entries]]) -> None:
-        """Write all files of a checkpoint except the ranks' tensor files, which `written` describes, and rename its
-        folder to its final name. Called on rank 0."""
+        """Write all files of a checkpoint except the ranks' tensor files, and rename the checkpoint's folder to its
+        final name. Called on rank 0.
+
+        Args:
+            staged: the folder, which still has a temporary name.
+            final: the folder's final path.
+            facts: the content of `state.json`.
+            written: for each rank, the digest of its tensor file and the manifest entries of the rows in this file.
+        """
         content = render_facts(facts)
         write_durably(staged / STATE_FILE, content)
         self.at("state written")
         files = {rank_file(rank): digest for rank, (digest, _) in enumerate(written)}
         files[STATE_FILE] = Digest(len(content), xxh3_128(content).hexdigest())
-        manifest = Manifest(facts["step"], dict(files), joined([entries for _, entries in written]))
+        manifest = Manifest(facts["step"], dict(files), merge_entries([entries for _, entries in written]))
         if self.adapter_folder is not None:
             files |= self.write_adapter(self.adapter_folder, Checkpoint(staged, manifest, facts))
             manifest = Manifest(manifest.step, files, manifest.tensors)
@@ -152,7 +164,7 @@ class Committer:
         sync_folder(staged)
         self.at("folder synced")
         replaced = final.with_name(final.name + REPLACED)
-        if os.path.lexists(final):  # from before this run started over, or found to be damaged
+        if os.path.lexists(final):  # a checkpoint from before the run started over, or one that is damaged
             os.rename(final, replaced)
             self.at("old one aside")
         try:
@@ -166,7 +178,7 @@ class Committer:
         self.at("parent synced")
         self.good.add(final.name)
         try:
-            point_to(final)
+            write_latest(final)
         except OSError as error:
             log().warning("%s could not be pointed to: %s", final, error)
         self.at("pointed")
@@ -188,7 +200,7 @@ class Committer:
         check only the names and sizes of its files."""
         try:
             if folder.name in self.good:
-                with naming(folder):
+                with name_in_errors(folder):
                     check_files(folder)
             else:
                 verify(folder)
@@ -200,8 +212,9 @@ class Committer:
         return True
 
 
-def joined(ranks: list[Entries]) -> dict[str, TensorEntry]:
-    """Merge the manifest entries of all ranks, tensor by tensor. `render` checks later that no row is missing."""
+def merge_entries(ranks: list[Entries]) -> dict[str, TensorEntry]:
+    """Merge the manifest entries of all ranks, tensor by tensor. `manifest.render` checks later that no row is
+    missing."""
     tensors = {}
     for name in sorted({name for entries in ranks for name in entries}):
         parts = [entries[name] for entries in ranks if name in entries]

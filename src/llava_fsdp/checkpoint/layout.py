@@ -11,8 +11,8 @@ from llava_fsdp.distributed.local_shards import local, local_rows
 
 
 def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return this rank's rows of a tensor: the index of the first one, and their values [rows, ...]. A scalar is
-    returned unchanged, with index 0."""
+    """Return the rows of a tensor that this rank holds: the index of the first row, and the rows' values [rows, ...]. A
+    scalar is returned unchanged, with index 0."""
     begin, end = local_rows(tensor)
     values = local(tensor)
     assert values.ndim == 0 or len(values) == end - begin, f"{tuple(values.shape)} holds rows {begin} to {end}"
@@ -22,13 +22,21 @@ def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
 def written_rows(
     tensors: Mapping[str, torch.Tensor], file: str
 ) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
-    """Choose the rows that this rank writes to a checkpoint; return their manifest entries and values, both by tensor
-    name. Rows that several ranks hold are divided evenly among these ranks."""
+    """Choose the rows that this rank writes to a checkpoint. Rows that several ranks hold are divided evenly among
+    these ranks.
+
+    Args:
+        tensors: all tensors of the checkpoint by name, the same names on every rank.
+        file: name of this rank's file in the checkpoint.
+
+    Returns:
+        The manifest entries and the values [rows, ...] of the chosen rows, both by tensor name.
+    """
     entries, written = {}, {}
     for number, name in enumerate(sorted(tensors)):
         first, values = held_rows(tensors[name])
         replica, replicas = replica_of(tensors[name])
-        if not values.ndim:  # the scalars are distributed over the ranks
+        if not values.ndim:  # each scalar is written by one rank; `number` distributes the scalars over the ranks
             begin, end = 0, int(number % replicas == replica)
         else:
             begin, end = (first + len(values) * n // replicas for n in (replica, replica + 1))

@@ -24,8 +24,8 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 RANK_FILE = re.compile(r"rank-\d{5}\.safetensors")
 ADAPTER_FILE = re.compile(rf"{ADAPTER_FOLDER}(/[A-Za-z0-9]\w*)?/[A-Za-z0-9][\w.-]*")
-"""Pattern for paths of the files in a checkpoint's adapter folder, which contains a second copy of the adapters for
-other programs."""
+"""Pattern for paths of the files in a checkpoint's adapter folder, which contains a copy of the adapters for other
+programs."""
 LARGEST = 1 << 30
 """Largest accepted size of a manifest in bytes: enough for 2000 tensors on 10,000 ranks."""
 HEX = re.compile(r"[0-9a-f]{32}")
@@ -42,7 +42,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Manifest entry of a tensor: its dtype, its shape, and the row ranges in files, in the order of rows."""
+    """Manifest entry of a tensor: its dtype, its shape, and the files that hold its rows, in the order of the rows."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -114,8 +114,8 @@ def parse(content: bytes) -> Manifest:
                 f"it has format {version}, and this version of llava_fsdp reads format {FORMAT}: {cure}"
             )
         manifest = Manifest(
-            size(values["step"]),
-            {file_name(k): Digest(size(v["bytes"]), hexadecimal(v["xxh128"])) for k, v in values["files"].items()},
+            parse_size(values["step"]),
+            {parse_file_name(name): parse_digest(entry) for name, entry in values["files"].items()},
             {name: parse_entry(entry) for name, entry in values["tensors"].items()},
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -133,19 +133,22 @@ def parse(content: bytes) -> Manifest:
 
 
 def parse_entry(values: dict[str, Any]) -> TensorEntry:
-    ranges = tuple(RowRange(file_name(file), size(begin), size(end)) for file, begin, end in values["pieces"])
-    return TensorEntry(DTYPES[values["dtype"]], tuple(size(n) for n in values["shape"]), ranges)
+    ranges = tuple(
+        RowRange(parse_file_name(file), parse_size(begin), parse_size(end)) for file, begin, end in values["pieces"]
+    )
+    return TensorEntry(DTYPES[values["dtype"]], tuple(parse_size(n) for n in values["shape"]), ranges)
 
 
-def size(value: Any) -> int:
+def parse_size(value: Any) -> int:
+    """Return `value` if it is a valid size, step or row number; raise ValueError otherwise."""
     if type(value) is not int or not 0 <= value < LARGEST_DIMENSION:
         raise ValueError(f"{str(value)[:50]} is not a size")
     return value
 
 
-def file_name(value: Any) -> str:
-    """Return `value` if it is a valid path of a file in a checkpoint's folder; raise ValueError otherwise. A valid path
-    cannot lead out of the folder."""
+def parse_file_name(value: Any) -> str:
+    """Return `value` if it is the path of a file that a checkpoint's folder can contain; raise ValueError otherwise.
+    Such a path cannot lead out of the folder."""
     if not isinstance(value, str) or not (
         value == STATE_FILE or RANK_FILE.fullmatch(value) or ADAPTER_FILE.fullmatch(value)
     ):
@@ -153,15 +156,17 @@ def file_name(value: Any) -> str:
     return value
 
 
-def hexadecimal(value: Any) -> str:
-    if not isinstance(value, str) or not HEX.fullmatch(value):
-        raise ValueError(f"{str(value)[:50]!r} is not an XXH128")
-    return value
+def parse_digest(values: dict[str, Any]) -> Digest:
+    """Parse the manifest's entry of a file: its size and its XXH128 digest. Raises ValueError if one of them is
+    invalid."""
+    size, digest = parse_size(values["bytes"]), values["xxh128"]
+    if not isinstance(digest, str) or not HEX.fullmatch(digest):
+        raise ValueError(f"{str(digest)[:50]!r} is not an XXH128")
+    return Digest(size, digest)
 
 
 def require_coverage(name: str, entry: TensorEntry) -> None:
-    """Check that every row of a tensor is in exactly one file. Raises CheckpointError, naming the tensor and the
-    rows."""
+    """Raise CheckpointError, naming the tensor and the rows, unless every row of a tensor is in exactly one file."""
     reached = 0
     for rows in entry.ranges:
         if rows.begin != reached or rows.end <= rows.begin:

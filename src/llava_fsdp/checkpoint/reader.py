@@ -10,27 +10,38 @@ import torch
 from llava_fsdp.checkpoint.layout import held_rows
 from llava_fsdp.checkpoint.manifest import Manifest, TensorEntry
 from llava_fsdp.checkpoint.safetensors_stream import open_file, read_header, read_rows
-from llava_fsdp.checkpoint.verify import Checkpoint, naming
+from llava_fsdp.checkpoint.verify import Checkpoint, name_in_errors
 from llava_fsdp.runtime.errors import CheckpointError
 
-WEIGHT = "model."
+WEIGHT_PREFIX = "model."
+"""Prefix of the names of trained weights in a checkpoint. All other tensors are the optimizer's state."""
 
 
 @torch.no_grad()
 def load(checkpoint: Checkpoint, into: dict[str, torch.Tensor]) -> None:
-    """Fill this rank's rows of the tensors in `into` from a checkpoint. Raises CheckpointError if the checkpoint and
-    `into` do not have the same tensors, or if a file of the checkpoint cannot be read."""
-    with naming(checkpoint.folder):
+    """Read the rows that this rank holds of all tensors of a checkpoint.
+
+    Args:
+        into: the tensors to fill, by name; must have the names, shapes and dtypes of the checkpoint's tensors.
+
+    Raises:
+        CheckpointError: the checkpoint has other tensors, or a file of it cannot be read.
+    """
+    with name_in_errors(checkpoint.folder):
         targets = {name: held_rows(tensor) for name, tensor in into.items()}
-        require_same(
+        require_same_tensors(
             checkpoint.manifest, {n: (values.dtype, tuple(into[n].shape)) for n, (_, values) in targets.items()}
         )
         fill(checkpoint.folder, checkpoint.manifest.tensors, targets)
 
 
-def require_same(manifest: Manifest, expected: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-    """Check that a checkpoint's tensors have the expected names, shapes and dtypes; a tensor is never cast, truncated
-    or skipped. Raises CheckpointError, naming a tensor that differs."""
+def require_same_tensors(manifest: Manifest, expected: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    """Raise CheckpointError, naming a tensor, unless a checkpoint's tensors have exactly the expected names, shapes and
+    dtypes: no tensor may be cast, truncated or skipped.
+
+    Args:
+        expected: dtype and shape of each tensor, by name.
+    """
     differing = sorted(manifest.tensors.keys() ^ expected.keys())
     if differing:
         name = differing[0]
@@ -45,9 +56,11 @@ def require_same(manifest: Manifest, expected: dict[str, tuple[torch.dtype, tupl
 
 
 def fill(folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tuple[int, torch.Tensor]]) -> None:
-    """Read ranges of rows into tensors. Each checkpoint file that contains some of these rows is opened once.
+    """Read ranges of rows of a checkpoint into tensors. Each file that contains some of these rows is opened once.
 
     Args:
+        folder: folder of the checkpoint.
+        entries: manifest entries of the tensors, by name.
         targets: by tensor name, the index of the first row to read and the tensor to fill [rows, ...].
     """
     by_file: dict[str, list[tuple[str, int, int, int]]] = {}
@@ -71,8 +84,8 @@ def fill(folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tu
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in a checkpoint, whose rows may be in the files of several ranks. Nothing is read before `rows` is
-    called."""
+    """A tensor in a checkpoint, whose rows may be in the files of several ranks. Its values are not read before `rows`
+    is called."""
 
     folder: Path
     key: str
@@ -90,7 +103,7 @@ class SavedTensor:
         """Read rows [begin, end) of dimension 0 into a new CPU tensor. Raises CheckpointError if they cannot be
         read."""
         values = torch.empty(end - begin, *self.shape[1:], dtype=self.dtype)
-        with naming(self.folder):
+        with name_in_errors(self.folder):
             fill(self.folder, {self.key: self.entry}, {self.key: (begin, values)})
         return values
 
@@ -98,7 +111,7 @@ class SavedTensor:
 def saved_weights(checkpoint: Checkpoint) -> dict[str, SavedTensor]:
     """Return the trained weights in a verified checkpoint by parameter name, in the dtype of the master weights."""
     return {
-        key.removeprefix(WEIGHT): SavedTensor(checkpoint.folder, key, entry)
+        key.removeprefix(WEIGHT_PREFIX): SavedTensor(checkpoint.folder, key, entry)
         for key, entry in checkpoint.manifest.tensors.items()
-        if key.startswith(WEIGHT)
+        if key.startswith(WEIGHT_PREFIX)
     }

@@ -13,13 +13,16 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
 
 POINTER = "latest"
-"""Name of a file that contains the name of the newest checkpoint, for people and scripts. llava_fsdp does not read
-it."""
+"""Name of a file that contains the name of the newest checkpoint, for people and scripts. llava_fsdp does not read this
+file."""
 STAGED = ".tmp"
+"""Ending of the name of a checkpoint's folder that is not complete yet, or that is being deleted."""
 REPLACED = ".replaced.tmp"
+"""Ending of the name of a checkpoint's folder while a new checkpoint of the same step replaces it."""
 
 
-def point_to(folder: Path) -> None:
+def write_latest(folder: Path) -> None:
+    """Write the name of the newest checkpoint, `folder`, into the file `latest`."""
     replace_file(folder.parent / POINTER, folder.name.encode() + b"\n", 0o600, durable=True)
 
 
@@ -37,16 +40,25 @@ def delete(folder: Path) -> None:
         log().warning("%s could not be deleted: %s", folder, error)
 
 
-def recover(parent: Path) -> None:
-    """Undo the renaming of checkpoints by saves that crashed. A save that replaces a checkpoint first renames the old
-    one; if it crashed before the new one had its final name, the old one gets that name back."""
+def restore_replaced(parent: Path) -> None:
+    """Give checkpoints their names back that a crashed save has renamed. A save that replaces a checkpoint first
+    renames the old checkpoint. If the save crashed before the new checkpoint had its final name, the old one gets that
+    name again.
+
+    Args:
+        parent: the folder that contains the checkpoints.
+    """
     for path in parent.glob("step-*" + REPLACED) if parent.is_dir() else ():
         if not os.path.lexists(named := path.with_name(path.name.removesuffix(REPLACED))):
             os.rename(path, named)
 
 
-def sweep(parent: Path) -> None:
-    """Delete the temporary folders of interrupted saves and deletions."""
+def delete_temporary(parent: Path) -> None:
+    """Delete the temporary folders that interrupted saves and deletions have left.
+
+    Args:
+        parent: the folder that contains the checkpoints.
+    """
     for path in parent.glob("step-*" + STAGED) if parent.is_dir() else ():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -55,10 +67,12 @@ def sweep(parent: Path) -> None:
 def prune(
     parent: Path, keep: int, keep_every: int | None, is_good: Callable[[Path], bool], at: Callable[[str], None]
 ) -> None:
-    """Delete all checkpoints older than the newest `keep` undamaged ones (those for which `is_good` returns True),
-    except those whose step is a multiple of `keep_every`.
+    """Delete old checkpoints. Kept are the newest `keep` undamaged checkpoints, all damaged ones that are newer than
+    the last of these, and those whose step is a multiple of `keep_every`.
 
     Args:
+        parent: the folder that contains the checkpoints.
+        is_good: returns whether a checkpoint is undamaged.
         at: called with "one deleted" after each deletion.
     """
     good = 0
@@ -74,8 +88,8 @@ def prune(
 
 
 def set_aside(output: Path, paths: Iterable[Path]) -> None:
-    """Move files and folders of an earlier run into a new folder `old-N`, so that they are neither lost nor mixed with
-    the output of the current run."""
+    """Move files and folders of an earlier run into a new folder `old-N` in `output`, so that they are neither lost nor
+    mixed with the output of the current run. Those of `paths` that do not exist are ignored."""
     present = [path for path in paths if os.path.lexists(path)]
     if not present:
         return
@@ -89,15 +103,20 @@ def set_aside(output: Path, paths: Iterable[Path]) -> None:
     log().info("what this run does not continue from is now in %s: %s", kept, ", ".join(p.name for p in present))
 
 
-def leave_branch(output: Path, folder: Path, step: int) -> None:
-    """Move away all checkpoints of later steps than `step`, because the run continues from the checkpoint `folder` of
-    that step."""
+def set_aside_later(output: Path, folder: Path, step: int) -> None:
+    """Move away all checkpoints of later steps than the one from which the run continues.
+
+    Args:
+        output: the run's output folder.
+        folder: the checkpoint from which the run continues.
+        step: the step of that checkpoint.
+    """
     parent = output / FOLDER
     later = [p for p in list_checkpoints(parent) if (step_of(p) or 0) > step and p.resolve() != folder.resolve()]
     set_aside(output, later)
     if later and folder.parent.resolve() == parent.resolve():
         with contextlib.suppress(OSError):  # the file `latest` is only for people and scripts
-            point_to(folder)
+            write_latest(folder)
 
 
 def require_plain_folder(folder: Path) -> None:

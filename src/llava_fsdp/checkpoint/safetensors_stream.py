@@ -29,10 +29,10 @@ CODES = {
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 WRITEBACK = 64 << 20
-"""Number of written bytes after which the kernel is asked to start writing to the disk. Otherwise it would start only
-when the bytes waiting to be written fill a tenth of the memory."""
+"""Number of bytes after which the kernel is asked to start writing them to the disk. Otherwise the kernel would start
+only when the bytes that wait to be written fill a tenth of the memory."""
 LARGEST_HEADER = 100 << 20
-"""Largest accepted size of a header in bytes, which is the limit of the safetensors library."""
+"""Maximum accepted size of a header in bytes. The safetensors library has the same limit."""
 LARGEST_DIMENSION = 1 << 62
 
 
@@ -51,9 +51,15 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
-    """Return the header of a safetensors file with these tensors, and the tensors' names in the order of their data.
-    Wide dtypes come first, so that all data is aligned."""
+def build_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
+    """Build the header of a safetensors file.
+
+    Args:
+        tensors: dtype and shape of each tensor, by name.
+
+    Returns:
+        The header, and the tensors' names in the order of their data: wide dtypes first, so that all data is aligned.
+    """
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -77,14 +83,14 @@ def write_tensors(
 
     Args:
         tensors: dtype and shape of each tensor, by name.
-        read: returns the tensor with a given name; called just before that tensor is written.
-        hasher: computes the digest of a chunk in another thread while the chunk is written.
+        read: returns the tensor with a given name. It is called just before that tensor is written.
+        hasher: executor with another thread, which computes the digest of a chunk while the chunk is written.
 
     Raises:
         NumericError: a tensor has a value that is not finite.
         OSError: the file cannot be written.
     """
-    head, order = layout(tensors)
+    head, order = build_header(tensors)
     digest, written, flushed = xxh3_128(), 0, 0
     with new_file(path) as descriptor:
         for chunk in chunks(head, order, read):
@@ -92,7 +98,7 @@ def write_tensors(
             try:
                 write_all(descriptor, chunk)
             finally:
-                digested.result()  # even after an error, since the buffer may be overwritten afterwards
+                digested.result()  # also after an error, because the caller may then overwrite the buffer
             written += len(chunk)
             if written - flushed >= WRITEBACK:
                 begin_writing(descriptor, flushed, written - flushed)
@@ -101,6 +107,8 @@ def write_tensors(
 
 
 def chunks(head: bytes, order: list[str], read: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
+    """Yield the bytes of a safetensors file: the header `head`, and then the data of the tensors named in `order` in
+    chunks of at most `CHUNK` bytes. Raises NumericError if a value is not finite."""
     yield memoryview(head)
     for name in order:
         flat = read(name).detach().reshape(-1)
@@ -112,8 +120,8 @@ def chunks(head: bytes, order: list[str], read: Callable[[str], torch.Tensor]) -
 
 
 def require_finite(name: str, part: torch.Tensor) -> None:
-    """Raise NumericError if a tensor has a value that is not finite. Only its minimum and maximum are checked, which
-    are NaN if any value is NaN."""
+    """Raise NumericError if `part`, a part of the tensor `name`, has a value that is not finite. Only the minimum and
+    the maximum are checked: they are NaN if any value is NaN."""
     if not part.is_floating_point():
         return
     part = part.float() if part.dtype.itemsize == 1 else part
@@ -127,8 +135,8 @@ def require_finite(name: str, part: torch.Tensor) -> None:
 
 
 def begin_writing(descriptor: int, begin: int, length: int) -> None:
-    """Ask the kernel to start writing part of a file to the disk in the background, if the operating system has such a
-    call."""
+    """Ask the kernel to start writing the bytes [begin, begin + length) of a file to the disk in the background. Does
+    nothing if the operating system has no such call."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
 
@@ -185,8 +193,16 @@ def parse_place(described: dict[str, Any], base: int) -> TensorPlace:
 
 
 def read_rows(descriptor: int, name: str, begin: int, into: torch.Tensor) -> None:
-    """Fill a tensor on any device with a file's bytes, starting at byte `begin`. Raises CheckpointError if the file is
-    too short."""
+    """Fill a tensor on any device with bytes of a file.
+
+    Args:
+        descriptor: file descriptor of the file.
+        name: name of the file, for error messages.
+        begin: offset in the file of the tensor's first byte.
+
+    Raises:
+        CheckpointError: the file ends before the tensor is full.
+    """
     direct = into.device.type == "cpu" and into.is_contiguous()
     flat = into.detach().reshape(-1) if direct else torch.empty(into.numel(), dtype=into.dtype)
     if not flat.numel():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from llava_fsdp.checkpoint.commit import AdapterFolder, Committer
 from llava_fsdp.checkpoint.layout import written_rows
 from llava_fsdp.checkpoint.manifest import TensorEntry, rank_file
-from llava_fsdp.checkpoint.retention import recover, sweep
+from llava_fsdp.checkpoint.retention import delete_temporary, restore_replaced
 from llava_fsdp.checkpoint.snapshot import Snapshot, fits
 from llava_fsdp.config import CheckpointConfig, OnSaveError
 from llava_fsdp.distributed.consensus import gathered, on_first_rank
@@ -30,12 +30,12 @@ from llava_fsdp.runtime.run_dir import step_of
 TIMEOUT = timedelta(seconds=1800)
 """Timeout of the process group for saves: the longest time that the disk of the slowest rank may take."""
 MARGIN = 1.2
-"""The free disk space required for a checkpoint, as a multiple of the bytes of its tensors."""
+"""The free disk space that is required at the start of a run, as a multiple of the bytes of a checkpoint's tensors."""
 
 
 class Saver:
-    """Saves a run's state as checkpoints, in the background if possible. All methods except `failed` and
-    `before_update` are collectives."""
+    """Saves a run's state as checkpoints, in the background if possible. All ranks must call each method, except
+    `failed` and `before_update`, which any rank may use alone."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class Saver:
             facts: returns all other state to save, including `step`.
             in_place: whether the tensors are in files, and are written from there without a copy.
             good: folders of checkpoints that are known to be undamaged.
-            at: called with the name of each point of a save (see `commit.py`).
-            adapter_folder: writes the adapters, on rank 0 of a model with adapters.
-            check: a collective that raises an error if the current state must not be saved.
+            at: called with the name of each point that a save reaches (see `commit.py`).
+            adapter_folder: how the adapters are written. None if the model has no adapters, and on ranks other than 0.
+            check: called on all ranks before each save; raises an error if the current state must not be saved.
 
         Raises:
             CheckpointError: the disk has no room for a checkpoint, or the folder is not writable.
@@ -69,7 +69,7 @@ class Saver:
         self.group: dist.ProcessGroup | None = None
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)  # type: ignore[assignment]
-        _, values = self.written()
+        _, values = self.rows_to_write()
         nbytes = sum(value.nbytes for value in values.values())
         needed = sum(gathered(nbytes + (adapter_folder.nbytes if adapter_folder is not None else 0), self.group))
         on_first_rank(lambda: prepare_folder(parent, needed), f"{parent} cannot be written to", self.group)
@@ -80,13 +80,15 @@ class Saver:
         self.snapshot: Snapshot | None = None
         self.touched: Future[None] = Future()
         self.under_way: Future[Path] | None = None
+        """The save that has begun last, until `wait` is called."""
         self.error: LlavaFsdpError | None = None
+        """The error of a save that has failed, which ends the run."""
         self.saved_step = max((step_of(folder) or 0 for folder in good), default=None)
         if cfg.asynchronous and not in_place and fits(nbytes, self.group):
             self.snapshot = Snapshot(values)
             self.touched = self.writer.submit(self.snapshot.touch)
 
-    def written(self) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
+    def rows_to_write(self) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
         """Return the manifest entries and the values of the rows that this rank writes, both by tensor name."""
         return written_rows(self.tensors(), rank_file(dist.get_rank() if dist.is_initialized() else 0))
 
@@ -108,8 +110,8 @@ class Saver:
         if facts["step"] == self.saved_step:
             return
         self.check()
-        entries, values = self.written()
-        self.saved_step = facts["step"]  # reset if the save fails
+        entries, values = self.rows_to_write()
+        self.saved_step = facts["step"]  # `wait` resets it if the save fails
         if self.snapshot is None:
             self.under_way = self.writer.submit(self.committer.write, facts, entries, values)
             self.raise_if_failed()
@@ -125,7 +127,8 @@ class Saver:
             self.under_way = self.writer.submit(write)
 
     def before_update(self) -> None:
-        """Wait until the current state has been copied. Call this before the state changes. Not a collective."""
+        """Wait until the state that is being saved has been copied. To be called before the optimizer changes the
+        state. Not a collective."""
         if self.snapshot is not None:
             self.snapshot.wait()
 
@@ -148,8 +151,8 @@ class Saver:
             self.error.__cause__ = error
 
     def is_serious(self, error: BaseException | None) -> bool:
-        """Return whether the error of a save must end the run. With `on_save_error=warn`, a full disk does not end the
-        run, but non-finite weights and lost ranks do."""
+        """Return whether the error of a save must end the run. With `checkpoint.on_save_error=warn`, a full disk does
+        not end the run, but weights that are not finite and lost ranks do."""
         forgiven = self.cfg.on_save_error is OnSaveError.warn and type(error) is CheckpointError
         return error is not None and not forgiven
 
@@ -165,8 +168,8 @@ class Saver:
             raise self.error
 
     def close(self) -> None:
-        """Wait until the last save is on the disk; then free the threads, the buffers and the process group. Raises the
-        error of the save if it failed."""
+        """Wait until the last save is on the disk, and then free the threads, the buffers and the process group. If a
+        save has failed, raise its error."""
         self.wait()
         self.writer.shutdown()
         self.hasher.shutdown()
@@ -187,8 +190,8 @@ def prepare_folder(parent: Path, needed: int) -> None:
         needed: bytes of the tensors and adapters of one checkpoint.
     """
     make_folder(parent)
-    recover(parent)  # a run that continues from another folder has not done this for its own folder yet
-    sweep(parent)
+    restore_replaced(parent)  # a run that continues from another folder has not done this for its own folder yet
+    delete_temporary(parent)
     probe = parent / "writable.tmp"
     probe.write_bytes(b"")
     probe.unlink()

@@ -23,13 +23,13 @@ NO_ROOM = (
     "goes without it, offload=nvme keeps states in files"
 )
 SHARE = 0.8
-"""Fraction of the host's free memory that copies of the state may take. The rest is for the growth of processes during
-the run."""
+"""Maximum fraction of a host's free memory that the copies of its ranks' state may take. The rest is left for the
+growth of processes during the run."""
 
 
 class Snapshot:
-    """Host buffers for all tensors that this rank writes to checkpoints. If the tensors are on a GPU, the buffers are
-    pinned."""
+    """A copy, in host memory, of all tensors that this rank writes to checkpoints. If the tensors are on a GPU, the
+    memory is pinned."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self.on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
@@ -54,8 +54,8 @@ class Snapshot:
         self.filled.set()
 
     def touch(self) -> None:
-        """Write to every memory page of the buffers, so that the first copy does not have to wait for the system to
-        provide the pages."""
+        """Write to every memory page of the buffers. Otherwise the first copy would wait for the system to provide the
+        pages."""
         memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
         memory[::PAGE].zero_()
 
@@ -66,8 +66,8 @@ class Snapshot:
             self.updated.record()
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors into the buffers. Called in the thread that writes checkpoints; on a GPU the copy runs on a
-        side stream, after the optimizer's update."""
+        """Copy the tensors into the buffers. Called in the thread that writes checkpoints. On a GPU the copy runs on a
+        side stream, after the optimizer's update that was queued before `begin` was called."""
         assert tensors.keys() == self.buffers.keys()
         try:
             if self.stream is None or self.updated is None or self.copied is None:
@@ -84,7 +84,7 @@ class Snapshot:
 
     def wait(self) -> None:
         """Wait until the tensors may change. On a GPU the host waits only until the copies are queued, and the current
-        stream waits until they are done."""
+        CUDA stream waits until the copies are done."""
         self.filled.wait()
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
@@ -98,7 +98,7 @@ class Snapshot:
 
 def fits(nbytes: int, group: dist.ProcessGroup | None) -> bool:
     """Return whether the state's copies of all ranks fit into the memory of their hosts; all ranks get the same result.
-    A collective.
+    Collective: all ranks must call it.
 
     Args:
         nbytes: size of this rank's copy.

@@ -14,9 +14,11 @@ TYPES: dict[str, tuple[type, ...]] = {
     "scaler": (dict, type(None)), "broken": (list,), "fingerprints": (dict,), "trainable": (list,),
     "versions": (dict,), "written_by": (dict,), "config": (dict,),
 }  # fmt: skip
+"""Allowed types of the values in `state.json`, by key."""
 SCALER: dict[str, tuple[type, ...]] = {
     "scale": (float,), "hysteresis": (int,), "steps": (int,), "last_overflow": (int,),
 }  # fmt: skip
+"""Allowed types of the values in the entry `scaler` (the loss scale of fp16) of `state.json`, by key."""
 COUNTERS = ("step", "samples", "skipped", "consecutive")
 FINGERPRINTS = ("dataset", "encoding", "order", "model")
 
@@ -46,6 +48,7 @@ def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
 
 
 def require_types(found: dict[str, Any], types: dict[str, tuple[type, ...]]) -> None:
+    """Raise KeyError or TypeError unless `found` has exactly the keys of `types`, with values of the listed types."""
     wrong = [key for key, allowed in types.items() if type(found[key]) not in allowed]
     unknown = found.keys() - types.keys()
     if wrong or unknown:

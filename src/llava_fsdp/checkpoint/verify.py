@@ -21,7 +21,7 @@ from llava_fsdp.checkpoint.manifest import (
     Manifest,
     parse,
 )
-from llava_fsdp.checkpoint.retention import recover, require_plain_folder
+from llava_fsdp.checkpoint.retention import require_plain_folder, restore_replaced
 from llava_fsdp.checkpoint.safetensors_stream import open_file, read_header
 from llava_fsdp.checkpoint.state_json import parse_facts
 from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
@@ -44,26 +44,26 @@ class Checkpoint:
 def verify(folder: Path) -> Checkpoint:
     """Verify all files of a checkpoint in one process. Raises CheckpointError, and no other error, for any invalid
     content; the message names the folder, the file and what is wrong."""
-    with naming(folder):
-        checkpoint = inspect(folder)
+    with name_in_errors(folder):
+        checkpoint = check_contents(folder)
         digest_files(checkpoint, sorted(checkpoint.manifest.files))
     return checkpoint
 
 
 def verify_together(folder: Path) -> Checkpoint:
-    """Verify a checkpoint with all ranks, each of which reads a part of the files. A collective; all ranks raise the
-    same error."""
+    """Verify a checkpoint with all ranks, each of which reads a part of the files. Collective: all ranks must call it,
+    and all raise the same error."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    checkpoint = on_first_rank(naming(folder)(lambda: inspect(folder)), f"{folder} cannot be read")
+    checkpoint = on_first_rank(name_in_errors(folder)(lambda: check_contents(folder)), f"{folder} cannot be read")
     names = share(checkpoint.manifest.files, rank, size)
-    on_all_ranks(naming(folder)(lambda: digest_files(checkpoint, names)), f"{folder} cannot be verified")
+    on_all_ranks(name_in_errors(folder)(lambda: digest_files(checkpoint, names)), f"{folder} cannot be verified")
     return checkpoint
 
 
 @contextlib.contextmanager
-def naming(folder: Path) -> Iterator[None]:
-    """Context manager and decorator that puts the path of a checkpoint's folder in front of the messages of
-    CheckpointErrors, and turns OSErrors into CheckpointErrors."""
+def name_in_errors(folder: Path) -> Iterator[None]:
+    """Context manager and decorator that prefixes the messages of CheckpointErrors with the path of a checkpoint's
+    folder, and turns OSErrors into such CheckpointErrors."""
     try:
         yield
     except CheckpointError as error:
@@ -72,8 +72,8 @@ def naming(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: {error.strerror or error}") from error
 
 
-def inspect(folder: Path) -> Checkpoint:
-    """Check everything about a checkpoint except the digests of its tensor files."""
+def check_contents(folder: Path) -> Checkpoint:
+    """Read a checkpoint and check everything except the digests of its tensor files. Raises CheckpointError."""
     manifest = check_files(folder)
     step = step_of(folder)
     if step is not None and step != manifest.step:
@@ -85,7 +85,7 @@ def inspect(folder: Path) -> Checkpoint:
 
 
 def check_files(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest, and compare the names and sizes of the files in the folder with it. Raises
+    """Read a checkpoint's manifest, and compare the names and sizes of the files in its folder with it. Raises
     CheckpointError if a file is missing, is not listed or has another size."""
     require_plain_folder(folder)
     entries = {entry.name: entry for entry in os.scandir(folder)}
@@ -110,8 +110,15 @@ def check_files(folder: Path) -> Manifest:
 
 
 def adapter_entries(folder: os.DirEntry[str] | None) -> dict[str, os.DirEntry[str]]:
-    """List the files in a checkpoint's adapter folder and its subfolders, by path within the checkpoint. Raises
-    CheckpointError if the folder is missing or a link; `open_file` would not notice a link in the middle of a path."""
+    """Return the files in a checkpoint's adapter folder and its subfolders, by path within the checkpoint.
+
+    Args:
+        folder: the adapter folder; None if there is none.
+
+    Raises:
+        CheckpointError: the folder is missing or a symbolic link. (`open_file` refuses only links at the end of a
+            path.)
+    """
     if folder is None or not folder.is_dir(follow_symlinks=False):
         raise CheckpointError(f"{ADAPTER_FOLDER} is missing, or not a folder")
     found: dict[str, os.DirEntry[str]] = {}
@@ -124,10 +131,11 @@ def adapter_entries(folder: os.DirEntry[str] | None) -> dict[str, os.DirEntry[st
 
 
 def read_small(path: Path, largest: int) -> bytes:
+    """Return the content of a regular file. Raises CheckpointError if it has more than `largest` bytes."""
     descriptor = open_file(path)
     with os.fdopen(descriptor, "rb") as file:
         if os.fstat(descriptor).st_size > largest:
-            raise CheckpointError(f"{path.name} is larger than any that was written")
+            raise CheckpointError(f"{path.name} has more than {largest} bytes, which is larger than any such file")
         return file.read()
 
 
@@ -160,7 +168,7 @@ def digest_files(checkpoint: Checkpoint, names: list[str]) -> None:
 
 
 def check_digest(folder: Path, name: str, manifest: Manifest) -> None:
-    """Raise CheckpointError if the size or digest of a file differs from that in the manifest."""
+    """Raise CheckpointError if the size or digest of the file `name` differs from that in the checkpoint's manifest."""
     if digest_of_file(folder / name) != manifest.files[name]:
         raise CheckpointError(f"{name} is not what was written: its digest differs")
 
@@ -173,30 +181,33 @@ def digest_of_file(path: Path) -> Digest:
 
 
 def newest_together(parent: Path, strict: bool) -> Checkpoint | None:
-    """Return the newest checkpoint that passes verification, or None if there are no checkpoints. A collective.
+    """Return the newest checkpoint that passes verification, or None if there are no checkpoints. Collective: all ranks
+    must call it.
 
     Args:
-        strict: raise an error if the newest checkpoint is damaged, instead of logging a warning and using the one
-            before it.
+        strict: whether to raise an error if the newest checkpoint is damaged. Otherwise a warning is logged, and the
+            checkpoint before it is used.
 
     Raises:
         CheckpointError: all checkpoints are damaged; with `strict`, the newest one is.
     """
 
     def look() -> list[Path]:
-        recover(parent)
+        restore_replaced(parent)
         return list_checkpoints(parent)[::-1]
 
     return first_good(on_first_rank(look, f"cannot look for checkpoints in {parent}"), strict, verify_together)
 
 
 def newest_alone(parent: Path) -> Checkpoint | None:
-    """Return the newest checkpoint that passes verification, or None if there are no checkpoints. Runs in one process,
-    and changes nothing in the folder."""
+    """Return the newest checkpoint that passes verification, or None if there are no checkpoints. Unlike
+    `newest_together`, this runs in one process and changes nothing in the folder `parent`."""
     return first_good(list_checkpoints(parent)[::-1], False, verify)
 
 
 def first_good(folders: list[Path], strict: bool, check: Callable[[Path], Checkpoint]) -> Checkpoint | None:
+    """Return the first of several checkpoints that passes verification by `check`; None if `folders` is empty. Raises
+    CheckpointError if all are damaged or, with `strict`, if the first one is."""
     reasons = []
     for folder in folders:
         try:

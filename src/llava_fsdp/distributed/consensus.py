@@ -17,7 +17,8 @@ Failure = tuple[type[LlavaFsdpError], str]
 
 
 def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
-    """Run a function on rank 0 only, and return its result or raise its error on every rank. A collective.
+    """Run a function on rank 0 only, and return its result or raise its error on every rank. Collective: all ranks must
+    call it.
 
     Args:
         failing: text that says what could not be done, for the message of an error that is not a LlavaFsdpError.
@@ -44,7 +45,7 @@ def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGrou
 
 def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
     """Run a function on every rank and return this rank's result; if it fails on any rank, raise an error on every
-    rank. A collective.
+    rank. Collective: all ranks must call it.
 
     Raises:
         LlavaFsdpError: the error of the lowest rank that failed. With several ranks, the message begins with that
@@ -66,7 +67,7 @@ def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup
 
 
 def gathered(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
-    """Return the values of all ranks, in rank order, on every rank. A collective."""
+    """Return the values of all ranks, in rank order, on every rank. Collective: all ranks must call it."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -75,7 +76,8 @@ def gathered(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
 
 
 def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
-    """Return the values of all ranks, in rank order, on rank 0, and an empty list on the other ranks. A collective."""
+    """Return the values of all ranks, in rank order, on rank 0, and an empty list on the other ranks. Collective: all
+    ranks must call it."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -105,7 +107,8 @@ class Votes:
     """Whether the run's folder was deleted or moved. Only rank 0 checks this."""
 
     def agreed(self) -> "Votes":
-        """Return the requests of all ranks combined: each one is set if any rank has set it. A collective."""
+        """Return the requests of all ranks combined: each one is set if any rank has set it. Collective: all ranks must
+        call it."""
         return Votes(*any_rank(self.stop, self.save, self.failed, self.lost))
 
 

@@ -132,7 +132,7 @@ def own_rank() -> int:
 
 
 def rank_identities() -> list[tuple[int, str, int]]:
-    """Return (rank, host name, process id) of every rank, on every rank. A collective."""
+    """Return (rank, host name, process id) of every rank, on every rank. Collective: all ranks must call it."""
     return gather_lists([(own_rank(), socket.gethostname(), os.getpid())])
 
 
@@ -215,8 +215,8 @@ def first_rank_first(world: World) -> Iterator[None]:
 
 
 def gather_lists(items: list[T]) -> list[T]:
-    """Return the lists of all ranks, concatenated in rank order, on every rank. A collective. If all lists are empty,
-    only one number is all-reduced."""
+    """Return the lists of all ranks, concatenated in rank order, on every rank. Collective: all ranks must call it. If
+    all lists are empty, only one number is all-reduced."""
     if not dist.is_initialized():
         return items
     count = torch.tensor([len(items)])

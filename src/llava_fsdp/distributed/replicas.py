@@ -123,7 +123,8 @@ def held_by_this_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, s
 
 
 def find_differences(own: Held, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:
-    """Compare the checksums of all ranks, and return the same list of differences on every rank. A collective.
+    """Compare the checksums of all ranks, and return the same list of differences on every rank. Collective: all ranks
+    must call it.
 
     Each rank first sends three numbers: its shard number and two totals of its checksums. Only if totals that must be
     equal differ, each rank sends the checksum of every tensor.
@@ -176,7 +177,8 @@ def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
 
 
 def same_on_every_rank(norm: DTensor) -> torch.Tensor:
-    """Return the full value of a sharded gradient norm, float32 [], with the same bits on all ranks. A collective.
+    """Return the full value of a sharded gradient norm, float32 [], with the same bits on all ranks. Collective: all
+    ranks must call it.
 
     Each replica sums over its own shards, and the order of summation may depend on a machine's network links. Replicas
     that clip gradients by norms with different bits would drift apart, so all ranks use the largest norm.

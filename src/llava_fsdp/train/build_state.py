@@ -111,8 +111,9 @@ def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
 
 
 def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> None:
-    """Check that all ranks see the same records. A collective. The records may differ, because each machine may read
-    its own copy of the files. Raises DataError on every rank, naming the ranks that differ from rank 0."""
+    """Check that all ranks see the same records. Collective: all ranks must call it. The records may differ, because
+    each machine may read its own copy of the files. Raises DataError on every rank, naming the ranks that differ from
+    rank 0."""
     found = gather_lists([loader.steps.fingerprints()])
     differing = [rank for rank, other in enumerate(found) if other != found[0]]
     if differing:

@@ -46,8 +46,8 @@ from llava_fsdp.train.state import TrainState
 
 
 def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
-    """Write `output_dir/export` and, with `export.verify`, compare its logits with those of the trained model. A
-    collective.
+    """Write `output_dir/export` and, with `export.verify`, compare its logits with those of the trained model.
+    Collective: all ranks must call it.
 
     Trained weights are gathered one at a time. Frozen weights are read again from their source files, bit for bit. A
     training with adapters first writes `output_dir/adapter`; its export is the base model with the adapters merged into
@@ -96,7 +96,8 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
 
 
 def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapted:
-    """Write `output_dir/adapter`, read it again and compare it with the trained adapters. A collective.
+    """Write `output_dir/adapter`, read it again and compare it with the trained adapters. Collective: all ranks must
+    call it.
 
     Returns:
         The base model and the adapters, with trained values on rank 0 and initial values on the other ranks.
@@ -130,14 +131,14 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
 
 def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
     """Return all parameters by name, as stored with their initial values. On rank 0 the trained parameters are replaced
-    by their trained values in memory. A collective."""
+    by their trained values in memory. Collective: all ranks must call it."""
     trained = {name: parameter_values(name, state, is_first_rank) for name in state.masters.named}
     return state.sources | ({name: Held(values) for name, values in trained.items()} if is_first_rank else {})
 
 
 def is_current(state: TrainState, cfg: Config) -> bool:
     """Return whether `output_dir` contains an undamaged export that this run has written after its current step and in
-    the configured dtype. A collective."""
+    the configured dtype. Collective: all ranks must call it."""
     wanted = {"run": state.run, "step": state.step}
     folders = {FOLDER: wanted} if cfg.model.lora.enabled else {}
     if cfg.export.merge or not cfg.model.lora.enabled:
@@ -171,8 +172,8 @@ def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch
 
 def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None, is_first_rank: bool) -> None:
     """Load the exported folder `staged` with transformers on rank 0's CPU, and compare its logits with those of the
-    trained model on a few samples. A collective. Raises ModelError if the logits differ by more than rounding to
-    `export.dtype` can explain."""
+    trained model on a few samples. Collective: all ranks must call it. Raises ModelError if the logits differ by more
+    than rounding to `export.dtype` can explain."""
     micro, sizes = state.loader.steps.probe()
     state.model.eval()
     placed = state.loader.to_device(micro)
@@ -224,7 +225,7 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
 
 def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
     """Return the function with which rank 0 writes an adapter folder into each checkpoint. None on the other ranks, and
-    if the model has no adapters. A collective."""
+    if the model has no adapters. Collective: all ranks must call it."""
 
     if not cfg.model.lora.enabled:
         return None

@@ -151,7 +151,8 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
 
 def settle_auto(cfg: Config, world: World) -> Config:
     """Replace every `auto` in the configuration: `data.template` by that of the model's parts, `pack` by what the
-    language model can do, and the others by the planner's choice. Rank 0 plans for all ranks. A collective."""
+    language model can do, and the others by the planner's choice. Rank 0 plans for all ranks. Collective: all ranks
+    must call it."""
     names_none = cfg.data.template in (AUTO, OWN)
     if not cfg.has_auto and not names_none and cfg.pack != AUTO:
         return cfg

@@ -18,9 +18,9 @@ SHOWN = 3
 
 
 def check_replicas(state: TrainState, parent: Path) -> None:
-    """Check that the weights, moments, buffers and counters that several ranks hold are equal on all these ranks. A
-    collective. Raises ReplicaError on every rank, naming the ranks and tensors that differ and the last checkpoint in
-    `parent`."""
+    """Check that the weights, moments, buffers and counters that several ranks hold are equal on all these ranks.
+    Collective: all ranks must call it. Raises ReplicaError on every rank, naming the ranks and tensors that differ and
+    the last checkpoint in `parent`."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
     found = find_differences(held_by_this_rank(all_tensors(state), counters(state)), gather_lists)

@@ -8,7 +8,7 @@ from typing import Any
 
 from llava_fsdp.checkpoint.manifest import ADAPTER_FOLDER, LARGEST, MANIFEST_FILE, STATE_FILE
 from llava_fsdp.checkpoint.reader import load
-from llava_fsdp.checkpoint.retention import leave_branch, set_aside
+from llava_fsdp.checkpoint.retention import set_aside, set_aside_later
 from llava_fsdp.checkpoint.safetensors_stream import open_file
 from llava_fsdp.checkpoint.state_json import jsonable
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
@@ -35,9 +35,9 @@ FREE_KEYS = {  # paths, names, and how records are read from disk; they do not c
 
 
 def resume(state: TrainState, cfg: Config) -> Path | None:
-    """Load the checkpoint that `checkpoint.resume` selects, and return its folder; None if training starts at step 0. A
-    collective. Raises CheckpointError if all checkpoints are damaged, or if the selected one was written with another
-    model, dataset or recipe."""
+    """Load the checkpoint that `checkpoint.resume` selects, and return its folder; None if training starts at step 0.
+    Collective: all ranks must call it. Raises CheckpointError if all checkpoints are damaged, or if the selected one
+    was written with another model, dataset or recipe."""
     found = choose(cfg)
     if found is None:
         return None
@@ -55,7 +55,7 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
     output = Path(cfg.output_dir)
 
     def begin() -> None:
-        leave_branch(output, found.folder, state.step)
+        set_aside_later(output, found.folder, state.step)
         if cfg.checkpoint.resume != "auto":
             mark_begun(output, cfg.checkpoint.resume, state.step)
 
@@ -64,8 +64,8 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
 
 
 def choose(cfg: Config) -> Checkpoint | None:
-    """Choose and verify the checkpoint from which to resume; None if training starts at step 0. Rank 0 chooses. A
-    collective."""
+    """Choose and verify the checkpoint from which to resume; None if training starts at step 0. Rank 0 chooses.
+    Collective: all ranks must call it."""
     output = Path(cfg.output_dir)
     wanted = on_first_rank(lambda: wish_of(cfg), f"cannot look for checkpoints in {output}")
     if wanted == "never":

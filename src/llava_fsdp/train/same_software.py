@@ -38,8 +38,8 @@ Gather = Callable[[list[Any]], list[Any]]
 
 
 def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> None:
-    """Refuse to run if software differs between ranks; log a warning if hardware or kernels differ. A collective.
-    Raises ConfigError on every rank, with each version, its ranks and their hosts."""
+    """Refuse to run if software differs between ranks; log a warning if hardware or kernels differ. Collective: all
+    ranks must call it. Raises ConfigError on every rank, with each version, its ranks and their hosts."""
     own = {name: read() for name, read in must_agree(cfg).items()}
     may = {name: read() for name, read in may_differ(device).items()}
     found = gather([(socket.gethostname(), own, may)])

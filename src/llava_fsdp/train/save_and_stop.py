@@ -75,7 +75,8 @@ class RunController:
             self.save()
 
     def between_steps(self) -> None:
-        """Save or stop if this was requested on any rank, or stop if the run's folder is lost. A collective.
+        """Save or stop if this was requested on any rank, or stop if the run's folder is lost. Collective: all ranks
+        must call it.
 
         Raises:
             Stopped: a stop was requested. The state is on disk, unless saving failed and `checkpoint.on_save_error`
@@ -152,7 +153,7 @@ class RunController:
 
     def stop_if_lost(self) -> None:
         """If the run's folder is lost (deleted, moved or replaced), save the state into a new folder and raise
-        FolderLost. A collective.
+        FolderLost. Collective: all ranks must call it.
 
         The new folder has the same path. It is not created if something else is at that path now.
         """
@@ -216,7 +217,7 @@ def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
 def open_saver(
     state: TrainState, cfg: Config, resumed: Path | None = None, adapter_folder: AdapterFolder | None = None
 ) -> "Saver":
-    """Create the saver of a training. A collective.
+    """Create the saver of a training. Collective: all ranks must call it.
 
     Args:
         resumed: folder of the verified checkpoint from which the run continues; None if it begins at step 0.

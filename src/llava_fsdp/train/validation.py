@@ -96,8 +96,8 @@ class Validation:
         return every is not None and step > 0 and (step % every == 0 or step >= self.last_step)
 
     def catch_up(self) -> None:
-        """Run the validation of the current step, if it is due and the run stopped before it was finished. A
-        collective."""
+        """Run the validation of the current step, if it is due and the run stopped before it was finished. Collective:
+        all ranks must call it."""
         if self.is_due() and not self.done:
             log().info("the validation of step %d is still to be done", self.state.step)
             self.measure()
@@ -107,7 +107,7 @@ class Validation:
         self.watchdog.at(Phase.VALIDATION, self.state.step)
 
     def measure(self) -> None:
-        """Validate the model and report the results. A collective.
+        """Validate the model and report the results. Collective: all ranks must call it.
 
         Raises:
             Stopped: a stop was requested. When the run resumes, it begins with this validation.
@@ -128,7 +128,8 @@ class Validation:
             self.report(losses, answers, time.perf_counter() - started)
 
     def losses(self) -> list[Loss]:
-        """Compute the loss of each data source over all held-out records, summed over all ranks. A collective."""
+        """Compute the loss of each data source over all held-out records, summed over all ranks. Collective: all ranks
+        must call it."""
         loader, sampler = self.held_out.loader, self.held_out.sampler
         labels = [0] * len(self.held_out.names)
         sums = torch.zeros(len(labels), dtype=torch.float64, device=loader.device)

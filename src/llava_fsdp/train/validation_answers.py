@@ -77,8 +77,9 @@ class AnswerGenerator:
         return max(1, min(self.cfg.val.batch_size, self.cfg.row_tokens // 2 // longest))
 
     def answers(self) -> list[Answered]:
-        """Answer all questions, each on one rank. Return the answers on every rank, in the order of the questions. A
-        collective. Raises ImageError if an image cannot be read any more and `data.bad_records=fail`."""
+        """Answer all questions, each on one rank. Return the answers on every rank, in the order of the questions.
+        Collective: all ranks must call it. Raises ImageError if an image cannot be read any more and
+        `data.bad_records=fail`."""
         if not self.questions:
             return []
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
