@@ -35,7 +35,7 @@ from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingCo
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.synthetic import SyntheticLoader, fullest, synthetic_step
 from llava_fsdp.distributed.comm_volume import Traffic
-from llava_fsdp.distributed.fake_collectives import imagine_collectives, is_imagined
+from llava_fsdp.distributed.fake_collectives import is_simulated, simulate_collectives
 from llava_fsdp.distributed.malloc import return_freed_memory
 from llava_fsdp.distributed.mesh import World, distributed, make_mesh
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -106,8 +106,8 @@ def drawn(cfg: Config, world: World) -> tuple[TrainState, Llava]:
     model = build_model(cfg, shapes_of(cfg.model), world.device)
     loader, mesh = SyntheticLoader(world.device, 1000), make_mesh(world, plan, cfg)
     state = assemble(model, loader, draw_shards, cfg, world, plan, mesh)
-    if is_imagined():
-        imagine_collectives(model, Traffic())
+    if is_simulated():
+        simulate_collectives(model, Traffic())
     model.train()
     return state, model
 

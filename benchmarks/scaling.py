@@ -33,7 +33,7 @@ from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.data.batching.batch import Step, StepFacts
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, synthetic_micro_batch
 from llava_fsdp.distributed.comm_volume import CollectiveBytes
-from llava_fsdp.distributed.fake_collectives import imagine_collectives, is_imagined
+from llava_fsdp.distributed.fake_collectives import is_simulated, simulate_collectives
 from llava_fsdp.distributed.malloc import return_freed_memory
 from llava_fsdp.distributed.mesh import World, distributed, make_mesh
 from llava_fsdp.distributed.precision import DTYPES
@@ -136,11 +136,11 @@ def measure(point: Point, steps: int, work: Path) -> dict[str, Any]:
         micro = synthetic_micro_batch(contents_of(point), shape, pack=True)
         cpu, wall = [], []
         counter = CollectiveBytes()
-        if is_imagined():
-            imagine_collectives(state.model, counter.traffic)
+        if is_simulated():
+            simulate_collectives(state.model, counter.traffic)
         for number in range(steps + 1):
             gc.collect()
-            if dist.is_initialized() and not is_imagined():
+            if dist.is_initialized() and not is_simulated():
                 dist.barrier()
             began = time.process_time(), time.perf_counter()
             step = Step(StepFacts(number, samples=point.samples * world.size), [micro])

@@ -15,7 +15,7 @@ from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.replicas import (
     Difference,
-    Held,
+    RankChecksums,
     checksums,
     compare,
     digest_on_host,
@@ -175,21 +175,21 @@ def test_shards_without_replicas_are_not_read() -> None:
 
 
 def test_most_replicas_outvote_one() -> None:
-    right, wrong = Held(0, {"w": 1, "m": 2}, {"f": 3}), Held(0, {"w": 1, "m": 9}, {"f": 3})
+    right, wrong = RankChecksums(0, {"w": 1, "m": 2}, {"f": 3}), RankChecksums(0, {"w": 1, "m": 9}, {"f": 3})
     assert compare([right, right, wrong]) == [Difference("m", (2,), True)]
     assert compare([right, wrong]) == [Difference("m", (0, 1), False)]
-    other = Held(1, {"w": 7, "m": 8}, {"f": 3})
+    other = RankChecksums(1, {"w": 7, "m": 8}, {"f": 3})
     assert compare([right, other, right, other]) == []
     assert compare([right, other, wrong, other]) == [Difference("m", (0, 2), False)]
-    assert compare([right, Held(1, {"w": 7, "m": 8}, {"f": 4}), right, other]) == [Difference("f", (1,), True)]
-    assert compare([right, Held(0, {"w": 1, "m": 2}, {})]) == [Difference("f", (0, 1), False)], "one lacks it"
+    assert compare([right, RankChecksums(1, {"w": 7, "m": 8}, {"f": 4}), right, other]) == [Difference("f", (1,), True)]
+    assert compare([right, RankChecksums(0, {"w": 1, "m": 2}, {})]) == [Difference("f", (0, 1), False)], "one lacks it"
 
 
-@pytest.mark.parametrize("wrong", [Held(0, {"w": 9}, {}), Held(0, {"w": 1}, {"f": 1})])
-def test_checksums_travel_only_where_they_differ(wrong: Held) -> None:
-    right, sent = Held(0, {"w": 1}, {}), []
+@pytest.mark.parametrize("wrong", [RankChecksums(0, {"w": 9}, {}), RankChecksums(0, {"w": 1}, {"f": 1})])
+def test_checksums_travel_only_where_they_differ(wrong: RankChecksums) -> None:
+    right, sent = RankChecksums(0, {"w": 1}, {}), []
 
-    def gather(items: list, other: Held = right) -> list:
+    def gather(items: list, other: RankChecksums = right) -> list:
         sent.append(items[0])
         return [*items, other.totals if items == [right.totals] else other]
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config
 from llava_fsdp.distributed import compile
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing, keep_products_and_attention
-from llava_fsdp.distributed.activation_offload import Away, HostInputs
+from llava_fsdp.distributed.activation_offload import HostInputs, OffloadedTensor
 
 CPU = torch.device("cpu")
 EXACT = ["full", "selective", "offload"]
@@ -120,9 +120,9 @@ def test_attention_that_drops_runs_again() -> None:
 def test_inputs_of_blocks_come_back_a_block_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """One copy out for each block; each comes back while the block behind it runs, and once."""
     told: list[tuple[str, float]] = []
-    copy = Away.copy
+    copy = OffloadedTensor.copy
 
-    def spy(self: Away, to: torch.Tensor, source: torch.Tensor) -> None:
+    def spy(self: OffloadedTensor, to: torch.Tensor, source: torch.Tensor) -> None:
         told.append(("out" if to is self.host else "in", float(source.flatten()[0])))
         copy(self, to, source)
 
@@ -135,7 +135,7 @@ def test_inputs_of_blocks_come_back_a_block_ahead(monkeypatch: pytest.MonkeyPatc
             told.append(("run", self.number))
             return (shown * 1.0 + 1).relu() + self.number * 0 + shown.exp() * 0
 
-    monkeypatch.setattr(Away, "copy", spy)
+    monkeypatch.setattr(OffloadedTensor, "copy", spy)
     stack = nn.ModuleList(Add(n) for n in range(3))
     apply_activation_checkpointing(
         [stack], ActivationCheckpointingConfig(mode=ActivationCheckpointing.offload, budget=None), CPU
@@ -155,7 +155,7 @@ def test_inputs_of_blocks_come_back_a_block_ahead(monkeypatch: pytest.MonkeyPatc
 def test_nothing_of_an_abandoned_forward_pass_stays() -> None:
     host = HostInputs(CPU)
     kept = host.pack(torch.zeros(3))
-    assert isinstance(kept, Away)
+    assert isinstance(kept, OffloadedTensor)
     assert host._last is not None and host._last() is kept
     del kept
     assert host._last() is None

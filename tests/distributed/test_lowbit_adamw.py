@@ -29,7 +29,7 @@ def test_in_fp32_it_is_torchs_fused_adamw_to_the_bit(monkeypatch: pytest.MonkeyP
     """Whatever the stretches are: the update of an element knows no other."""
     shapes = [(33, 70), (70,), (3, 4, 5, 2)]
     start = [torch.randn(shape) for shape in shapes]
-    monkeypatch.setattr(lowbit_adamw, "STRETCH", 300)
+    monkeypatch.setattr(lowbit_adamw, "CHUNK_ELEMENTS", 300)
     ours, theirs = ([nn.Parameter(s.clone()) for s in start] for _ in range(2))
     optimizers = [low_bit(ours, MomentDType.fp32)]
     optimizers.append(torch.optim.AdamW([{"params": theirs, **SETTINGS}], betas=BETAS, eps=EPS, fused=True))
@@ -48,8 +48,8 @@ def test_in_fp32_it_is_torchs_fused_adamw_to_the_bit(monkeypatch: pytest.MonkeyP
 def test_int8_moments_do_not_depend_on_the_stretches(stretch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row, two rows and four rows of seven at a time."""
     made = []
-    for elements in (lowbit_adamw.STRETCH, stretch):
-        monkeypatch.setattr(lowbit_adamw, "STRETCH", elements)
+    for elements in (lowbit_adamw.CHUNK_ELEMENTS, stretch):
+        monkeypatch.setattr(lowbit_adamw, "CHUNK_ELEMENTS", elements)
         parameter = nn.Parameter(torch.randn(7, 352, generator=torch.Generator().manual_seed(1)))
         optimizer = low_bit([parameter], MomentDType.int8)
         for gradient in gradients((7, 352), 3):

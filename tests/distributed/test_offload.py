@@ -16,9 +16,9 @@ from llava_fsdp.config import Config, OffloadMode
 from llava_fsdp.distributed.host_memory import PAGE, Arena
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_mesh
-from llava_fsdp.distributed.offload import clear_memory_errors, describe_offload, managed
-from llava_fsdp.distributed.streamed_buffers import Copied, Mapped
-from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer, cut, padded
+from llava_fsdp.distributed.offload import describe_offload, explained_memory_errors, fsdp_parameters
+from llava_fsdp.distributed.streamed_buffers import DeviceStaging, FileStaging
+from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer, padded, split_into_buckets
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError, OffloadError, OutOfMemory
 from llava_fsdp.train import main as train
@@ -104,7 +104,7 @@ def where_states_lie(world: World, cfg: Config) -> dict[str, bool]:
         assert all(gradients.owns(local(p.grad)) for p in masters.values() if p.grad is not None)
         assert all(moments.owns(local(state.optimizer.state[p]["exp_avg"])) for p in masters.values())
         units = [module for module in state.model.modules() if isinstance(module, FSDPModule)]
-        sharded = {p for unit in units for p in managed(unit)}
+        sharded = {p for unit in units for p in fsdp_parameters(unit)}
         assert sharded and all(shards.owns(p._sharded_param_data) for p in sharded)
         assert shards.size == sum(Arena.room(p.padded_sharded_param_size, p.sharded_param.dtype) for p in sharded)
         assert all(arena.taken == arena.size for arena in (moments, shards, gradients)), "room was asked for in vain"
@@ -113,7 +113,7 @@ def where_states_lie(world: World, cfg: Config) -> dict[str, bool]:
 
 def state_arenas(state: TrainState) -> list[Arena]:
     optimizer = state.optimizer
-    assert isinstance(optimizer, StreamedOptimizer) and isinstance(optimizer.staging, Mapped)
+    assert isinstance(optimizer, StreamedOptimizer) and isinstance(optimizer.staging, FileStaging)
     return optimizer.staging.arenas
 
 
@@ -167,7 +167,7 @@ def test_any_elementwise_optimizer_in_pieces_is_the_same_to_the_bit(
                 optimizer = StreamedOptimizer(
                     optimizer,
                     lambda size, folder=folder: Arena(size, folder),
-                    (lambda made: Mapped(made, [])) if kind == "file" else (lambda made: Copied(made, CPU)),
+                    (lambda made: FileStaging(made, [])) if kind == "file" else (lambda made: DeviceStaging(made, CPU)),
                     bucket_bytes=12288,
                 )
                 assert len(optimizer.buckets) >= 3 and max(map(len, optimizer.buckets)) > 1
@@ -189,7 +189,7 @@ def test_buckets_hold_every_element_once_and_are_filled_up_to_their_bound(bucket
     """256 elements of 8 bytes are the least that is moved; sizes at, below and above multiples of it."""
     counts = [1, 255, 256, 257, 512, 0, 700]
     groups = [{"params": [nn.Parameter(torch.zeros(n)) for n in own]} for own in (counts[:3], counts[3:])]
-    buckets = list(cut(groups, {torch.float32: 8}, bucket))
+    buckets = list(split_into_buckets(groups, {torch.float32: 8}, bucket))
     pieces = [piece for own in buckets for piece in own]
     sizes = [sum(padded(piece.end - piece.begin) * 8 for piece in own) for own in buckets]
     assert all(size <= max(bucket, 2048) for size in sizes)
@@ -211,7 +211,7 @@ def test_state_that_is_no_moment_is_refused() -> None:
                     self.state[parameter]["code"] = torch.zeros(7)
 
     with pytest.raises(ConfigError, match=r"Odd keeps code .* offload=none or offload=params"):
-        StreamedOptimizer(Odd([nn.Parameter(torch.zeros(3))], lr=0.1), Arena, lambda made: Copied(made, CPU))
+        StreamedOptimizer(Odd([nn.Parameter(torch.zeros(3))], lr=0.1), Arena, lambda made: DeviceStaging(made, CPU))
 
 
 def test_an_arenas_file_has_no_name_and_its_pages_come_back(tmp_path: Path) -> None:
@@ -266,11 +266,11 @@ def test_one_message_where_memory_runs_out(configure: Configure) -> None:
     with pytest.raises(
         OutOfMemory, match=r"out of host memory \([\d.]+ \w+ more.*activation_checkpointing=full.*offload=nvme"
     ):
-        with clear_memory_errors(cfg, CPU):
+        with explained_memory_errors(cfg, CPU):
             torch.empty(1 << 60, dtype=torch.uint8)
-    with pytest.raises(OutOfMemory), clear_memory_errors(cfg, CPU):
+    with pytest.raises(OutOfMemory), explained_memory_errors(cfg, CPU):
         raise MemoryError
-    with pytest.raises(RuntimeError, match="another"), clear_memory_errors(cfg, CPU):
+    with pytest.raises(RuntimeError, match="another"), explained_memory_errors(cfg, CPU):
         raise RuntimeError("another")
 
 

@@ -21,7 +21,7 @@ from llava_fsdp.distributed.host_memory import Arena
 from llava_fsdp.distributed.lowbit_adamw import LowBitAdamW
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.precision import MasterWeights
-from llava_fsdp.distributed.streamed_buffers import Copied, Mapped
+from llava_fsdp.distributed.streamed_buffers import DeviceStaging, FileStaging
 from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer
 from llava_fsdp.train import main as train
 from llava_fsdp.train import optimizer as optim
@@ -160,7 +160,7 @@ def streamed(kind: str, folder: Path) -> Build:
         return StreamedOptimizer(
             full(parameters),
             lambda size: Arena(size, folder if in_file else None),
-            (lambda made: Mapped(made, [])) if in_file else (lambda made: Copied(made, CPU)),
+            (lambda made: FileStaging(made, [])) if in_file else (lambda made: DeviceStaging(made, CPU)),
             bucket_bytes=8192,
         )
 

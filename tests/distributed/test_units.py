@@ -12,7 +12,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.distributed.comm_volume import CollectiveBytes
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_mesh
-from llava_fsdp.distributed.parallelize import describe_units, without_use
+from llava_fsdp.distributed.parallelize import describe_units, useless_settings
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.train import main as train
@@ -57,7 +57,7 @@ def told(world: World, configs: list[Config]) -> list[list[str]]:
         mesh = make_mesh(world, plan, cfg)
         model = train.build_state(cfg, world, plan, mesh).model
         assert isinstance(model, Llava)
-        found.append(without_use(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None))
+        found.append(useless_settings(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None))
     return found
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
-from llava_fsdp.distributed.activation_offload import Away
+from llava_fsdp.distributed.activation_offload import OffloadedTensor
 from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.model.loss import chunked_loss, whole_loss
 
@@ -70,8 +70,10 @@ def test_inputs_on_the_host_give_the_same_bits(busy: bool, cuda: torch.device) -
 def test_inputs_on_the_host_are_not_on_the_device(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the forward pass only the last input is still held, whose copy may be under way, and the output."""
     pinned = []
-    copy = Away.copy
-    monkeypatch.setattr(Away, "copy", lambda self, *a: (pinned.append(self.host.is_pinned()), copy(self, *a))[1])
+    copy = OffloadedTensor.copy
+    monkeypatch.setattr(
+        OffloadedTensor, "copy", lambda self, *a: (pinned.append(self.host.is_pinned()), copy(self, *a))[1]
+    )
     held = {}
     for mode in (ActivationCheckpointing.full, ActivationCheckpointing.offload):
         stack = stack_of(mode, cuda)

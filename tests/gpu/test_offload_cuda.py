@@ -13,7 +13,7 @@ from llava_fsdp.config import Config, OffloadMode
 from llava_fsdp.distributed.host_memory import Arena
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World
-from llava_fsdp.distributed.streamed_buffers import Copied
+from llava_fsdp.distributed.streamed_buffers import DeviceStaging
 from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.train.build_state import build_state
@@ -105,7 +105,10 @@ def test_streams_do_not_race_and_leave_nothing(cuda: torch.device) -> None:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
         if streamed:
             optimizer = StreamedOptimizer(
-                optimizer, lambda size: Arena(size, pin=True), lambda made: Copied(made, cuda), bucket_bytes=1 << 20
+                optimizer,
+                lambda size: Arena(size, pin=True),
+                lambda made: DeviceStaging(made, cuda),
+                bucket_bytes=1 << 20,
             )
             assert len(optimizer.buckets) > 20
         gradients = torch.Generator(cuda).manual_seed(1)

@@ -13,7 +13,7 @@ from llava_fsdp.model.init_weights import Drawn, DrawRule, Rule
 from llava_fsdp.model.load_weights import base_fingerprint, check_shape, digest_of, fingerprint, frozen_digests
 from llava_fsdp.model.tensor_files import Stored
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.train.final_export import Held
+from llava_fsdp.train.final_export import MemoryTensor
 from llava_fsdp.train.preflight import open_model
 
 
@@ -21,19 +21,19 @@ def test_every_bit_of_a_frozen_weight_counts_and_ranks_do_not() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"base": nn.Linear(2048, 4100), "head": nn.Linear(4, 4)})  # base: three stretches of rows
     model["base"].requires_grad_(False)
-    sources: dict[str, Stored] = {name: Held(p.detach().clone()) for name, p in model.named_parameters()}
+    sources: dict[str, Stored] = {name: MemoryTensor(p.detach().clone()) for name, p in model.named_parameters()}
     digests = frozen_digests(model, sources)
     first = fingerprint(model, digests)
     shares: list[tuple[str, str]] = []
     for rank in range(3):
         frozen_digests(model, sources, rank, 3, lambda own: shares.extend(own) or own)
     assert fingerprint(model, dict(shares)) == first
-    trained = {**sources, "head.weight": Held(torch.zeros(4, 4))}
+    trained = {**sources, "head.weight": MemoryTensor(torch.zeros(4, 4))}
     assert fingerprint(model, frozen_digests(model, trained)) == first, "what trains is in the checkpoint"
     for name, place in (("base.weight", (4099, 2047)), ("base.weight", (2049, 0)), ("base.bias", (4099,))):
         other = sources[name].rows(0, 4100).clone()
         other.view(torch.int32)[place] ^= 1
-        changed = frozen_digests(model, {**sources, name: Held(other)})
+        changed = frozen_digests(model, {**sources, name: MemoryTensor(other)})
         assert fingerprint(model, changed) != first, (name, place)
         assert base_fingerprint(changed, []) != base_fingerprint(digests, []), (name, place)
         assert base_fingerprint(changed, [name]) == base_fingerprint(digests, [name]), "it comes with the adapter"
@@ -45,7 +45,7 @@ def test_a_weight_is_digested_in_pieces_as_in_one(shape: tuple[int, ...], monkey
     expected = hashlib.sha256(b"torch.bfloat16" + weight.view(torch.uint8).numpy().tobytes()).hexdigest()
     for size in (1, 7, 36, 1 << 24):
         monkeypatch.setattr(load_weights, "DIGESTED_BYTES", size)
-        assert digest_of(Held(weight), shape) == expected
+        assert digest_of(MemoryTensor(weight), shape) == expected
 
 
 def test_names_shapes_and_what_trains_count() -> None:
@@ -67,9 +67,9 @@ def test_names_shapes_and_what_trains_count() -> None:
 
 def test_a_digest_is_of_bits_and_dtype_and_of_what_weights_are_drawn_by() -> None:
     bits = torch.arange(15, dtype=torch.int16).view(5, 3)
-    half, brain = Held(bits.view(torch.float16)), Held(bits.view(torch.bfloat16))
+    half, brain = MemoryTensor(bits.view(torch.float16)), MemoryTensor(bits.view(torch.bfloat16))
     assert digest_of(half, (5, 3)) != digest_of(brain, (5, 3))
-    assert digest_of(half, (5, 3)) == digest_of(Held(half.tensor.t().contiguous().t()), (5, 3))
+    assert digest_of(half, (5, 3)) == digest_of(MemoryTensor(half.tensor.t().contiguous().t()), (5, 3))
     drawn = Drawn("a", (5, 3), DrawRule(Rule.NORMAL, 0.5), 1)
     others = [replace(drawn, rule=DrawRule(Rule.UNIFORM, 0.5)), replace(drawn, rule=DrawRule(Rule.NORMAL, 0.25))]
     others.append(replace(drawn, seed=2))
@@ -104,7 +104,7 @@ def test_more_rows_are_those_of_a_whole_models_vocabulary(
     """Where seven rows of five are needed."""
     model, _ = open_model(configure(), torch.device("cpu"))
     extended = whole and name in model.with_vocabulary()
-    source = Held(torch.zeros(stored))
+    source = MemoryTensor(torch.zeros(stored))
     if fits:
         check_shape(name, (7, 5), source, extended)
         return

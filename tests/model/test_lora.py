@@ -19,7 +19,7 @@ from llava_fsdp.model.lora_names import ADAPTER, is_adapter, module_of
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.sample_dropout import SampleDropout, TokenKeys
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.train.final_export import Held
+from llava_fsdp.train.final_export import MemoryTensor
 
 LORA = ("model.lora.enabled=true", "model.lora.r=4")
 IN_LANGUAGE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -172,11 +172,11 @@ def test_merged_weights_are_base_and_scaled_product() -> None:
     """W + scaling * B A in whole numbers, of any rows; with magnitudes each row has its own length."""
     dice = torch.Generator().manual_seed(0)
     weight, a, b = (torch.randint(-4, 5, size, generator=dice).float() for size in ((7, 5), (2, 5), (7, 2)))
-    own = Merged(Held(weight), Held(a), Held(b), None, 3.0)
+    own = Merged(MemoryTensor(weight), MemoryTensor(a), MemoryTensor(b), None, 3.0)
     summed = weight + 3 * (b @ a)
     assert torch.equal(own.rows(0, 7), summed) and torch.equal(own.rows(2, 5), summed[2:5])
     lengths = torch.arange(1.0, 8.0)
-    found = Merged(Held(weight), Held(a), Held(b), Held(lengths), 3.0).rows(2, 7)
+    found = Merged(MemoryTensor(weight), MemoryTensor(a), MemoryTensor(b), MemoryTensor(lengths), 3.0).rows(2, 7)
     torch.testing.assert_close(found.norm(dim=1), lengths[2:])
     torch.testing.assert_close(found / lengths[2:, None], summed[2:] / summed[2:].norm(dim=1, keepdim=True))
 
@@ -184,7 +184,11 @@ def test_merged_weights_are_base_and_scaled_product() -> None:
 @pytest.mark.parametrize(("base", "a", "b"), itertools.product((torch.bfloat16, torch.float32), repeat=3))
 def test_a_merged_weight_has_the_widest_dtype_of_its_parts(base: torch.dtype, a: torch.dtype, b: torch.dtype) -> None:
     own = Merged(
-        Held(torch.ones(3, 5, dtype=base)), Held(torch.ones(2, 5, dtype=a)), Held(torch.ones(3, 2, dtype=b)), None, 1
+        MemoryTensor(torch.ones(3, 5, dtype=base)),
+        MemoryTensor(torch.ones(2, 5, dtype=a)),
+        MemoryTensor(torch.ones(3, 2, dtype=b)),
+        None,
+        1,
     )
     assert own.dtype == (torch.float32 if torch.float32 in (base, a, b) else torch.bfloat16)
 

@@ -13,7 +13,7 @@ from llava_fsdp.config import LoraBias, LoraConfig
 from llava_fsdp.export.adapter_folder import is_projector, prove_adapter
 from llava_fsdp.model.lora_files import AdapterFolder, check_fits, check_kind, check_strangers, read_lora
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.train.final_export import Held
+from llava_fsdp.train.final_export import MemoryTensor
 
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "init_lora_weights": True}
 CHANGES = (
@@ -64,7 +64,7 @@ def test_what_is_no_rank_and_no_scale_is_refused(values: dict[str, Any], tmp_pat
 def found(folder: Path, others: dict[str, tuple[int, ...]] | None = None, use_dora: bool = True) -> AdapterFolder:
     """An adapter of rank 3 for a weight of 7 x 5, with its magnitude."""
     shapes = {A: (3, 5), B: (7, 3), MAGNITUDE: (7,), f"{MODULE}.base_layer.bias": (7,)} | (others or {})
-    tensors: Any = {name: Held(torch.zeros(shape)) for name, shape in shapes.items() if shape != (0,)}
+    tensors: Any = {name: MemoryTensor(torch.zeros(shape)) for name, shape in shapes.items() if shape != (0,)}
     return AdapterFolder(folder, {}, LoraConfig(enabled=True, r=3, use_dora=use_dora), tensors)
 
 
@@ -93,7 +93,7 @@ def test_adapters_are_left_out_only_where_they_do_nothing(tmp_path: Path) -> Non
     check_strangers(idle, {A, B})
     learnt = torch.zeros(7, 3)
     learnt[6, 2] = -1e-30
-    tensors: Any = {**idle.tensors, B: Held(learnt)}
+    tensors: Any = {**idle.tensors, B: MemoryTensor(learnt)}
     with pytest.raises(ModelError):
         check_strangers(AdapterFolder(tmp_path, {}, idle.lora, tensors), {A, B})
     with pytest.raises(ModelError):
@@ -117,11 +117,15 @@ def test_an_adapter_that_is_read_again_is_what_was_written(tmp_path: Path) -> No
     for place in ("non_lora_trainables.safetensors", "non_lora_trainables.bin"):
         save = save_file if place.endswith("safetensors") else torch.save
         save({newline: held["image_newline"]}, tmp_path / place)
-    expected: dict[str, Any] = {name: Held(tensor) for name, tensor in held.items()}
+    expected: dict[str, Any] = {name: MemoryTensor(tensor) for name, tensor in held.items()}
     prove_adapter(tmp_path, expected)
     nudged = held[B].clone()
     nudged[6, 2] += 1e-6
-    for wrong in ({B: Held(nudged)}, {A: Held(held[A].double())}, {f"{MODULE}.base_layer.bias": Held(torch.zeros(7))}):
+    for wrong in (
+        {B: MemoryTensor(nudged)},
+        {A: MemoryTensor(held[A].double())},
+        {f"{MODULE}.base_layer.bias": MemoryTensor(torch.zeros(7))},
+    ):
         with pytest.raises(ModelError):
             prove_adapter(tmp_path, expected | wrong)
     torch.save({newline: held["image_newline"] + 1}, tmp_path / "non_lora_trainables.bin")

@@ -1,5 +1,5 @@
-"""Wrap a model's blocks for activation checkpointing, which computes a block's activations again in the backward pass
-instead of keeping them.
+"""Wrap a model's blocks for activation checkpointing: a block's activations are computed again in the backward pass
+instead of being kept.
 
 Without compilation, training with any mode except `budget` gives bit for bit the weights that the mode `none` gives:
 the same operations run again on the same inputs and with the same random numbers. All modes use torch's non-reentrant
@@ -20,7 +20,7 @@ from llava_fsdp.distributed.activation_offload import BlockFromHost, HostInputs
 from llava_fsdp.distributed.compile import Compilations, compile_blocks
 
 WRAPPED = "_checkpoint_wrapped_module."
-
+"""Text that torch's checkpoint wrapper adds to the names of parameters and modules in a wrapped block."""
 KEPT = (
     # matrix products
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm",
@@ -46,17 +46,17 @@ def apply_activation_checkpointing(
     """Wrap every block of every stack in place for activation checkpointing, and compile the blocks of the first stack,
     the language model's.
 
-    A block is compiled first and then wrapped, except with the mode `selective`. There the wrapper is compiled with the
-    block: a compiled block runs as one operation, so only the compiler can keep the results of single operations in it.
+    A block is compiled first and then wrapped, except in the mode `selective`, in which the wrapper is compiled
+    together with the block: a compiled block runs as one operation, so that only the compiler can keep the results of
+    single operations in it.
 
     Args:
+        stacks: lists of blocks, the language model's first.
         count: counts the compiled graphs; None: blocks are not compiled, except with the mode `budget`.
         one_row: whether every batch has exactly one row.
     """
-    mode, host = (
-        cfg.mode,
-        HostInputs(device),
-    )  # one object for all stacks: the input offloaded last is fetched first
+    mode = cfg.mode
+    host = HostInputs(device)  # one for all stacks, because the input that was offloaded last is fetched first
     selective = partial(
         checkpoint_wrapper, context_fn=partial(create_selective_checkpoint_contexts, keep_products_and_attention)
     )
@@ -85,11 +85,11 @@ def clean_name(name: str) -> str:
 def keep_products_and_attention(
     context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Policy of `selective` checkpointing: keep the results of the operations that are listed in `KEPT`, and compute
-    the results of all others again.
+    """Policy of `selective` checkpointing for torch: the results of the operations listed in `KEPT` are kept for the
+    backward pass, and the results of all others are computed again.
 
-    Attention with dropout is always computed again. Otherwise the operations after it would draw other random numbers
-    in the backward pass than in the forward pass.
+    Attention with dropout is always computed again. Otherwise later operations would draw other random numbers in the
+    backward pass than in the forward pass.
     """
     named = isinstance(operation, torch._ops.OpOverload) and operation._schema.name in KEPT
     if named and not has_dropout(operation, args, kwargs):
@@ -98,6 +98,7 @@ def keep_products_and_attention(
 
 
 def has_dropout(operation: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call of an operation has a dropout probability above 0."""
     for place, argument in enumerate(operation._schema.arguments):
         if argument.name == "dropout_p":
             return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))

@@ -1,8 +1,8 @@
 """Activation checkpointing that keeps the inputs of blocks in host memory.
 
-All other activations of a block are computed again in the backward pass, because moving them would take longer: a block
-of a 7B Llama takes about 0.8 microseconds per token on an H100, and in that time PCIe 5 transfers about 40 KB. The
-block's input is 8 KB per token; all activations that autograd keeps of a block are 100 to 200 KB per token
+All other activations of a block are computed again in the backward pass, because moving them would take longer: on an
+H100, a block of a 7B Llama takes about 0.8 microseconds per token, and in that time PCIe 5 transfers about 40 KB. The
+block's input has 8 KB per token, and all activations that autograd would keep of a block have 100 to 200 KB per token
 (docs/memory.md).
 
 On CUDA, a side stream copies to and from pinned memory: a block's input is copied to the host while the block runs
@@ -23,16 +23,16 @@ from torch.utils.checkpoint import checkpoint
 
 
 class HostInputs:
-    """Saved-tensor hooks that copy the inputs of blocks to host memory. A block's input is copied back to the device
-    while the next block runs backward."""
+    """Hooks for autograd's saved tensors that move the inputs of blocks to host memory. A block's input is copied back
+    to the device while the next block runs backward."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.on_cuda = device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
-        self._last: weakref.ref[Away] | None = None
-        """The input that was offloaded last. Its device memory is not freed before the next input is offloaded, because
-        the copy to the host may still be running."""
+        self._last: weakref.ref[OffloadedTensor] | None = None
+        """The input that was offloaded last. Its device memory is freed when the next input is offloaded, because until
+        then its copy to the host may still be running."""
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -42,39 +42,47 @@ class HostInputs:
             self._stream = torch.cuda.Stream(self.device)
         return self._stream
 
-    def pack(self, tensor: torch.Tensor) -> Away | torch.Tensor:
-        """Begin to copy a tensor that autograd saves, a block's input, to host memory. A parameter, or a tensor that is
-        not contiguous or not floating-point, is returned unchanged."""
+    def pack(self, tensor: torch.Tensor) -> OffloadedTensor | torch.Tensor:
+        """Begin to copy a block's input, which autograd saves, to host memory; return the copy. A parameter, or a
+        tensor that is not contiguous or not floating-point, is returned unchanged."""
         if not tensor.is_floating_point() or not tensor.is_contiguous() or isinstance(tensor, nn.Parameter):
             return tensor
         before = self._last() if self._last is not None else None
-        away = Away(self, tensor.detach(), before)
+        offloaded = OffloadedTensor(self, tensor.detach(), before)
         if before is not None:
             before.release()
-        self._last = weakref.ref(away)
-        return away
+        self._last = weakref.ref(offloaded)
+        return offloaded
 
-    def unpack(self, kept: Away | torch.Tensor) -> torch.Tensor:
-        return kept.back() if isinstance(kept, Away) else kept
+    def unpack(self, kept: OffloadedTensor | torch.Tensor) -> torch.Tensor:
+        """Return a tensor that `pack` has offloaded, on the device; return any other tensor unchanged."""
+        return kept.restore() if isinstance(kept, OffloadedTensor) else kept
 
 
-class Away:
+class OffloadedTensor:
     """An activation that is offloaded to host memory.
 
     Its device copy is freed once the copy to the host has finished, and made again for the backward pass.
     """
 
-    def __init__(self, owner: HostInputs, tensor: torch.Tensor, before: Away | None):
+    def __init__(self, owner: HostInputs, tensor: torch.Tensor, before: OffloadedTensor | None):
+        """Begin to copy a tensor to host memory.
+
+        Args:
+            owner: hooks with the device and the stream of the copies.
+            before: the tensor that was offloaded before this one.
+        """
         self.owner = owner
         self.before = weakref.ref(before) if before is not None else None
-        self.here: torch.Tensor | None = tensor
+        self.on_device: torch.Tensor | None = tensor
+        """The copy on the device; None while there is none."""
         self.done: torch.Event | None = None
         """Event recorded after the most recent copy to or from the host; None if no later work has to wait for a
         copy."""
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=owner.on_cuda)
         self.copy(self.host, tensor)
         if not owner.on_cuda:
-            self.here = None
+            self.on_device = None
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a tensor on the side stream, after all work that is already queued on the main stream."""
@@ -88,29 +96,30 @@ class Away:
             self.done = stream.record_event()
 
     def wait(self) -> None:
-        """Make the main stream's later work wait for the most recent copy of this tensor to or from the host."""
+        """Make later work on the main CUDA stream wait for the most recent copy of this tensor to or from the host."""
         if self.done is not None:
             torch.cuda.current_stream(self.owner.device).wait_event(self.done)
             self.done = None
 
     def release(self) -> None:
-        """Free the tensor's device memory. First the main stream is made to wait for the copy to the host, so that the
-        work that can reuse the memory runs after this copy."""
+        """Free the tensor's device memory. Before that, the main CUDA stream is made to wait for the copy to the host,
+        so that work which reuses the memory runs after this copy."""
         self.wait()
-        self.here = None
+        self.on_device = None
 
     def fetch(self) -> None:
-        """Begin to copy the tensor back to the device. The device memory is allocated on the main stream, so that it
-        can be freed there without waiting for the side stream."""
-        if self.here is None:
-            self.here = torch.empty_like(self.host, device=self.owner.device, pin_memory=False)
-            self.copy(self.here, self.host)
+        """Begin to copy the tensor back to the device. The device memory is allocated on the main CUDA stream, so that
+        it can be freed there without waiting for the side stream."""
+        if self.on_device is None:
+            self.on_device = torch.empty_like(self.host, device=self.owner.device, pin_memory=False)
+            self.copy(self.on_device, self.host)
 
-    def back(self) -> torch.Tensor:
-        """Return the tensor on the device, and begin to copy the input of the preceding block back to the device."""
+    def restore(self) -> torch.Tensor:
+        """Return the tensor on the device, and begin to copy the tensor that was offloaded before it, the input of the
+        preceding block, back to the device."""
         self.fetch()
         self.wait()
-        tensor, self.here = self.here, None
+        tensor, self.on_device = self.on_device, None
         assert tensor is not None
         before = self.before() if self.before is not None else None
         if before is not None:
@@ -119,15 +128,15 @@ class Away:
 
 
 class BlockFromHost(ActivationWrapper):
-    """Wrapper of a block whose input is kept in host memory. The backward pass copies the input back to the device and
-    runs the block again."""
+    """Wrapper that keeps a block's input in host memory. The backward pass copies the input back to the device and runs
+    the block again."""
 
     def __init__(self, block: nn.Module, host: HostInputs):
         super().__init__(block)
         self.host = host
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # the hooks of `checkpoint` are inside these hooks, so that these see only the positional arguments that it
-        # keeps
+        # `checkpoint` registers hooks of its own inside these hooks, so that these get only the positional arguments
+        # that `checkpoint` keeps
         with saved_tensors_hooks(self.host.pack, self.host.unpack):
             return checkpoint(self._checkpoint_wrapped_module, *args, use_reentrant=False, **kwargs)

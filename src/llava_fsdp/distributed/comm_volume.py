@@ -23,10 +23,11 @@ COLLECTIVES = {name: kind for kind, names in OPERATIONS.items() for name in name
 
 
 class Traffic:
-    """Counts of the collectives issued by this rank, by kind of collective: `calls`, `bytes` and `sent`.
+    """Counts of the collectives that this rank has issued. For each kind of collective, such as `all_gather`, the dict
+    `moved` has the entries `calls`, `bytes` and `sent`.
 
-    `bytes` is the size of the whole tensor: the output of an all-gather, the input of a reduce-scatter or an
-    all-reduce. `sent` is what one of n ranks sends in a ring algorithm: (n - 1) / n of the whole tensor, and twice that
+    `bytes` are those of whole tensors: the output of an all-gather, the input of a reduce-scatter or an all-reduce.
+    `sent` are the bytes that one of n ranks sends in a ring algorithm: (n - 1) / n of the whole tensor, and twice that
     for an all-reduce. Collectives of a single rank send nothing and are not counted.
     """
 
@@ -34,6 +35,7 @@ class Traffic:
         self.moved = {kind: {"calls": 0, "bytes": 0, "sent": 0} for kind in KINDS}
 
     def add(self, kind: str, payload: int, ranks: int) -> None:
+        """Count one collective over `ranks` ranks, whose whole tensor has `payload` bytes."""
         if ranks < 2:
             return
         passes = 2 if kind == "all_reduce" else 1
@@ -48,9 +50,9 @@ class CollectiveBytes(TorchDispatchMode):
         AssertionError: while the mode is active, a collective is issued that is not in the table `COLLECTIVES`.
     """
 
-    def __init__(self, traffic: Traffic | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.traffic = traffic or Traffic()
+        self.traffic = Traffic()
 
     @property
     def moved(self) -> dict[str, dict[str, int]]:
@@ -63,7 +65,7 @@ class CollectiveBytes(TorchDispatchMode):
         name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
         if name in COLLECTIVES:
             sizes = [nbytes(args[0]), nbytes(args[1]) if len(args) > 1 else 0, nbytes(result)]
-            # of input and output, the larger one is the whole tensor
+            # the larger one of input and output is the whole tensor
             self.traffic.add(COLLECTIVES[name], max(sizes), ranks_of(func, args))
         elif name.startswith(("c10d::", "_c10d_functional::")) and "barrier" not in name:
             assert not has_group(func), f"{name} is a collective that is not in the table"
@@ -81,10 +83,12 @@ def ranks_of(func: Any, args: tuple) -> int:
 
 
 def has_group(func: torch._ops.OpOverload) -> bool:
+    """Return whether an operation takes a process group, as collectives do."""
     return any(a.name in ("process_group", "group_name") for a in func._schema.arguments)
 
 
 def nbytes(value: Any) -> int:
+    """Return the bytes of a tensor or of all tensors in nested lists; 0 for other values."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, list | tuple):

@@ -20,20 +20,20 @@ from llava_fsdp.config import AUTO, ActivationCheckpointing, Attention, Config
 from llava_fsdp.runtime.errors import ConfigError
 
 WARM_UP = 5
-"""Number of steps at the start of a process in which compilations are expected and not reported."""
+"""Number of steps at the start of a process in which compilations are expected and therefore not reported."""
 
 
 @dataclass(frozen=True)
 class Compiling:
-    """The decision whether blocks are compiled, with the reason for it as text."""
+    """The decision whether the language model's blocks are compiled, and the reason for it as text."""
 
     on: bool
     reason: str
 
 
 def choose_compiling(cfg: Config, device: torch.device, attention: Attention | None) -> Compiling:
-    """Decide whether to compile the language model's blocks. `compile=true` and `compile=false` decide this; with
-    `compile=auto` it depends on the device and the other settings.
+    """Decide whether to compile the language model's blocks: as the setting `compile` says or, with `compile=auto`,
+    depending on the device and on other settings.
 
     Args:
         attention: the attention kernel for packed rows; None if rows are padded instead.
@@ -71,14 +71,17 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
 
 
 def splits_blocks(mode: ActivationCheckpointing, attention: Attention | None) -> bool:
-    """Return whether a compiled block would be split into two graphs although its checkpointing mode needs one graph.
-    This is so for mode `selective` with SDPA, which runs one sample at a time outside the graph."""
+    """Return whether a compiled block would be split into two graphs although its activation checkpointing mode needs a
+    single graph. This happens in the mode `selective` with SDPA, which runs one sample at a time outside the graph."""
     return mode is ActivationCheckpointing.selective and attention is Attention.sdpa
 
 
 def check_compiler(device: torch.device, setting: str) -> None:
-    """Raise ConfigError if torch.compile cannot work on this machine. The message begins with `setting`, the setting
-    for which torch.compile is needed."""
+    """Raise ConfigError if torch.compile cannot work on this machine.
+
+    Args:
+        setting: the setting that needs torch.compile, as `key=value`, with which the message begins.
+    """
     lack = compiler_missing(device)
     if lack is not None:
         other = "compile=auto" if setting.startswith("compile") else "activation_checkpointing=selective"
@@ -105,7 +108,7 @@ def compiler_missing(device: torch.device) -> str | None:
     return None
 
 
-def is_of_compiler(error: BaseException) -> bool:
+def is_compiler_error(error: BaseException) -> bool:
     """Return whether an error was raised by torch.compile itself and not by the compiled code."""
     from torch._dynamo.exc import TorchDynamoException
 
@@ -115,14 +118,15 @@ def is_of_compiler(error: BaseException) -> bool:
 class Compilations:
     """Counter of the graphs that torch.compile has compiled in this process.
 
-    Dynamo stops compiling a block after eight compilations and runs it uncompiled, with only a log message. A count of
-    compilations after the warm-up shows this problem before it happens.
+    After eight compilations of a block, Dynamo runs the block uncompiled and only logs a message. Compilations after
+    the warm-up are counted so that this problem is noticed before it happens.
     """
 
     def __init__(self) -> None:
         self.total = 0
         self._steps = 0
         self._expected = 0
+        """Number of graphs that were compiled in the first `WARM_UP` steps."""
 
     def after_step(self) -> int:
         """Return the number of graphs compiled since the end of the warm-up (the first `WARM_UP` steps). Call this once
@@ -136,22 +140,22 @@ class Compilations:
 def compile_blocks(
     stack: nn.ModuleList, budget: float | None = None, count: Compilations | None = None, one_row: bool = False
 ) -> None:
-    """Replace the forward of every block in place by a function that compiles it at its first call.
+    """Replace `forward` of every block of a stack, in place, by a function that compiles it at its first call.
 
-    Only `forward` is compiled and not `__call__`, so that the hooks which `fully_shard` adds later stay outside. All
-    blocks of one class share the compiled code, in which the lengths of rows are symbolic. For a dimension of size 1
-    torch would compile again. So rows of one token run uncompiled, and so do batches of one row, unless every batch has
-    one row.
+    Only `forward` is compiled and not `__call__`, so that the hooks which `fully_shard` adds later are not compiled.
+    All blocks of one class share the compiled code, in which the lengths of rows are symbolic. torch would compile
+    again for a dimension of size 1. Therefore rows of one token run uncompiled, and so do batches of one row, unless
+    every batch has one row.
 
     Args:
-        budget: the share of a block's activations that is kept (`torch._functorch.config.activation_memory_budget`);
+        budget: the fraction of a block's activations that is kept (`torch._functorch.config.activation_memory_budget`);
             None keeps torch's default.
         count: counts every compiled graph.
         one_row: whether every batch has exactly one row.
     """
     backend = inductor_with(budget, count or Compilations())
     by_class: dict[type, Callable[..., Any]] = {}
-    # no duck shapes: two lengths that are equal when a block is compiled may differ in a later batch
+    # without duck shapes, torch does not assume that two lengths which are equal at the compilation stay equal
     lengths_apart = shapes.patch(use_duck_shape=False)  # pyright: ignore[reportAttributeAccessIssue]
     for block in stack:
         forward = type(block).forward
@@ -171,14 +175,15 @@ def run_block(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block's forward, compiled if gradients are on, else uncompiled: Dynamo compiles a block at most eight
-    times, and validation must not use these compilations up.
+    """Run a block's forward: compiled if gradients are enabled, else uncompiled. Dynamo compiles a block at most eight
+    times, and validation must not use up these compilations.
 
     Args:
         plain: the block's uncompiled forward.
         compiled: the compiled forward of the block's class.
         lengths_apart: context manager in which torch compiles equal lengths as lengths that may differ.
-        hidden: [rows, length, channels]
+        one_row: whether every batch has exactly one row.
+        hidden: the block's input, [rows, length, channels].
     """
     is_rare = hidden.ndim == 3 and (hidden.shape[1] == 1 or (hidden.shape[0] == 1) is not one_row)
     if is_rare or not torch.is_grad_enabled():
@@ -192,8 +197,8 @@ def run_block(
 def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `forward` in a function with a code object of its own.
 
-    torch keeps compiled graphs by code object. Without this, the layers of all transformers models would share one,
-    because their forwards are wrapped by the same function.
+    torch stores compiled graphs by code object. Without the wrapper, the layers of all transformers models would share
+    one code object, because transformers wraps their forwards by the same function.
     """
 
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

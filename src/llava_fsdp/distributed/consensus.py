@@ -1,5 +1,5 @@
-"""Make all ranks act alike: an error on one rank is raised on every rank, and what one rank requests (to stop, to save)
-is done on every rank."""
+"""Make all ranks act alike: an error on one rank is raised on every rank, and a request on one rank (to stop, to save)
+is carried out on every rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from llava_fsdp.runtime.os_errors import why
 
 R = TypeVar("R")
 Failure = tuple[type[LlavaFsdpError], str]
+"""Class and message of an error."""
 
 
 def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
@@ -21,7 +22,8 @@ def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGrou
     call it.
 
     Args:
-        failing: text that says what could not be done, for the message of an error that is not a LlavaFsdpError.
+        failing: text that says what could not be done, such as "cannot write FILE". The message of an error that is not
+            a LlavaFsdpError begins with it.
         group: a process group of all ranks; None is the default group.
 
     Raises:
@@ -97,7 +99,8 @@ def failure_of(error: Exception, failing: str) -> Failure:
 
 @dataclass(frozen=True)
 class Votes:
-    """What one rank asks all ranks to do in the same step: stop the run, save a checkpoint, and so on."""
+    """The requests of one rank that all ranks must carry out in the same step: stop the run, save a checkpoint, and so
+    on."""
 
     stop: bool = False
     save: bool = False
@@ -113,8 +116,8 @@ class Votes:
 
 
 def any_rank(*flags: bool) -> tuple[bool, ...]:
-    """Return for each flag whether any rank has set it. A collective, which takes 0.13 ms between two processes with
-    gloo."""
+    """Return for each flag whether any rank has set it. Collective: all ranks must call it. It takes 0.13 ms between
+    two processes with gloo."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return flags
     votes = torch.tensor(flags, dtype=torch.int32)

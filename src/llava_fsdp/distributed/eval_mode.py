@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context manager that turns off dropout and gradients. At its end, training mode and the states of the random
-    generators are restored."""
+    """Context manager for evaluating a model during its training: dropout and gradients are turned off. At its end,
+    training mode and the states of the random generators are restored."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         model.eval()
@@ -25,8 +25,8 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
 def forget_passes(model: nn.Module) -> None:
     """Free the weights that FSDP has gathered, and clear FSDP's list of the units that ran a forward pass.
 
-    FSDP lists every unit that runs forward, also without gradients, and clears the list only after a backward pass.
-    With the units of an evaluation in the list, the next backward pass would gather them a second time.
+    FSDP lists every unit that runs forward, also without gradients, and clears the list only after a backward pass. If
+    the list contained the units of an evaluation, the next backward pass would gather their weights a second time.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,9 +1,9 @@
 """Simulate rank 0 of many ranks in one process, with collectives that take as much memory as real ones.
 
-PyTorch's `fake` process group leaves some output buffers unwritten (before torch 2.12 those of a reduce-scatter). The
-values in such a buffer may not be finite, and its memory pages are never allocated. Here an all-gather fills the output
-with copies of this rank's shard, and a reduce-scatter returns this rank's part of its input, as if all other ranks had
-sent zeros.
+PyTorch's `fake` process group does not write to some output buffers (before torch 2.12 those of a reduce-scatter). The
+values in such a buffer may not be finite, and its memory pages are never allocated. The collectives of this module do
+write: an all-gather fills its output with copies of this rank's shard, and a reduce-scatter returns this rank's part of
+its input, as if all other ranks had sent zeros.
 """
 
 from collections.abc import Sequence
@@ -24,17 +24,18 @@ def join_fake(size: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
 
 
-def is_imagined() -> bool:
+def is_simulated() -> bool:
+    """Return whether the process group is a fake one, in which only rank 0 exists."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def imagine_collectives(model: nn.Module, traffic: Traffic) -> None:
-    """Replace the collectives of every FSDP unit by simulated ones, which need no other rank. Their bytes are counted
-    in `traffic`."""
+def simulate_collectives(model: nn.Module, traffic: Traffic) -> None:
+    """Replace the collectives of every FSDP unit of a model by simulated ones, which need no other rank. The bytes that
+    they would move are counted in `traffic`."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(ImaginedGather(traffic))
-            module.set_custom_reduce_scatter(ImaginedScatter(traffic))
+            module.set_custom_all_gather(SimulatedGather(traffic))
+            module.set_custom_reduce_scatter(SimulatedScatter(traffic))
 
 
 class Allocating:
@@ -47,7 +48,7 @@ class Allocating:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class ImaginedGather(Allocating, AllGather):
+class SimulatedGather(Allocating, AllGather):
     """A simulated all-gather, with the result as if every other rank held the same shard as this rank."""
 
     def __call__(
@@ -60,7 +61,7 @@ class ImaginedGather(Allocating, AllGather):
         self.traffic.add("all_gather", output_tensor.nbytes, group.size())
 
 
-class ImaginedScatter(Allocating, ReduceScatter):
+class SimulatedScatter(Allocating, ReduceScatter):
     """A simulated reduce-scatter, with the result as if the gradients of all other ranks were zero."""
 
     def __call__(

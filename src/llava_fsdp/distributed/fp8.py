@@ -33,8 +33,8 @@ def check_fp8(device: torch.device) -> None:
 
 
 def fp8_settings(sharded: bool) -> Any:
-    """Return torchao's float8 settings: FSDP all-gathers in fp8 if weights are sharded, and torchao pads the number of
-    tokens to a multiple of 16, so that any number is allowed."""
+    """Return torchao's settings for float8 layers (`Float8LinearConfig`): FSDP all-gathers in fp8 if weights are
+    sharded, and torchao pads the number of tokens to a multiple of 16, so that any number of tokens is allowed."""
     from torchao.float8 import Float8LinearConfig
 
     return Float8LinearConfig(enable_fsdp_float8_all_gather=sharded, pad_inner_dim=True)
@@ -67,6 +67,7 @@ def weights_in_fp8(blocks: nn.ModuleList) -> set[torch.Tensor]:
 
 
 def takes_fp8(module: nn.Module) -> bool:
+    """Return whether a module is a trainable linear layer whose sizes are multiples of 16, as fp8 products need."""
     return (
         isinstance(module, nn.Linear)
         and module.weight.requires_grad

@@ -1,4 +1,5 @@
-"""Call torch's fused AdamW after a check of its tensors' memory layout. No other module may call the fused kernel.
+"""Call torch's fused AdamW kernel, after a check of the memory layout of its tensors. No other module may call this
+kernel.
 
 On a CPU the kernel checks neither strides nor shapes (torch 2.13). It treats a view with gaps, or a gradient whose
 dimensions have another order in memory, as if it were contiguous. It writes past the end of a moment that is too small.
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from llava_fsdp.distributed.local_shards import unwrapped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of Adam's two moments in an optimizer's state."""
 
 
 def fused_adamw(tensors: list[torch.Tensor], step: torch.Tensor, group: dict[str, Any]) -> None:
@@ -46,10 +48,12 @@ def check_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if parameter.grad is not None:
                 state = optimizer.state.get(parameter, {})  # empty before the first step
                 tensors = parameter, parameter.grad, *(state[name] for name in MOMENTS if name in state)
+                # not `local`, which detaches and so takes longer
                 check_layout([unwrapped(t.to_local() if isinstance(t, DTensor) else t) for t in tensors])
 
 
 def check_layout(tensors: list[torch.Tensor]) -> None:
+    """Assert that all tensors are contiguous and have the shape and dtype of the first one."""
     first = tensors[0]
     for tensor in tensors:
         assert tensor.is_contiguous() and tensor.shape == first.shape and tensor.dtype == first.dtype, (

@@ -22,7 +22,8 @@ GIB = 1 << 30
 
 
 class Arena:
-    """A region of zeroed memory from which tensors are allocated one after the other, each on its own memory pages."""
+    """A region of zeroed memory from which tensors are allocated one after the other, each on memory pages of its
+    own."""
 
     def __init__(self, nbytes: int, folder: Path | None = None, pin: bool = False):
         """Allocate anonymous memory, or create and map a file.
@@ -37,7 +38,7 @@ class Arena:
             OffloadError: memory or disk space is not enough, or the memory cannot be mapped or pinned.
         """
         self.size = max(nbytes, PAGE)
-        self.of_file = folder is not None
+        self.is_file_backed = folder is not None
         self.taken = 0
         try:
             self.memory = (
@@ -72,26 +73,28 @@ class Arena:
 
     def fetch(self, tensor: torch.Tensor) -> None:
         """Read a file-backed tensor from disk into memory before it is used; return when it has been read."""
-        assert self.of_file
+        assert self.is_file_backed
         begin, length = self.pages(tensor)
         if length:
             self.memory.madvise(mmap.MADV_WILLNEED, begin, length)
-            # reads one byte of every page, so that page faults happen here: torch releases the GIL during the sum
+            # reads one byte of every page, so that page faults happen here; torch releases the GIL during the sum
             torch.frombuffer(self.memory, dtype=torch.uint8, count=length, offset=begin)[::PAGE].sum()
 
     def release(self, tensor: torch.Tensor) -> None:
         """Remove a file-backed tensor from this process's memory. Its data stays in the system's page cache or on disk
         and can be read again."""
-        assert self.of_file, "anonymous memory would be lost"
+        assert self.is_file_backed, "anonymous memory would be lost"
         begin, length = self.pages(tensor)
         if length:
             self.memory.madvise(mmap.MADV_DONTNEED, begin, length)
 
     def release_all(self) -> None:
-        assert self.of_file
+        """Remove all file-backed tensors from this process's memory. Their data can be read again."""
+        assert self.is_file_backed
         self.memory.madvise(mmap.MADV_DONTNEED, 0, self.size)
 
     def owns(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor was allocated in this arena."""
         return 0 <= tensor.data_ptr() - self.base < self.size
 
     def pages(self, tensor: torch.Tensor) -> tuple[int, int]:
@@ -106,10 +109,11 @@ class Arena:
 
 
 class Memory(mmap.mmap):
-    """A memory mapping that can be pinned for CUDA; a pinned one is unpinned before it is unmapped. Tensors in the
-    mapping keep it alive."""
+    """A memory mapping that can be pinned for CUDA, and is then unpinned before it is unmapped. Tensors in the mapping
+    keep it alive."""
 
     registered: int | None = None
+    """Address of the pinned memory; None if the memory is not pinned."""
 
     def register(self, base: int, size: int) -> None:
         """Pin the memory for CUDA. Raises OffloadError if CUDA refuses."""
@@ -128,6 +132,8 @@ class Memory(mmap.mmap):
 
 
 def mapped_file(size: int, folder: Path) -> Memory:
+    """Create a file of `size` bytes without a name in the folder, and map it into memory. Raises OffloadError if the
+    disk has too little room."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = nameless_file(folder)
     try:
@@ -138,8 +144,7 @@ def mapped_file(size: int, folder: Path) -> Memory:
                 f"offload=nvme needs {size / GIB:.3g} GiB more in {folder}, where {free / GIB:.3g} GiB are free; give "
                 "a folder on a larger local disk: offload.folder=DIR"
             )
-        # reserve all disk blocks now: if the disk were full at a later page fault, the signal SIGBUS would end the
-        # process
+        # all disk blocks are reserved now: if the disk were full at a later page fault, SIGBUS would end the process
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, size)
         else:

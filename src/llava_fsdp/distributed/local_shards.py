@@ -13,13 +13,13 @@ from llava_fsdp.distributed.precision import MasterWeights
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The rows [begin, end) of a parameter that this rank holds."""
+    """The part of a parameter that this rank holds: its rows [begin, end)."""
 
     begin: int
     end: int
     tensors: list[torch.Tensor]
-    """This rank's tensors with the values of the rows [begin, end): the shard of the model's parameter and, if the
-    master weight is a separate tensor, the shard of the master weight."""
+    """This rank's tensors with the values of these rows: the shard of the model's parameter and, if the master weight
+    is a separate tensor, the shard of the master weight."""
 
 
 def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalShard]:
@@ -41,7 +41,7 @@ def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 1
     if not isinstance(tensor, DTensor):
         return 0, tensor.shape[0]
-    if not tensor.numel():  # FSDP gives no rank a row of it
+    if not tensor.numel():  # FSDP gives no rank a row of an empty tensor
         return 0, len(tensor.to_local())
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return (offset[0], offset[0] + shape[0]) if shape[0] else (0, 0)
@@ -54,13 +54,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full-precision tensor inside torchao's wrapper of a weight that is gathered in fp8; return any other
-    tensor unchanged."""
+    """Return the full-precision tensor inside torchao's wrapper of a weight that is gathered in fp8. Any other tensor
+    is returned unchanged."""
     return getattr(tensor, "_tensor", tensor)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Remove torchao's fp8 wrapper from a tensor or DTensor, so that it can be used in collectives and checkpoints."""
+    """Return a tensor or DTensor without torchao's wrapper for weights that are gathered in fp8, and detached from
+    autograd. Collectives and checkpoints cannot use the wrapper."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor) or type(tensor.to_local()) is torch.Tensor:
         return tensor
@@ -71,7 +72,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor whose shard on this rank is `shard` and which is sharded like `tensor`. If `tensor` is not a
+    """Return a DTensor that is sharded like `tensor` and whose shard on this rank is `shard`. If `tensor` is not a
     DTensor, return `shard`.
 
     `shard` stays on its device, which `DTensor.from_local` would change to the device of the mesh.
@@ -80,6 +81,6 @@ def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor on every rank. A collective if the tensor is sharded."""
+    """Return the full values of a tensor on every rank. If the tensor is sharded, all ranks must call this."""
     tensor = plain(tensor)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -2,9 +2,10 @@
 
 A few rows at a time are converted to fp32, updated by torch's own fused AdamW, and stored again:
 
-- bf16 weights and moments are rounded stochastically (e.g. arXiv 2010.06192): up with a probability in proportion to
-  the part that rounding drops, so that on average no small update is lost. With rounding to nearest, the second moment
-  would hardly change: beta2=0.999 changes it by 1/1000 per step, and neighbouring bf16 numbers differ by about 1/256.
+- bf16 weights and moments are rounded stochastically (e.g. arXiv 2010.06192): a value is rounded up with a probability
+  in proportion to the part that would be dropped, so that on average no small update is lost. With rounding to nearest,
+  the second moment would hardly change: beta2=0.999 changes it by 1/1000 per step, and neighbouring bf16 numbers differ
+  by about 1/256.
 - int8 moments are indices into a table of 256 values, dense around zero, with one scale for each block of 256 elements
   (dynamic block-wise quantisation, arXiv 2110.02861). A block never crosses a row, so that sharding by rows does not
   change the blocks.
@@ -26,10 +27,12 @@ from llava_fsdp.distributed.local_shards import local, local_rows
 from llava_fsdp.runtime.seeds import derive
 
 BLOCK = 256
-"""Number of consecutive elements of a row that share one scale (of int8 moments)."""
-STRETCH = 1 << 22
-"""Number of a parameter's elements that are updated at a time; each fp32 tensor of the update then takes 16 MiB."""
+"""Number of consecutive elements of a row of an int8 moment that share one scale."""
+CHUNK_ELEMENTS = 1 << 22
+"""Number of a parameter's elements that are updated at a time. The fp32 weight, its gradient and its moments then take
+16 MiB each."""
 SCALE = "_scale"
+"""Ending of the name, in the optimizer's state, of the scales of an int8 moment."""
 
 
 class LowBitAdamW(torch.optim.Optimizer):
@@ -40,7 +43,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         groups: parameter groups as `torch.optim.AdamW` takes them, with lr and weight_decay in each.
         moments: the dtype in which moments are stored. With int8, the moments of one-dimensional parameters are fp32.
         seed: seed of the stochastic rounding. Random numbers depend on the seed, the step, the parameter and the first
-            row of this rank's shard: so replicas stay equal, and a resumed run draws the same numbers.
+            row of this rank's shard, so that replicas stay equal and a resumed run draws the same numbers.
     """
 
     def __init__(
@@ -80,6 +83,12 @@ class LowBitAdamW(torch.optim.Optimizer):
                     self.update(parameter, group, number)
 
     def update(self, parameter: nn.Parameter, group: dict[str, Any], number: int) -> None:
+        """Update one parameter and its moments.
+
+        Args:
+            group: hyperparameters, as in `param_groups`.
+            number: number of the parameter in all groups, for the seed of the stochastic rounding.
+        """
         state = self.state[parameter]
         if not state:
             state.update(self.new_state(parameter))
@@ -89,19 +98,19 @@ class LowBitAdamW(torch.optim.Optimizer):
         weights, gradients = as_rows(parameter), as_rows(parameter.grad)
         stored = [StoredMoment(state, name) for name in MOMENTS]
         begin, _ = local_rows(parameter)
-        dice = torch.Generator(weights.device).manual_seed(derive("rounding", self.seed, step, number, begin))
+        generator = torch.Generator(weights.device).manual_seed(derive("rounding", self.seed, step, number, begin))
         steps = torch.full((), float(step), device=weights.device)
-        for rows in stretches(weights):
+        for rows in row_chunks(weights):
             weight, moments = weights[rows].float(), [moment.read(rows) for moment in stored]
             fused_adamw([weight, gradients[rows].float(), *moments], steps, group)
-            store(weight, weights[rows], dice)
+            store(weight, weights[rows], generator)
             for moment, value in zip(stored, moments, strict=True):
-                moment.write(rows, value, dice)
+                moment.write(rows, value, generator)
 
 
 def is_quantised(shape: tuple[int, ...], moments: MomentDType) -> bool:
-    """Return whether a parameter's moments are stored in int8. Those of norms and biases, which are one-dimensional,
-    are not, because they are too small for a gain."""
+    """Return whether a parameter's moments are stored in int8, if `moments` is the configured dtype. Moments of
+    one-dimensional parameters (norms and biases) are not: they are so small that int8 would save nothing."""
     return moments is MomentDType.int8 and len(shape) > 1
 
 
@@ -123,11 +132,11 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     return torch.atleast_1d(local(tensor))
 
 
-def stretches(tensor: torch.Tensor) -> Iterator[slice]:
-    """Yield slices that split the tensor's rows into parts of about `STRETCH` elements; none if it has no rows."""
+def row_chunks(tensor: torch.Tensor) -> Iterator[slice]:
+    """Yield slices that split a tensor's rows into chunks of about `CHUNK_ELEMENTS` elements; none if it is empty."""
     if tensor.numel() == 0:
         return
-    rows = max(1, STRETCH // (tensor.numel() // tensor.shape[0]))
+    rows = max(1, CHUNK_ELEMENTS // (tensor.numel() // tensor.shape[0]))
     for begin in range(0, tensor.shape[0], rows):
         yield slice(begin, begin + rows)
 
@@ -149,26 +158,28 @@ class StoredMoment:
             return self.values[rows].float()
         return dequantise(self.values[rows], self.scales[rows], self.map)
 
-    def write(self, rows: slice, value: torch.Tensor, dice: torch.Generator) -> None:
+    def write(self, rows: slice, value: torch.Tensor, generator: torch.Generator) -> None:
+        """Store fp32 values as rows of the moment. bf16 values are rounded stochastically. Overwrites `value`."""
         if self.scales is None or self.map is None:
-            store(value, self.values[rows], dice)
+            store(value, self.values[rows], generator)
         else:
             codes, scales = quantise(value, self.map)
             self.values[rows].copy_(codes)
             self.scales[rows].copy_(scales)
 
 
-def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> None:
-    """Write fp32 values to `target`: unchanged if `target` is fp32, stochastically rounded, with random numbers from
-    `dice`, if it is bf16. Overwrites `value`."""
+def store(value: torch.Tensor, target: torch.Tensor, generator: torch.Generator) -> None:
+    """Write fp32 values to `target`. If `target` is bf16, the values are rounded stochastically, with random numbers
+    from `generator`. Overwrites `value`."""
     if target.dtype == torch.float32:
         if target.data_ptr() != value.data_ptr():
             target.copy_(value)
         return
-    # bf16 is the upper 16 bits of fp32. A random 16-bit number is added to the lower 16 bits, which are then dropped.
-    # The sum carries into the upper bits, to the next larger magnitude in bf16, with probability (lower bits) / 2**16.
+    # A bf16 number is the upper 16 bits of an fp32 number. A random 16-bit number is added to the lower 16 bits, which
+    # are then dropped. With probability (lower bits) / 2**16, the sum carries into the upper bits, which gives the bf16
+    # number of the next larger magnitude.
     bits = value.view(torch.int32)
-    bits.add_(torch.randint(1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=dice))
+    bits.add_(torch.randint(1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=generator))
     bits.bitwise_and_(-(1 << 16))
     target.copy_(value)
 
@@ -177,9 +188,9 @@ def store(value: torch.Tensor, target: torch.Tensor, dice: torch.Generator) -> N
 def dynamic_map(signed: bool) -> tuple[float, ...]:
     """Return the 256 values that the codes of an int8 moment stand for, in ascending order.
 
-    The values lie in seven decades up to 1, each with twice as many values as the decade below it. Within a decade they
-    are the midpoints of equal intervals. If `signed`, the negatives of all these are included. The values 0 and 1 are
-    added.
+    The values lie in seven decades up to 1, each of which has twice as many values as the decade below it. Within a
+    decade the values are the midpoints of equal intervals. With `signed`, the negatives of these values are included.
+    The values 0 and 1 are added.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -191,10 +202,10 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
 
 
 def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise fp32 values to int8 codes, of the shape of `value`, and scales [rows, blocks].
+    """Quantise fp32 values [rows, ...]; return uint8 codes of the same shape, and scales, float32 [rows, blocks].
 
-    The scale of a block is its largest magnitude. The code of a value is the index in `map_` of the entry nearest to
-    value / scale.
+    The scale of a block is its largest magnitude. The code of a value is the index in `map_` of the entry that is
+    nearest to value / scale.
     """
     blocks = into_blocks(value)
     scales = blocks.abs().amax(-1).clip_(min=1e-12)
@@ -204,8 +215,8 @@ def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
-    """Convert int8 codes back to values: float32, of the shape of the codes. The result is contiguous, because the
-    fused AdamW kernel updates it in place."""
+    """Convert codes and scales, as `quantise` returns them, back to float32 values of the codes' shape. The result is
+    contiguous, because the fused AdamW kernel updates it in place."""
     values = map_[codes.flatten(1).int()]
     return values.mul_(scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]).view(codes.shape)
 

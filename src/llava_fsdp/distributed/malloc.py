@@ -13,17 +13,18 @@ SMALLEST, LARGEST = 128 * 2**10, 32 * 2**20
 """Lowest and highest value, in bytes, of the threshold above which glibc maps each block of memory separately. The
 lowest is glibc's default, the highest the maximum that glibc accepts."""
 NEVER = -1
+"""Value of the trim threshold with which glibc never returns free memory at the heap's end to the system."""
 KERNELS = 256
-"""Number of compiled kernels that oneDNN may cache. A micro-batch uses fewer: the matrix products of a block use about
-30."""
+"""Maximum number of compiled kernels that oneDNN may cache. A micro-batch uses fewer: the matrix products of a block
+use about 30."""
 
 
 def return_freed_memory() -> None:
     """Make glibc return each block of 128 KiB or more to the system as soon as it is freed.
 
-    Otherwise the heap gets holes, because FSDP gathers and frees units of different sizes in turn: with zero3, holes
-    were measured to be half of the memory of a process. The price is time, because the system must provide new pages
-    for every large tensor.
+    Otherwise the heap gets holes, because FSDP gathers and frees units of different sizes in turn: with zero3, half of
+    a process's memory was measured to be holes. The price is time, because the system must provide new pages for every
+    large tensor.
     """
     set_thresholds(SMALLEST, SMALLEST)
 
@@ -32,12 +33,14 @@ def keep_freed_memory() -> None:
     """Make glibc keep free memory at the end of the heap instead of returning it to the system.
 
     By default, depending on earlier allocations, glibc may return a step's memory to the system and request it again in
-    every step: up to 40,000 page faults and 5 % of the CPU time, as measured.
+    every step. This was measured to cost up to 40,000 page faults per step and 5 % of the CPU time.
     """
     set_thresholds(LARGEST, NEVER)  # setting either threshold stops glibc from raising both by itself
 
 
 def set_thresholds(mmap: int, trim: int) -> None:
+    """Set glibc's thresholds in bytes: of the size above which a block is mapped separately, and of the free memory at
+    the heap's end above which it is returned to the system. Does nothing with other C libraries."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, mmap)
@@ -48,9 +51,9 @@ def limit_kernel_cache() -> None:
     """Make oneDNN cache at most `KERNELS` compiled kernels, unless the environment already sets
     ONEDNN_PRIMITIVE_CACHE_CAPACITY.
 
-    oneDNN compiles a kernel for every shape and by default caches 1024. Packed rows have new lengths in nearly every
-    step: a process in bf16 on a CPU with AMX grew from 0.5 to 1.2 GB in 60 steps. Call this before the first torch
-    operation, because oneDNN reads the variable only once
+    oneDNN compiles a kernel for every shape and by default caches 1024 kernels. Packed rows have new lengths in nearly
+    every step, so that a process in bf16 on a CPU with AMX grew from 0.5 to 1.2 GB in 60 steps. To be called before the
+    first torch operation, because oneDNN reads the variable only once
     (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS))

@@ -1,7 +1,7 @@
 """Compute the bytes of parameters, gradients and optimizer state that a rank holds under each sharding strategy.
 
-FSDP2 shards dimension 0 like `torch.chunk`: of n rows over s ranks, a rank holds at most ceil(n / s), and the last
-ranks may hold fewer or 0. Tests compare these formulas with what ranks really hold.
+FSDP2 shards dimension 0 like `torch.chunk`: if n rows are sharded over s ranks, a rank holds at most ceil(n / s) rows,
+and the last ranks may hold fewer or none. Tests compare these formulas with the tensors that ranks really hold.
 """
 
 import math
@@ -13,7 +13,8 @@ from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.zero import SHARD_PLANS, Sync
 
 ITEM_SIZE = {DType.bf16: 2, DType.fp16: 2, DType.fp32: 4}
-MOMENTS = 2
+NUM_MOMENTS = 2
+"""Number of Adam's moments."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,14 @@ class Weight:
     shape: tuple[int, ...]
     trainable: bool
     whole: bool
-    """Whether the parameter stays unsharded while it is frozen, even if the strategy shards frozen weights."""
+    """Whether the parameter, if it is frozen, stays unsharded even if the strategy shards frozen weights."""
     fp32: bool
-    """Whether the parameter is stored and computed in fp32, independent of the model's compute dtype."""
+    """Whether the parameter is stored in fp32 and used in fp32 computations, whatever the model's compute dtype is."""
     fp8: bool = False
     """Whether FSDP gathers the parameter in fp8."""
     unit: str = ""
-    """Name of the FSDP unit that gathers the parameter, which is the name of the unit's first block; empty for the root
-    unit."""
+    """Name of the FSDP unit that gathers the parameter; empty for the root unit. A unit has the name of its first
+    block."""
     per_element: int = 1
     """Number of weights that are packed into one element; 1 unless the weights are quantised and packed."""
     statistics: int = 0
@@ -42,7 +43,7 @@ class Weight:
 
     @property
     def count(self) -> int:
-        """Number of weights: elements times the weights packed into each element."""
+        """Number of weights: the number of elements times the number of weights packed into each element."""
         return self.numel * self.per_element
 
     def item_size(self, precision: PrecisionConfig) -> int:
@@ -62,11 +63,12 @@ class Weight:
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.reduce_dtype]
 
     def moment_bytes(self, precision: PrecisionConfig, local: int) -> int:
-        """Return the bytes of both of Adam's moments for `local` elements, which are whole rows."""
+        """Return the bytes of both of Adam's moments for `local` of the parameter's elements, which must be whole
+        rows."""
         if is_quantised(self.shape, precision.moment_dtype):
             columns = math.prod(self.shape[1:])
-            return MOMENTS * (local + 4 * math.ceil(columns / BLOCK) * (local // columns if columns else 0))
-        return MOMENTS * (2 if precision.moment_dtype is MomentDType.bf16 else 4) * local
+            return NUM_MOMENTS * (local + 4 * math.ceil(columns / BLOCK) * (local // columns if columns else 0))
+        return NUM_MOMENTS * (2 if precision.moment_dtype is MomentDType.bf16 else 4) * local
 
     def local(self, shards: int, rank: int) -> int:
         """Return the number of the parameter's elements in shard number `rank` of `shards` shards."""
@@ -107,16 +109,17 @@ def bytes_per_rank(
 ) -> Bytes:
     """Compute the bytes of parameters, gradients and optimizer state that rank `rank` holds, in memory or offloaded.
 
-    After an optimizer step, before its gradients are freed, a trainable weight is a shard in `master_dtype`, with a
-    gradient of the same dtype and two moments in `moment_dtype`. Frozen weights are in the compute dtype, whole or
-    sharded.
+    After an optimizer step, before its gradients are freed, a rank holds for each trainable weight a shard in
+    `precision.master_dtype`, a gradient of the same dtype and two moments in `precision.moment_dtype`. Frozen weights
+    are held in the compute dtype, whole or sharded.
 
-    Between the micro-batches of a step, strategies that keep weights gathered also hold the whole weights in the
-    compute dtype. Gradients that are not yet reduced are whole, in the reduction dtype; with hybrid strategies they are
-    shards that are not yet reduced over the replicas. A single rank without FSDP also holds copies of the weights in
-    the compute dtype, if that is not the master dtype.
+    Between the micro-batches of a step, a rank also holds the whole weights in the compute dtype if the strategy keeps
+    weights gathered. Gradients that are not yet reduced are held whole, in the reduction dtype; with hybrid strategies
+    they are shards that are not yet reduced over the replicas. A single rank without FSDP also holds copies of the
+    weights in the compute dtype, if that is not the master dtype.
 
     Args:
+        shard_size: number of ranks over which hybrid strategies shard.
         padded: whether to count padding too. FSDP pads the parameters and gradients of a short shard to the size of a
             full shard (`FSDPParam.reset_sharded_param`, `foreach_reduce`). Moments have no padding.
     """
@@ -150,6 +153,6 @@ def bytes_per_rank(
 
 
 def checkpoint_bytes(weights: list[Weight], precision: PrecisionConfig) -> int:
-    """Return the bytes of a checkpoint: master weights, moments and step counts of all trainable weights."""
+    """Return the bytes of a checkpoint's tensors: master weights, moments and step counts of all trainable weights."""
     trainable = [w for w in weights if w.trainable]
     return sum(w.master_size(precision) * w.numel + w.moment_bytes(precision, w.numel) + 4 for w in trainable)

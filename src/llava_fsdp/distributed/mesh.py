@@ -21,6 +21,7 @@ from llava_fsdp.distributed.fake_collectives import join_fake
 from llava_fsdp.distributed.malloc import keep_freed_memory, limit_kernel_cache
 from llava_fsdp.distributed.zero import Mesh, ShardPlan
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError
+from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.process_end import end_with
 
@@ -47,17 +48,20 @@ def distributed(cfg: Config) -> Iterator[World]:
     """Context manager that joins the process group described by torchrun's environment variables and chooses this
     rank's device.
 
-    At world size 1 there is no process group, unless `offload` needs FSDP. After an error the group is not destroyed:
-    the process ends at once, and other ranks may no longer respond. After success the group is ended in this order:
-    barrier, destroy, collect garbage, sleep. In another order gloo's background thread aborts about one process in
-    seven at interpreter exit (pytorch#179291).
+    At world size 1 there is no process group, unless `offload` needs FSDP. After an error the group is not destroyed,
+    because the process ends at once and other ranks may no longer respond. After success the group is ended in this
+    order: barrier, destroy, collect garbage, sleep. In another order gloo's background thread aborts about one process
+    in seven at interpreter exit (pytorch#179291).
+
+    Raises:
+        CommunicationError: the connection to another rank was lost.
     """
-    if dist.is_initialized():  # the caller has created the process group and also destroys it
+    if dist.is_initialized():  # the caller has created the process group, and destroys it later
         yield world_of_group()
         return
     world = read_world()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with(os.getppid())  # otherwise this process would continue after torchrun is killed
+        end_with(os.getppid())  # otherwise this process would continue if torchrun is killed
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this setting
         torch.use_deterministic_algorithms(True)
@@ -91,6 +95,7 @@ LOST = re.compile(
     r"Connection (closed|reset|refused)|remote worker crashing|Timed out waiting|gloo/transport|Broken pipe|NCCL|"
     r"DistBackendError|DistNetworkError|DistStoreError|wait timeout"
 )
+"""Pattern for messages of torch.distributed about a lost connection to another rank."""
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
@@ -106,8 +111,8 @@ def is_lost_peer(error: BaseException | None) -> bool:
 
 
 def num_collectives(mesh: DeviceMesh | None) -> Callable[[], int]:
-    """Return a function that returns the number of collectives which this rank has started. A rank that lags behind the
-    others has started fewer."""
+    """Return a function that returns the number of collectives which this rank has started so far. A rank that lags
+    behind the others has started fewer."""
     if not dist.is_initialized():
         return int
     groups = groups_of(mesh)
@@ -115,20 +120,22 @@ def num_collectives(mesh: DeviceMesh | None) -> Callable[[], int]:
 
 
 def groups_of(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """Return the default process group and those of the mesh, each once."""
     groups = [dist.distributed_c10d._get_default_group(), *(mesh.get_all_groups() if mesh is not None else [])]
     return list({id(group): group for group in groups}.values())
 
 
 def shorten_timeout(mesh: DeviceMesh | None, seconds: int) -> None:
-    """Set the timeout of all process groups to `seconds`. Called once weights are loaded and the first step is
-    compiled."""
+    """Set the timeout of all process groups to `seconds`. Called when weights are loaded and the first step is
+    compiled, which takes longer than later steps."""
     for group in groups_of(mesh) if dist.is_initialized() else ():
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def own_rank() -> int:
-    """Return this rank's number, from the process group or, before it exists, from torchrun's environment variable."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    """Return this rank's number, from the process group or, before there is one, from torchrun's environment
+    variable."""
+    return dist.get_rank() if dist.is_initialized() else env_rank()
 
 
 def rank_identities() -> list[tuple[int, str, int]]:
@@ -138,9 +145,9 @@ def rank_identities() -> list[tuple[int, str, int]]:
 
 def read_world() -> World:
     """Read rank, world size and device from torchrun's environment variables. Raises ConfigError if torchrun has
-    started more ranks on this machine than it has GPUs."""
+    started more ranks on this machine than the machine has GPUs."""
     env = os.environ
-    rank, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+    rank, size = env_rank(), int(env.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
     if not torch.cuda.is_available():
         return World(rank, size, local_rank, local_size, torch.device("cpu"))
@@ -161,7 +168,10 @@ def world_of_group() -> World:
 
 
 def simulated_world(size: int, world: World) -> World:
-    """Return a `World` for the simulation of rank 0 of `size` ranks on one node.
+    """Return a `World` for a process that simulates rank 0 of `size` ranks on one node.
+
+    Args:
+        world: the real ranks that torchrun has started.
 
     Raises:
         ConfigError: torchrun has started several processes, but a simulation runs in one.
@@ -177,9 +187,9 @@ def simulated_world(size: int, world: World) -> World:
 def join(world: World, timeout_seconds: int) -> None:
     """Initialise the process group. Its keys in torchrun's store have a prefix that is new after every restart.
 
-    torchrun's store outlives a restart. Without the prefix, new workers could read the addresses of dead ones
-    (pytorch#135712). The prefix is the number of restarts. But each node counts its own restarts, and the numbers
-    differ if nodes come and go. Then it helps only to use a new store for every start, which torchrun does with
+    torchrun's store outlives a restart. Without the prefix, new ranks could read the addresses of dead ones
+    (pytorch#135712). The prefix is the number of restarts. Each node counts its own restarts, so that the numbers
+    differ if nodes come and go. In that case torchrun must use a new store for every start, which it does with
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     """
     env = os.environ
@@ -205,8 +215,8 @@ def join(world: World, timeout_seconds: int) -> None:
 
 @contextmanager
 def first_rank_first(world: World) -> Iterator[None]:
-    """Context manager that runs its body on rank 0 first, and then on all other ranks, which can reuse what rank 0 has
-    made."""
+    """Context manager whose body runs on rank 0 first, and then on all other ranks, so that they can reuse files that
+    rank 0 has written."""
     if world.size > 1 and not world.is_first:
         dist.barrier()
     yield
@@ -227,8 +237,8 @@ def gather_lists(items: list[T]) -> list[T]:
 
 
 def make_mesh(world: World, plan: ShardPlan, cfg: Config) -> DeviceMesh | None:
-    """Create the device mesh of a sharding strategy, with the dimensions (replicate, shard) or (shard,); None for a
-    single rank, unless `offload` needs FSDP to move weights.
+    """Create the device mesh of a sharding strategy, with the dimensions (replicate, shard) or (shard,). Return None
+    for a single rank, unless `offload` needs FSDP to move weights.
 
     Raises:
         ConfigError: `sharding.shard_size` does not divide the number of ranks.

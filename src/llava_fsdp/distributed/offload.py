@@ -1,7 +1,7 @@
 """Offload weights, gradients and optimizer state from the device: `offload=none|optimizer|params|nvme`.
 
-All modes train to the same weights. They differ in where a rank keeps shards, gradients and moments, and in what
-updates the weights:
+All modes train to the same weights. They differ in where a rank keeps shards, gradients and moments, and in the kernel
+that updates the weights:
 
 | | fp32 shards | gradients | moments | updated by |
 |---|---|---|---|---|
@@ -10,8 +10,9 @@ updates the weights:
 | params | host, pinned | host, pinned | host | the CPU's fused kernel |
 | nvme | a file | a file | a file | the CPU's fused kernel in the mapped file, read ahead |
 
-The letters stand for bytes that a rank holds, summed over its tensors. n is the number of elements that the rank holds
-of a parameter, n* the number with the shard padded to ceil(rows / shards) rows, i the bytes of an element.
+The last table gives the bytes that a rank holds in each place, as sums of the following quantities. Each quantity is
+summed over the rank's tensors. n is the number of elements of a parameter that the rank holds, n* is this number if the
+shard is padded to ceil(rows / shards) rows, and i is the number of bytes of an element.
 
     W    n i, frozen weights that are whole on the rank, in the compute dtype; buffers
     C    n i, working copies in the compute dtype: only at world size 1 without `params` and `nvme`; 0 for fp32
@@ -20,8 +21,9 @@ of a parameter, n* the number with the shard padded to ceil(rows / shards) rows,
     M    n i, moments: for fp32 Adam 8 n of trainable weights; and 4 bytes a parameter for its step count
     B    the largest bucket: at most 128 MiB, or M if that is less
 
-page(x) is x with every tensor rounded up to a multiple of 4096 bytes; pow2(x) is x with every tensor rounded up to a
-power of two, as torch's pinned allocator does. A + means: on top of what is there between steps.
+page(x) is x with the size of every tensor rounded up to a multiple of 4096 bytes. pow2(x) is x with the size of every
+tensor rounded up to a power of two, as torch's pinned allocator does. A + means: in addition to the bytes that are held
+between steps.
 
 | | device, between steps | device, in the optimizer's step | host memory | disk |
 |---|---|---|---|---|
@@ -56,16 +58,19 @@ from llava_fsdp.distributed.host_memory import Arena
 from llava_fsdp.distributed.local_shards import like, local
 from llava_fsdp.distributed.malloc import return_freed_memory
 from llava_fsdp.distributed.mesh import World
-from llava_fsdp.distributed.streamed_buffers import Copied, Mapped
+from llava_fsdp.distributed.streamed_buffers import DeviceStaging, FileStaging
 from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer
 from llava_fsdp.runtime.errors import ConfigError, OutOfMemory
 from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.os_errors import existing
 
 IN_MEMORY = ("tmpfs", "ramfs")
+"""Types of filesystems whose files are in memory."""
 NO_ROOM = re.compile(
     r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory|std::bad_alloc", re.IGNORECASE
 )
+"""Pattern for the messages of out-of-memory errors."""
 
 
 class Offload:
@@ -84,8 +89,8 @@ class Offload:
 
     @property
     def policy(self) -> OffloadPolicy:
-        """FSDP's offload policy for `fully_shard`. Memory pages of mapped files are not pinned, because pinning would
-        keep them all in memory."""
+        """FSDP's offload policy for `fully_shard`. Mapped files are not pinned, because all their pages would then stay
+        in memory."""
         if not self.mode.moves_weights:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.pin and self.mode is OffloadMode.params)
@@ -107,15 +112,15 @@ class Offload:
             self.take_gradients(model)
 
     def take_shards(self, model: nn.Module) -> dict[int, torch.Tensor]:
-        """Allocate this rank's padded shard of every sharded parameter. Return the shards by `id` of the meta tensors
-        that they replace.
+        """Allocate this rank's padded shard of every sharded parameter in host memory or in a file. Return the shards
+        by `id` of the meta tensors that they replace.
 
         Also sets FSDP's private `_sharded_param_data`, for which there is no public setting. Otherwise FSDP would copy
-        shards that need padding to memory of its own. tests/distributed/test_offload.py checks where shards lie.
+        shards that need padding to memory of its own. tests/distributed/test_offload.py checks the shards' addresses.
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         parameters = list(
-            dict.fromkeys(p for module in modules for p in managed(module))
+            dict.fromkeys(p for module in modules for p in fsdp_parameters(module))
         )  # several blocks may be in one FSDP unit
         room = sum(Arena.room(p.padded_sharded_param_size, p.sharded_param.dtype) for p in parameters)
         self.shards = Arena(room, self.folder, pin=self.pin and self.folder is None)
@@ -127,8 +132,8 @@ class Offload:
         return made
 
     def take_gradients(self, model: nn.Module) -> None:
-        """Reserve file space for the gradient of every trainable shard, and register hooks that move reduced gradients
-        into it."""
+        """Reserve space in a file for the gradient of every trainable shard, and register hooks that move reduced
+        gradients into the file."""
         trainable = [p for p in model.parameters() if p.requires_grad]
         assert all(isinstance(p, DTensor) for p in trainable)
         self.gradients = Arena(sum(Arena.room(local(p).shape, p.dtype) for p in trainable), self.folder)
@@ -136,27 +141,30 @@ class Offload:
             place = self.gradients.take(local(parameter).shape, parameter.dtype)
             parameter.register_post_accumulate_grad_hook(GradientIntoFile(place))
 
-    def loaded(self) -> None:
-        """Once the weights are loaded, drop file-backed shards from this process's memory; the file keeps them."""
-        if self.shards is not None and self.shards.of_file:
+    def drop_loaded_shards(self) -> None:
+        """Remove file-backed shards from this process's memory; the file keeps them. To be called when the weights are
+        loaded."""
+        if self.shards is not None and self.shards.is_file_backed:
             self.shards.release_all()
 
     def optimizer(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer `inner`, wrapped so that its moments are offloaded if the mode of `offload` is
-        `optimizer` or `nvme`. With the other modes it is returned as it is."""
+        """Wrap the optimizer `inner` so that its moments are offloaded, if the mode of `offload` is `optimizer` or
+        `nvme`. In the other modes return `inner` itself."""
         if self.mode is OffloadMode.optimizer:
             return StreamedOptimizer(
-                inner, lambda size: Arena(size, pin=self.pin), lambda made: Copied(made, self.device)
+                inner, lambda size: Arena(size, pin=self.pin), lambda made: DeviceStaging(made, self.device)
             )
         if self.mode is OffloadMode.nvme:
             others = [arena for arena in (self.shards, self.gradients) if arena is not None]
-            return StreamedOptimizer(inner, lambda size: Arena(size, self.folder), lambda made: Mapped(made, others))
+            return StreamedOptimizer(
+                inner, lambda size: Arena(size, self.folder), lambda made: FileStaging(made, others)
+            )
         return inner
 
 
 class GradientIntoFile:
-    """Gradient hook that moves a shard's gradient into a memory-mapped file. There FSDP adds the gradients of later
-    micro-batches to it."""
+    """Gradient hook that moves a shard's gradient into a memory-mapped file. FSDP adds the gradients of later
+    micro-batches to the gradient in the file."""
 
     def __init__(self, place: torch.Tensor):
         self.place = place
@@ -169,18 +177,16 @@ class GradientIntoFile:
             parameter.grad = like(gradient, self.place)
 
 
-def managed(module: FSDPModule) -> list[Any]:
-    """Return FSDP's internal parameter objects (`FSDPParam`) of an FSDP unit."""
+def fsdp_parameters(module: FSDPModule) -> list[Any]:
+    """Return the objects (`FSDPParam`) by which FSDP represents the parameters of an FSDP unit internally."""
     group = module._get_fsdp_state()._fsdp_param_group
     return [] if group is None else group.fsdp_params
 
 
 def filesystem(folder: Path) -> str | None:
-    """Return the type of the filesystem (ext4, tmpfs, ...) of a folder, or of its nearest existing parent; None if
+    """Return the type of the filesystem (ext4, tmpfs, ...) that contains a folder, which need not exist yet; None if
     unknown."""
-    while not folder.exists():
-        folder = folder.parent
-    device = os.stat(folder).st_dev
+    device = os.stat(existing(folder)).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -191,11 +197,12 @@ def filesystem(folder: Path) -> str | None:
 
 
 @contextmanager
-def clear_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
-    """Context manager that replaces an out-of-memory error by one that names settings which need less memory.
+def explained_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
+    """Context manager that replaces torch's or Python's out-of-memory error by an OutOfMemory error, which names
+    settings that need less memory.
 
     Raises:
-        OutOfMemory: instead of torch's or Python's out-of-memory error.
+        OutOfMemory: memory ran out in the body.
     """
     try:
         yield
@@ -210,8 +217,8 @@ def clear_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
 
 
 def cures(cfg: Config, device: torch.device) -> list[str]:
-    """Return settings with which a training takes less memory than with `cfg`; those with the least slowdown come
-    first."""
+    """Return settings, as `key=value`, with which a training needs less memory than with `cfg`. The settings that slow
+    it down least come first."""
     found = (
         ["activation_checkpointing=full"] if cfg.activation_checkpointing.mode is ActivationCheckpointing.none else []
     )
@@ -249,8 +256,8 @@ def offload_folder(cfg: Config) -> Path:
     return Path(cfg.offload.folder or cfg.output_dir)
 
 
-def warn_of_no_use(cfg: Config, world: World) -> None:
-    """Log a warning on rank 0 if `offload` saves no memory on this machine."""
+def warn_if_useless(cfg: Config, world: World) -> None:
+    """Log a warning on rank 0 if the setting `offload` saves no memory on this machine."""
     text = describe_offload(cfg, world.device)
     if world.is_first and "saves nothing" in text:
         log().warning("offload=%s", text)

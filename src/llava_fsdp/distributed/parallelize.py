@@ -1,8 +1,9 @@
 """Apply sharding, precision, compilation and activation checkpointing to any model made of stacks of blocks.
 
-The order is: create on the meta device, freeze, convert to fp8, compile, activation checkpointing, `fully_shard`, load
-weights, create the optimizer. Activation checkpointing is applied before `fully_shard`, so that a block's weights are
-gathered before it runs again. Weights are loaded after sharding, so that no rank ever holds more than its shards.
+The order is: create the model on the meta device, freeze, convert to fp8, compile, wrap for activation checkpointing,
+`fully_shard`, load weights, create the optimizer. Activation checkpointing comes before `fully_shard`, so that FSDP
+gathers a block's weights before the block runs again in the backward pass. Weights are loaded after sharding, so that
+no rank ever holds more than its shards.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,16 +47,17 @@ def parallelize(
     """Shard a meta-device model in place over the ranks, and allocate this rank's shards, uninitialised.
 
     Args:
-        model: on the meta device, with `requires_grad` set; its forward must run the same modules on every rank.
-        stacks: lists of blocks, the language model's first. Each block becomes one unit of FSDP and of activation
-            checkpointing.
-        mesh: (replicate, shard) or (shard,); None shards nothing.
+        model: a model on the meta device, with `requires_grad` set. Its forward must run the same modules on every
+            rank.
+        stacks: lists of blocks, the language model's first. Each block is wrapped for activation checkpointing; one or
+            several blocks (`sharding.blocks_per_unit`) become an FSDP unit.
+        mesh: device mesh with the dimensions (replicate, shard) or (shard,); None: nothing is sharded.
         offload: allocates the shards on the device, in host memory or in a file.
-        whole: modules whose frozen weights no strategy shards.
+        whole: modules whose weights are never sharded while they are frozen.
         count: counts the compiled graphs of the language model's blocks; None: blocks are not compiled.
 
     Returns:
-        The tensors to load, optimize and checkpoint, by parameter name.
+        The master weights by parameter name: the tensors to load, to optimize and to save in checkpoints.
     """
     store_weights(model, cfg.precision, sharded=mesh is not None)
     compute_norms_in_fp32(model, cfg.precision)
@@ -73,8 +75,8 @@ def parallelize(
 
 
 def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> None:
-    """Allocate the tensors of a meta-device model with `allocate`. Then tie again the parameters that were tied on the
-    meta device."""
+    """Allocate the tensors of a meta-device model with `allocate`, and then tie the parameters again that were tied on
+    the meta device: a tied parameter has several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -86,8 +88,8 @@ def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> No
 
 
 def frozen_left_whole(model: nn.Module, plan: ShardPlan, whole: list[nn.Module]) -> set[nn.Parameter]:
-    """Return the frozen parameters that FSDP must not shard: those in `whole` if the strategy shards frozen weights,
-    else all of them."""
+    """Return the frozen parameters that FSDP must not shard: all of them or, if the strategy shards frozen weights,
+    only those in the modules `whole`."""
     roots = whole if plan.shards_frozen else [model]
     return {p for root in roots for p in root.parameters() if not p.requires_grad}
 
@@ -105,8 +107,11 @@ def shard(
     remaining parameters form the root unit.
 
     The root unit is not freed after the forward pass, because the backward pass begins with it. All parameters of a
-    unit have one dtype. So the trainable norms that compute in fp32 form another unit, which is small and also stays
-    gathered.
+    unit must have the same dtype. Therefore the trainable norms that compute in fp32 form a unit of their own, which is
+    small and also stays gathered.
+
+    Args:
+        ignored: parameters that are not sharded.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[cfg.precision.param_dtype],
@@ -117,15 +122,14 @@ def shard(
     norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
     together = GatheredFirst(norms) if norms else None
     if together is not None:
-        kept = replace(
-            policy, param_dtype=None, reduce_dtype=None
-        )  # norms compute and are reduced in fp32, the dtype in which they are stored
+        # norms compute and are reduced in fp32, the dtype in which they are stored
+        kept = replace(policy, param_dtype=None, reduce_dtype=None)
         fully_shard(together, mp_policy=kept, reshard_after_forward=False, **common)
         model.gathered_first = together
         common["ignored_params"] = ignored = ignored | set(together.parameters())
     units = []
     for stack in reversed(stacks):  # in the order of the forward pass: vision tower, then language model
-        for unit in in_units(list(stack), cfg.sharding.blocks_per_unit):
+        for unit in grouped(list(stack), cfg.sharding.blocks_per_unit):
             blocks = [block for block in unit if set(block.parameters()) - ignored]
             if blocks:
                 one = blocks[0] if len(blocks) == 1 else blocks
@@ -135,7 +139,8 @@ def shard(
         gather_ahead(units, cfg.sharding.prefetch)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
     if together is not None:
-        model.register_forward_pre_hook(lambda *_: together())  # after FSDP's own hook, which begins a pass
+        # this hook runs after FSDP's own forward pre-hook of the model, with which FSDP begins a forward pass
+        model.register_forward_pre_hook(lambda *_: together())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by the label tokens of the whole step, so gradients are summed over ranks and not
@@ -144,30 +149,30 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def in_units(blocks: list[T], size: int) -> list[list[T]]:
+def grouped(blocks: list[T], size: int) -> list[list[T]]:
     """Split blocks into consecutive groups of `size` blocks; the last group may be smaller."""
     return [blocks[start : start + size] for start in range(0, len(blocks), size)]
 
 
 def describe_units(sharding: ShardingConfig) -> str:
-    """Return text about those settings of FSDP units (blocks per unit, prefetch) that differ from FSDP2's defaults;
-    empty if none differs."""
+    """Describe the settings of FSDP units (blocks per unit, prefetch) that differ from FSDP2's defaults; empty if none
+    differs."""
     parts = [f"{sharding.blocks_per_unit} blocks gathered together"] if sharding.blocks_per_unit > 1 else []
     parts += [f"{sharding.prefetch} gathers begun ahead"] if sharding.prefetch is not None else []
     return ", ".join(parts)
 
 
-def without_use(sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], shards: int | None) -> list[str]:
-    """Return messages about settings of FSDP units (blocks per unit, prefetch) that have no effect in this training.
+def useless_settings(sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], shards: int | None) -> list[str]:
+    """Return a message for each setting of FSDP units (blocks per unit, prefetch) that has no effect in this training.
 
     Args:
-        stacks: stacks of blocks, after `shard`.
+        stacks: the model's stacks of blocks, after `fully_shard` was applied.
         shards: number of ranks that the weights are sharded over; None without FSDP.
     """
     size, ahead = sharding.blocks_per_unit, sharding.prefetch
     largest = max(map(len, stacks))
     units = sum(
-        any(isinstance(block, FSDPModule) for block in unit) for stack in stacks for unit in in_units(list(stack), size)
+        any(isinstance(block, FSDPModule) for block in unit) for stack in stacks for unit in grouped(list(stack), size)
     )
     messages = []
     if shards is None and size > 1:
@@ -188,11 +193,11 @@ def without_use(sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], shard
 
 
 def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
-    """Make FSDP begin the all-gathers of the next `count` units whenever a unit runs, in the forward and the backward
-    pass.
+    """Make FSDP begin the all-gathers of the next `count` units when a unit begins to run, in the forward and in the
+    backward pass.
 
     Args:
-        units: one module of each unit, in the order of the forward pass.
+        units: for each FSDP unit of blocks one of its modules, in the order of the forward pass.
     """
     sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for place, unit in enumerate(sharded):
@@ -202,17 +207,20 @@ def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
 
 @runtime_checkable
 class Packed(Protocol):
-    """Protocol of modules whose `weight` packs several quantised weights into each element."""
+    """Protocol of modules with quantised weights, several of which are packed into each element of `weight`."""
 
     per_element: int
+    """Number of weights in an element."""
     statistics_bytes: int
     """Bytes of the weight's scales and offsets, which every rank holds whole."""
 
 
 class GatheredFirst(nn.Module):
-    """Module that puts several modules of a model into one FSDP unit, which is gathered before any of them runs.
+    """Module with which several modules of a model form one FSDP unit. FSDP gathers this unit before any of the modules
+    runs.
 
-    `fully_shard` of a list of modules would put hooks on each of them. These would split the graphs of compiled blocks.
+    If `fully_shard` were given a list of modules, it would register hooks on each of them, and these hooks would split
+    the graphs of compiled blocks.
     """
 
     def __init__(self, modules: list[nn.Module]):
@@ -230,7 +238,8 @@ def weights_of(
     precision: PrecisionConfig,
     blocks_per_unit: int = 1,
 ) -> dict[str, Weight]:
-    """Return what the memory formulas need to know of every parameter of a meta-device model, by parameter name."""
+    """Return the properties of every parameter of a meta-device model that the memory formulas use, by parameter
+    name."""
     in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in whole for p in module.parameters()}
@@ -252,7 +261,7 @@ def weights_of(
 def units_of_blocks(model: nn.Module, stacks: Sequence[nn.ModuleList], blocks_per_unit: int) -> dict[str, str]:
     """Return the name of the FSDP unit of every block, by block name. A unit is named after its first block."""
     names = block_names(model, stacks)
-    units = [unit for stack in stacks for unit in in_units(list(stack), blocks_per_unit)]
+    units = [unit for stack in stacks for unit in grouped(list(stack), blocks_per_unit)]
     return {names[block]: names[unit[0]] for unit in units for block in unit}
 
 

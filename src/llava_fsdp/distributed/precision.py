@@ -1,4 +1,5 @@
-"""Set the dtypes in which weights are stored, used in computations and updated."""
+"""Set the dtypes in which weights are stored, the dtypes in which they are used in the forward and backward pass, and
+the dtypes in which the optimizer updates them."""
 
 import torch
 from torch import nn
@@ -25,10 +26,10 @@ def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None
 
 
 def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module]:
-    """Return the model's normalization layers if the configuration gives them another dtype than the compute dtype;
-    else an empty list.
+    """Return the model's normalization layers if `precision.norm_dtype` differs from the compute dtype; else an empty
+    list.
 
-    The weight of a norm is around 1, where neighbouring bf16 numbers differ by 1/128: smaller updates would have no
+    The weight of a norm is around 1, where neighbouring bf16 numbers differ by 1/128. Smaller updates would have no
     effect on a forward pass in bf16.
     """
     if cfg.norm_dtype is cfg.param_dtype:
@@ -44,12 +45,13 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def norm_weights(model: nn.Module, cfg: PrecisionConfig) -> set[nn.Parameter]:
+    """Return the parameters of the normalization layers that are kept in fp32."""
     return {p for norm in norms_kept_in_fp32(model, cfg) for p in norm.parameters()}
 
 
 def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> None:
-    """Register hooks on the norms that are kept in fp32. The hooks cast a norm's inputs to fp32 and its outputs back to
-    the compute dtype."""
+    """Register hooks on the normalization layers that are kept in fp32. The hooks cast a norm's input to fp32 and its
+    output back to the compute dtype."""
     for norm in norms_kept_in_fp32(model, cfg):
         norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
         norm.register_forward_hook(lambda _, inputs, output: output.to(DTYPES[cfg.param_dtype]))
@@ -59,9 +61,10 @@ class MasterWeights:
     """The master weights by parameter name: the tensors that the optimizer updates and that checkpoints contain.
 
     With FSDP, or if the master dtype is the compute dtype, the master weights are the model's own parameters.
-    Otherwise, at world size 1, the model computes with copies of the master weights in the compute dtype. The backward
-    pass adds the gradients of the copies to those of the master weights, in the master dtype, and `refresh` updates the
-    copies after an optimizer step. The results are bit for bit those of `fully_shard` on one rank.
+    Otherwise, which is possible only on a single rank, the model's parameters are copies of the master weights in the
+    compute dtype. The backward pass adds the gradients of the copies to those of the master weights, in the master
+    dtype, and `refresh` updates the copies after an optimizer step. The results are bit for bit those of `fully_shard`
+    on one rank.
     """
 
     def __init__(
@@ -74,8 +77,9 @@ class MasterWeights:
         the parameter's gradient to the master weight's gradient.
 
         Args:
-            master: dtype of the master weights. Weights that compute in fp32 have fp32 master weights.
-            in_fp8: the model, if layers of it multiply in fp8; else None.
+            trainable: the model's trainable parameters by name.
+            master: dtype of the master weights, except those of parameters in fp32, which are in fp32.
+            in_fp8: the model, if some of its layers multiply in fp8; else None.
         """
         self.named: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -91,8 +95,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update the weights of the forward pass after the master weights have changed: the copies in the compute
-        dtype, and the scales of fp8 layers. A collective if layers multiply in fp8."""
+        """Update what depends on the master weights after they have changed: the copies in the compute dtype, and the
+        scales of fp8 layers. If layers multiply in fp8, all ranks must call this."""
         if self._copies:
             torch._foreach_copy_([p for p, _ in self._copies], [m for _, m in self._copies])
         if self._in_fp8 is not None:

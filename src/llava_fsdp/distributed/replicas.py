@@ -17,16 +17,17 @@ from xxhash import xxh3_64_intdigest
 from llava_fsdp.distributed.local_shards import local
 
 CHUNK = 1 << 24
-"""Number of words (of up to 4 bytes) that are summed at a time on a GPU; each int64 temporary then takes 128 MiB."""
+"""Number of words (of up to 4 bytes) that are summed at a time on a GPU. Each int64 temporary then takes 128 MiB."""
 WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+"""Size of a word in bytes -> the dtype as which a tensor's memory is read."""
 
 
 def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return this rank's rows of those tensors of which other ranks hold copies, by tensor name.
+    """Select the tensors of which other ranks hold copies.
 
     Returns:
-        Two dicts: the local rows of DTensors that are replicated over a dimension of their mesh, and the plain tensors,
-            which every rank holds whole.
+        Two dicts by tensor name: this rank's rows of the DTensors that are replicated over a dimension of their mesh,
+            and the plain tensors, which every rank holds whole.
     """
     of_mesh, everywhere = {}, {}
     for name, tensor in tensors.items():
@@ -40,7 +41,8 @@ def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch
 
 
 def shard_number(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the number of this rank's shard in the mesh. Ranks with the same number are replicas of each other."""
+    """Return the number of the shard that this rank holds of sharded tensors. Ranks with the same shard number are
+    replicas of each other."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate()
@@ -72,8 +74,8 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
 
     A word has at most 32 bits. Sums of integers do not depend on the order of summation, so that ranks with equal
     tensors get equal sums. If one word changes, the sum changes by a number below 2**32 times an odd number. If the
-    words i and j change places, it changes by the words' difference times 2(j - i), which is below 2**64 for fewer than
-    2**31 words. Neither change is 0 modulo 2**64.
+    words i and j are swapped, the sum changes by the words' difference times 2(j - i), which is below 2**64 for fewer
+    than 2**31 words. Neither change is 0 modulo 2**64.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     flat = flat.view(next(words for size, words in WORDS.items() if flat.numel() % size == 0))
@@ -90,28 +92,31 @@ class Difference:
 
     name: str
     ranks: tuple[int, ...]
-    """Ranks whose value differs from the majority's; without a majority, all ranks that hold the tensor."""
+    """Ranks whose value differs from that of the majority. Without a majority: all ranks that hold the tensor."""
     has_majority: bool
-    """Whether a majority of the ranks agrees; then `ranks` are the wrong ones."""
+    """Whether more than half of the ranks have the same value; then the values of `ranks` are the wrong ones."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """Checksums, by name, of one rank's tensors and other values that must be equal on several ranks."""
+class RankChecksums:
+    """Checksums, by name, of the tensors and other values on one rank that must be equal on several ranks."""
 
     shard: int
-    """The rank's shard number: ranks with the same number hold the same rows of the tensors in `of_mesh`."""
+    """The rank's shard number. Ranks with the same number hold the same rows of the tensors in `of_mesh`."""
     of_mesh: dict[str, int]
+    """Checksums of this rank's rows of sharded tensors of which other ranks hold copies."""
     everywhere: dict[str, int]
+    """Checksums of tensors and other values that are the same on all ranks."""
 
     @property
     def totals(self) -> tuple[int, int, int]:
+        """The shard number, and one checksum each of `of_mesh` and of `everywhere`."""
         of_mesh, everywhere = (xxh3_64_intdigest(repr(sums).encode()) for sums in (self.of_mesh, self.everywhere))
         return self.shard, of_mesh, everywhere
 
 
-def held_by_this_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> Held:
-    """Compute the checksums of this rank's tensors and other values that must be equal on several ranks.
+def checksums_of_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> RankChecksums:
+    """Compute the checksums of the tensors and other values on this rank that must be equal on several ranks.
 
     Args:
         tensors: tensors by name, in the same order on every rank.
@@ -119,10 +124,10 @@ def held_by_this_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, s
     """
     of_mesh, everywhere = shared_tensors(tensors)
     digests = {name: xxh3_64_intdigest(text.encode()) for name, text in facts.items()}
-    return Held(shard_number(tensors.values()), checksums(of_mesh), checksums(everywhere) | digests)
+    return RankChecksums(shard_number(tensors.values()), checksums(of_mesh), checksums(everywhere) | digests)
 
 
-def find_differences(own: Held, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:
+def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:
     """Compare the checksums of all ranks, and return the same list of differences on every rank. Collective: all ranks
     must call it.
 
@@ -140,7 +145,7 @@ def find_differences(own: Held, gather: Callable[[list[Any]], list[Any]]) -> lis
     return compare(gather([own]))
 
 
-def compare(found: list[Held]) -> list[Difference]:
+def compare(found: list[RankChecksums]) -> list[Difference]:
     """Compare the checksums of all ranks by name, and return the tensors and values that differ.
 
     Args:
@@ -163,10 +168,11 @@ def compare(found: list[Held]) -> list[Difference]:
 
 
 def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
-    """Find the ranks whose checksum of one tensor differs from the majority's; return None if all are equal.
+    """Return the ranks whose checksum of one tensor differs from that of the majority; None if all are equal.
 
     Args:
-        values: the checksum of each rank, by rank.
+        name: name of the tensor.
+        values: rank -> checksum of the tensor on this rank; None if the rank does not have the tensor.
     """
     value, votes = Counter(values.values()).most_common(1)[0]
     if votes == len(values):
@@ -181,7 +187,7 @@ def same_on_every_rank(norm: DTensor) -> torch.Tensor:
     ranks must call it.
 
     Each replica sums over its own shards, and the order of summation may depend on a machine's network links. Replicas
-    that clip gradients by norms with different bits would drift apart, so all ranks use the largest norm.
+    that clip gradients by norms with different bits would drift apart. Therefore all ranks get the largest norm.
     """
     value = norm.full_tensor()
     if sum(size > 1 for size in norm.device_mesh.shape) > 1:

@@ -1,5 +1,5 @@
-"""Bring the optimizer's offloaded moments to the place where they are updated, and back: through buffers on the device,
-or in memory-mapped files."""
+"""Two ways to update the optimizer's offloaded moments: copy them from host memory to buffers on the device and back,
+or update them in memory-mapped files, which are read ahead."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,44 +11,48 @@ from llava_fsdp.distributed.host_memory import Arena
 from llava_fsdp.distributed.streamed_optimizer import Piece, State, StreamedOptimizer, padded
 
 
-class Copied:
-    """Brings moments from host memory to the device and back, one bucket (a group of pieces of parameters) at a time.
-    There are two device buffers, so that one bucket is copied while another is updated.
+class DeviceStaging:
+    """Copies the optimizer's moments from host memory to the device and back, one bucket (a group of pieces of
+    parameters) at a time. There are two device buffers, so that one bucket is copied while another is updated.
 
-    On a GPU, there is one stream for copies to the device and one for copies from it, and the host waits only once, at
-    the end of the optimizer's step. On a CPU there are no streams. The buffers exist only during a step.
+    On a GPU, there is one stream for copies to the device and another for copies from the device, and the host waits
+    only once, at the end of the optimizer's step. On a CPU there are no streams. The buffers exist only during a step.
     """
 
     def __init__(self, optimizer: StreamedOptimizer, device: torch.device):
         self.optimizer = optimizer
         self.device = device
         self.bytes = max((sum(map(self.bytes_of, bucket)) for bucket in optimizer.buckets), default=0)
-        self.lanes: Lanes | None = Lanes(device) if device.type == "cuda" else None
+        """Size of a device buffer in bytes: that of the largest bucket."""
+        self.streams: CopyStreams | None = CopyStreams(device) if device.type == "cuda" else None
         self.buffers: list[torch.Tensor] = []
         self.staged: dict[int, list[State]] = {}
+        """Bucket number -> the moments of the bucket's pieces, in a device buffer."""
 
     def bytes_of(self, piece: Piece) -> int:
+        """Return the bytes that a piece's moments take in a device buffer."""
         return sum(padded(m.numel()) * m.itemsize for m in self.optimizer.moments(piece).values())
 
     def begin(self) -> None:
         two = self.optimizer.buckets[:2]
         self.buffers = [torch.empty(self.bytes, dtype=torch.uint8, device=self.device) for _ in two]
-        if self.lanes is not None:
-            self.lanes.begin()
+        if self.streams is not None:
+            self.streams.begin()
         self.load(0)
 
     def fetch(self, number: int) -> list[State]:
         self.load(number + 1)
-        if self.lanes is not None:
-            self.lanes.wait_loaded(number)
+        if self.streams is not None:
+            self.streams.wait_loaded(number)
         return self.staged[number]
 
     def load(self, number: int) -> None:
-        """Begin to copy the moments of bucket `number` into the device buffer that bucket `number - 2` used before."""
+        """Begin to copy the moments of bucket `number` into the device buffer that bucket `number - 2` has used. Does
+        nothing if there is no such bucket."""
         if number >= len(self.optimizer.buckets):
             return
         buffer, offset, states = self.buffers[number % 2], 0, []
-        with self.lanes.loading(number) if self.lanes is not None else nullcontext():
+        with self.streams.loading(number) if self.streams is not None else nullcontext():
             for piece in self.optimizer.buckets[number]:
                 state: State = {}
                 for name, source in self.optimizer.moments(piece).items():
@@ -59,19 +63,20 @@ class Copied:
         self.staged[number] = states
 
     def put_back(self, number: int) -> None:
-        with self.lanes.storing(number) if self.lanes is not None else nullcontext():
+        with self.streams.storing(number) if self.streams is not None else nullcontext():
             for piece, state in zip(self.optimizer.buckets[number], self.staged.pop(number), strict=True):
                 for name, home in self.optimizer.moments(piece).items():
                     home.copy_(state[name], non_blocking=True)
 
     def end(self) -> None:
-        if self.lanes is not None:
-            self.lanes.end()
+        if self.streams is not None:
+            self.streams.end()
         self.buffers = []
 
 
-class Lanes:
-    """Two CUDA streams for copies, and the events that order them with the current stream. Used by `Copied`."""
+class CopyStreams:
+    """Two CUDA streams, for copies to and from the device buffers of `DeviceStaging`, and the events that order them
+    with the current stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -81,7 +86,8 @@ class Lanes:
         self.stored = [torch.cuda.Event(), torch.cuda.Event()]
 
     def begin(self) -> None:
-        """Make the copies wait for the current CUDA stream's earlier work, which may still use the buffers' memory."""
+        """Make the copies wait for earlier work on the current CUDA stream, which may still use the memory of the newly
+        allocated buffers."""
         self.inward.wait_stream(torch.cuda.current_stream(self.device))
 
     @contextmanager
@@ -95,6 +101,7 @@ class Lanes:
             self.loaded[number % 2].record(self.inward)
 
     def wait_loaded(self, number: int) -> None:
+        """Make the current CUDA stream wait until bucket `number` has been copied to the device."""
         torch.cuda.current_stream(self.device).wait_event(self.loaded[number % 2])
 
     @contextmanager
@@ -107,21 +114,21 @@ class Lanes:
             self.stored[number % 2].record(self.outward)
 
     def end(self) -> None:
-        """Block the host until all copies from the device are done, because next the buffers are freed, and a
-        checkpoint may read the moments."""
+        """Block the host until all copies from the device are done. After that the buffers are freed, and a checkpoint
+        may read the moments."""
         self.outward.synchronize()
 
 
-class Mapped:
-    """Updates moments in place in memory-mapped files. While one bucket (a group of pieces of parameters) is updated, a
-    thread reads the next one from disk."""
+class FileStaging:
+    """Reads the optimizer's moments ahead, which are updated in place in memory-mapped files: while one bucket (a group
+    of pieces of parameters) is updated, a thread reads the next one from disk."""
 
     def __init__(self, optimizer: StreamedOptimizer, others: list[Arena]):
-        """Prepare the files of the moments for updates in place, and the thread that reads ahead.
+        """Create the thread that reads ahead.
 
         Args:
-            others: the files of parameters and gradients, which are read ahead and dropped from memory together with
-                the moments.
+            others: the mapped files of parameters and gradients, which are read ahead, and removed from memory after
+                the update, like the moments.
         """
         self.optimizer = optimizer
         self.arenas = [optimizer.arena, *others]
@@ -146,7 +153,8 @@ class Mapped:
         self.ahead = None
 
     def each(self, number: int, act: Callable[[Arena, torch.Tensor], None]) -> None:
-        """Call `act` for every memory-mapped tensor that the update of a bucket reads or writes."""
+        """Call `act(arena, tensor)` for every memory-mapped tensor that the update of bucket `number` reads or writes.
+        Does nothing if there is no such bucket."""
         for piece in self.optimizer.buckets[number] if number < len(self.optimizer.buckets) else ():
             values = [piece.of(t) for t in (piece.parameter, piece.parameter.grad) if t is not None]
             for tensor in (*self.optimizer.moments(piece).values(), *values):

@@ -1,10 +1,10 @@
-"""An optimizer with offloaded moments: they are brought to the device one bucket at a time, and an inner optimizer
-updates them there.
+"""An optimizer with offloaded moments: one bucket of moments at a time is brought to the device, and an inner optimizer
+updates it there.
 
-The inner optimizer can be any of torch's with an elementwise update whose state of a parameter consists of scalars and
-of tensors of the parameter's shape (Adam, AdamW, SGD with momentum, ...). Parameters are flattened and split into
-pieces, and pieces are grouped into buckets. The inner optimizer steps one bucket at a time, with the same pieces of the
-moments. The results are bit for bit those without offload.
+Parameters are flattened and split into pieces, and pieces are grouped into buckets. The inner optimizer steps one
+bucket at a time, with the same pieces of the moments. The results are bit for bit those without offload. The inner
+optimizer can be any of torch's with an elementwise update, if it keeps only scalars and tensors of the parameter's
+shape for each parameter (Adam, AdamW, SGD with momentum, ...).
 """
 
 from collections.abc import Callable, Iterator
@@ -18,12 +18,14 @@ from llava_fsdp.distributed.local_shards import like, local
 from llava_fsdp.runtime.errors import ConfigError
 
 BUCKET_BYTES = 128 << 20
-"""Maximum bytes of moments in a bucket, a group of pieces of parameters. Two buckets are on the device at a time."""
+"""Maximum bytes of the moments of a bucket (a group of pieces of parameters). Two buckets are on the device at a
+time."""
 ALIGNMENT = 256
 """Every piece of a parameter begins at a multiple of this number of elements, so that the kernel's vector instructions
-cover the same elements as if the parameter were not split."""
+process the same elements together as if the parameter were not split."""
 
 State = dict[str, torch.Tensor]
+"""The optimizer state of a piece of a parameter: tensors by name, such as `exp_avg`."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Piece:
     """Elements [begin, end) of this rank's flattened shard of a parameter."""
 
     group: int
+    """Index of the parameter's group in the optimizer's `param_groups`."""
     parameter: torch.Tensor
     begin: int
     end: int
@@ -49,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """Describes the state that an optimizer keeps for a parameter of one dtype."""
+    """The form of the state that an optimizer keeps for each parameter of one dtype."""
 
     moments: dict[str, torch.dtype]
     """Dtypes of the state tensors that have the parameter's shape, by name."""
@@ -62,26 +65,37 @@ class StateSpec:
 
 
 class Staging(Protocol):
-    """Protocol of classes that bring the optimizer's moments, one bucket of pieces at a time, to the place where they
-    are updated, and back."""
+    """Protocol of classes that make offloaded moments available for an update, one bucket (a group of pieces of
+    parameters) at a time, and store them again."""
 
-    def begin(self) -> None: ...
-
-    def fetch(self, number: int) -> list[State]:
-        """Return the moments of every piece of bucket `number`, ready for the update, and begin to fetch those of the
-        next bucket."""
+    def begin(self) -> None:
+        """Begin an optimizer step: start to fetch the first bucket."""
         ...
 
-    def put_back(self, number: int) -> None: ...
+    def fetch(self, number: int) -> list[State]:
+        """Return the moments of each piece of bucket `number`, ready for the update, and begin to fetch the next
+        bucket."""
+        ...
 
-    def end(self) -> None: ...
+    def put_back(self, number: int) -> None:
+        """Begin to store the updated moments of bucket `number`."""
+        ...
+
+    def end(self) -> None:
+        """End an optimizer step: wait until all moments are stored."""
+        ...
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
-    """Optimizer that steps another one, `inner`, over one bucket (a group of pieces of parameters) at a time. Its
-    `state` holds the whole, offloaded moments.
+    """Optimizer with offloaded moments that steps another optimizer, `inner`, over one bucket (a group of pieces of
+    parameters) at a time. Its `state` contains the whole moments.
 
     All state exists from the beginning, as zeros, so that a checkpoint can be loaded into it.
+
+    Args:
+        make_arena: allocates an arena of a given number of bytes for all moments.
+        make_staging: creates the object that makes the moments available for updates.
+        bucket_bytes: maximum bytes of the moments of a bucket.
     """
 
     def __init__(
@@ -102,7 +116,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
             moments = {n: like(parameter, self.arena.take(local(parameter).shape, d)) for n, d in spec.moments.items()}
             self.state[parameter] = {**{n: v.clone() for n, v in spec.scalars.items()}, **moments}
         self.moment_names = {dtype: list(spec.moments) for dtype, spec in specs.items()}
-        self.buckets = list(cut(self.param_groups, {d: s.item_size for d, s in specs.items()}, bucket_bytes))
+        self.buckets = list(
+            split_into_buckets(self.param_groups, {d: s.item_size for d, s in specs.items()}, bucket_bytes)
+        )
         self.staging = make_staging(self)
 
     def moments(self, piece: Piece) -> State:
@@ -120,7 +136,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.staging.end()
 
     def update(self, bucket: list[Piece], moments: list[State]) -> None:
-        """Step the inner optimizer over the pieces of one bucket, whose moments are `moments`."""
+        """Step the inner optimizer over the pieces of one bucket; `moments` are the moments of each piece."""
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self.param_groups]
         stepped: list[tuple[Piece, torch.Tensor, State]] = []
         for piece, fetched in zip(bucket, moments, strict=True):
@@ -150,7 +166,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
 
 def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
-    """Find out what state the optimizer keeps for parameters of the dtype of `example`, by stepping it once with a
+    """Find out which state an optimizer keeps for parameters of the dtype of `example`, by stepping it once with a
     parameter of two zeros.
 
     Raises:
@@ -176,8 +192,15 @@ def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
     return StateSpec(moments, scalars)
 
 
-def cut(groups: list[dict[str, Any]], item_sizes: dict[torch.dtype, int], bucket_bytes: int) -> Iterator[list[Piece]]:
-    """Split parameters into pieces, and yield buckets of pieces with at most `bucket_bytes` bytes of moments each."""
+def split_into_buckets(
+    groups: list[dict[str, Any]], item_sizes: dict[torch.dtype, int], bucket_bytes: int
+) -> Iterator[list[Piece]]:
+    """Split parameters into pieces, and yield buckets (lists of pieces) with at most `bucket_bytes` bytes of moments.
+
+    Args:
+        groups: the optimizer's `param_groups`.
+        item_sizes: dtype of a parameter -> bytes of the moments of one element.
+    """
     bucket: list[Piece] = []
     filled = 0
     for group, parameter in ((i, p) for i, g in enumerate(groups) for p in g["params"]):

@@ -1,6 +1,6 @@
-"""Table of sharding strategies: the FSDP2 settings of each ZeRO stage.
+"""Table of sharding strategies: the FSDP2 settings of each ZeRO stage (arXiv 1910.02054).
 
-Sources: ZeRO (arXiv 1910.02054), `torch.distributed.fsdp.fully_shard` and the setters of `FSDPModule`; the names of the
+The settings are arguments of `torch.distributed.fsdp.fully_shard` and setters of `FSDPModule`. The names of the
 strategies are those of PyTorch's `ShardingStrategy`. docs/sharding.md lists DeepSpeed's names of the stages.
 """
 
@@ -14,7 +14,7 @@ from llava_fsdp.config import Strategy
 
 
 class Sync(Enum):
-    """In which micro-batches of an optimizer step gradients are reduced over the ranks."""
+    """The micro-batches of an optimizer step in which gradients are reduced over the ranks."""
 
     EVERY_MICRO_BATCH = "every micro-batch"
     LAST_MICRO_BATCH = "last micro-batch"
@@ -40,10 +40,11 @@ class ShardPlan:
     """Whether a block's weights are freed after its forward pass, and gathered again for its backward pass."""
     gradient_sync: Sync
     reshard_every_micro_batch: bool
-    """Whether weights are freed after the backward pass of every micro-batch; if false, only after the last one of a
-    step."""
+    """Whether weights are freed after the backward pass of every micro-batch. If not, they are freed only after the
+    last micro-batch of a step."""
     shards_frozen: bool
-    """Whether frozen weights of blocks are sharded too. If not, they take more memory but need no communication."""
+    """Whether frozen weights of blocks are sharded too. If not, frozen weights take more memory but need no
+    communication."""
 
 
 SHARD_PLANS: dict[Strategy, ShardPlan] = {

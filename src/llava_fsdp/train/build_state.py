@@ -16,8 +16,8 @@ from llava_fsdp.distributed.compile import Compilations, choose_compiling
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.distributed.local_shards import local_shards
 from llava_fsdp.distributed.mesh import World, first_rank_first, gather_lists
-from llava_fsdp.distributed.offload import Offload, warn_of_no_use
-from llava_fsdp.distributed.parallelize import parallelize, weights_of, without_use
+from llava_fsdp.distributed.offload import Offload, warn_if_useless
+from llava_fsdp.distributed.parallelize import parallelize, useless_settings, weights_of
 from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.export import adapter_folder
@@ -139,15 +139,15 @@ def assemble(
     """
     buffers = computed_buffers(model)
     offload = Offload(cfg, world.device)
-    warn_of_no_use(cfg, world)
+    warn_if_useless(cfg, world)
     compiling = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention)
     compilations = Compilations() if compiling.on else None
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen(), compilations)
-    for message in without_use(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
+    for message in useless_settings(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
         log().log(logging.WARNING if world.is_first else logging.DEBUG, message)
     fill(model, masters)
     restore_buffers(model, buffers)
-    offload.loaded()
+    offload.drop_loaded_shards()
     optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
     optimizer = offload.optimizer(optimizer)
     scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None

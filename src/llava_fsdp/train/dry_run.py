@@ -20,11 +20,11 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, micro_batches_of, synthetic_step
 from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.comm_volume import CollectiveBytes
-from llava_fsdp.distributed.fake_collectives import imagine_collectives, is_imagined
+from llava_fsdp.distributed.fake_collectives import is_simulated, simulate_collectives
 from llava_fsdp.distributed.local_shards import local, local_shards
 from llava_fsdp.distributed.malloc import return_freed_memory
 from llava_fsdp.distributed.mesh import World, distributed, make_mesh
-from llava_fsdp.distributed.offload import clear_memory_errors
+from llava_fsdp.distributed.offload import explained_memory_errors
 from llava_fsdp.distributed.precision import DTYPES, MasterWeights
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.init_weights import Rule, draw_rule
@@ -59,7 +59,7 @@ def dry_run(cfg: Config) -> None:
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default would be output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
-        with distributed(cfg) as world, clear_memory_errors(cfg, world.device):
+        with distributed(cfg) as world, explained_memory_errors(cfg, world.device):
             report = measure(settle_auto(cfg, world), world)
     if cfg.format is Format.json:
         print(json.dumps(report))
@@ -111,8 +111,8 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     seconds = []
     for number in range(STEPS):
         counter = CollectiveBytes()
-        if is_imagined():
-            imagine_collectives(state.model, counter.traffic)
+        if is_simulated():
+            simulate_collectives(state.model, counter.traffic)
         step = synthetic_step(number, contents, shape, cfg, world.size)
         started = time.perf_counter()
         with counter:

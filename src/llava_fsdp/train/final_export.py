@@ -133,7 +133,7 @@ def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
     """Return all parameters by name, as stored with their initial values. On rank 0 the trained parameters are replaced
     by their trained values in memory. Collective: all ranks must call it."""
     trained = {name: parameter_values(name, state, is_first_rank) for name in state.masters.named}
-    return state.sources | ({name: Held(values) for name, values in trained.items()} if is_first_rank else {})
+    return state.sources | ({name: MemoryTensor(values) for name, values in trained.items()} if is_first_rank else {})
 
 
 def is_current(state: TrainState, cfg: Config) -> bool:
@@ -242,14 +242,14 @@ def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
             step, run = found.facts["step"], found.facts["run"]
             writer.write(folder, {n: tensors[n] for n in names}, history(run, cfg.stage.name, step, cfg.model.train))
 
-        shapes = {n: Held(p.detach()) if (p := trained.get(n)) is not None else frozen[n] for n in names}
+        shapes = {n: MemoryTensor(p.detach()) if (p := trained.get(n)) is not None else frozen[n] for n in names}
         return AdapterFolder(writer.nbytes(shapes), write)
 
     return on_all_ranks(prepare, "folders of adapters cannot be prepared")
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryTensor:
     """A tensor in memory that has the same interface as `Stored`, a tensor in a file."""
 
     tensor: torch.Tensor

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
-from llava_fsdp.distributed.compile import is_of_compiler
+from llava_fsdp.distributed.compile import is_compiler_error
 from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.replicas import same_on_every_rank
 from llava_fsdp.distributed.zero import ShardPlan, begin_micro_batch
@@ -67,7 +67,9 @@ def fit(
                 started = time.perf_counter()
     except RuntimeError as error:  # the DataLoader's signal handler raises it at any place when a worker dies
         state.loader.watch.check()
-        if is_of_compiler(error) and watchdog.wants_stop_soon():  # the signal to stop has also ended the C++ compiler
+        if (
+            is_compiler_error(error) and watchdog.wants_stop_soon()
+        ):  # the signal to stop has also ended the C++ compiler
             raise Stopped(
                 f"{watchdog.stop}: stopped in step {state.step + 1}, while it compiled; the same command continues "
                 "from the last checkpoint"

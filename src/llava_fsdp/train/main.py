@@ -17,7 +17,7 @@ from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.distributed import mesh as ranks
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.distributed.mesh import World, distributed, gather_lists, make_mesh
-from llava_fsdp.distributed.offload import clear_memory_errors
+from llava_fsdp.distributed.offload import explained_memory_errors
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import build_llava
@@ -93,7 +93,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
         Watchdog(folder, rank, cfg.comm.init_timeout, cfg.comm.warn_after, parts) as watchdog,
         distributed(cfg) as world,
         watchdog.watching_peers(ranks.rank_identities()),
-        clear_memory_errors(cfg, world.device),
+        explained_memory_errors(cfg, world.device),
     ):
         parts.dir_lock = RunDirLock(folder, lock, cfg.private) if lock is not None else None
         check_same_software(cfg, world.device, gather_lists)

@@ -8,7 +8,7 @@ import torch
 
 from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.mesh import gather_lists
-from llava_fsdp.distributed.replicas import Difference, find_differences, held_by_this_rank
+from llava_fsdp.distributed.replicas import Difference, checksums_of_rank, find_differences
 from llava_fsdp.runtime.errors import ReplicaError
 from llava_fsdp.runtime.run_dir import list_checkpoints
 from llava_fsdp.train.checkpoint_contents import tensors
@@ -23,7 +23,7 @@ def check_replicas(state: TrainState, parent: Path) -> None:
     the last checkpoint in `parent`."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
-    found = find_differences(held_by_this_rank(all_tensors(state), counters(state)), gather_lists)
+    found = find_differences(checksums_of_rank(all_tensors(state), counters(state)), gather_lists)
     if found:
         raise describe(found, gather_lists([socket.gethostname()]), state.step, parent)
 
