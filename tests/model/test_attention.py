@@ -17,11 +17,11 @@ from llava_fsdp.config import Attention, PlanConfig
 from llava_fsdp.doctor.software import needs_of
 from llava_fsdp.model.attention import (
     NAMES,
-    Continued,
-    Form,
+    AttentionForm,
+    CachedRows,
     Kernel,
     Lengths,
-    Row,
+    PackedRow,
     attention_arguments,
     choose_kernel,
     each_alone,
@@ -118,7 +118,7 @@ def test_models_that_can_be_packed(kind: str, values: dict[str, object]) -> None
         for begin, end in ((0, 4), (4, 5), (5, 7)):
             positions = torch.arange(begin, end)[None]
             arguments = attention_arguments(
-                Continued(positions, mask[:, :end], cache), models[0].config._attn_implementation
+                CachedRows(positions, mask[:, :end], cache), models[0].config._attn_implementation
             )
             with torch.no_grad():
                 written.append(models[0](inputs_embeds=embeds[:, 4 + begin : 4 + end], **arguments).last_hidden_state)
@@ -242,7 +242,7 @@ def test_a_packed_row_attends_as_its_samples_alone(key_heads: int) -> None:
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = 4 // key_heads, True
     bounds = torch.tensor([0, 5, 6, 9], dtype=torch.int32)
-    found = each_alone(module, query, key, value, Row(bounds, Lengths(lengths, 5), Form()))
+    found = each_alone(module, query, key, value, PackedRow(bounds, Lengths(lengths, 5), AttentionForm()))
     whole = [part.repeat_interleave(4 // key_heads, dim=1) for part in (key, value)]
     begin = 0
     for length in lengths:
@@ -259,7 +259,7 @@ def test_a_packed_row_drops_and_scales_as_its_samples_do() -> None:
     module = nn.Module()
     module.is_causal = True  # type: ignore[assignment]
     query, key, value = torch.randn(3, 1, 4, 8, 5, generator=torch.Generator().manual_seed(0)).unbind()
-    row = Row(torch.tensor([0, 3, 8], dtype=torch.int32), Lengths((3, 5), 5), Form(0.7, 0.5))
+    row = PackedRow(torch.tensor([0, 3, 8], dtype=torch.int32), Lengths((3, 5), 5), AttentionForm(0.7, 0.5))
     torch.manual_seed(1)
     found = each_alone(module, query, key, value, row)
     torch.manual_seed(1)
@@ -273,7 +273,7 @@ def test_a_packed_row_drops_and_scales_as_its_samples_do() -> None:
 def test_what_goes_on_sees_what_was_read_and_no_padding() -> None:
     """Two rows of three positions kept and two new ones; the second row has two of padding on its left."""
     mask = torch.tensor([[True] * 5, [False, False, True, True, True]])
-    allowed = Continued(torch.zeros(2, 2, dtype=torch.int64), mask, DynamicCache()).allowed
+    allowed = CachedRows(torch.zeros(2, 2, dtype=torch.int64), mask, DynamicCache()).allowed
     assert allowed.int().tolist() == [[[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]], [[[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]]]
 
 

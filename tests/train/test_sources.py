@@ -14,7 +14,7 @@ from llava_fsdp.config import LossConfig, LossKernel, Normalize
 from llava_fsdp.data.batching.batch import SkippedSample, StepFacts
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.model.loss import Each, choose_loss
+from llava_fsdp.model.loss import LossCollector, choose_loss
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import SourceSums
 from llava_fsdp.train.metrics import metrics_row
@@ -64,7 +64,7 @@ def test_every_record_is_of_the_file_that_it_lies_in(configure: Configure, datas
 def test_asking_changes_no_bit(
     asked: dict[str, Any], parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llava_fsdp.train.loop.SourceSums.each", lambda self: None)
+    monkeypatch.setattr("llava_fsdp.train.loop.SourceSums.collector", lambda self: None)
     silent = run(single_world(), parts, dataset, tmp_path, *sources(dataset), *SEVERAL)
     assert [r["loss"] for r in asked["rows"]] == [r["loss"] for r in silent["rows"]]
     assert [r["grad_norm"] for r in asked["rows"]] == [r["grad_norm"] for r in silent["rows"]]
@@ -117,13 +117,13 @@ def test_kernels_tell_each_label(dtype: torch.dtype, differentiate: bool) -> Non
     weight = torch.randn(30, 8).to(dtype).requires_grad_(differentiate)
     ids = torch.randint(0, 30, (11,))
     loss = choose_loss(LossConfig(normalize=Normalize.step, chunk_tokens=4, kernel=LossKernel.chunked), dtype)
-    each = Each()
-    total = loss(hidden, weight, ids, each=each)
+    collector = LossCollector()
+    total = loss(hidden, weight, ids, collector=collector)
     if differentiate:
         total.backward()
     logits = torch.nn.functional.linear(hidden.detach(), weight.detach()).float()
     expected = torch.nn.functional.cross_entropy(logits, ids, reduction="none")
-    assert torch.equal(torch.cat(each.chunks), expected) and not torch.cat(each.chunks).requires_grad
+    assert torch.equal(torch.cat(collector.chunks), expected) and not torch.cat(collector.chunks).requires_grad
     assert torch.equal(total.detach(), loss(hidden, weight, ids).detach())
 
 

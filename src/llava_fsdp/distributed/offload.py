@@ -119,9 +119,8 @@ class Offload:
         shards that need padding to memory of its own. tests/distributed/test_offload.py checks the shards' addresses.
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        parameters = list(
-            dict.fromkeys(p for module in modules for p in fsdp_parameters(module))
-        )  # several blocks may be in one FSDP unit
+        # without duplicates, because several modules may be in one FSDP unit
+        parameters = list(dict.fromkeys(p for module in modules for p in fsdp_parameters(module)))
         room = sum(Arena.room(p.padded_sharded_param_size, p.sharded_param.dtype) for p in parameters)
         self.shards = Arena(room, self.folder, pin=self.pin and self.folder is None)
         made: dict[int, torch.Tensor] = {}

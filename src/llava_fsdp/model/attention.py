@@ -1,4 +1,5 @@
-"""Attention for packed rows, in which each sample attends only to itself; and checks that a language model supports it.
+"""Attention for packed rows, in which the tokens of a sample attend only to tokens of the same sample; and checks that
+a language model supports packed rows.
 
 The implementations are registered with transformers' `AttentionInterface` under llava_fsdp's own names. For these names
 transformers builds no mask (masking_utils.py, `_preprocess_mask_arguments`). The sample boundaries are passed as
@@ -32,22 +33,23 @@ lengths."""
 
 
 @dataclass(frozen=True, eq=False)
-class Continued:
-    """Input for generation: new tokens of rows whose earlier tokens are in a key-value cache. Rows are padded on the
-    left."""
+class CachedRows:
+    """Input for generation: rows of new tokens, and the key-value cache with the earlier tokens of these rows. Rows are
+    padded on the left."""
 
     position_ids: torch.Tensor
     """Positions of the new tokens, int64 [rows, length]."""
     mask: torch.Tensor
     """False at padding tokens, bool [rows, cached + length]."""
     kept: Cache
+    """The key-value cache."""
 
     @property
     def allowed(self) -> torch.Tensor:
-        """Attention mask, bool [rows, 1, length, cached + length]: True at the token itself and at earlier tokens that
-        are not padding.
+        """Attention mask, bool [rows, 1, length, cached + length]: True where a token may attend to, namely to itself
+        and to earlier tokens that are not padding.
 
-        A padding token attends to itself too, because attending to nothing gives NaN.
+        A padding token attends to itself too, because attending to no token gives NaN.
         """
         length, total = self.position_ids.shape[1], self.mask.shape[1]
         keys = torch.arange(total, device=self.mask.device)
@@ -63,10 +65,10 @@ NAMES = {
 """Names under which llava_fsdp's attention implementations for packed rows are registered in transformers'
 AttentionInterface."""
 PADDED = "llava_fsdp_padded"
-"""Name of llava_fsdp's attention implementation for padded rows. It calls transformers' SDPA, but transformers builds
-no mask for it."""
+"""Name of llava_fsdp's attention implementation for padded rows, which calls transformers' SDPA. Unlike for its own
+implementations, transformers builds no mask for it."""
 OURS = frozenset({PADDED, *NAMES.values()})
-"""Names of llava_fsdp's attention implementations, for which transformers builds no mask."""
+"""Names of all attention implementations of llava_fsdp. transformers builds no mask for them."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,11 @@ def flash_missing(language: PretrainedConfig, device: torch.device, compute_dtyp
 def flash_kernel_missing(
     language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype, what: str
 ) -> str | None:
-    """Return why FlashAttention-2 cannot run this model on this device in this dtype; None if it can. The message names
-    `what`: varlen_attn or flash-attn, which both run FlashAttention-2."""
+    """Return why FlashAttention-2 cannot run this model on this device in this dtype; None if it can.
+
+    Args:
+        what: the name for the message: varlen_attn or flash-attn, which both run FlashAttention-2.
+    """
     if device.type != "cuda":
         return f"{what} needs CUDA, and this run is on {device.type}"
     lack = not_for_flash(language, compute_dtype, what)
@@ -132,8 +137,12 @@ def flash_kernel_missing(
 
 
 def not_for_flash(language: PretrainedConfig, compute_dtype: torch.dtype, what: str) -> str | None:
-    """Return why FlashAttention-2 cannot run this model in this dtype on any GPU; None if it can. The message names
-    `what`: varlen_attn or flash-attn, which both run FlashAttention-2; only flash-attn has dropout."""
+    """Return why FlashAttention-2 cannot run this model in this dtype, on whatever GPU; None if it can.
+
+    Args:
+        what: the name for the message: varlen_attn or flash-attn, which both run FlashAttention-2. Only flash-attn has
+            dropout.
+    """
     if compute_dtype not in (torch.bfloat16, torch.float16):
         return f"{what} computes in 16 bits, and this run in {str(compute_dtype).removeprefix('torch.')}"
     head = head_size(language)
@@ -160,12 +169,12 @@ def register_attention() -> None:
 
 
 def padded_attention(language: PretrainedConfig) -> str:
-    """Return the name of the attention implementation for padded rows: `PADDED`, for which transformers builds no mask,
-    where every layer has full causal attention and leaves it to the implementation; otherwise transformers' "sdpa" or,
-    where a model has none, "eager".
+    """Return the name of the attention implementation for padded rows: `PADDED` if every layer of the language model
+    has full causal attention through transformers' AttentionInterface. Otherwise it is transformers' "sdpa", or "eager"
+    if transformers has no SDPA for the model.
 
-    With "sdpa" and "eager", transformers searches the position ids of every micro-batch for packed samples, for which
-    the host waits for the device.
+    `PADDED` is faster: with "sdpa" and "eager", transformers searches the position ids of every micro-batch for packed
+    samples, and the host waits for the device.
     """
     if attention_of_transformers(language) == "eager":
         return "eager"
@@ -176,9 +185,10 @@ def padded_attention(language: PretrainedConfig) -> str:
 
 
 class NothingPacked(TorchDispatchMode):
-    """Dispatch mode for running a language model with padded rows on the meta device, whose tensors have no values.
-    Transformers asks whether all positions follow each other, so that a row has no packed samples
-    (masking_utils.py, `find_packed_sequence_indices`). The answer, as to any question of yes or no, is yes."""
+    """Dispatch mode for running a language model with padded rows on the meta device: every conversion of a tensor to a
+    Python bool gives True, although the tensor has no value. transformers makes such a conversion to find out whether
+    the positions of a row are consecutive, so that the row has no packed samples (masking_utils.py,
+    `find_packed_sequence_indices`)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
@@ -213,51 +223,55 @@ def attend_padded(
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the samples in a packed row, kept on the host so that no layer waits for the device.
+    """Lengths of the samples in a packed row, as Python ints, so that no layer waits for the device.
 
-    This is a class, because torch.compile would recompile a layer for every number of samples if it got a tuple.
+    This is a class and not a tuple, because torch.compile would recompile a layer for every length of a tuple.
     """
 
     each: tuple[int, ...]
+    """The length of each sample."""
     longest: int
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a layer's attention is computed, besides being causal."""
+class AttentionForm:
+    """Options of a layer's causal attention."""
 
     scaling: float | None = None
-    """Factor of the scores; None: one over the square root of the head's size."""
+    """Factor by which scores are multiplied; None: one over the square root of the head's size."""
     dropout: float = 0.0
     window: int | None = None
-    """Number of latest tokens, the token itself included, that a token attends to; None: all."""
+    """Number of latest tokens, including the token itself, that a token attends to; None: all tokens."""
     softcap: float | None = None
-    """Scores are limited to this size by tanh (Gemma 2, arXiv:2408.00118 section 2); None: no limit."""
+    """Magnitude to which tanh limits the scores (Gemma 2, arXiv:2408.00118 section 2); None: no limit."""
     sinks: torch.Tensor | None = None
-    """Scores of a further token without a value, [heads], which takes part in each softmax (GPT-OSS); None: none."""
+    """Scores, [heads], of an additional token without a value that takes part in each softmax (GPT-OSS); None: there is
+    no such token."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether transformers' SDPA, given a mask, can compute it."""
+        """Whether transformers' SDPA, given a mask, can compute attention with these options."""
         return self.softcap is None and self.sinks is None
 
 
 @dataclass(frozen=True)
-class Row:
-    """Sample boundaries of a packed row, and the form of a layer's attention."""
+class PackedRow:
+    """Sample boundaries of a packed row, and the options of a layer's attention."""
 
     cu_seqlens: torch.Tensor
     """Cumulative sample lengths, int32 [samples + 1]."""
     lengths: Lengths
-    form: Form
+    form: AttentionForm
 
 
-Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, Row], torch.Tensor]
-"""Attention over a packed row: (module, query, key, value, row) -> [1, tokens, heads, size]; query, key and value are
-[1, heads, tokens, size]."""
+Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, PackedRow], torch.Tensor]
+"""Type of a function that computes attention over a packed row: (module, query, key, value, row) -> [1, tokens, heads,
+size]. Query, key and value are [1, heads, tokens, size]."""
 
 
 def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Return a function for transformers' AttentionInterface that computes attention over packed rows with `kernel`."""
+
     def attend(
         module: nn.Module,
         query: torch.Tensor,
@@ -275,23 +289,21 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
         allowed: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Compute a layer's attention: for a packed row, causal attention within each sample; for other rows, causal
-        attention.
+        """Compute a layer's causal attention; for a packed row, only within each sample.
 
         Args:
-            sliding_window, softcap, s_aux: `window`, `softcap` and `sinks` of `Form`, as transformers calls them.
-            allowed: the mask for generation with a key-value cache (`Continued.allowed`).
-            visits: list to which `module` and its window are appended if it gets a packed row; None: nothing is
-                recorded.
+            sliding_window, softcap, s_aux: transformers' names for `window`, `softcap` and `sinks` of `AttentionForm`.
+            allowed: the mask for generation with a key-value cache (`CachedRows.allowed`).
+            visits: list to which (module, window) is appended if the row is packed; None: nothing is recorded.
         """
         refuse_other_attention(module, others, attention_mask)
-        form = Form(scaling, dropout, sliding_window, softcap, s_aux)
+        form = AttentionForm(scaling, dropout, sliding_window, softcap, s_aux)
         if cu_seqlens is None or segment_lengths is None:
             return attend_alone(module, query, key, value, form, allowed), None
         if visits is not None:
             visits.append((module, sliding_window))
-        chosen = kernel if form.is_plain else each_alone  # no other kernel has soft caps and sinks
-        return chosen(module, query, key, value, Row(cu_seqlens, segment_lengths, form)), None
+        chosen = kernel if form.is_plain else each_alone  # the other kernels have neither soft caps nor sinks
+        return chosen(module, query, key, value, PackedRow(cu_seqlens, segment_lengths, form)), None
 
     return attend
 
@@ -301,14 +313,17 @@ def attend_alone(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    form: Form,
+    form: AttentionForm,
     allowed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention of rows that hold one sample each, [rows, tokens, heads, size].
+    """Compute causal attention of rows that contain one sample each.
 
     Args:
-        query: [rows, heads, tokens, size]; of the last tokens only, if `key` and `value` have earlier ones too.
-        allowed: mask, bool [rows, 1, tokens, all earlier tokens and these]; a cache may hold fewer of the earlier ones.
+        query: [rows, heads, tokens, size]; only of the last tokens if `key` and `value` contain earlier tokens too.
+        allowed: mask, bool [rows, 1, tokens, all tokens]. `key` and `value` may lack the earliest of all tokens.
+
+    Returns:
+        [rows, tokens, heads, size]
     """
     length, total = query.shape[2], key.shape[2]
     if allowed is not None:
@@ -325,18 +340,26 @@ def attend_alone(
 
 
 def in_window(length: int, total: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return the mask of the last `length` of `total` tokens, bool [length, total]: True at the token itself and at the
-    `window - 1` tokens before it."""
+    """Return the attention mask of a sliding window for the last `length` of `total` tokens, bool [length, total]: True
+    at the token itself and at the `window - 1` tokens before it."""
     keys = torch.arange(total, device=device)
     distance = keys[total - length :, None] - keys
     return (distance >= 0) & (distance < window)
 
 
 def attend_in_steps(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: Form, allowed: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: AttentionForm, allowed: torch.Tensor
 ) -> torch.Tensor:
-    """Compute attention as transformers' eager implementations of Gemma 2 and GPT-OSS do, with the softmax in fp32,
-    [rows, tokens, heads, size]. It holds the scores of all pairs of tokens."""
+    """Compute attention as transformers' eager implementations of Gemma 2 and GPT-OSS do, with the softmax in fp32. The
+    scores of all pairs of tokens are in memory at the same time.
+
+    Args:
+        query, key, value: [rows, heads, tokens, size].
+        allowed: mask, bool, broadcast to [rows, heads, queries, keys].
+
+    Returns:
+        [rows, tokens, heads, size]
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if form.scaling is None else form.scaling)
@@ -353,11 +376,17 @@ def attend_in_steps(
 
 
 CHANGES_ATTENTION = ("position_bias", "sinks")
-"""Names of arguments that some models' layers pass to their attention, and that llava_fsdp's implementations do not
+"""Names of arguments that layers of some models pass to their attention, and that llava_fsdp's implementations do not
 support."""
 
 
 def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torch.Tensor | None) -> None:
+    """Raise ConfigError if a layer asks for attention that llava_fsdp's implementations do not support.
+
+    Args:
+        others: further keyword arguments that the layer passes to its attention.
+        mask: the mask that the layer passes.
+    """
     if mask is not None:  # transformers builds no mask for our implementations
         raise ConfigError(f"{type(module).__name__} attends with a mask of its own")
     for name in CHANGES_ATTENTION:
@@ -369,31 +398,30 @@ def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torc
 
 @torch.compiler.disable(recursive=True)  # it would be recompiled for every combination of lengths
 def each_alone(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
 ) -> torch.Tensor:
-    """Compute the attention of a packed row sample by sample, with transformers' SDPA where that can compute it.
+    """Compute the attention of a packed row sample by sample, with transformers' SDPA if it supports the options.
 
-    The row is divided with `split`: with slices, the backward pass would fill a whole row with zeros for every sample.
+    The row is divided with `split`, not with slices: the backward pass of a slice would fill a whole row with zeros for
+    every sample.
     """
     parts = zip(*(part.split(row.lengths.each, dim=2) for part in (query, key, value)), strict=True)
     return torch.cat([attend_alone(module, q, k, v, row.form) for q, k, v in parts], dim=1)
 
 
 def make_varlen() -> Attend:
-    """Return an attention implementation that calls torch's varlen_attn, whose arguments depend on torch's version.
-
-    In torch 2.11 it has no `enable_gqa`; in 2.10 it has `is_causal` instead of `window_size`.
-    """
+    """Return an attention implementation that calls torch's varlen_attn, whose arguments depend on torch's version: in
+    torch 2.11 it has no `enable_gqa`, and in 2.10 it has `is_causal` instead of `window_size`."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
     has_window, has_scale, has_groups = "window_size" in known, "scale" in known, "enable_gqa" in known
 
     def varlen(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
     ) -> torch.Tensor:
         form = row.form
-        assert not form.dropout, "choose_kernel refuses it"
+        assert not form.dropout, "choose_kernel refuses dropout"
         if form.window is not None and not has_window:
             return each_alone(module, query, key, value, row)
         before = -1 if form.window is None else form.window - 1
@@ -416,7 +444,9 @@ def make_varlen() -> Attend:
     return varlen
 
 
-def flash(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row) -> torch.Tensor:
+def flash(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
+) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     parts = [part[0].transpose(0, 1) for part in (query, key, value)]  # [tokens, heads, size]
@@ -435,17 +465,18 @@ def flash(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torc
     )[None]
 
 
-def attention_arguments(segments: Segments | Continued | None, implementation: str | None = None) -> dict[str, Any]:
-    """Return the keyword arguments that a language model's forward pass needs for packed rows or for generation with a
-    key-value cache; none for padded rows.
+def attention_arguments(segments: Segments | CachedRows | None, implementation: str | None = None) -> dict[str, Any]:
+    """Return the additional keyword arguments of a language model's forward pass for packed rows or for generation with
+    a key-value cache; an empty dict for padded rows.
 
     Args:
-        implementation: name of the model's attention implementation. If it is one of llava_fsdp's, the mask for
-            generation is built here, otherwise by transformers.
+        segments: sample boundaries of a packed row, or the input for generation; None for padded rows.
+        implementation: name of the model's attention implementation. For generation with one of llava_fsdp's, the
+            arguments contain the mask; otherwise transformers builds the mask.
     """
     if segments is None:
         return {}
-    if isinstance(segments, Continued):
+    if isinstance(segments, CachedRows):
         masks = {"allowed": segments.allowed} if implementation in OURS else {"attention_mask": segments.mask.long()}
         kept = {"past_key_values": segments.kept, "use_cache": True}
         return {"position_ids": segments.position_ids, **kept, **masks}
@@ -454,9 +485,9 @@ def attention_arguments(segments: Segments | Continued | None, implementation: s
 
 
 def packing_refused(language: PretrainedConfig) -> str | None:
-    """Return why the samples of a packed row could not be kept apart in a language model; None if they can.
+    """Return why a language model would mix the samples of a packed row; None if it keeps them apart.
 
-    Reads the configuration, and runs the model once on the meta device.
+    The model's configuration is read, and the model runs once on the meta device.
 
     Raises:
         ModelError: transformers cannot build the model.
@@ -473,8 +504,8 @@ def packing_refused(language: PretrainedConfig) -> str | None:
 
 
 def other_attention(language: PretrainedConfig) -> str | None:
-    """Return which attention of a language model's configuration is not causal within each sample, in full or in a
-    sliding window, so that the samples of a packed row could not be kept apart; None if there is none."""
+    """Return why a language model, judged by its configuration, would mix the samples of a packed row: it has attention
+    other than full causal attention or causal attention in a sliding window. None if it has not."""
     if not getattr(MODEL_MAPPING[type(language)], "_supports_attention_backend", False):
         return (
             f"transformers' {language.model_type} does not attend through its AttentionInterface, so the samples of a "
@@ -513,9 +544,9 @@ def layers_with_window(language: PretrainedConfig) -> int:
 
 
 def layers_out_of_reach(model: PreTrainedModel) -> str | None:
-    """Run a language model of the meta device on a packed row. Return why a layer would mix the samples of a row: it
-    mixes tokens outside llava_fsdp's attention implementation, or does not get the sample boundaries. None if all
-    layers keep them apart."""
+    """Run a meta-device language model on a packed row. Return why a layer would mix the samples of the row: it mixes
+    tokens outside llava_fsdp's attention implementation, or does not get the sample boundaries. None if all layers keep
+    the samples apart."""
     config: Any = model.config
     mixers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)})
     if mixers:

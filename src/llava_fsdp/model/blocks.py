@@ -1,11 +1,12 @@
-"""Find the blocks of a transformer."""
+"""Find the blocks (layers) of one of transformers' models."""
 
 from torch import nn
 from transformers import PretrainedConfig
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
-    """Return the blocks of a transformer: its first ModuleList with as many modules as its configuration has layers."""
+    """Return the blocks of one of transformers' models: its first ModuleList with as many modules as the model's
+    configuration has layers."""
     config = model.config
     assert isinstance(config, PretrainedConfig)
     layers = config.num_hidden_layers

@@ -1,13 +1,13 @@
-"""Names and layouts of weights in files of transformers' models, by transformers' own conversion rules.
+"""Convert names and layouts of weights between files and transformers' models, by transformers' own conversion rules.
 
-For each class of models, transformers 5 has rules that connect the tensors in files with the parameters of its modules.
-They rename tensors, and they merge, split or transpose them, such as all experts of a layer into one tensor.
-`from_pretrained` and `save_pretrained` apply these rules. Here the same code runs on LazyTensors, so that nothing is
-read: it tells where each parameter's values lie (`plan_load`), and what each tensor of a saved model is made of
-(`plan_save`).
+For each class of models, transformers 5 has rules that connect the tensors in files with the parameters of modules. The
+rules rename tensors, and merge, split or transpose them; for example, all experts of a layer are merged into one
+tensor. `from_pretrained` and `save_pretrained` apply these rules. Here the same code of transformers runs on
+LazyTensors, so that no values are read: it finds where the values of each parameter are in files (`plan_load`), and
+from which parameters each tensor of a saved model is made (`plan_save`).
 
-The functions of transformers that this calls are not public. They are called only here
-(transformers.core_model_loading, transformers.conversion_mapping; 5.17 to 5.23).
+The functions of transformers that this module calls are not public (transformers.core_model_loading and
+transformers.conversion_mapping, 5.17 to 5.23). No other module calls them.
 """
 
 import contextlib
@@ -43,10 +43,12 @@ from llava_fsdp.runtime.safe_load import foreign
 
 @dataclass(frozen=True)
 class ConvertedTensor:
-    """A parameter whose values are rearranged from one or several tensors in files."""
+    """A parameter whose values are converted from one or several tensors in files."""
 
     lazy: LazyTensor
+    """The conversion, which reads the files."""
     parts: list[StoredTensor]
+    """The tensors in files."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,21 +59,21 @@ class ConvertedTensor:
         return reduce(torch.promote_types, [part.dtype for part in self.parts])
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Read rows [begin, end) of dimension 0, and nothing else than what they need."""
+        """Return rows [begin, end) of dimension 0. Only the parts of files that contain their values are read."""
         return self.lazy.rows(begin, end).to(self.dtype)
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Where the weights of one of transformers' models come from.
+    """The result of `plan_load`: where in files the weights of one of transformers' models are.
 
     Attributes:
-        sources: stored values of parameters and of buffers that files have, by their names in the model; tied
-            parameters under each of their names.
-        unused: names of the files' tensors that the model has no place for, as transformers renames them.
-        misshapen: shapes in the files and in the model, by name, of the parameters for which the two differ; these are
+        sources: stored values of parameters and buffers, by their names in the model. A tied parameter is listed under
+            each of its names.
+        unused: names of tensors in the files that the model has no parameter for, as transformers renames them.
+        misshapen: (shape in the files, shape in the model), by parameter name, if the two differ. These parameters are
             not in `sources`.
-        model: the model that was planned for. Its parameters are used up; its modules are as they were.
+        model: the model, on the meta device. Its parameters have been replaced; only its modules may be used.
     """
 
     sources: dict[str, Stored]
@@ -81,8 +83,8 @@ class LoadPlan:
 
 
 def language_model_of(config: PretrainedConfig) -> PreTrainedModel:
-    """Build transformers' model for a language model's configuration, with its output layer, on the meta device. A
-    whole vision-language model's configuration gives that model."""
+    """Build transformers' language model with its output layer for a configuration, on the meta device. If the
+    configuration is that of a vision-language model, build the vision-language model."""
     return on_meta(AutoModelForImageTextToText if is_vision_language_model(config) else AutoModelForCausalLM, config)
 
 
@@ -101,13 +103,14 @@ def whole_model_of(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def on_meta(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
+    """Build a model on the meta device with one of transformers' auto classes (`kind`). Raises ModelError."""
     with torch.device("meta"), foreign(f"transformers cannot build a {config.model_type} model"):
         return kind.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
 
 
 def names_of_parts(model: Any) -> dict[str, str]:
-    """Return, for a model with a language model in it, the beginnings of parameter names in transformers' model and in
-    llava_fsdp's: of the language model without its output layer, and of the output layer.
+    """Return which prefix of parameter names in transformers' model corresponds to which prefix in llava_fsdp's model,
+    for the output layer and for the rest of the language model: {transformers' prefix: llava_fsdp's prefix}.
 
     Raises:
         ModelError: the model has no language model with an output layer.
@@ -120,8 +123,11 @@ def names_of_parts(model: Any) -> dict[str, str]:
 
 
 def place_of(model: nn.Module, part: PretrainedConfig) -> str:
-    """Return the beginning of the parameter names of a language model or vision tower, given by its configuration,
-    inside another model.
+    """Return the prefix of the parameter names of a language model or vision tower inside a larger model.
+
+    Args:
+        model: the larger model.
+        part: the configuration of the language model or vision tower.
 
     Raises:
         ModelError: the model has no such part that is a model of its own.
@@ -134,19 +140,19 @@ def place_of(model: nn.Module, part: PretrainedConfig) -> str:
 
 
 def plan_load(build: Callable[[], PreTrainedModel], tensors: Mapping[str, StoredTensor], folder: Path) -> LoadPlan:
-    """Find where each weight of a model comes from, as `from_pretrained` does, without reading values.
+    """Find where in files the values of each weight of a model are, as `from_pretrained` does, without reading values.
 
     Args:
         build: builds one of transformers' models on the meta device.
-        tensors: tensors in files, by their names there.
-        folder: where the files are, for error messages.
+        tensors: the tensors in the files, by their names in the files.
+        folder: the folder of the files, for error messages.
 
     Raises:
         ModelError: transformers cannot convert the files' tensors to those of the model.
     """
     plan = converted(build(), tensors, folder)
     if not plan.sources and any(name.startswith("vision_model.") for name in tensors):
-        # the vision tower of a whole model for which transformers has no rule (AIMv2): it would find nothing
+        # a vision tower saved as part of a whole model; transformers has no rule for some of these (AIMv2)
         plan = converted(build(), tensors, folder, {r"^vision_model\.": ""})
     return plan
 
@@ -154,6 +160,11 @@ def plan_load(build: Callable[[], PreTrainedModel], tensors: Mapping[str, Stored
 def converted(
     model: Any, tensors: Mapping[str, StoredTensor], folder: Path, renames: dict[str, str] | None = None
 ) -> LoadPlan:
+    """Run transformers' conversion of the tensors of a model without reading values; arguments as in `plan_load`.
+
+    Args:
+        renames: further renamings: pattern for names in the files -> replacement.
+    """
     reads = {name: tensor.part for name, tensor in tensors.items()}
     lazy = {name: LazyTensor(tensor.shape, [name], reads[name]) for name, tensor in tensors.items()}
     rules: Any = get_model_conversion_mapping(model, renames)
@@ -182,14 +193,14 @@ def converted(
 
 
 def plan_save(config: PretrainedConfig, read: Callable[[str, Box], torch.Tensor]) -> dict[str, LazyTensor]:
-    """Find what each tensor of a whole model's files is made of, as `save_pretrained` does, by its name there.
+    """Find from which parameters each tensor in the files of a saved vision-language model is made, as
+    `save_pretrained` does. Return the tensors by their names in the files; they can be read lazily.
 
-    Names of vision towers are those that transformers writes for a model that it has read from files, with the
-    `vision_model.` that all releases understand.
+    Names of vision towers contain the prefix `vision_model.`, which all releases of transformers can read.
 
     Args:
         config: configuration of a vision-language model.
-        read: reads a part of a parameter, given the parameter's name here: that of transformers' model, without the
+        read: reads a part of a parameter, given its name in llava_fsdp: the name in transformers' model without the
             leading `model.`.
     """
     model: Any = whole_model_of(config)
@@ -206,13 +217,14 @@ def plan_save(config: PretrainedConfig, read: Callable[[str, Box], torch.Tensor]
 
 
 def check_runs(config: PretrainedConfig) -> None:
-    """Check on the meta device that transformers can compute logits with a vision-language model of this configuration,
-    for text alone: some language models return something else than the vision-language model expects.
+    """Check that transformers can compute the logits of a text with a vision-language model of this configuration, by
+    running it on the meta device. Some language models return other outputs than the vision-language model expects.
 
     Raises:
-        ModelError: transformers cannot.
+        ModelError: transformers cannot compute the logits.
     """
     model: Any = whole_model_of(config).bfloat16()  # some kernels of mixtures of experts need 16 bits
     failing = f"transformers cannot compute logits of a {config.model_type} with these parts"
-    with torch.no_grad(), foreign(failing), contextlib.suppress(RuntimeError):  # of operations that need values
+    # operations that need values raise RuntimeError on the meta device, which is no error of the model
+    with torch.no_grad(), foreign(failing), contextlib.suppress(RuntimeError):
         model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device="meta"))

@@ -1,4 +1,4 @@
-"""Count the FLOPs of training a model, from its shapes."""
+"""Count the FLOPs of training a model, from the shapes of its parameters."""
 
 import math
 from typing import Any, NamedTuple
@@ -16,15 +16,15 @@ from llava_fsdp.model.vision_tower import image_size, patch_size
 
 
 class Flops(NamedTuple):
-    """FLOPs of a model's forward and backward pass: per token, pair of tokens, label and image tile. A multiplication
-    and an addition count as two."""
+    """FLOPs of a model's forward and backward pass, per token, per pair of tokens, per label and per image tile. A
+    multiplication with an addition counts as two FLOPs."""
 
     token: float
     """FLOPs per token in the language model's blocks, without attention."""
     pair: float
-    """FLOPs of the language model's attention over a sample, divided by the square of the sample's length."""
+    """FLOPs of the language model's attention over a sample, divided by the square of the sample's length in tokens."""
     label: float
-    """FLOPs per label in the output layer, which is computed only where there are labels."""
+    """FLOPs per label in the output layer, which is computed only at tokens that predict a label."""
     tile: float
     """FLOPs per image tile in the vision tower and the projector."""
 
@@ -41,16 +41,17 @@ class Flops(NamedTuple):
 def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = False) -> Flops:
     """Count the FLOPs of a model's forward and backward pass.
 
-    A weight costs, per token: 2 in the forward pass, 2 for the gradient of its input, 2 for its own gradient if it is
-    trained (with adapters, only the adapters' weights are), and 2 if activation checkpointing recomputes it. The
-    gradient passes through the whole language model even if that is frozen, because the projector comes before it. Of a
-    mixture of experts those are counted that a token is sent to. Attention in a sliding window is counted as full
-    attention (`pairs_in_windows` says how much less it is). DoRA's work on whole weights, once per micro-batch, is not
-    counted. Recomputing a block leaves out its last matrix product, whose output nothing needs. With activation
-    checkpointing in fp16, the logits too count as recomputed (`model/loss.py`).
+    The FLOPs of a weight per token are: 2 in the forward pass, 2 for the gradient of its input, 2 for its own gradient
+    if it is trained (with adapters, only the adapters' weights are), and 2 if activation checkpointing computes its
+    product again. The gradient passes through the whole language model even if that is frozen, because the projector
+    comes before it. In a mixture of experts, only the experts that a token is sent to are counted. Attention in a
+    sliding window is counted as full attention (`pairs_in_windows` computes the difference). DoRA's work on whole
+    weights, once per micro-batch, is not counted. When a block is computed again, its last matrix product is left out,
+    because its output is not needed. With activation checkpointing in fp16, the logits are computed again too
+    (`model/loss.py`).
 
     Args:
-        compiled: whether the language model's blocks are compiled; compiled blocks are recomputed to the end.
+        compiled: whether the language model's blocks are compiled. A compiled block is computed again completely.
     """
     trains = {part: part in model.cfg.train for part in Part}
     language: Any = model.language_model.config
@@ -73,12 +74,14 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
 
 
 def pairs_in_windows(language: PretrainedConfig, tokens: int, pairs: int) -> float:
-    """Return the sum of the squares of samples' lengths, `pairs`, less what the language model's sliding windows leave
-    out of it, averaged over the layers. In a window of w tokens a sample of n has at most w * n of the n * n / 2 pairs.
+    """Reduce the sum of the squares of samples' lengths (`pairs`) by the pairs of tokens that are outside the language
+    model's sliding windows, on average over the layers. With a window of w tokens, a sample of n tokens has at most
+    w * n of the n * n / 2 pairs.
 
     Args:
-        tokens: sum of the samples' lengths. It stands for the single lengths, so that the result is too large if short
-            samples lie among long ones.
+        tokens: sum of the samples' lengths. The single lengths are not known, so that the result is too large if the
+            samples have different lengths.
+        pairs: sum of the squares of the samples' lengths.
     """
     layers = layers_with_window(language)
     if not layers:
@@ -88,10 +91,10 @@ def pairs_in_windows(language: PretrainedConfig, tokens: int, pairs: int) -> flo
 
 
 def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> float:
-    """Count the FLOPs per image tile of those layers of the vision tower that run; if it is frozen, only their forward
-    pass.
+    """Count the FLOPs per image tile of the layers of the vision tower that run. If the tower is frozen, only their
+    forward pass is counted.
 
-    Every token attends to every other. No gradient of the pixels is computed. The patch embedding, a convolution, runs
+    Every token attends to all tokens. No gradient of the pixels is computed. The patch embedding, a convolution, runs
     once per patch.
     """
     vision, tokens = model.parts.vision, model.probe.tokens
@@ -124,18 +127,23 @@ def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
 
 
 def matrix_weights(*modules: nn.Module, active: int | None = None) -> int:
-    """Return the number of weights that are used in matrix products: all but norms, biases and embeddings.
+    """Return the number of weights of modules that are used in matrix products: all except norms, biases and
+    embeddings.
 
     Args:
-        active: number of experts that a token is sent to; None counts all.
+        active: number of experts that a token is sent to, of each mixture of experts; None: all experts are counted.
     """
     return sum(sum(s for _, s in matrices(module, active)) - rows_looked_up(module) for module in modules)
 
 
 def matrices(module: nn.Module, active: int | None = None) -> list[tuple[nn.Parameter, int]]:
-    """Return each matrix of a module, in order of registration, with its number of weights that a token is multiplied
-    with; of a quantized matrix, the number before quantization. The experts of a mixture are one parameter, [experts,
-    rows, columns]."""
+    """Return each matrix of a module, in the order of registration, and the number of its weights that are multiplied
+    with a token. For a quantized matrix this is the number before quantization.
+
+    Args:
+        active: number of experts that a token is sent to; None: all experts are counted. The experts of a mixture are a
+            single parameter, [experts, rows, columns].
+    """
     found = []
     for name, parameter in module.named_parameters():
         shape = weight_shape(module, name)
@@ -147,18 +155,23 @@ def matrices(module: nn.Module, active: int | None = None) -> list[tuple[nn.Para
 
 
 def trained_weights(*modules: nn.Module, active: int | None = None) -> int:
-    """Return the number of trained weights, counting only matrices; `active` as in `matrix_weights`."""
+    """Return the number of trained weights in the matrices of modules.
+
+    Args:
+        active: number of experts that a token is sent to; None: all experts are counted.
+    """
     return sum(size for module in modules for p, size in matrices(module, active) if p.requires_grad)
 
 
 def rows_looked_up(module: nn.Module) -> int:
+    """Return the number of weights in a module's embeddings, whose rows are looked up and not multiplied."""
     looked_up = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
     return sum(weight.numel() for weight in looked_up)
 
 
 def last_products(blocks: nn.ModuleList | list[nn.Module]) -> int:
-    """Return the number of weights in each block's last matrix product, summed over the blocks. It is the matrix that a
-    block registers last, as transformers' blocks do. A mixture of experts has none: the router's gradient needs the
-    output of the experts' last product."""
+    """Return the number of weights in the last matrix product of each block, summed over the blocks. The last product
+    is that of the matrix which the block registers last. Blocks with a mixture of experts are not counted, because the
+    output of their last product is needed for the router's gradient."""
     found = [matrices(block) for block in blocks]
     return sum(own[-1][1] for own in found if all(parameter.ndim < 3 for parameter, _ in own))

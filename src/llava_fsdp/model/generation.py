@@ -9,12 +9,12 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from llava_fsdp.model.attention import Continued
-from llava_fsdp.model.llava import Llava, Rows
+from llava_fsdp.model.attention import CachedRows
+from llava_fsdp.model.llava import FeatureRows, Llava
 from llava_fsdp.runtime.errors import ConfigError
 
-ImageInputs = tuple[torch.Tensor, Rows, torch.Tensor | None]
-"""Image inputs of the model: `image_positions`, `image_rows` and `images` as in `Llava.forward`."""
+ImageInputs = tuple[torch.Tensor, FeatureRows, torch.Tensor | None]
+"""Image inputs of the model: the arguments `image_positions`, `image_rows` and `images` of `Llava.forward`."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,10 @@ class Sampling:
 
     max_new_tokens: int
     temperature: float = 0.0
-    """0: always choose the likeliest token."""
+    """Temperature of the softmax; 0: always choose the likeliest token."""
     top_p: float = 1.0
-    """Draw from the fewest likeliest tokens whose probabilities sum to at least this (nucleus sampling)."""
+    """Nucleus sampling: draw from the smallest set of likeliest tokens whose probabilities sum to at least this
+    number."""
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None) -> torch.Tensor:
@@ -36,14 +37,14 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator 
         generator: random generator on the logits' device; None: torch's default generator.
 
     Returns:
-        int64 [rows]
+        ids of the chosen tokens, int64 [rows]
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
     shares = torch.softmax(logits / sampling.temperature, -1)
     if sampling.top_p < 1:
         shares, ids = shares.sort(-1, descending=True)
-        likelier = shares.cumsum(-1) - shares  # the probability of all likelier tokens; 0 for the first, which stays
+        likelier = shares.cumsum(-1) - shares  # probability of all likelier tokens; 0 for the first, which is kept
         shares = shares.masked_fill(likelier >= sampling.top_p, 0)
         return ids.gather(-1, torch.multinomial(shares, 1, generator=generator))[:, 0]
     return torch.multinomial(shares, 1, generator=generator)[:, 0]
@@ -61,14 +62,16 @@ def write_tokens(
     """Generate the tokens that follow a prompt: yield the next token of all rows until the caller stops iterating or
     `sampling.max_new_tokens` are generated.
 
-    When a token is yielded, the cache holds all tokens before it, but not yet the token itself. Under FSDP every
-    forward pass is a collective: all ranks must take equally many tokens.
+    When a token is yielded, the cache contains all tokens before it, but not yet the token itself. With FSDP every
+    forward pass is a collective, so that all ranks must take equally many tokens.
 
     Args:
         model: a Llava in evaluation mode, without gradients.
-        ids: int64 [rows, length], padded on the left: the prompt's tokens that are not in the cache yet.
+        ids: the prompt's tokens that are not in the cache yet, int64 [rows, length], padded on the left.
         mask: bool [rows, cached + length]: False at padding.
         images: image inputs of the tokens in `ids`.
+        cache: key-value cache of earlier tokens, which is extended.
+        generator: random generator on the model's device; None: torch's default generator.
 
     Yields:
         chosen token ids, int64 [rows]
@@ -79,7 +82,7 @@ def write_tokens(
     last = torch.arange(1, rows + 1, device=ids.device) * length - 1
     empty = ids.new_zeros(0)
     for _ in range(sampling.max_new_tokens):
-        cached = Continued(positions, mask, cache)
+        cached = CachedRows(positions, mask, cache)
         logits = model(ids, cached, *images, (empty, empty), last, return_logits=True)  # [rows, vocabulary]
         chosen = choose(logits, sampling, generator)
         yield chosen
@@ -91,18 +94,19 @@ def write_tokens(
 
 @dataclass
 class PrefixCache:
-    """Key-value cache of the last conversation, so that the model only has to process the new tokens of its next
-    turn."""
+    """Key-value cache of a conversation, which is kept between its turns, so that the model only has to process the new
+    tokens of each turn."""
 
     cache: DynamicCache | None = None
     tokens: list[int] = field(default_factory=list)
-    """Ids of the tokens in the cache; image tokens have negative ids that no other image has."""
+    """Ids of the tokens in the cache. Image tokens have negative ids, which differ between images."""
 
     def reuse(self, model: Llava, tokens: list[int]) -> tuple[DynamicCache, int]:
-        """Crop the cache to the longest prefix that its tokens share with `tokens`; return it and the prefix's length.
+        """Crop the cache to the longest prefix that its tokens share with `tokens`. Return the cache and the prefix's
+        length in tokens.
 
-        The prefix never includes the last token of `tokens`, as the model has to process at least one token. A cache
-        that cannot be cropped or is incomplete is replaced by an empty one.
+        The prefix never includes the last token of `tokens`, because the model has to process at least one token. A
+        cache that cannot be cropped or is incomplete is replaced by an empty one.
         """
         pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, tokens[:-1], strict=False))
         common = sum(1 for _ in pairs)
@@ -129,10 +133,11 @@ def can_be_cropped(cache: DynamicCache) -> bool:
 
 
 def check_answers(model: nn.Module, device: torch.device, size: int) -> None:
-    """Check that the model can generate, by generating two tokens without an image. A collective.
+    """Check that a model can generate answers, by generating two tokens without an image. Collective: all ranks must
+    call it.
 
     Args:
-        size: width and height of an image tile.
+        size: width and height of an image tile, in pixels.
 
     Raises:
         ConfigError: the language model cannot generate with a key-value cache.

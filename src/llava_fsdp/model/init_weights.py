@@ -1,5 +1,5 @@
-"""Initialise what no file contains: random weights that depend only on seed and parameter name, and computed
-buffers."""
+"""Initialise parameters and buffers that are in no file: random weights, which depend only on the seed and the
+parameter's name, and buffers that transformers computes."""
 
 import copy
 import math
@@ -16,6 +16,8 @@ from llava_fsdp.runtime.seeds import derive
 
 
 class Rule(Enum):
+    """Distributions from which parameters are initialised."""
+
     ONES = "ones"
     ZEROS = "zeros"
     NORMAL = "normal"
@@ -26,14 +28,17 @@ class Rule(Enum):
 
 @dataclass(frozen=True)
 class DrawRule:
+    """The distribution from which a parameter is initialised."""
+
     rule: Rule
     scale: float = 0.0
+    """Standard deviation of a normal, or bound of a uniform distribution."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A parameter with random initial values. They are generated for the whole parameter, on the CPU, so that they do
-    not depend on sharding."""
+    """Random initial values of a parameter. They are generated for the whole parameter, on the CPU, so that they do not
+    depend on sharding."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,20 +67,22 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Scale:
-    """Scales of the random initialisation of a part of the model: `embedding` is the standard deviation of its
-    embeddings, `matrix` that of its matrices times sqrt(fan-in)."""
+    """Scales of the random initialisation of a part of the model."""
 
     embedding: float
+    """Standard deviation of embeddings."""
     matrix: float
+    """Standard deviation of matrices, multiplied by sqrt(fan-in)."""
 
 
-# Blocks of the vision tower start close to the identity, so that features of a frozen random one describe the patches.
+# The vision tower's blocks start close to the identity, so that the features of a frozen random tower describe the
+# image patches.
 SCALES = {"vision_tower": Scale(0.2, 0.3), "language_model": Scale(0.5, 1.0), "lm_head": Scale(0.5, 1.0)}
 
 
 def draw_rule(model: nn.Module, name: str) -> DrawRule:
-    """Choose how a parameter is initialised: norms as the identity, biases as 0, matrices with a standard deviation
-    proportional to 1 / sqrt(fan-in).
+    """Choose how the parameter `name` is initialised: norms as the identity, biases with 0, and matrices with a
+    standard deviation proportional to 1 / sqrt(fan-in).
 
     The projector is initialised like `nn.Linear`, as in LLaVA (multimodal_projector/builder.py:39-44).
     """
@@ -99,14 +106,14 @@ def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers of a meta-device model that transformers computes (rotary frequencies, position ids), on the
     CPU, by name.
 
-    No file has them, and materialising the model leaves them uninitialised. transformers computes them in
-    `_init_weights`, which is called here on copies of the modules that have such buffers.
+    These buffers are in no file, and they are uninitialised after a meta-device model is materialised. transformers
+    computes them in `_init_weights`, which is called here on copies of the modules that have such buffers.
     """
     buffers: dict[str, torch.Tensor] = {}
     for part_name, part in model.named_children():
         for path, module in part.named_modules():
             own = [name for name, _ in module.named_buffers(recurse=False)]
-            if not own or isinstance(module, QuantizedLinear):  # its buffers are set with the weight
+            if not own or isinstance(module, QuantizedLinear):  # buffers of quantized layers are set with the weight
                 continue
             assert isinstance(part, PreTrainedModel), f"{part_name}.{path} has buffers that nothing computes"
             buffers |= {
@@ -118,8 +125,15 @@ def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
-    """Compute the named buffers of a module with transformers' `_init_weights`. This is done twice, from different
-    initial values, to prove that it sets all of them."""
+    """Compute the named buffers of a module with transformers' `_init_weights`, on the CPU. This is done twice, from
+    different initial values, to prove that `_init_weights` sets all of these buffers.
+
+    Args:
+        part: the model that contains the module.
+
+    Raises:
+        ModelError: `_init_weights` does not set a buffer.
+    """
     results = []
     for filling in (1, 2):
         twin = copy.deepcopy(module).to_empty(device="cpu")

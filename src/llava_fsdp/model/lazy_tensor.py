@@ -1,8 +1,8 @@
-"""Tensors that are not in memory: operations on them are recorded, and a part of the result can be read later.
+"""Tensors whose values are not in memory. Operations on them are recorded, and any part of a result can be read later.
 
 transformers converts names and layouts of weights by running operations such as `torch.cat` and `transpose` on whole
-tensors. Run on LazyTensors, the same code reads nothing. Its results can read any part of themselves, so that a rank
-reads only its own rows, from as many files as they come from.
+tensors. When the same code runs on LazyTensors, no values are read. Afterwards each rank reads only its own rows of the
+results, from one or several files.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,21 +13,21 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 Box = tuple[tuple[int, int], ...]
-"""A part of a tensor: first and last index (exclusive) of each dimension."""
+"""A part of a tensor: the range [first, last) of indices in each dimension."""
 Read = Callable[[Box], torch.Tensor]
-"""Reads a part of a tensor's values."""
+"""Type of a function that reads a part of a tensor's values."""
 aten = torch.ops.aten
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with a shape and without values in memory.
+    """A tensor that has a shape, but no values in memory.
 
-    It claims to be float32 on the CPU, whatever the files hold, so that no conversion of transformers casts it: what is
-    read has the dtype of the files.
+    It claims to be float32 on the CPU, whatever dtype the files have, so that transformers' conversions do not cast it.
+    Values that are read have the dtype of the files.
 
     Attributes:
-        sources: names of the tensors that its values come from, in order, each once.
-        read: reads a part of it.
+        sources: names of the tensors in files from which its values are made, in order, each once.
+        read: reads a part of its values.
     """
 
     sources: tuple[str, ...]
@@ -49,7 +49,7 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket is aten._to_copy:  # what is read has the files' dtype, on the CPU
+        if func.overloadpacket is aten._to_copy:  # casts are ignored: values that are read have the files' dtype
             return same(args[0])
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} would change a tensor that is not in memory")
@@ -59,11 +59,12 @@ class LazyTensor(torch.Tensor):
         return compute_later(func, args, kwargs, shapes) if result is NotImplemented else result
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Read rows [begin, end) of dimension 0; of a tensor without dimensions, its value."""
+        """Read rows [begin, end) of dimension 0, or the value of a scalar."""
         return self.read(((begin, end), *whole(self.shape[1:])) if self.ndim else ())
 
 
 def whole(shape: Sequence[int]) -> Box:
+    """Return the box that contains all of a tensor of this shape."""
     return tuple((0, size) for size in shape)
 
 
@@ -128,7 +129,8 @@ def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> Any:
 
 
 def nonempty(read: Read, like: LazyTensor) -> Read:
-    """Return `read` for parts of any size: where it has no values to put together, a part of `like` gives the dtype."""
+    """Extend `read` to parts without elements, for which it may have no values to concatenate. The dtype of such a part
+    is that of `like`."""
 
     def read_any(box: Box) -> torch.Tensor:
         if all(first < last for first, last in box):
@@ -182,10 +184,11 @@ def view(x: LazyTensor, shape: Sequence[int], *_: Any, **__: Any) -> LazyTensor:
 
 
 def read_view(x: LazyTensor, shape: Sequence[int], box: Box) -> torch.Tensor:
-    """Read a part of `x` in another shape, and as little else as possible.
+    """Read the part `box` of `x.view(shape)`, and as few other values as possible.
 
-    Dimensions of size 1 that come or go, and leading dimensions that both shapes have, cost nothing. Otherwise the rows
-    of `x` that hold the part are read.
+    No other values are read if the shapes differ only in dimensions of size 1. If the shapes have equal leading
+    dimensions, the part is read in full in all later dimensions. Otherwise all rows of `x` that contain values of the
+    part are read.
     """
     sizes = [last - first for first, last in box]
     if [size for size in shape if size != 1] == [size for size in x.shape if size != 1]:
@@ -208,7 +211,7 @@ def read_view(x: LazyTensor, shape: Sequence[int], box: Box) -> torch.Tensor:
 
 
 def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on the meta device, for the shapes of its results."""
+    """Run an operation on the meta device, and return its results, which have shapes but no values."""
 
     def moved(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
@@ -218,7 +221,8 @@ def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def compute_later(func: Any, args: Any, kwargs: Any, shapes: Any) -> Any:
-    """Record any other operation: reading a part of its result reads all of its inputs and computes it.
+    """Record an operation that is not in the table `OPERATIONS`: when a part of its result is read, all of its inputs
+    are read and the whole operation is computed.
 
     Args:
         shapes: the operation's results on the meta device.
@@ -251,4 +255,5 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.unsqueeze: unsqueeze, aten.squeeze: squeeze, aten.slice: slice_of, aten.select: select, aten.unbind: unbind,
     aten.split: split, aten.split_with_sizes: split,
 }  # fmt: skip
-"""The operations that only move values. A function returns NotImplemented for arguments that it does not handle."""
+"""Operations that only move values -> functions that record them. Such a function returns NotImplemented for arguments
+that it does not support."""

@@ -1,4 +1,4 @@
-"""The model: a vision tower, a projector and a language model."""
+"""The LLaVA model: a vision tower, a projector and a language model."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from transformers import AutoModel
 
 from llava_fsdp.config import LossConfig, ModelConfig, Part, PatchMerge, Quantizer
 from llava_fsdp.model.attention import (
-    Continued,
+    CachedRows,
     Kernel,
     Segments,
     attention_arguments,
@@ -17,7 +17,7 @@ from llava_fsdp.model.attention import (
 )
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
-from llava_fsdp.model.loss import Each, LabelLoss, choose_loss, whole_loss
+from llava_fsdp.model.loss import LabelLoss, LossCollector, choose_loss, whole_loss
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.model.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.quantization import quantize_layers
@@ -26,14 +26,14 @@ from llava_fsdp.model.vision_tower import build_vision_tower, hidden_state, prob
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.safe_load import foreign
 
-Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+FeatureRows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Which image feature each image token gets: the argument `image_rows` of `Llava.forward`."""
 
 
 class Llava(nn.Module):
-    """A LLaVA model: a language model in which projected features of the vision tower are the embeddings of image
-    tokens.
+    """A LLaVA model: a language model in which the embeddings of image tokens are projected features of a vision tower.
 
-    Parameter names are those of transformers' LlavaForConditionalGeneration without its leading `model.`.
+    Parameter names are those of transformers' LlavaForConditionalGeneration, without the leading `model.`.
     """
 
     def __init__(
@@ -74,42 +74,42 @@ class Llava(nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor,
-        segments: Segments | Continued | None,
+        segments: Segments | CachedRows | None,
         image_positions: torch.Tensor,
-        image_rows: Rows,
+        image_rows: FeatureRows,
         images: torch.Tensor | None,
         seeds: tuple[torch.Tensor, torch.Tensor],
         label_positions: torch.Tensor,
         label_ids: torch.Tensor | None = None,
         *,
         return_logits: bool = False,
-        each: Each | None = None,
+        collector: LossCollector | None = None,
     ) -> torch.Tensor:
-        """Return the sum of the losses of all labels, or with `return_logits` the logits at the labels.
+        """Return the sum of the losses of all labels or, with `return_logits`, the logits at the labels.
 
         Args:
-            input_ids: int64 [rows, length], padded on the right: causal attention keeps padding out. A packed row is
-                int64 [1, tokens].
+            input_ids: int64 [rows, length], padded on the right, so that causal attention ignores the padding. A packed
+                row is int64 [1, tokens].
             segments: None for padded rows. For a packed row: position ids int64 [1, tokens] that begin at 0 in every
                 sample, cumulative sample lengths int32 [samples + 1], and the samples' lengths. For generation with a
                 key-value cache: positions and mask of the new tokens, and the cache.
             image_positions: int64 [image tokens]: index of each image token in the flattened rows.
             image_rows: int64 [image tokens]: index of each image token's feature in the concatenated features of all
-                tiles; the index after the last feature selects the learned end-of-line vector (`image_newline`). For
+                tiles. The index after the last feature selects the learned end-of-line vector (`image_newline`). For
                 tokens that are weighted sums of four features: the indices, int64 [image tokens, 4], and the weights,
                 float32 [image tokens, 4].
-            images: float32 [tiles, 3, size, size], normalised; None if no rank has any.
+            images: float32 [tiles, 3, size, size], normalised; None if no rank has an image.
             seeds: dropout seeds, int64 [samples] and int64 [tiles]; used in training with dropout.
             label_positions: int64 [labels]: index in the flattened rows of the token at which each label is predicted.
             label_ids: int64 [labels]; not used with `return_logits`.
-            each: gets the loss of every single label, if the loss kernel computes these losses.
+            collector: collects the loss of every single label, if the loss kernel computes these losses.
 
         Returns:
             float32 scalar, or float32 [labels, vocabulary].
         """
         assert not isinstance(segments, tuple) or self.kernel is not None, "packed rows need an attention kernel"
         if self.training and self.cfg.lora.enabled and self.cfg.lora.dropout:
-            assert not isinstance(segments, Continued), "answers are generated in evaluation mode"
+            assert not isinstance(segments, CachedRows), "answers are generated in evaluation mode"
             self.token_keys.set(*seeds, input_ids.shape, segments, self.probe.tokens)
         embeds = self.embedded(input_ids, image_positions, image_rows, images)
         arguments = attention_arguments(segments, self.attention)
@@ -118,41 +118,41 @@ class Llava(nn.Module):
         if return_logits:
             return self.lm_head(labelled).float()
         assert label_ids is not None
-        return self.label_loss(labelled, self.lm_head.weight, label_ids, each=each)
+        return self.label_loss(labelled, self.lm_head.weight, label_ids, collector=collector)
 
     def embedded(
         self,
         input_ids: torch.Tensor,
         image_positions: torch.Tensor,
-        image_rows: Rows,
+        image_rows: FeatureRows,
         images: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the input embeddings of the language model, [rows, length, hidden], with projected image features at
-        image tokens; arguments as in `forward`."""
+        """Return the input embeddings of the language model, [rows, length, hidden]. The embeddings of image tokens are
+        projected image features. Arguments are those of `forward`."""
         if images is None:
             return self.language_model.get_input_embeddings()(input_ids)
         features = self.multi_modal_projector(self.image_features(images)).flatten(0, 1)  # [tiles * tokens, hidden]
         if self.cfg.patch_merge is PatchMerge.spatial_unpad:
-            # A copy, because the gradient of `cat` is a view: as gradient of the parameter it would keep that of all
-            # features in memory until the end of the step.
+            # The parameter is copied, because the gradient of an input of `cat` is a view. As the parameter's gradient,
+            # this view would keep the gradients of all features in memory until the end of the step.
             newline = self.image_newline[None].index_select(0, torch.zeros(1, dtype=torch.int64, device=images.device))
             features = torch.cat([features, newline.to(features.dtype)])
         embeds = self.language_model.get_input_embeddings()(input_ids)  # [rows, length, hidden]
-        # In a micro-batch without an image this copies nothing, but keeps the projector in the graph: every rank then
-        # reduces its gradient, and the embeddings require a gradient although they are frozen.
+        # In a micro-batch without an image no values are copied, but the projector is part of the autograd graph, so
+        # that every rank reduces its gradient, and the embeddings require a gradient even if they are frozen.
         image_embeds = take_features(features, image_rows).to(embeds.dtype)
         return embeds.flatten(0, 1).index_copy(0, image_positions, image_embeds).view_as(embeds)
 
     @property
     def image_tokens(self) -> int:
-        """Number of tokens of an image tile in the language model."""
+        """Number of tokens that an image tile has in the language model."""
         return self.probe.features // self.cfg.shuffle_factor**2
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
         """Compute the vision tower's features of image tiles, [tiles, features, vision width].
 
-        If the micro-batch has no image, a frozen vision tower does not run. A trainable one runs on a blank image whose
-        features are discarded, so that its blocks run on every rank.
+        If the micro-batch has no image, a frozen vision tower does not run, and a trainable vision tower runs on a
+        blank image whose features are discarded, so that its blocks run on every rank.
         """
         trains = Part.vision in self.cfg.train
         if not trains and not len(images):
@@ -165,29 +165,29 @@ class Llava(nn.Module):
             return features[: len(images)]
 
     def blocks(self) -> list[nn.ModuleList]:
-        """Return one list of transformer blocks for the language model and, if the vision tower trains, one for it."""
+        """Return the lists of transformer blocks: that of the language model and, if the vision tower trains, that of
+        the vision tower."""
         stacks = [find_blocks(self.language_model)]
         if Part.vision in self.cfg.train:
             stacks.append(find_blocks(self.vision_tower))
         return stacks
 
     def whole_while_frozen(self) -> list[nn.Module]:
-        """Return the modules that are not sharded while they are frozen.
-
-        A frozen vision tower does not run on a rank without images, so it must not need collectives.
-        """
+        """Return the modules whose weights are not sharded while they are frozen: the vision tower. If it is frozen, it
+        does not run on ranks without images, so that it must not need collectives."""
         return [self.vision_tower]
 
     def with_vocabulary(self) -> set[str]:
-        """Return the names of the parameters with a row for each token: the embeddings and the output layer."""
+        """Return the names of the parameters with one row per token of the vocabulary: the weights of the embeddings
+        and of the output layer."""
         embeddings = self.language_model.get_input_embeddings().weight
         names = {name for name, own in self.language_model.named_parameters() if own is embeddings}
         return {"lm_head.weight", *(f"language_model.{name}" for name in names)}
 
     def freeze(self) -> None:
-        """Freeze all parameters except those that train. These are the parts in `model.train`, or in parts with
-        adapters only the adapters and the biases that `model.lora.bias` selects; but no parameter that cannot get a
-        gradient."""
+        """Freeze all parameters except those that train: the parameters of the parts in `model.train` or, if a part has
+        adapters, only its adapters and the biases that `model.lora.bias` selects. Parameters that can never get a
+        gradient are frozen too."""
         self.requires_grad_(False)
         modules = {
             Part.projector: [self.multi_modal_projector],
@@ -208,9 +208,14 @@ class Llava(nn.Module):
                 parameter.requires_grad_(False)
 
 
-def take_features(features: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Return the feature of each image token, [image tokens, hidden]; arguments as in `Llava.forward`. Weighted sums
-    are computed in float32."""
+def take_features(features: torch.Tensor, rows: FeatureRows) -> torch.Tensor:
+    """Return the feature of each image token, [image tokens, hidden]. Weighted sums of features are computed in
+    float32.
+
+    Args:
+        features: [tiles * tokens, hidden]
+        rows: the indices of the features, and their weights if there are several, as `image_rows` in `Llava.forward`.
+    """
     if isinstance(rows, torch.Tensor):
         return features.index_select(0, rows)
     pairs = zip(rows[0].unbind(1), rows[1].unbind(1), strict=True)
@@ -225,11 +230,11 @@ def build_llava(
     kernel: Kernel | None = None,
     loss: LossConfig | None = None,
 ) -> Llava:
-    """Build a model on the meta device, with the adapters and quantized layers that `cfg` asks for, and freeze what
-    does not train.
+    """Build a model on the meta device, with the adapters and quantized layers that `cfg` selects, and freeze the
+    parameters that do not train.
 
     Args:
-        kernel: attention kernel for packed rows; None: the model takes padded rows only.
+        kernel: attention kernel for packed rows; None: the model accepts only padded rows.
         loss: loss configuration; None: the loss is computed from the logits of all labels at once.
 
     Raises:
@@ -259,5 +264,6 @@ def build_llava(
 
 
 def refuse_packing(reason: str | None) -> None:
+    """Raise ConfigError if there is a reason why the language model would mix the samples of a packed row."""
     if reason is not None:
         raise ConfigError(f"pack=true: {reason}; set pack=false, or auto")

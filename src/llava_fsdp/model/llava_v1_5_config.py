@@ -12,20 +12,22 @@ from llava_fsdp.config import Feature, ModelConfig, PatchMerge
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 TOWER = "vision_tower"
-"""Name of a subfolder that llava_fsdp adds to model folders for the original LLaVA, with the vision tower's
-configuration and image preprocessing. The original's config.json only names a vision tower, whose own folder has the
-rest."""
+"""Name of a subfolder that llava_fsdp adds to model folders for the original LLaVA. It contains the vision tower's
+configuration and its image preprocessing settings, because the original's config.json contains only the name of a
+vision tower."""
 FIRST_NAME = "llava"
-"""`model_type` of the first models of the original LLaVA, later renamed to llava_llama. transformers uses this
-model_type for another model class."""
+"""`model_type` of the first models of the original LLaVA; later models have llava_llama. transformers uses this
+model_type for a model class of its own."""
 FEATURES = {Feature.patch: "patch", Feature.full: "cls_patch"}
+"""`model.select_feature` -> the original LLaVA's name for it."""
 NEEDED = {"s2": False}
-"""Fields of the original LLaVA's config.json, each with the only value that is supported."""
+"""Fields of the original LLaVA's config.json -> the only value that is supported."""
 LANGUAGE_KEYS = (
     "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id", "hidden_act", "hidden_size",
     "initializer_range", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
     "num_key_value_heads", "pad_token_id", "rms_norm_eps", "tie_word_embeddings", "vocab_size",
 )  # fmt: skip
+"""Fields of the original LLaVA's config.json that are fields of the language model's configuration."""
 CLIP_336 = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -33,16 +35,18 @@ CLIP_336 = {
     "image_size": 336,
     "patch_size": 14,
 }
+"""Configuration of LLaVA 1.5's vision tower, openai/clip-vit-large-patch14-336."""
 
 
 def is_original(raw: dict[str, Any]) -> bool:
-    """Return whether a config.json was written by the original LLaVA, not by transformers for its own LLaVA models."""
+    """Return whether a config.json (`raw`) was written by the original LLaVA, and not by transformers for its own
+    LLaVA models."""
     return "mm_vision_tower" in raw or str(raw.get("model_type")) in ("llava_llama", "llava_mpt", "llava_mistral")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Settings of projector and vision features in a config.json of the original LLaVA."""
+    """The settings of projector and vision features that a model was trained with."""
 
     projector_type: str
     select_layer: int
@@ -70,8 +74,12 @@ def read_selection(raw: dict[str, Any], folder: Path) -> Selection:
 
 
 def read_feature(raw: dict[str, Any], folder: Path) -> Feature:
-    """Return with which tokens of the vision tower a model of the original LLaVA was trained: all (`full`), or all but
-    the CLS token (`patch`, if its config.json does not say)."""
+    """Return with which tokens of the vision tower a model of the original LLaVA was trained: all (`full`), or all
+    except the CLS token (`patch`, which is the default).
+
+    Args:
+        raw: content of the model's config.json.
+    """
     names = {name: feature for feature, name in FEATURES.items()}
     feature = raw.get("mm_vision_select_feature", "patch")
     if feature not in names:
@@ -80,6 +88,7 @@ def read_feature(raw: dict[str, Any], folder: Path) -> Feature:
 
 
 def check_supported(raw: dict[str, Any], folder: Path) -> None:
+    """Raise ModelError if a model of the original LLaVA with the config.json `raw` is not supported."""
     if raw.get("model_type") not in ("llava_llama", FIRST_NAME):
         raise ModelError(
             f"{folder / 'config.json'} has model_type={raw.get('model_type')}; of the original's models, llava_llama "
@@ -114,7 +123,7 @@ def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
             f"{str(start_end).lower()}"
         )
     merge = raw.get("mm_patch_merge_type") or "flat"
-    if merge not in ("flat", cfg.patch_merge.value):  # from flat to another: the end of a line is drawn
+    if merge not in ("flat", cfg.patch_merge.value):  # a flat model gets a random end-of-line vector
         raise ConfigError(
             f"model.checkpoint={folder} has mm_patch_merge_type={merge}; set model.patch_merge={merge} and "
             "data.image_aspect_ratio=anyres"
@@ -128,8 +137,8 @@ def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
 
 
 def language_config(raw: dict[str, Any]) -> PretrainedConfig:
-    """Return the language model's configuration from a config.json of the original LLaVA, which has it at the top
-    level."""
+    """Return the language model's configuration from a config.json (`raw`) of the original LLaVA, which has the fields
+    of this configuration at the top level."""
     fields = {key: raw[key] for key in (*LANGUAGE_KEYS, "rope_theta", "pretraining_tp") if key in raw}
     if raw.get("rope_scaling") is not None:
         fields["rope_scaling"] = dict(raw["rope_scaling"])  # transformers writes into it
@@ -142,9 +151,10 @@ def original_config(
     """Build a config.json of the original LLaVA, for a model that does not come with one.
 
     Args:
-        features: width of the vision tower.
+        features: width of the vision tower's features.
+        tower: name or folder from which the original LLaVA will load the vision tower.
+        max_length: maximum length of a sample in tokens.
         drops_cls: whether the vision tower's CLS token is left out.
-        tower: name or folder of the vision tower, as the original LLaVA will load it.
 
     Raises:
         ModelError: the original LLaVA does not support the language model.
@@ -175,7 +185,7 @@ def original_config(
 
 
 def rope(language: PretrainedConfig) -> dict[str, Any]:
-    """Return the rotary embedding fields for a config.json in the form of transformers 4, which the original LLaVA
+    """Return the fields of a config.json for rotary embeddings, in the form of transformers 4, which the original LLaVA
     uses.
 
     Raises:
@@ -198,14 +208,14 @@ def rope(language: PretrainedConfig) -> dict[str, Any]:
 
 
 def known_tower(vision: PretrainedConfig) -> str | None:
-    """Return the hub name of LLaVA 1.5's vision tower if the configuration describes that tower, else None."""
+    """Return the hub name of LLaVA 1.5's vision tower if `vision` is the configuration of that tower, else None."""
     same = isinstance(vision, CLIPVisionConfig) and all(getattr(vision, k) == v for k, v in CLIP_336.items())
     return "openai/clip-vit-large-patch14-336" if same else None
 
 
 def generation_config(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the generation config `given`, without its sampling values unless it has `do_sample`. transformers refuses
-    to save sampling values without `do_sample`, and Vicuna's config has them (LLaVA#1144)."""
+    """Return a generation config without its sampling values (temperature, top_p, ...), if it has no `do_sample`.
+    transformers refuses to save sampling values without `do_sample`, and Vicuna's config has them (LLaVA#1144)."""
     if given.get("do_sample"):
         return given
     return {k: v for k, v in given.items() if k not in ("temperature", "top_p", "top_k", "typical_p")}

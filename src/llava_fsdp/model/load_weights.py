@@ -1,4 +1,5 @@
-"""Load weights into a sharded model, from files or randomly initialised, one parameter's rows at a time."""
+"""Load the weights of a sharded model, from files or randomly initialised: each rank reads only its own rows, one
+parameter at a time."""
 
 import copy
 import hashlib
@@ -46,8 +47,8 @@ DIGESTED_BYTES = 16 << 20
 """Number of bytes of a weight that a thread reads at once to compute the weight's digest."""
 
 
-class Rows(Protocol):
-    """Protocol of a rank's shard of one parameter: a range of rows of dimension 0."""
+class Shard(Protocol):
+    """Protocol of a rank's shard of one parameter: the rows [begin, end) of dimension 0."""
 
     @property
     def begin(self) -> int: ...
@@ -57,16 +58,19 @@ class Rows(Protocol):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that hold the shard's values, such as the fp32 master weights and their copy in the compute
+        """All tensors that contain the shard's values, such as the fp32 master weight and its copy in the compute
         dtype."""
         ...
 
 
 def find_weights(model: Llava, parts: Parts, cfg: ModelConfig, projector: Path | None, seed: int) -> dict[str, Stored]:
-    """Find where the values of every parameter of a meta-device model come from: a tensor in a file, or random values.
+    """Find the source of the initial values of every parameter of a meta-device model: tensors in files, or a random
+    distribution. Return the sources by parameter name.
 
     Args:
-        projector: folder or file of the projector; None initialises it randomly.
+        projector: folder or file of the projector; None: the projector is initialised randomly, unless it is part of
+            `model.checkpoint` or of the adapter's files.
+        seed: seed of the random initialisation.
 
     Raises:
         ModelError: no file has a parameter, or a file has it in another shape.
@@ -85,20 +89,20 @@ def find_weights(model: Llava, parts: Parts, cfg: ModelConfig, projector: Path |
         opened = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
         adapter = dict(started_from(opened, model, cfg.lora))
         beside = {without_base(n): tensor for n, tensor in adapter.items() if not is_adapter(n)}
-        if projector is not None or cfg.projector == "random":  # the configured one, not the adapter's
+        if projector is not None or cfg.projector == "random":  # the projector in the adapter folder is not used
             beside = {n: tensor for n, tensor in beside.items() if not n.startswith(PROJECTOR_PREFIX)}
         found |= beside
-    extended = model.with_vocabulary() if parts.whole is not None else set()  # exports add rows to them
+    extended = model.with_vocabulary() if parts.whole is not None else set()  # exports add rows to these parameters
     sources: dict[str, Stored] = {}
     for own_name, _ in model.named_parameters():
         if is_adapter(own_name):
-            continue  # added below
+            continue  # `adapter_sources` adds the adapters' parameters
         shape = weight_shape(model, own_name)
         name = without_base(own_name)
         drawn = parts.whole is None and (
             cfg.random_weights or (projector is None and name.startswith(PROJECTOR_PREFIX))
         )
-        if parts.grid_pinpoints is None:  # LLaVA too initialises it if a model has none (llava_arch.py:83-88)
+        if parts.grid_pinpoints is None:  # LLaVA too draws an end-of-line vector if there is none (llava_arch.py:83-88)
             drawn = drawn or name == NEWLINE
         if name in found:
             check_shape(name, shape, found[name], may_have_more_rows=name in extended)
@@ -117,7 +121,7 @@ def find_weights(model: Llava, parts: Parts, cfg: ModelConfig, projector: Path |
 
 
 def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
-    """Return the error for a parameter that no file has."""
+    """Return the error to raise if the parameter `name` is in no file."""
     if parts.whole is not None:
         return ModelError(f"{parts.whole} has no weights for {name}; is it the model that its configuration says?")
     if name.startswith(PROJECTOR_PREFIX):
@@ -136,8 +140,11 @@ def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
 def adapter_sources(
     model: nn.Module, base: dict[str, Stored], given: dict[str, Stored], seed: int
 ) -> dict[str, Stored]:
-    """Find where the initial values of the adapters' parameters come from: the tensors in `given` (of the adapter that
-    the run continues), or else peft's initial values.
+    """Find the sources of the initial values of the adapters' parameters. Return the sources by parameter name.
+
+    Args:
+        base: sources of the other parameters.
+        given: stored parameters of the adapter that the run continues; other parameters get peft's initial values.
 
     Raises:
         ModelError: a tensor in `given` has another shape than the parameter.
@@ -165,8 +172,12 @@ def adapter_sources(
 
 
 def vision_tower(tensors: Mapping[str, StoredTensor], parts: Parts, model: nn.Module) -> dict[str, Stored]:
-    """Open the tensors of a vision tower's folder by llava_fsdp's parameter names. The folder may hold a whole CLIP or
-    SigLIP, or a whole vision-language model."""
+    """Find the parameters of the vision tower in the files of its folder, which may also contain a whole CLIP, SigLIP
+    or vision-language model. Return the stored parameters by llava_fsdp's names.
+
+    Args:
+        tensors: the tensors in the folder's files, by their names in the files.
+    """
     folder = parts.vision_folder
     config = read_config(folder, "model.vision")
     if not is_vision_language_model(config):
@@ -179,11 +190,13 @@ def vision_tower(tensors: Mapping[str, StoredTensor], parts: Parts, model: nn.Mo
 def language_model(
     tensors: Mapping[str, StoredTensor], config: PretrainedConfig, folder: Path, model: nn.Module
 ) -> dict[str, Stored]:
-    """Open the tensors of a language model by llava_fsdp's parameter names.
+    """Find the parameters of the language model in the files of its folder. Return the stored parameters by
+    llava_fsdp's names.
 
     Args:
+        tensors: the tensors in the folder's files, by their names in the files.
         config: the folder's configuration: that of a language model, or of a vision-language model, of which only the
-            language model is taken.
+            language model is used.
     """
     plan = plan_load(lambda: language_model_of(config), tensors, folder)
     unused = [] if is_vision_language_model(config) else [name for name in plan.unused if not COMPUTED.search(name)]
@@ -196,8 +209,8 @@ def language_model(
 
 
 def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
-    """Open the tensors of a model folder by llava_fsdp's parameter names; those of the vision tower from
-    `parts.vision_folder` if the model folder has none.
+    """Find all parameters of a whole model in the files of its folder `parts.whole`. Return the stored parameters by
+    llava_fsdp's names. If the folder has no vision tower, its parameters are in `parts.vision_folder`.
 
     Raises:
         ModelError: the folder has a tensor that is no parameter of this model.
@@ -215,7 +228,12 @@ def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
 def original_model(
     tensors: Mapping[str, StoredTensor], parts: Parts, folder: Path, model: nn.Module
 ) -> dict[str, Stored]:
-    """Open the tensors of a folder of the original LLaVA by llava_fsdp's parameter names."""
+    """Find all parameters of a model in the files of a folder of the original LLaVA. Return the stored parameters by
+    llava_fsdp's names.
+
+    Args:
+        tensors: the tensors in the folder's files, by their names in the files.
+    """
     found: dict[str, Stored] = {}
     tower: dict[str, StoredTensor] = {}
     language: dict[str, StoredTensor] = {}
@@ -246,7 +264,12 @@ def plan_with_all_rows(
     tensors: Mapping[str, StoredTensor],
     folder: Path,
 ) -> LoadPlan:
-    """Plan the loading of a model whose files may have more rows of the vocabulary than its configuration says."""
+    """Find where in files the weights of a model are, as `plan_load` does. Unlike there, the embeddings and the output
+    layer in the files may have more rows than the configuration's vocabulary.
+
+    Args:
+        build: builds transformers' model for a configuration.
+    """
     plan = plan_load(lambda: build(config), tensors, folder)
     vocabulary = config.get_text_config().vocab_size
     shapes = list(plan.misshapen.values())
@@ -263,14 +286,16 @@ def plan_with_all_rows(
 
 
 def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, folder: Path) -> dict[str, Stored]:
-    """Return a plan's sources by llava_fsdp's parameter names.
+    """Return the sources of a load plan by llava_fsdp's parameter names.
 
     Args:
-        prefixes: beginnings of names in transformers' model, and what they are here; the first that fits is taken, and
-            a name that begins otherwise is left out.
+        prefixes: prefix of names in transformers' model -> prefix of names in llava_fsdp's model. The first one that
+            fits is used; parameters to which none fits are left out.
+        model: llava_fsdp's model.
+        folder: the folder of the files, for error messages.
 
     Raises:
-        ModelError: a parameter has another shape in the files, or `model` does not have it.
+        ModelError: a parameter has another shape in the files, or `model` does not have this parameter.
     """
     wrong = {name: shapes for name, shapes in plan.misshapen.items() if name.startswith(tuple(prefixes))}
     for name, (got, expected) in wrong.items():
@@ -292,10 +317,12 @@ def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, fol
 
 
 def parameter_names(model: nn.Module) -> set[str]:
+    """Return the names of all parameters, in the model without adapters; tied parameters with each of their names."""
     return {without_base(name) for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def refuse_unused(names: list[str], folder: Path) -> None:
+    """Raise ModelError if files contain tensors, other than computed buffers, that the model has no parameter for."""
     unknown = [name for name in names if not COMPUTED.search(name)]
     if unknown:
         raise ModelError(
@@ -305,8 +332,8 @@ def refuse_unused(names: list[str], folder: Path) -> None:
 
 
 def projector_alone(path: Path) -> dict[str, Stored]:
-    """Open the projector's tensors in a file or folder of a projector or a whole model, by llava_fsdp's parameter
-    names.
+    """Open the projector's tensors in a file or folder, which contains a projector or a whole model. Return them by
+    llava_fsdp's parameter names.
 
     Raises:
         ModelError: the projector was trained together with rows of the vocabulary (LLaVA's mm_use_im_start_end).
@@ -320,7 +347,8 @@ def projector_alone(path: Path) -> dict[str, Stored]:
 
 
 def check_shape(name: str, expected: tuple[int, ...], stored: Stored, may_have_more_rows: bool) -> None:
-    """Raise ModelError if a stored tensor has another shape than its parameter."""
+    """Raise ModelError if a stored tensor has another shape than its parameter. With `may_have_more_rows`, it may have
+    more rows."""
     got = stored.shape
     if got == expected or (may_have_more_rows and got[:1] > expected[:1] and got[1:] == expected[1:]):
         return
@@ -331,10 +359,10 @@ def check_shape(name: str, expected: tuple[int, ...], stored: Stored, may_have_m
 
 
 def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
-    """Return a hash of a training run's model: names and shapes of all parameters, and the values of the frozen ones.
+    """Return a hash of the names and shapes of all parameters of a model, and of the values of its frozen parameters.
 
-    It shows when a run resumes whether the frozen parameters are the same; the trained ones are in the checkpoint. A
-    quantized parameter is hashed by its values before quantization.
+    When a run resumes, the hash shows whether the frozen parameters are still the same; the trained parameters are in
+    the checkpoint. A quantized parameter is represented by its values before quantization.
 
     Args:
         digests: digests of the frozen parameters, by name.
@@ -347,11 +375,10 @@ def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
 
 
 def base_fingerprint(digests: Mapping[str, str], apart: Collection[str]) -> str:
-    """Return a hash of those weights of an adapter's base model that are not saved with the adapter.
+    """Return a hash of an adapter's base model, without the weights that are saved together with the adapter.
 
     Args:
-        digests: digests of these weights, and possibly of others. Names may be those of the model with adapters or
-            without.
+        digests: digests of the base model's weights, by their names in the model with or without adapters.
         apart: names of the weights that are saved with the adapter.
     """
     without = {without_base(name) for name in apart}
@@ -368,10 +395,11 @@ def frozen_digests(
     gather: Callable[[list[tuple[str, str]]], list[tuple[str, str]]] = list,
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> dict[str, str]:
-    """Compute digests of all frozen parameters, by name; each rank computes a part of them.
+    """Compute the digests of all frozen parameters, by name. Each of `size` ranks computes a part of them.
 
     Args:
-        gather: returns the (name, digest) pairs of all ranks, given this rank's.
+        sources: the stored parameters.
+        gather: returns the (name, digest) pairs of all ranks, given those of this rank.
         watch: wraps the iteration over this rank's names, to show progress: a frozen 13B model has 26 GB.
     """
     shapes = {name: weight_shape(model, name) for name, p in model.named_parameters() if not p.requires_grad}
@@ -383,8 +411,8 @@ def frozen_digests(
 
 
 def digest_of(source: Stored, shape: tuple[int, ...]) -> str:
-    """Return the digest of a parameter's stored values. For a randomly initialised parameter, return its distribution
-    and seed instead."""
+    """Return the digest of a parameter's stored values. If the parameter is randomly initialised, return a text with
+    its distribution and seed instead."""
     if isinstance(source, Drawn):
         return f"{source.rule.rule.value} {source.rule.scale!r} {source.seed}"
     digest = hashlib.sha256(str(source.dtype).encode())
@@ -398,18 +426,20 @@ def digest_of(source: Stored, shape: tuple[int, ...]) -> str:
 @torch.no_grad()
 def load_weights(
     sources: dict[str, Stored],
-    shards: Mapping[str, Rows],
+    shards: Mapping[str, Shard],
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
     packed: Mapping[str, QuantizedLinear] | None = None,
 ) -> None:
     """Copy every parameter's values from its source into this rank's shard.
 
-    A rank reads only its own rows. Weights to be quantized are read whole, one at a time, because their scales depend
-    on the whole weight.
+    A rank reads only its own rows. A weight that will be quantized is read whole, because its scales depend on the
+    whole weight.
 
     Args:
-        packed: quantized layers, by the names of their weights.
+        sources: sources of the values, by parameter name.
+        shards: this rank's shards, by parameter name.
         watch: wraps the iteration over parameter names, to show progress.
+        packed: quantized layers, by the names of their weights.
     """
     assert sources.keys() == shards.keys(), sources.keys() ^ shards.keys()
     for name in watch(sources):

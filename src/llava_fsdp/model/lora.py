@@ -1,8 +1,8 @@
-"""Low-rank adapters with peft: which modules get them, and which of their parameters train.
+"""Add low-rank adapters (LoRA) to a model with peft, and choose which modules get adapters and which parameters train.
 
 The original LLaVA names target modules only by the last part of their names (train.py:169-182), and peft matches that
-part anywhere. So a vision tower that is already loaded gets adapters too. It runs without gradients, so that they never
-train. Here target modules are named by their full paths, and are all in blocks that run.
+part anywhere. Therefore the vision tower gets adapters too, which never train, because the tower runs without
+gradients. Here target modules are named by their full paths, and all of them are in blocks that run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 class Adaptable(Protocol):
-    """Protocol with the attributes of `Llava` that this module uses. It cannot import `Llava`, since llava.py imports
-    it."""
+    """Protocol with the attributes of the class `Llava` that lora.py uses. lora.py cannot import `Llava`, because
+    llava.py imports lora.py."""
 
     cfg: Any
     parts: Any
@@ -45,19 +45,16 @@ class Adaptable(Protocol):
 
 
 def targets(model: Adaptable) -> list[str]:
-    """Return the full paths of the linear layers that get adapters: those in the blocks of the parts in
-    `model.cfg.adapted`.
-
-    Heads, embeddings and the vision tower's layers after `model.select_layer` get none.
-    """
+    """Return the full paths of the linear layers that get adapters: all in the blocks of the parts that
+    `model.cfg.adapted` lists, except the vision tower's layers after `model.select_layer`."""
     leftovers = {f"vision_tower.{name}" for name in model.probe.leftovers}
     found = [name for part in model.cfg.adapted for name in linear_layers(model, part)]
     return [name for name in found if f"{name}.weight" not in leftovers]
 
 
 def linear_layers(model: Adaptable, part: Part) -> list[str]:
-    """Return the full paths of the linear layers in the blocks of a part (language model or vision tower), which must
-    not have adapters yet. Subclasses of `nn.Linear`, such as Llama 4's router, are left out: they compute more."""
+    """Return the full paths of the linear layers in the blocks of a part (language model or vision tower) that has no
+    adapters yet. Subclasses of `nn.Linear` with another forward pass, such as Llama 4's router, are left out."""
     root_name = {Part.language: "language_model", Part.vision: "vision_tower"}[part]
     root = model.get_submodule(root_name)
     in_blocks = {module for block in find_blocks(root) for module in block.modules()}
@@ -69,7 +66,7 @@ def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str
     """Add adapters with peft to the configured layers of a meta-device model, in place.
 
     Args:
-        keys: hashes of the micro-batch's tokens, from which the adapters make their dropout masks.
+        keys: hashes of the current micro-batch's tokens, from which the adapters compute their dropout masks.
 
     Returns:
         Full paths of the modules that got an adapter.
@@ -141,8 +138,8 @@ def trained_with_adapters(model: Adaptable) -> list[nn.Parameter]:
 
 
 def check_gradients(model: Adaptable) -> None:
-    """Check on the meta device that every parameter to train in the language model and the vision tower gets a
-    gradient.
+    """Check, by running the model on the meta device, that every trainable parameter of the language model and the
+    vision tower gets a gradient.
 
     Raises:
         ConfigError: a parameter that trains can never get a gradient.
@@ -150,7 +147,7 @@ def check_gradients(model: Adaptable) -> None:
     language, vision_tower = model.language_model, model.vision_tower
     size = model.parts.image_size
     was_training = model.training
-    model.eval()  # without dropout, which needs the seeds of samples
+    model.eval()  # turns off dropout, which would need the seeds of samples
     with torch.enable_grad(), torch.device("meta"), NothingPacked(), tried(type(language).__name__):
         embeds = torch.zeros((1, 2, language.config.hidden_size), dtype=torch.bfloat16)
         weights = in_bf16(language)
@@ -174,8 +171,12 @@ def check_gradients(model: Adaptable) -> None:
 
 @contextmanager
 def tried(model: str) -> Iterator[None]:
-    """Context manager for running a model with adapters on the meta device, where some mixtures of experts cannot run.
-    If it fails, raises ConfigError with the name `model`."""
+    """Context manager for running a model with adapters on the meta device. If the model fails, as some mixtures of
+    experts do, it raises ConfigError.
+
+    Args:
+        model: name of the model, for the message.
+    """
     try:
         yield
     except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -186,6 +187,8 @@ def tried(model: str) -> Iterator[None]:
 
 
 def without_gradient(part: str, module: nn.Module, out: torch.Tensor) -> list[str]:
+    """Return the names of a module's trainable parameters on which its output `out` does not depend, with the prefix
+    `part`."""
     trained = {f"{part}.{name}": p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         return []
@@ -194,8 +197,12 @@ def without_gradient(part: str, module: nn.Module, out: torch.Tensor) -> list[st
 
 
 def start_of_a(parent: nn.Module) -> float:
-    """Return the bound of the uniform distribution from which peft initialises the weight of `parent`, an adapter's
-    matrix A (`kaiming_uniform_` with a = sqrt(5)). Matrix B is initialised as 0."""
+    """Return the bound of the uniform distribution from which peft initialises an adapter's matrix A
+    (`kaiming_uniform_` with a = sqrt(5)). Matrix B is initialised with 0.
+
+    Args:
+        parent: the linear layer whose weight is the matrix A.
+    """
     assert isinstance(parent, nn.Linear)
     return parent.in_features**-0.5
 

@@ -1,5 +1,5 @@
-"""Read adapter folders written by peft, by the original LLaVA, or by llava_fsdp; the first two can load those of the
-last.
+"""Read folders with LoRA adapters that peft, the original LLaVA or llava_fsdp has written. peft and the original LLaVA
+can load the folders that llava_fsdp writes.
 
 A folder contains peft's files `adapter_config.json` and `adapter_model.safetensors` (or `.bin`). Other trained
 parameters (the projector, biases) are in `non_lora_trainables.safetensors` or `.bin` (LLaVA train.py:974-984).
@@ -32,11 +32,12 @@ OTHERS_FILES = ("non_lora_trainables.safetensors", "non_lora_trainables.bin")
 FOLDER = "adapter"
 """Name of the adapter folder in a run's output folder and in each of its checkpoints."""
 TOWER = "vision_tower."
+"""Prefix of the names of the vision tower's parameters."""
 OTHER_MEANINGS = (
     "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save", "layer_replication", "lora_bias",
     "use_qalora", "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
 )  # fmt: skip
-"""Keys of peft's adapter_config.json for features that change what the weights mean and are not supported."""
+"""Keys of peft's adapter_config.json for features that change how the weights are used, and that are not supported."""
 OTHER_BASES = ("pissa", "olora", "corda", "loftq")
 """Values of peft's `init_lora_weights` with which peft changes the base model's weights before training."""
 NAMED = 8
@@ -57,7 +58,7 @@ class AdapterFolder:
 
     @property
     def modules(self) -> list[str]:
-        """Return the names of the modules that have adapters."""
+        """The names of the modules that have adapters, sorted."""
         return sorted({module_of(name) for name in self.tensors if is_adapter(name)})
 
 
@@ -66,14 +67,14 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def adapter_folders(name: str) -> tuple[Path, Path]:
-    """Return the two folders that can be the adapter folder if a setting is `name`: `name` itself, or `adapter` in it,
-    as in a run's output folder. They need not exist."""
+    """Return the two paths at which an adapter folder may be if a setting has the value `name`: `name` itself, and its
+    subfolder `adapter`, which a run's output folder has. The paths need not exist."""
     return Path(name), Path(name) / FOLDER
 
 
 def find_adapter(name: str, key: str) -> Path:
-    """Return the adapter folder that the setting `key` names: the folder `name` itself, or the final adapter in it if
-    it is a run's output folder.
+    """Return the adapter folder that a setting (`key`) names by its value (`name`): the folder `name` itself or, if
+    `name` is a run's output folder, the final adapter in it.
 
     Raises:
         ConfigError: there is no adapter in the folder.
@@ -93,7 +94,7 @@ def open_adapter(folder: Path) -> AdapterFolder:
     """Open an adapter folder.
 
     Raises:
-        ModelError: it has no LoRA adapter or one of an unsupported form, or a file of it is missing or damaged.
+        ModelError: the folder has no LoRA adapter, or one of an unsupported form, or a file is missing or damaged.
     """
     check_folder(folder)
     settings = read_json(folder / ADAPTER_CONFIG)
@@ -123,7 +124,7 @@ def check_meaning(folder: Path, lora: LoraConfig) -> None:
     """
     trained = read_notes(folder).get("lora", {})
     with foreign(f"{folder / NOTES} is not what was written"):
-        for key in ("alpha", "use_dora", "use_rslora"):  # of another r the shapes tell
+        for key in ("alpha", "use_dora", "use_rslora"):  # another r would give other shapes
             if key in trained and trained[key] != getattr(lora, key):
                 raise ModelError(
                     f"{folder / ADAPTER_CONFIG} says {key} {getattr(lora, key)}, and the adapter was trained with "
@@ -165,7 +166,7 @@ def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
         enabled=True,
         r=r,
         alpha=float(alpha),
-        dropout=float(dropout) if 0 <= dropout < 1 else 0.0,  # of no matter for what the weights mean
+        dropout=float(dropout) if 0 <= dropout < 1 else 0.0,  # does not affect how the weights are used
         bias=LoraBias(settings.get("bias") or "none"),
         use_dora=bool(settings.get("use_dora", False)),
         use_rslora=bool(settings.get("use_rslora", False)),
@@ -173,8 +174,13 @@ def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
 
 
 def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dict[str, StoredTensor]:
-    """Return the initial values for a run that continues an adapter: those of the adapter, and of the other weights
-    that were trained with it, by parameter name.
+    """Return the initial values for a run that continues the training of an adapter, by parameter name: the adapter's
+    parameters, and the other weights that were trained with it.
+
+    Args:
+        found: the adapter.
+        model: the run's model.
+        cfg: the run's LoRA configuration.
 
     Raises:
         ConfigError: the run's configuration has another rank or scale.
@@ -188,7 +194,8 @@ def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dic
             f"model.lora.checkpoint={found.folder} was trained with {different}, and this configuration says "
             f"{ {key: getattr(cfg, key) for key in different} }; give {cure}"
         )
-    here = {without_base(name): name for name, _ in model.named_parameters()}  # a bias is adapted there, or here
+    # a module may have an adapter only in the folder or only in the model, and its bias then has two different names
+    here = {without_base(name): name for name, _ in model.named_parameters()}
     tensors = {here.get(without_base(name), name): tensor for name, tensor in found.tensors.items()}
     wanted = set(here.values())
     check_strangers(found, tensors.keys() - wanted)
@@ -210,7 +217,8 @@ def check_strangers(found: AdapterFolder, names: set[str]) -> None:
         names: names of these tensors.
 
     Raises:
-        ModelError: an adapter has a B that is not 0, or a tensor is not part of an adapter; either would be lost.
+        ModelError: an adapter has a matrix B that is not 0, or a tensor is not part of an adapter, so that training
+            results would be lost.
     """
     for name in sorted(names):
         if not is_adapter(name):
@@ -222,21 +230,22 @@ def check_strangers(found: AdapterFolder, names: set[str]) -> None:
                 "(model.train=[projector,language,vision])?"
             )
     if names:
-        say_left_out(found.folder, {module_of(name) for name in names})
+        warn_of_ignored(found.folder, {module_of(name) for name in names})
 
 
 def without_idle_tower(found: AdapterFolder) -> AdapterFolder:
-    """Return the adapter folder without those adapters of the vision tower that were never trained. The original LLaVA
-    adds them (LLaVA#1647)."""
+    """Return the adapter folder without the vision tower's adapters that were never trained. The original LLaVA adds
+    such adapters (LLaVA#1647)."""
     idle = {module for module in unchanged_modules(found.tensors) if module.startswith(TOWER)}
     if not idle:
         return found
-    say_left_out(found.folder, idle)
+    warn_of_ignored(found.folder, idle)
     kept = {n: t for n, t in found.tensors.items() if not (is_adapter(n) and module_of(n) in idle)}
     return replace(found, tensors=kept)
 
 
-def say_left_out(folder: Path, modules: set[str]) -> None:
+def warn_of_ignored(folder: Path, modules: set[str]) -> None:
+    """Log a warning that untrained adapters (those whose matrix B is 0) of these modules are ignored."""
     log().warning(
         "%s: the adapters of %d modules, %s for one, have learnt nothing (B is 0) and are left out",
         folder, len(modules), min(modules),
@@ -251,7 +260,8 @@ def check_fits(found: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base
         base: name of the base model, for messages.
 
     Raises:
-        ModelError: the model has no such module, the adapter lacks a weight, or a weight has another shape.
+        ModelError: the model lacks a module that the adapter adapts, the adapter lacks a weight, or a weight has
+            another shape.
     """
     for module in found.modules:
         shape = shapes.get(f"{module}.weight")
@@ -271,12 +281,13 @@ def check_fits(found: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base
     for name, tensor in found.tensors.items():
         plain = without_base(name)
         if not is_adapter(name) and shapes.get(plain) != tensor.shape:
-            said = f"{list(shapes[plain])} in {base}" if plain in shapes else f"{base} has no such weight"
-            raise ModelError(f"{plain} has shape {list(tensor.shape)} in {found.folder}: {said}; give base=PATH")
+            other = f"{list(shapes[plain])} in {base}" if plain in shapes else f"{base} has no such weight"
+            raise ModelError(f"{plain} has shape {list(tensor.shape)} in {found.folder}: {other}; give base=PATH")
 
 
 def unchanged_modules(tensors: Mapping[str, Any]) -> list[str]:
-    """Return the names of the adapted modules whose LoRA matrix B is still 0, so that the adapter does not change them.
+    """Return the names of the adapted modules whose LoRA matrix B is still 0, so that the adapter has no effect on
+    them.
 
     Args:
         tensors: the stored parameters of an adapter, by name.
@@ -286,7 +297,7 @@ def unchanged_modules(tensors: Mapping[str, Any]) -> list[str]:
 
 
 def check_changed(tensors: Mapping[str, Any], what: str, cure: str) -> None:
-    """Check that training changed an adapter; warn of modules that it did not change.
+    """Check that training has changed an adapter. Log a warning if it has changed only some of the modules.
 
     Args:
         tensors: the stored parameters of an adapter, by name.

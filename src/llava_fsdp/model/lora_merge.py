@@ -16,8 +16,8 @@ BASE_WEIGHT = f"{BASE}weight"
 
 @dataclass(frozen=True)
 class Merged:
-    """A weight with its adapter merged: W + scaling * B A; with DoRA, its rows are scaled to DoRA's magnitudes. It is
-    computed when rows are read."""
+    """A weight into which its adapter is merged: W + scaling * B A; with DoRA, its rows are then scaled to DoRA's
+    magnitudes. Rows are computed when they are read."""
 
     weight: Stored
     """W: [out, in]"""
@@ -35,7 +35,7 @@ class Merged:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that can represent the values of both base and adapter."""
+        """A dtype that can represent the values of both the base weight and the adapter."""
         parts = torch.promote_types(self.a.dtype, self.b.dtype)
         return torch.promote_types(self.weight.dtype, parts)
 
@@ -49,11 +49,11 @@ class Merged:
 
 
 def merged(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
-    """Merge a model's adapters into its weights. Return where the value of each parameter comes from, by its name in
-    the model without adapters.
+    """Merge a model's adapters into its weights, row by row when rows are read. Return the merged parameters by their
+    names in the model without adapters.
 
     Args:
-        sources: where the value of each parameter of the model with adapters comes from, by name.
+        sources: the stored parameters of the model with adapters, by name.
     """
     result: dict[str, Stored] = {}
     for name, source in sources.items():
@@ -69,10 +69,9 @@ def merged(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Source of the initial values of DoRA's magnitudes: the norms of a weight's rows."""
+    """The initial values of DoRA's magnitudes: the norms of a weight's rows. They are computed when they are read."""
 
     weight: Stored
-    """Source of the weight."""
 
     @property
     def shape(self) -> tuple[int, ...]:

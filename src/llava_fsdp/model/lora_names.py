@@ -1,4 +1,4 @@
-"""Names of the parameters of adapters, and of adapted modules."""
+"""Names of the parameters of LoRA adapters, and of the modules that have adapters."""
 
 ADAPTER = "default"
 """Name under which peft stores the only adapter of a model."""
@@ -17,10 +17,10 @@ def is_adapter(name: str) -> bool:
 
 
 def without_base(name: str) -> str:
-    """Return a parameter's name in the model without adapters: the name without `.base_layer`."""
+    """Return a parameter's name in the model without adapters: peft's `.base_layer` is removed from the name."""
     return name.replace(BASE, ".")
 
 
 def module_of(name: str) -> str:
-    """Return the name of the module that an adapter adapts, from the name of one of the adapter's parameters."""
+    """Return the name of the module to which an adapter belongs, given the name of one of the adapter's parameters."""
     return next(name.removesuffix(end) for end in ENDINGS if name.endswith(end))

@@ -1,9 +1,9 @@
 """Compute the loss from hidden states and the output layer's weight, a chunk of labels at a time.
 
 The logits of all labels together would be the largest tensor of a training step. The loss and the gradients of each
-chunk are computed in the forward pass, so that its logits are computed once (as in Liger Kernel's fused linear cross
-entropy, arXiv 2410.10989). There are no collectives here, since FSDP has gathered the weight for the model's forward
-pass. So ranks may have different numbers of chunks.
+chunk are computed in the forward pass, so that the chunk's logits are computed only once (as in Liger Kernel's fused
+linear cross entropy, arXiv 2410.10989). There are no collectives here, because FSDP has gathered the weight for the
+model's forward pass. Therefore ranks may have different numbers of chunks.
 """
 
 from __future__ import annotations
@@ -19,20 +19,27 @@ from llava_fsdp.config import LossConfig, LossKernel
 from llava_fsdp.runtime.errors import ConfigError
 
 
-class Each:
-    """Collector for the losses of single labels, without gradients; the loss function appends to it.
+class LossCollector:
+    """Collector for the losses of single labels, without gradients. The loss function appends losses to it.
 
     This is a class and not a list, because FSDP passes copies of lists to the model.
     """
 
     def __init__(self) -> None:
         self.chunks: list[torch.Tensor] = []
-        """Losses, float32 [labels of a chunk]; empty if the loss kernel computes only the sum."""
+        """Losses of the labels of each chunk, float32 [labels]; empty if the loss kernel computes only the sum."""
 
 
 class LabelLoss(Protocol):
+    """Protocol of functions that compute the sum of the losses of all labels of a micro-batch."""
+
     def __call__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, *, each: Each | None = None
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        label_ids: torch.Tensor,
+        *,
+        collector: LossCollector | None = None,
     ) -> torch.Tensor:
         """Return the sum of the losses, float32 scalar, from hidden [labels, width], weight [vocabulary, width] and
         label ids int64 [labels]."""
@@ -64,19 +71,22 @@ def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
 
 
 def whole_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, each: Each | None = None
+    hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, collector: LossCollector | None = None
 ) -> torch.Tensor:
-    """Compute the cross entropy from the logits of all labels at once."""
+    """Compute the sum of the cross entropies of all labels from the logits of all labels at once."""
     logs = functional.log_softmax(functional.linear(hidden, weight).float(), dim=-1)
-    note_each(each, logs, label_ids)
+    record_losses(collector, logs, label_ids)
     return functional.nll_loss(logs, label_ids, reduction="sum")
 
 
-def note_each(each: Each | None, logs: torch.Tensor, label_ids: torch.Tensor) -> None:
-    """Append the loss of every label to the collector `each`, if there is one. `logs` are log-probabilities [labels,
-    vocabulary]."""
-    if each is not None:
-        each.chunks.append(-logs.detach().gather(1, label_ids[:, None])[:, 0])
+def record_losses(collector: LossCollector | None, logs: torch.Tensor, label_ids: torch.Tensor) -> None:
+    """Append the loss of every label to the collector, if there is one.
+
+    Args:
+        logs: log-probabilities, [labels, vocabulary].
+    """
+    if collector is not None:
+        collector.chunks.append(-logs.detach().gather(1, label_ids[:, None])[:, 0])
 
 
 def chunked_loss(
@@ -84,16 +94,16 @@ def chunked_loss(
     weight: torch.Tensor,
     label_ids: torch.Tensor,
     chunk_tokens: int,
-    each: Each | None = None,
+    collector: LossCollector | None = None,
 ):
-    """Compute the cross entropy a chunk of labels at a time. Logits are computed in the compute dtype and cast to
-    float32.
+    """Compute the sum of the cross entropies of all labels, `chunk_tokens` labels at a time. Logits are computed in the
+    compute dtype and cast to float32.
 
-    With one chunk, the result equals that of `whole_loss` bit for bit.
+    If there is only one chunk, the result equals that of `whole_loss` bit for bit.
     """
     if not torch.is_grad_enabled():
-        return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens, each)
-    return ChunkedLoss.apply(hidden, weight, label_ids, chunk_tokens, each)
+        return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens, collector)
+    return ChunkedLoss.apply(hidden, weight, label_ids, chunk_tokens, collector)
 
 
 def recomputed_loss(
@@ -101,33 +111,34 @@ def recomputed_loss(
     weight: torch.Tensor,
     label_ids: torch.Tensor,
     chunk_tokens: int,
-    each: Each | None = None,
+    collector: LossCollector | None = None,
 ):
-    """Compute the cross entropy for fp16, a chunk of labels at a time; the backward pass computes each chunk's logits
-    again.
+    """Compute the sum of the cross entropies of all labels in fp16, `chunk_tokens` labels at a time. The backward pass
+    computes each chunk's logits again.
 
     In fp16 the gradients cannot be computed in the forward pass, because the loss scale is known only in the backward
-    pass. Without it, gradients leave the range of fp16: probabilities of rare words vanish below 6e-8, and the sum over
-    the labels of a frequent word overflows at 65504.
+    pass. Without the loss scale, gradients would leave the range of fp16: probabilities of rare words below 6e-8 would
+    become 0, and the sum over the labels of a frequent word would overflow at 65504.
     """
     total = hidden.new_zeros((), dtype=torch.float32)
     if not len(label_ids):  # every rank needs a gradient to reduce, also without labels
         return total + (hidden.sum() + weight.sum()).float() * 0.0
     for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
-        chunk_each = Each() if each is not None else None  # a copy: the backward pass adds to it once more
-        total = total + checkpoint(whole_loss, chunk, weight, ids, chunk_each, use_reentrant=False)
-        if each is not None and chunk_each is not None:
-            each.chunks += chunk_each.chunks
+        # the backward pass calls `whole_loss` again, which then adds the losses to this collector a second time
+        chunk_collector = LossCollector() if collector is not None else None
+        total = total + checkpoint(whole_loss, chunk, weight, ids, chunk_collector, use_reentrant=False)
+        if collector is not None and chunk_collector is not None:
+            collector.chunks += chunk_collector.chunks
     return total
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Autograd function of the chunked cross entropy: the forward pass computes the gradients for an upstream gradient
-    of 1, and the backward pass multiplies them by the actual one.
+    """Autograd function of the chunked cross entropy. The forward pass computes the gradients for an upstream gradient
+    of 1, and the backward pass multiplies them by the actual upstream gradient.
 
-    The output layer's weight gradient is summed over chunks in float32 and then rounded: a sum in bf16 would lose
-    chunks that are small beside it. With one chunk there is no sum. The gradient of the hidden states is in the compute
-    dtype, because each row belongs to one chunk. For a frozen weight no gradient is computed.
+    The gradient of the output layer's weight is summed over chunks in float32 and then rounded, because a sum in bf16
+    would lose the contributions of small chunks. With a single chunk there is no sum. The gradient of the hidden states
+    is in the compute dtype, because each row belongs to one chunk. For a frozen weight no gradient is computed.
     """
 
     @staticmethod
@@ -137,7 +148,7 @@ class ChunkedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         label_ids: torch.Tensor,
         chunk_tokens: int,
-        each: Each | None,
+        collector: LossCollector | None,
     ):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         several = len(label_ids) > chunk_tokens
@@ -149,13 +160,13 @@ class ChunkedLoss(torch.autograd.Function):
         for begin in range(0, len(label_ids), chunk_tokens):
             rows = slice(begin, begin + chunk_tokens)
             chunk, ids = hidden[rows], label_ids[rows]
-            loss, of_logits = loss_and_gradient(chunk, weight, ids, needs_hidden or needs_weight, each)
+            loss, of_logits = loss_and_gradient(chunk, weight, ids, needs_hidden or needs_weight, collector)
             total += loss
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[rows])
             if needs_weight:
                 of_weight = add_product(of_weight, of_logits.t(), chunk)
-            del of_logits  # before those of the next chunk are allocated
+            del of_logits  # freed before the gradient of the next chunk's logits is allocated
         ctx.gradients = of_hidden, of_weight
         ctx.dtype = weight.dtype
         return total
@@ -178,27 +189,31 @@ class ChunkedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         label_ids: torch.Tensor,
         chunk_tokens: int,
-        each: Each | None,
+        collector: LossCollector | None,
     ):
-        """Compute only the loss, for passes without gradients."""
+        """Compute only the loss, and no gradients, in a pass without gradients."""
         total = hidden.new_zeros((), dtype=torch.float32)
         for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
-            total += loss_and_gradient(chunk, weight, ids, False, each)[0]
+            total += loss_and_gradient(chunk, weight, ids, False, collector)[0]
         return total
 
 
 def loss_and_gradient(
-    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, differentiate: bool, each: Each | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    differentiate: bool,
+    collector: LossCollector | None = None,
 ) -> tuple[torch.Tensor, Any]:
-    """Return the sum of the labels' losses, and if `differentiate` its gradient with respect to the logits, in the
-    compute dtype (else None)."""
+    """Return the sum of the labels' losses and, with `differentiate`, its gradient with respect to the logits in the
+    compute dtype, [labels, vocabulary]; else None."""
     logits = functional.linear(hidden, weight)
     wide = logits.float()
     del logits  # each of these tensors is large; only one is kept at a time
     logs = functional.log_softmax(wide, dim=-1)
     del wide
     loss = functional.nll_loss(logs, ids, reduction="sum")
-    note_each(each, logs, ids)
+    record_losses(collector, logs, ids)
     if not differentiate:
         return loss, None
     gradient = logs.exp_()
@@ -220,10 +235,10 @@ def torch_loss(
     weight: torch.Tensor,
     label_ids: torch.Tensor,
     chunk_tokens: int,
-    each: Each | None = None,
+    collector: LossCollector | None = None,
 ) -> torch.Tensor:
-    """Compute the cross entropy with torch's linear_cross_entropy. It gives only the sum of the losses, so that nothing
-    is appended to `each`."""
+    """Compute the sum of the cross entropies of all labels with torch's linear_cross_entropy. This kernel does not
+    return the losses of single labels, so that nothing is appended to `collector`."""
     if not len(label_ids):  # the kernel divides by the number of labels
         return (hidden.sum() + weight.sum()) * 0.0
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)

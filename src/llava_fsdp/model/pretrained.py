@@ -28,39 +28,44 @@ from llava_fsdp.runtime.safe_load import SMALL, foreign, is_open_to_others, refu
 from llava_fsdp.runtime.safe_load import read_json as read_any_json
 
 PACKAGE = "package:"
+"""Prefix of the names of models that are shipped with this package."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.model", "*.safetensors", "*.bin", "*.jinja", "*.txt"]
+"""Patterns for the names of the files that are downloaded from the hub."""
 CHECKPOINT_FILE = "manifest.json"
-"""Name of a file that every checkpoint of a run contains, and no model folder; checkpoints are recognized by it."""
+"""Name of a file by which checkpoints of a run are recognized: every checkpoint contains it, and no model folder."""
 EXPORT = "export"
+"""Name of the folder with the exported model in a run's output folder."""
 NEXT = LlavaNextConfig.model_type
-"""`model_type` in the config.json of transformers' LLaVA-NeXT, whose images are several tiles."""
+"""`model_type` in the config.json of transformers' LLaVA-NeXT, in which an image is divided into several tiles."""
 ONEVISION = LlavaOnevisionConfig.model_type
-"""`model_type` in the config.json of transformers' LLaVA-OneVision: a sample's single image is several tiles, and each
-of several images is one."""
+"""`model_type` in the config.json of transformers' LLaVA-OneVision, in which the image of a sample is divided into
+several tiles if it is the only one, and is a single tile otherwise."""
 LIMITED = re.compile(r"anyres_max_(\d+)")
-"""The `vision_aspect_ratio` of LLaVA-OneVision, with the number that `data.max_tiles` has here."""
+"""Pattern for the `vision_aspect_ratio` in LLaVA-OneVision's config.json. Its number is the value of `data.max_tiles`
+in this package."""
 INTERNVL = InternVLConfig.model_type
-MOST = {
+LARGEST_SIZES = {
     "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 26, "image_size": 1 << 13,
     "patch_size": 1 << 10, "num_channels": 1 << 8,
 }  # fmt: skip
-"""Largest sizes accepted from a model's config.json, far beyond any existing model."""
+"""Largest accepted values of sizes in a model's config.json, far above those of any existing model."""
 
 
 class NoProjector(ConfigError):
-    """The stage=pretrain run whose projector a training would begin with has not finished, or does not exist."""
+    """Error: the run of stage=pretrain from which a training would take its projector does not exist or has not
+    finished."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A model's folders, and the configurations that give its shapes."""
+    """The folders from which a model is read, and the configurations of its language model and vision tower."""
 
     language_folder: Path
-    """Folder of the tokenizer; and of the language model's weights, if `whole` is None."""
+    """Folder of the tokenizer and, if `whole` is None, of the language model's weights."""
     vision_folder: Path
-    """Folder of the image preprocessor; and of the vision tower's weights, if `whole` is None."""
+    """Folder of the image preprocessor and, if `whole` is None, of the vision tower's weights."""
     language: PretrainedConfig
     vision: PretrainedConfig
     whole: Path | None
@@ -69,10 +74,10 @@ class Parts:
     """With which tokens of the vision tower `model.checkpoint` was trained: `patch` (without the CLS token) or `full`;
     None without `model.checkpoint`."""
     grid_pinpoints: list[list[int]] | None = None
-    """For a LLaVA-NeXT or LLaVA-OneVision `model.checkpoint`, the sizes [width, height] in pixels that its images were
-    fitted into; else None."""
+    """If `model.checkpoint` is a LLaVA-NeXT or LLaVA-OneVision, the sizes [width, height] in pixels into which its
+    images were fitted in training; else None."""
     max_tiles: int | None = None
-    """For a LLaVA-OneVision `model.checkpoint`, the `data.max_tiles` with which it was trained; else None."""
+    """If `model.checkpoint` is a LLaVA-OneVision, the `data.max_tiles` with which it was trained; else None."""
 
     @property
     def image_size(self) -> int:
@@ -82,7 +87,7 @@ class Parts:
 
 def find_parts(cfg: ModelConfig) -> Parts:
     """Find the folders of the language model and the vision tower that `cfg` names, and read their configurations.
-    Folders on the hub are downloaded.
+    Models on the hub are downloaded.
 
     Raises:
         ConfigError: a name is neither a folder nor a hub name.
@@ -112,19 +117,23 @@ def find_parts(cfg: ModelConfig) -> Parts:
             "model.checkpoint=%s is an InternVL model: it was trained with many tiles of an image and with <img> and "
             "</img> around them; here images are as data.image_aspect_ratio says, and prompts as data.template", folder,
         )  # fmt: skip
-        # its class ties by default, unless the files have both weights; and hub folders do not say
+        # hub folders do not say whether the embeddings are tied, and transformers' default is True; they are not tied
+        # if the files contain both weights
         config.tie_word_embeddings = config.tie_word_embeddings and not has_both_embeddings(folder)
     language: Any = config.text_config
     language.vocab_size = trained_vocabulary(folder, config)
-    language.tie_word_embeddings = config.tie_word_embeddings  # transformers' classes go by this one
+    language.tie_word_embeddings = config.tie_word_embeddings  # the value that transformers' classes use
     feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
     grids, most = grids_of(config, folder), max_tiles_of(config, folder)
     return Parts(folder, folder, language, vision_config(config), folder, feature, grids, most)
 
 
 def check_named_language(cfg: ModelConfig, folder: Path) -> None:
-    """Raise ConfigError if the user names another language model than the one from which the whole model in `folder`
-    was made. It would not be read: a stage may have set `model.checkpoint`, and the user's parts would seem to train.
+    """Raise ConfigError if the user names a language model (`model.language`), but `model.checkpoint`, which may be set
+    by the stage, is a whole model made from another one. The user's language model would silently not be used.
+
+    Args:
+        folder: the folder of the whole model.
     """
     theirs, is_named = read_notes(folder).get("language"), cfg.name == "own" and cfg.language != cfg.checkpoint
     if is_named and theirs and os.path.realpath(theirs) != os.path.realpath(cfg.language):
@@ -139,7 +148,7 @@ def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list
     """Return the folders and files from which a run reads weights, tokenizer and image preprocessor.
 
     Args:
-        projector: the path that `find_projector` returned, or None.
+        projector: the path of the projector, as `find_projector` returned it; None if there is none.
     """
     found = [parts.whole, parts.language_folder, parts.vision_folder, projector]
     if cfg.lora.checkpoint is not None:
@@ -148,8 +157,11 @@ def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list
 
 
 def refuse_unread_weights(folders: dict[str, Path]) -> None:
-    """Raise ConfigError if one of the folders, given by the settings that name them, has weights. Called with
-    `model.random_weights=true`, with which these weights would not be read."""
+    """Raise ConfigError if a folder contains weights, which would not be read because of `model.random_weights=true`.
+
+    Args:
+        folders: setting that names a folder -> the folder.
+    """
     for key, folder in folders.items():
         if any((folder / name).is_file() for name in WHOLE_MODEL):
             raise ConfigError(
@@ -159,9 +171,9 @@ def refuse_unread_weights(folders: dict[str, Path]) -> None:
 
 
 def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
-    """Return the parts of a model in a folder of the original LLaVA. Its config.json (`raw`) has the language model's
-    fields at the top level, and only the name of the vision tower. If llava_fsdp wrote the folder, it also has the
-    vision tower's configuration."""
+    """Return the parts of a model in a folder of the original LLaVA. The folder's config.json (`raw`) has the language
+    model's fields at the top level, and only the name of the vision tower. A folder that llava_fsdp wrote also contains
+    the vision tower's configuration."""
     with foreign(f"model.checkpoint={folder}: its config.json is damaged"):
         check_agrees(raw, cfg, folder)
         language = language_config(raw)
@@ -173,8 +185,11 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
 
 
 def read_llava_config(folder: Path, key: str) -> Any:
-    """Read the configuration in a model folder of transformers, of LLaVA, LLaVA-NeXT, LLaVA-OneVision or InternVL. The
-    result is typed as Any, because the types of its fields in transformers are too narrow.
+    """Read the configuration in a folder of one of transformers' models LLaVA, LLaVA-NeXT, LLaVA-OneVision or InternVL.
+    The result is typed as Any, because the types of the fields in transformers are too narrow.
+
+    Args:
+        key: the setting that names the folder, for error messages.
 
     Raises:
         ModelError: the folder has another kind of model, or a projector or vision features that are not supported.
@@ -197,7 +212,8 @@ def read_llava_config(folder: Path, key: str) -> Any:
 
 
 def check_internvl(config: Any, folder: Path, key: str) -> None:
-    """Raise ModelError if the projector of transformers' InternVL, or the features that it gets, are not supported."""
+    """Raise ModelError if the projector of an InternVL model (`config`), or the features that the projector gets, are
+    not supported."""
     if config.downsample_ratio not in (1 / 2, 1 / 4, 1 / 8):
         raise ModelError(f"{key}={folder} has downsample_ratio={config.downsample_ratio}; 0.5, 0.25, 0.125 are known")
     if config.vision_feature_layer == -1 and not config.vision_config.use_mean_pooling:
@@ -208,20 +224,21 @@ def check_internvl(config: Any, folder: Path, key: str) -> None:
 
 
 def projector_type_of(config: Any) -> str:
-    """Return the `model.projector_type` of a model of transformers, given by its configuration."""
+    """Return the value of `model.projector_type` for one of transformers' models, given by its configuration."""
     if not isinstance(config, InternVLConfig):
         return "mlp2x_gelu"
     return f"pixel_shuffle{round(1 / config.downsample_ratio)}x_mlp2x_gelu"
 
 
 def merge_of(config: Any) -> PatchMerge:
-    """Return how transformers' class joins the tiles of an image: LLaVA has only one tile."""
+    """Return how one of transformers' models, given by its configuration, joins the tiles of an image (LLaVA has only
+    one tile)."""
     return PatchMerge.spatial_unpad if isinstance(config, LlavaNextConfig | LlavaOnevisionConfig) else PatchMerge.flat
 
 
 def grids_of(config: Any, folder: Path) -> list[list[int]] | None:
-    """Return the sizes [width, height] that the images of a LLaVA-NeXT or LLaVA-OneVision model are fitted into; None
-    for other models. The configuration has them as [height, width]."""
+    """Return the sizes [width, height] in pixels into which a LLaVA-NeXT or LLaVA-OneVision model fits images; None for
+    other models. The model's configuration has the sizes as [height, width]."""
     if not isinstance(config, LlavaNextConfig | LlavaOnevisionConfig):
         return None
     grids: Any = config.image_grid_pinpoints
@@ -245,8 +262,18 @@ def max_tiles_of(config: Any, folder: Path) -> int | None:
 
 
 def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
-    """Check that `model.checkpoint` was trained with this configuration's `select_layer`, `select_feature` and
-    `patch_merge`. A LLaVA-1.5 model may go on with any `patch_merge`: the end of a line is then drawn."""
+    """Check that `model.checkpoint` was trained with the `select_layer`, `select_feature`, `projector_type` and
+    `patch_merge` of this configuration. A LLaVA-1.5 model may be trained further with any `patch_merge`: it then gets a
+    random end-of-line vector.
+
+    Args:
+        config: configuration of `model.checkpoint`.
+        folder: folder of `model.checkpoint`.
+
+    Raises:
+        ConfigError: a setting differs.
+        ModelError: the model's configuration contradicts itself.
+    """
     strategies = {Feature.patch: "default", Feature.full: "full"}
     strategy = strategies.get(cfg.select_feature, config.vision_feature_select_strategy)
     theirs = {
@@ -278,9 +305,13 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
 
 
 def trained_vocabulary(folder: Path, config: Any) -> int:
-    """Return the number of trained rows of the embeddings. Exports add untrained rows: for the image token, for a
-    padding token, and to reach a multiple of 64. They are dropped when a model is loaded, as each would take part in
-    every softmax."""
+    """Return the number of trained rows of a whole model's embeddings. Exports add untrained rows: for the image token,
+    for a padding token, and up to a multiple of 64. These rows are dropped when a model is loaded, because each of them
+    would take part in every softmax.
+
+    Args:
+        config: the configuration in the model's folder.
+    """
     notes = read_notes(folder)
     if notes:
         rows = notes.get("vocab_size")
@@ -290,13 +321,13 @@ def trained_vocabulary(folder: Path, config: Any) -> int:
             )
         return rows
     rows = config.text_config.vocab_size
-    if isinstance(config, InternVLConfig):  # its image token is not the last one that was trained
+    if isinstance(config, InternVLConfig):  # the image token of InternVL is not the first untrained token
         return rows
     return config.image_token_index if 0 < rows - config.image_token_index <= 64 else rows
 
 
 def has_both_embeddings(folder: Path) -> bool:
-    """Return whether a model folder's files have weights of the output layer beside those of the embeddings."""
+    """Return whether a model folder's files contain both the weight of the embeddings and that of the output layer."""
     found = {weight_names.ours(name) for name in open_tensors(folder)}
     return {"lm_head.weight", "language_model.embed_tokens.weight"} <= found
 
@@ -306,18 +337,18 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def vision_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a vision tower, which may be a part of the configuration of a whole CLIP or SigLIP
-    model."""
+    """Return the configuration of a vision tower: the part `vision_config` of `config` if there is one, as for a whole
+    CLIP or SigLIP model, else `config` itself."""
     return getattr(config, "vision_config", None) or config
 
 
 def resolve(name: str, key: str) -> Path:
-    """Return the folder that a setting names: one shipped with the package, one on this machine, or one downloaded from
-    the hub. If llava_fsdp wrote the folder, the digests of its small files and the sizes of all its files are checked;
-    `check_artifacts` checks the weights' digests too.
+    """Return the model folder that a setting (`key`) names by its value (`name`): one that is shipped with the package,
+    one on this machine, or one that is downloaded from the hub. If llava_fsdp wrote the folder, the digests of its
+    small files and the sizes of all its files are checked. (`check_artifacts` checks the weights' digests later.)
 
     Raises:
-        ConfigError: the name is not one of these.
+        ConfigError: there is no such folder.
         ModelError: the hub could not be read.
         DamagedModel: a file differs from what was written.
     """
@@ -358,8 +389,9 @@ def download(name: str, key: str) -> Path:
 
 
 def resolve_model(name: str, key: str) -> Path:
-    """Return the folder of the whole model that a setting names: the folder `name` itself, or the export in it if it is
-    a run's output folder."""
+    """Return the folder of the whole model that a setting (`key`) names by its value (`name`): the folder `name` itself
+    or, if `name` is a run's output folder, the export in it. Raises ModelError or ConfigError if there is no whole
+    model."""
     folder = Path(name)
     if (folder / EXPORT / "config.json").is_file() or read_notes(folder / EXPORT):
         return resolve(str(folder / EXPORT), key)
@@ -388,7 +420,7 @@ def resolve_model(name: str, key: str) -> Path:
 
 
 def stages() -> list[str]:
-    """Return the names of the stages that the package has."""
+    """Return the names of the training stages (values of `stage=`) that the package has."""
     return [file.stem for file in (config_dir() / "stage").glob("*.yaml")]
 
 
@@ -414,16 +446,17 @@ def read_config(folder: Path, key: str) -> PretrainedConfig:
 
 
 def with_parts(config: Any) -> list[Any]:
-    """Return a configuration and those inside it, of its language model and its vision tower."""
+    """Return a model's configuration, followed by the configurations of its language model and its vision tower if it
+    contains them."""
     inside = (getattr(config, "text_config", None), getattr(config, "vision_config", None))
     return [config, *(part for part in inside if part is not None)]
 
 
 def check_sizes(config: Any, folder: Path) -> None:
-    """Raise ModelError if a configuration has a size that no model can have. Building it would fail elsewhere or never
-    end."""
+    """Raise ModelError if a model's configuration contains a size that no model can have. Building such a model would
+    fail with another error, or never end."""
     for own in with_parts(config):
-        for name, most in MOST.items():
+        for name, most in LARGEST_SIZES.items():
             value = getattr(own, name, None)
             if isinstance(value, list | tuple) and len(set(value)) == 1:  # width and height
                 value = value[0]
@@ -441,8 +474,11 @@ def check_sizes(config: Any, folder: Path) -> None:
 def read_json(path: Path, what: str) -> dict:
     """Read a JSON file of a model folder.
 
+    Args:
+        what: text with which error messages begin, such as the setting that names the folder.
+
     Raises:
-        ModelError: it contains no JSON object, or names Python code in the model folder.
+        ModelError: the file contains no JSON object, or names Python code in the model folder.
     """
     try:
         found = read_any_json(path)
@@ -469,7 +505,7 @@ def find_projector(cfg: Config) -> Path | None:
     if cfg.model.checkpoint is not None or given == "random" or cfg.model.projector_type == "identity":
         return None
     if given == "auto" and cfg.model.lora.checkpoint is not None:
-        return None  # it lies beside the adapter
+        return None  # the projector is in the adapter folder
     if given != "auto":
         path = Path(given)
         if not path.exists():
@@ -493,6 +529,7 @@ def find_projector(cfg: Config) -> Path | None:
 
 
 def check_same_model(folder: Path, cfg: Config) -> None:
+    """Raise ConfigError if the projector in `folder` was trained for another language model or vision tower."""
     notes = read_notes(folder)
     for key, ours in (("language", cfg.model.language), ("vision", cfg.model.vision)):
         if notes.get(key) != ours:

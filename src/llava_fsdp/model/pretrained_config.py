@@ -1,4 +1,4 @@
-"""Derive the `model` part of a configuration from a model folder."""
+"""Derive the section `model` of a configuration from the files in a model folder."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,11 +28,13 @@ from llava_fsdp.runtime.safe_load import foreign
 
 
 def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:
-    """Return the `model` part of a configuration for a model folder of llava_fsdp, transformers or the original LLaVA.
+    """Derive the section `model` of a configuration from a model folder of llava_fsdp, transformers or the original
+    LLaVA.
 
     Args:
-        language: the language model, for a folder that holds a projector alone.
-        vision: the vision tower, for a folder of the original LLaVA that names a tower which is not on this machine.
+        language: the language model; needed for a folder that contains only a projector.
+        vision: the vision tower; needed for a folder of the original LLaVA if the tower that it names is not on this
+            machine.
 
     Raises:
         ConfigError: the folder has no language model or no vision tower, and the argument for it is None.
@@ -41,7 +43,7 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
     raw = read_json(folder / "config.json", f"source={folder}")
     if is_original(raw):
         with foreign(f"source={folder}: its config.json is damaged"):
-            said = read_selection(raw, folder)
+            selection = read_selection(raw, folder)
         whole = any((folder / name).is_file() for name in WHOLE_MODEL)
         if not whole and not any((folder / name).is_file() for name in PROJECTOR):
             raise ModelError(f"source={folder} has no weights: none of {', '.join(WHOLE_MODEL + PROJECTOR)}")
@@ -53,7 +55,9 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
         config = read_llava_config(folder, "source")
         start_end = bool(read_notes(folder).get("image_start_end", False))
         feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
-        said = Selection(projector_type_of(config), config.vision_feature_layer, feature, merge_of(config), start_end)
+        selection = Selection(
+            projector_type_of(config), config.vision_feature_layer, feature, merge_of(config), start_end
+        )
         whole, base, tower = True, "", vision or ""
     return ModelConfig(
         name=folder.name,
@@ -61,18 +65,18 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
         vision=tower,
         checkpoint=str(folder) if whole else None,
         projector="auto" if whole else str(folder),
-        **asdict(said),
+        **asdict(selection),
         random_weights=False,
         train=[Part.projector],
     )
 
 
 def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> ModelConfig:
-    """Return the `model` part of a configuration for the base model of an adapter.
+    """Derive the section `model` of a configuration for the base model of an adapter.
 
     Args:
         base: a language model or a whole LLaVA model; None: the base model that the adapter's files name.
-        vision: the vision tower, if the one that the adapter's files name is not on this machine.
+        vision: the vision tower; needed if the one that the adapter's files name is not on this machine.
 
     Raises:
         ConfigError: neither `base` nor the files name a base model, or the named one is not on this machine.
@@ -84,7 +88,7 @@ def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> Mod
             cfg = load(ModelConfig, OmegaConf.create(dict(notes["model"]))).plain
         cfg = cfg if vision is None else replace(cfg, vision=vision)
         return cfg if base is None else on_base(cfg, resolve_model(base, "base"))
-    folder = resolve_model(base, "base") if base else said_base(found)
+    folder = resolve_model(base, "base") if base else named_base(found)
     if not (found.folder / "config.json").is_file():
         if not is_whole(folder):
             raise ConfigError(
@@ -94,14 +98,14 @@ def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> Mod
         return read_model(folder, None, vision)
     raw = read_json(found.folder / "config.json", f"source={found.folder}")
     with foreign(f"source={found.folder}: its config.json is damaged"):
-        said = read_selection(raw, found.folder)
+        selection = read_selection(raw, found.folder)
     cfg = ModelConfig(
         name=found.folder.name,
         language="",
         vision=vision or find_tower(raw, found.folder),
         checkpoint=None,
         projector="auto",
-        **asdict(said),
+        **asdict(selection),
         random_weights=False,
         train=[Part.projector],
     )
@@ -109,14 +113,14 @@ def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> Mod
 
 
 def on_base(cfg: ModelConfig, folder: Path) -> ModelConfig:
-    """Return a configuration that differs from `cfg` in the base model: the whole LLaVA model or language model in
-    `folder`."""
+    """Return a copy of a model's configuration in which the base model is replaced by the one in `folder`: a whole
+    LLaVA model or a language model."""
     whole = is_whole(folder)
     checkpoint, language = (str(folder), cfg.language) if whole else (None, str(folder))
     return replace(cfg, checkpoint=checkpoint, language=language, random_weights=False)
 
 
-def said_base(found: AdapterFolder) -> Path:
+def named_base(found: AdapterFolder) -> Path:
     """Return the folder of the base model that peft's `adapter_config.json` names.
 
     Raises:
@@ -140,8 +144,12 @@ def is_whole(folder: Path) -> bool:
 
 
 def find_tower(raw: dict, folder: Path) -> str:
-    """Return the folder or hub name of the vision tower that a config.json (`raw`) of the original LLaVA names. The
-    tower may also be in a folder beside the LLaVA folder."""
+    """Return the folder or hub name of the vision tower that a config.json (`raw`) of the original LLaVA names. A
+    relative name is also looked up next to the LLaVA folder (`folder`).
+
+    Raises:
+        ConfigError: the vision tower is not on this machine, and its name is not a hub name.
+    """
     name = str(raw.get("mm_vision_tower") or raw.get("vision_tower") or "")
     if (folder / TOWER / "config.json").is_file() or (name and Path(name).is_dir()):
         return name

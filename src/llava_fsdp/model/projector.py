@@ -1,4 +1,4 @@
-"""The projector: from features of the vision tower to embeddings of the language model."""
+"""The projector, which maps features of the vision tower to embeddings of the language model."""
 
 import math
 import re
@@ -14,17 +14,19 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 class Projector(nn.Module):
-    """Projector of image features to the language model's embedding space: linear, mlp{N}x_gelu or identity; or, with
-    pixel shuffle, f x f neighbouring features joined into one, a LayerNorm and two layers.
+    """Projector of image features into the language model's embedding space: a linear layer, an MLP with GELU, or the
+    identity. With pixel shuffle, each square of f x f neighbouring features is first joined into one feature, and an
+    MLP with a LayerNorm follows.
 
-    As in LLaVA multimodal_projector/builder.py:33-51, and with pixel shuffle as transformers' InternVL
-    (`pixel_shuffle` and InternVLMultiModalProjector in modeling_internvl.py). Layers are called layer_norm, linear_1,
-    linear_2, ... as transformers does.
+    The projector is that of LLaVA (multimodal_projector/builder.py:33-51) or, with pixel shuffle, that of transformers'
+    InternVL (InternVLMultiModalProjector in modeling_internvl.py). Layers have the same names as in transformers:
+    layer_norm, linear_1, linear_2, ...
 
     Args:
-        kind: `model.projector_type`.
-        features, hidden: width of the vision tower's features and of the language model.
-        factor: f of the pixel shuffle; 1: without.
+        kind: `model.projector_type`, such as mlp2x_gelu.
+        features: width of the vision tower's features.
+        hidden: width of the language model.
+        factor: f of the pixel shuffle; 1: no pixel shuffle.
     """
 
     def __init__(self, kind: str, features: int, hidden: int, factor: int = 1):
@@ -64,10 +66,11 @@ def pixel_shuffle(features: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 def check_can_be_shuffled(cfg: ModelConfig, vision: PretrainedConfig, features: int) -> None:
-    """Raise ConfigError if the projector joins features by pixel shuffle and those of the vision tower are no grid, or
-    a grid that cannot be divided.
+    """Raise ConfigError if the projector has pixel shuffle, but the vision tower's features are not a square grid that
+    can be divided into its squares.
 
     Args:
+        vision: configuration of the vision tower.
         features: number of features of an image tile that the projector gets.
     """
     side, factor = image_size(vision) // patch_size(vision), cfg.shuffle_factor

@@ -2,17 +2,17 @@
 product.
 
 The bits of a quantized weight are stored in an ordinary parameter of the compute dtype, which FSDP2 shards, gathers and
-frees like every frozen weight. Before an all-gather, FSDP2's mixed precision would cast a parameter of another dtype,
-and so destroy the bits. The scales are buffers, whole on every rank.
+frees like every frozen weight. A parameter of another dtype would be cast by FSDP2's mixed precision before an
+all-gather, which would destroy the bits. The scales are buffers, which every rank holds whole.
 
-The weight is dequantized and multiplied in the compute dtype, also with 8 bits, so that the result at a position does
-not depend on other positions. `LLM.int8()` would also quantize the inputs, except columns in which any position of the
-micro-batch has a large value. bitsandbytes leaves that out in training on a CPU (`MatMul8bitFp`), and this module
-everywhere.
+The weight is dequantized and multiplied in the compute dtype, also with 8 bits, so that the result at a token does not
+depend on other tokens. bitsandbytes' `LLM.int8()` would also quantize the inputs, except columns in which any token of
+the micro-batch has a large value. Here the inputs are never quantized, as in bitsandbytes' training on a CPU
+(`MatMul8bitFp`).
 
-peft's `prepare_model_for_kbit_training` is not needed: `Llava.freeze` freezes, norms compute in `precision.norm_dtype`,
-lm_head stays in the compute dtype, and activation checkpointing is the non-reentrant kind, which needs no input that
-requires a gradient.
+peft's `prepare_model_for_kbit_training` is not needed: `Llava.freeze` freezes the parameters, norms compute in
+`precision.norm_dtype`, lm_head stays in the compute dtype, and activation checkpointing is non-reentrant, so that no
+input needs to require a gradient.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ from llava_fsdp.config import QuantizeConfig, Quantizer
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 BITS = {Quantizer.nf4: 4, Quantizer.fp4: 4, Quantizer.int8: 8}
+"""Number of bits in which a weight is stored."""
 BLOCK = 64
 """Number of 4-bit weights that share a scale (QLoRA, arXiv 2305.14314, section 3)."""
 NESTED_BLOCK = 256
-"""Number of scales that share a second scale with `model.quantize.double`."""
+"""Number of scales that share a second scale, if scales are quantized too (`model.quantize.double`)."""
 CODES = 256
-"""Number of different values that an 8-bit scale can have."""
+"""Number of different values of a scale that is quantized to 8 bits."""
 OLDEST = (6, 0)
 """Minimum CUDA compute capability for bitsandbytes' 4-bit kernels (its installation guide)."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How the bits of a quantized weight are stored."""
+    """The format in which a quantized weight is stored, and the weight's shape."""
 
     quantizer: Quantizer
     double: bool
+    """Whether the scales are quantized too."""
     out_features: int
     in_features: int
 
@@ -56,7 +58,7 @@ class Packing:
 
     @property
     def statistics(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype, by name, of the buffers that are needed to dequantize a weight."""
+        """Shape and dtype of each buffer that is needed to dequantize a weight, by name."""
         if self.quantizer is Quantizer.int8:
             return {"scales": ((self.out_features,), torch.float32)}
         blocks = math.ceil(self.numel / BLOCK)
@@ -71,8 +73,8 @@ class Packing:
 
 
 class QuantizedLinear(nn.Module):
-    """Linear layer with a quantized weight, whose bits are a tensor [elements, 1] of the compute dtype, and with the
-    buffers that are needed to dequantize it."""
+    """Linear layer with a quantized weight. The bits of the weight are a tensor [elements, 1] of the compute dtype; the
+    scales and offsets with which it is dequantized are buffers."""
 
     def __init__(self, linear: nn.Linear, cfg: QuantizeConfig, dtype: torch.dtype):
         """Create the layer that replaces a linear layer; its weight is not quantized yet.
@@ -98,12 +100,12 @@ class QuantizedLinear(nn.Module):
         self.statistics_bytes = sum(tensor.nbytes for tensor in self.statistics)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply: [..., in_features] -> [..., out_features]."""
+        """Apply the layer: [..., in_features] -> [..., out_features]."""
         return UnpackedProduct.apply(x, self.weight, self.bias, self.packing, *self.statistics)
 
     @property
     def statistics(self) -> list[torch.Tensor]:
-        """Buffers with which the weight is dequantized, in the order of `Packing.statistics`; whole on every rank."""
+        """The buffers with which the weight is dequantized, in the order of `Packing.statistics`."""
         return [getattr(self, name) for name in self.packing.statistics]
 
     @property
@@ -113,11 +115,11 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantize a weight on the device of the buffers, and set the buffers.
+        """Quantize a weight on the device of this layer's buffers, and set the buffers.
 
         Args:
-            weight: [out_features, in_features], on any device and in any dtype. It is rounded to the compute dtype
-                before it is quantized, as is usual.
+            weight: [out_features, in_features], on any device and in any dtype. Before it is quantized, it is rounded
+                to the compute dtype.
 
         Returns:
             The packed weight, with the shape and dtype of this layer's parameter.
@@ -132,8 +134,8 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def draw_scales(self, scale: float) -> None:
-        """Fill the quantization scales so that the packed weights, whatever their bits, are dequantized to values
-        between -`scale` and `scale`. For runs in which only shapes matter."""
+        """Fill the buffers so that a packed weight of any bits is dequantized to values between -`scale` and `scale`.
+        Used with random bits, when only shapes and memory matter."""
         for name, tensor in zip(self.packing.statistics, self.statistics, strict=True):
             is_scale = name in ("scales", "offset") or (name == "absmax" and not self.packing.double)
             tensor.fill_(scale if is_scale else 0)
@@ -143,8 +145,8 @@ class QuantizedLinear(nn.Module):
 
 
 class UnpackedProduct(torch.autograd.Function):
-    """Autograd function of x W^T + b for a quantized W. The backward pass dequantizes W again, so that only its bits
-    are kept in between."""
+    """Autograd function of x W^T + b for a quantized weight W. The backward pass dequantizes W again, so that only the
+    bits of W are kept between the passes."""
 
     @staticmethod
     def forward(
@@ -169,10 +171,11 @@ class UnpackedProduct(torch.autograd.Function):
 
 
 def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Quantize a weight; return its bits and the statistics (such as scales) that are needed to dequantize it.
+    """Quantize a weight. Return its bits, and the statistics (such as scales) that are needed to dequantize it.
 
     Args:
-        weight: [out_features, in_features]
+        weight: [out_features, in_features], in the compute dtype.
+        dtype: dtype of the tensor in which the bits are returned.
 
     Returns:
         The bits as a tensor [elements, 1], and the statistics in the order of `Packing.statistics`.
@@ -206,7 +209,12 @@ def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tup
 
 
 def unpacked(packing: Packing, packed: torch.Tensor, statistics: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the dequantized weight [out_features, in_features], in the dtype of the packed weight."""
+    """Dequantize a weight: return it as [out_features, in_features], in the dtype of the packed weight.
+
+    Args:
+        packed: the bits of the weight, [elements, 1].
+        statistics: the scales and offsets, in the order of `Packing.statistics`.
+    """
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     shape = torch.Size((packing.out_features, packing.in_features))
@@ -224,10 +232,11 @@ def unpacked(packing: Packing, packed: torch.Tensor, statistics: Sequence[torch.
 
 
 def quantize_layers(model: nn.Module, names: list[str], cfg: QuantizeConfig, dtype: torch.dtype) -> None:
-    """Replace linear layers of a meta-device model by quantized ones, in place; parameters keep their names.
+    """Replace linear layers of a meta-device model by quantized layers, in place. Parameters keep their names.
 
     Args:
-        names: full paths of the layers; if a layer has an adapter, the base layer in it is replaced.
+        names: full paths of the layers. If a layer has an adapter, its base layer is replaced.
+        dtype: the compute dtype.
 
     Raises:
         ConfigError: bitsandbytes is not installed, or the bits of a weight do not fill whole elements of `dtype`.

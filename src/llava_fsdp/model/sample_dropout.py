@@ -1,7 +1,7 @@
-"""Dropout whose mask is a hash of the sample, the token, the channel and the layer.
+"""Dropout whose mask is computed by hashing the sample, the token, the channel and the layer.
 
-Unlike a mask from a random generator, it is the same on any number of ranks, however samples are packed, and when a
-block is recomputed in the backward pass.
+Unlike a mask from a random generator, this mask is the same on any number of ranks, for any packing of samples, and
+when a block is computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MULTIPLIERS = (0x7FEB352D, 0x2C1B3C6D)
 
 @dataclass
 class TokenKeys:
-    """Hashes of each token's sample and position, from which all dropout masks of a micro-batch are made."""
+    """Hashes of the sample and the position of each token, from which all dropout masks of a micro-batch are
+    computed."""
 
     language: torch.Tensor | None = None
     """Hashes of the language model's tokens, int32 [rows, length]."""
@@ -44,7 +45,7 @@ class TokenKeys:
             tile_seeds: int64 [tiles], below 2**31.
             shape: [rows, length]
             segments: sample boundaries of a packed row; None: every row is one sample.
-            vision_tokens: tokens of a tile in the vision tower.
+            vision_tokens: number of tokens that an image tile has in the vision tower.
         """
         if segments is None:
             positions = torch.arange(shape[1], device=seeds.device)[None]
@@ -54,25 +55,25 @@ class TokenKeys:
             token_seeds = seeds.repeat_interleave(boundaries.diff(), output_size=shape[1])[None]
         self.language = hashed(token_seeds, positions)
         if not len(tile_seeds):
-            tile_seeds = tile_seeds.new_zeros(1)  # a vision tower that trains runs a blank image
+            tile_seeds = tile_seeds.new_zeros(1)  # without images, a trainable vision tower runs on a blank image
         self.vision = hashed(tile_seeds[:, None], torch.arange(vision_tokens, device=seeds.device)[None])
 
 
 class SampleDropout(nn.Module):
-    """Dropout whose mask depends only on sample, token, channel and layer. Values that are kept are divided by the
-    probability of being kept."""
+    """Dropout whose mask depends only on the sample, the token, the channel and the layer. Values that are kept are
+    divided by the probability of being kept."""
 
     def __init__(self, p: float, name: str, keys: TokenKeys):
         """Create the dropout of one module.
 
         Args:
-            p: probability to drop a value.
-            name: name of the module; every module has its own masks.
-            keys: hashes of the current micro-batch's tokens.
+            p: probability with which a value is dropped.
+            name: name of the module, with which its masks differ from those of other modules.
+            keys: hashes of the tokens of the current micro-batch.
         """
         super().__init__()
         self.p = p
-        # a tensor: an int attribute is a constant to torch.compile, which would then compile every layer
+        # a tensor and not an int, which torch.compile would treat as a constant, so that it would compile every layer
         self.salt = torch.tensor(derive("dropout", name) % 2**31, device="cpu")
         self.keys = keys
         self.in_tower = name.startswith("vision_tower.")
@@ -85,7 +86,7 @@ class SampleDropout(nn.Module):
         assert keys is not None and keys.numel() * x.shape[-1] == x.numel(), (
             "TokenKeys.set was not called for this micro-batch"
         )
-        keys = keys.reshape(x.shape[:-1])  # some blocks flatten their rows
+        keys = keys.reshape(x.shape[:-1])  # some blocks flatten rows and tokens into one dimension
         channels = hashed(torch.arange(x.shape[-1], device=x.device), self.salt)
         value = mixed(keys[..., None] + channels)
         dropped = (value & (2**BITS - 1)) < int(self.p * 2**BITS)
@@ -96,13 +97,13 @@ class SampleDropout(nn.Module):
 
 
 def hashed(first: torch.Tensor, second: torch.Tensor | int) -> torch.Tensor:
-    """Return a hash of two numbers below 2**31, int32, with broadcasting."""
-    low = (first * 0x9E3779B1 + second * 0x85EBCA77) & 0xFFFFFFFF  # int64 may overflow; its low half stays right
+    """Hash pairs of integers below 2**31, with broadcasting; the hashes are int32."""
+    low = (first * 0x9E3779B1 + second * 0x85EBCA77) & 0xFFFFFFFF  # if int64 overflows, the low half is still right
     return mixed((low - 2**31).to(torch.int32))
 
 
 def mixed(value: torch.Tensor) -> torch.Tensor:
-    """Mix the bits of int32 values, so that one changed bit changes many."""
+    """Mix the bits of int32 values, so that a change of one bit of a value changes many bits of the result."""
     value = value ^ (value >> 16)
     value = value * MULTIPLIERS[0]
     value = value ^ (value >> 15)

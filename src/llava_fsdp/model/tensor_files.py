@@ -1,4 +1,4 @@
-"""Read tensors from files, some rows at a time."""
+"""Read tensors from safetensors files and files of torch.save, a part of a tensor at a time."""
 
 import re
 import zipfile
@@ -19,11 +19,12 @@ CODES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file; its values are read only when they are asked for."""
+    """A tensor in a file. Its values are read only by `rows` and `part`."""
 
     file: Path
     name: str
     handle: Any
+    """The opened file: a dict of memory-mapped tensors, or a handle of safetensors."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,7 +52,7 @@ class StoredTensor:
         return self.handle.get_slice(self.name)[begin:end]
 
     def part(self, box: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        """Read the part between two indices in each dimension."""
+        """Read a part of the tensor: `box` has the range [first, last) of indices in each dimension."""
         sizes = [last - first for first, last in box]
         if 0 in sizes:
             return torch.empty(sizes, dtype=self.dtype)
@@ -62,10 +63,11 @@ class StoredTensor:
 
 
 def open_tensors(path: Path, projector_only: bool = False) -> dict[str, StoredTensor]:
-    """Open all tensors of a file or a model folder, by their names in the file; values are not read yet.
+    """Open all tensors of a file or a model folder, by their names in the files. Values are not read yet.
 
     Args:
-        projector_only: open the file with the projector alone, if the folder has one beside the whole model.
+        projector_only: whether to open a file with only the projector, if the folder has such a file as well as a whole
+            model.
 
     Raises:
         ModelError: there are no weights, a shard is missing, or a file cannot be read.
@@ -81,6 +83,7 @@ def open_tensors(path: Path, projector_only: bool = False) -> dict[str, StoredTe
 
 
 def open_index(path: Path) -> dict[str, StoredTensor]:
+    """Open all tensors of the files that an index (such as model.safetensors.index.json) lists. Raises ModelError."""
     names = read_json(path).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelError(f"{path} has no weight_map of names to files; get it again from the model's makers")
@@ -96,6 +99,8 @@ def open_index(path: Path) -> dict[str, StoredTensor]:
 
 
 def open_file(path: Path) -> dict[str, StoredTensor]:
+    """Open all tensors of a safetensors file or a file of torch.save. Raises ModelError if the file cannot be read, or
+    contains anything other than tensors."""
     if path.suffix == ".safetensors":
         try:
             handle = safe_open(path, framework="pt")
@@ -115,7 +120,7 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def is_plain_archive(path: Path) -> bool:
-    """Return whether a file is a zip archive as torch.save writes it, which can be memory-mapped.
+    """Return whether a file is a zip archive like those of torch.save, which can be memory-mapped.
 
     Raises:
         ModelError: the archive has compressed or duplicate entries, so that it could unpack to any size.
@@ -132,8 +137,8 @@ def is_plain_archive(path: Path) -> bool:
 
 
 def why_unreadable(path: Path, message: str) -> str:
-    """Return the error message for a file that torch.load cannot read: a cause that is found in torch's own `message`,
-    without torch's advice to set weights_only=False."""
+    """Return the error message for a file that torch.load cannot read. It names a cause that is found in torch's error
+    message (`message`), and does not repeat torch's advice to set weights_only=False."""
     code = re.search(r"GLOBAL (\S+)", message)
     if code:
         return (
@@ -147,8 +152,7 @@ def why_unreadable(path: Path, message: str) -> str:
 
 
 class Stored(Protocol):
-    """Protocol of what a parameter's values are read from: a tensor whose rows of dimension 0 can be read
-    separately."""
+    """Protocol of sources from which the values of a parameter are read, any range of rows of dimension 0 at a time."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

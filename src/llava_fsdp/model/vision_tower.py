@@ -13,14 +13,13 @@ from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.safe_load import foreign
 
 CACHES_TENSORS = ("beit", "data2vec-vision")
-"""Types of vision towers whose relative positions are cached for the whole process, on the device of the first call."""
-
-
+"""Values of `model_type` of vision towers for which transformers caches tensors for the whole process, on the device of
+the first call."""
 AUGMENTS = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
-"""Values of DINOv3's configuration with which its positions are moved at random in training, as in its pretraining.
-They are not used here: each rank would draw others, and a resumed run too."""
+"""Keys of DINOv3's configuration that move the positions of patches randomly in training, as in DINOv3's pretraining.
+They are turned off, because the random numbers would differ between ranks, and after a run is resumed."""
 SIZES = ("image_size", "patch_size", "num_hidden_layers", "hidden_size")
-"""Values that the configuration of a vision tower must have."""
+"""Keys that the configuration of a vision tower must have."""
 
 
 class Probe(NamedTuple):
@@ -29,7 +28,7 @@ class Probe(NamedTuple):
     features: int
     """Number of features of an image tile that the projector gets."""
     tokens: int
-    """Number of tokens of an image tile in the vision tower."""
+    """Number of tokens that an image tile has in the vision tower."""
     drops_cls: bool
     """Whether the vision tower's first token, the CLS token, is left out."""
     leftovers: list[str]
@@ -38,8 +37,8 @@ class Probe(NamedTuple):
     layers: int
     """Number of layers up to the selected hidden state."""
     last_layer: str | None
-    """Name of the layer whose output is the selected hidden state; None if it is no layer's output, so that the whole
-    vision tower has to run."""
+    """Name of the layer whose output is the selected hidden state. None if the hidden state is not the output of a
+    layer, so that the whole vision tower has to run."""
 
 
 def image_size(vision: PretrainedConfig) -> int:
@@ -61,8 +60,8 @@ def build_vision_tower(vision: PretrainedConfig) -> nn.Module:
     """Build transformers' model for a vision tower's configuration.
 
     Raises:
-        ModelError: a model of this type is no vision transformer that gives an image's features as one sequence of
-            tokens, or transformers cannot build it.
+        ModelError: transformers cannot build the model, or it is not a vision transformer that turns an image into one
+            sequence of tokens.
     """
     kind, lacks = MODEL_MAPPING.get(type(vision), None), [name for name in SIZES if not hasattr(vision, name)]
     if kind is None:
@@ -85,12 +84,12 @@ def build_vision_tower(vision: PretrainedConfig) -> nn.Module:
 
 
 def unsupported(vision: PretrainedConfig) -> str:
-    """Return the beginning of an error about a vision tower of this type."""
+    """Return the beginning of the error message for a vision tower of a type that is not supported."""
     return f"model.vision: a vision tower of type {vision.model_type} is not supported:"
 
 
 class Reached(Exception):
-    """Raised to end the vision tower's forward pass after the last layer that is needed."""
+    """Exception with which the vision tower's forward pass is ended after the last layer that is needed."""
 
 
 def hidden_state(
@@ -101,7 +100,9 @@ def hidden_state(
     The layers, norms and heads after the selected layer do not run: an exception ends the forward pass.
 
     Args:
-        pixels: [tiles, 3, size, size].
+        pixels: [tiles, 3, size, size], in the vision tower's dtype.
+        select_layer: index of the hidden state.
+        last_layer: name of the layer whose output is this hidden state; None: the whole vision tower runs.
     """
     if last_layer is None:
         return vision_tower(pixel_values=pixels, output_hidden_states=True).hidden_states[select_layer]
@@ -111,23 +112,29 @@ def hidden_state(
         outputs.append(first_of(output))
         raise Reached
 
-    # registered for each pass: it must run after the hooks of `fully_shard` on the layer
+    # registered anew for each pass, because this hook must run after the hooks that `fully_shard` adds to the layer
     handle = vision_tower.get_submodule(last_layer).register_forward_hook(leave)
     try:
         vision_tower(pixel_values=pixels)
     except Reached:
-        return outputs.pop()  # popped: the exception's frames would keep it alive through the list
+        return outputs.pop()  # `pop` empties the list, which the exception's frames keep alive
     finally:
         handle.remove()
     raise AssertionError(f"the vision tower did not run its layer {last_layer}")
 
 
 def first_of(output: Any) -> Any:
+    """Return the first element of a layer's output, if the output is a tuple, else the output."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select_layer: int, feature: Feature) -> Probe:
     """Run a meta-device vision tower once, to find which of its layers, tokens and parameters are used.
+
+    Args:
+        vision: the vision tower's configuration.
+        select_layer: index of the hidden state that is used, `model.select_layer`.
+        feature: which tokens of this hidden state are used, `model.select_feature`.
 
     Raises:
         ConfigError: the tower has no layer `model.select_layer`, or no CLS token for `model.select_feature=patch` to

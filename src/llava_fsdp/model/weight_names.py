@@ -1,12 +1,13 @@
 """Translate between llava_fsdp's parameter names and those in other programs' files.
 
-llava_fsdp's names are those of transformers' LlavaForConditionalGeneration without the leading `model.`, and without
-the `vision_model.` that some releases and files have inside the vision tower.
+llava_fsdp's names are those of transformers' LlavaForConditionalGeneration, without the leading `model.`, and without
+the part `vision_model.` that the vision tower's names have in some releases and files.
 """
 
 import re
 
-# first match wins; the original's names (LLaVA), the hub's (llava-hf), transformers' own, then bare parts
+# The first pattern that matches is used. The patterns are for names of the original LLaVA, of models on the hub
+# (llava-hf), of transformers' models, and of language models saved alone, in this order.
 RENAMES: list[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
@@ -21,35 +22,36 @@ RENAMES: list[tuple[re.Pattern[str], str]] = [
     ]
 ]
 COMPUTED = re.compile(r"(^|\.)(position_ids|rotary_emb\.inv_freq)$")
-"""Pattern for names of buffers that some releases of transformers save with the weights, although they are computed."""
+"""Pattern for names of buffers that need not be loaded, because they are computed; some releases of transformers save
+them with the weights."""
 ORIGINAL_TOWER = "model.vision_tower.vision_tower."
-"""Beginning of the names of a vision tower's tensors in files of the original LLaVA."""
+"""Prefix of the names of a vision tower's tensors in files of the original LLaVA."""
 SEQUENTIAL = re.compile(r"^mm_projector\.(\d+)\.")
 
 
 def ours(name: str) -> str:
-    """Return llava_fsdp's parameter name for a tensor of a full-model checkpoint (not an adapter) in any supported
-    format."""
+    """Translate the name of a tensor in a file of a whole model or a part of it (not an adapter), in any supported
+    format, to llava_fsdp's parameter name."""
     for pattern, replacement in RENAMES:
         if pattern.search(name):
             name = pattern.sub(replacement, name)
             break
-    # LLaVA's projector is Linear, GELU, Linear, ...: every second entry has weights
+    # LLaVA's projector is a Sequential of Linear, GELU, Linear, ..., so that every second module has weights
     name = SEQUENTIAL.sub(lambda m: f"multi_modal_projector.linear_{int(m[1]) // 2 + 1}.", name)
     return name.replace("vision_tower.vision_model.", "vision_tower.")
 
 
 def projector_name(name: str) -> str | None:
-    """Return llava_fsdp's parameter name for a tensor of a projector in any supported format; None for other
-    tensors."""
+    """Translate the name of a projector's tensor, in any supported format, to llava_fsdp's parameter name. Return None
+    if the tensor does not belong to a projector."""
     own = ours(name)
     return own if own == "image_newline" or own.startswith("multi_modal_projector.") else None
 
 
 def original(name: str, projector_type: str) -> str:
-    """Translate llava_fsdp's parameter name to the original LLaVA's. The original's projector is one Linear, or a
-    Sequential in which every second module has weights. A projector with pixel shuffle, which the original does not
-    have, keeps transformers' names."""
+    """Translate llava_fsdp's parameter name to the name in the original LLaVA, whose projector is a Linear, or a
+    Sequential in which every second module has weights. The original LLaVA has no projector with pixel shuffle, whose
+    parameters keep transformers' names."""
     if name.startswith("language_model."):
         return name.replace("language_model.", "model.", 1)
     if name.startswith("lm_head."):
@@ -70,8 +72,8 @@ PEFT = "base_model.model."
 
 
 def in_adapter(name: str, projector_type: str) -> str:
-    """Translate llava_fsdp's parameter name to that in adapter files of LLaVA and peft. These files omit `default`, the
-    adapter's name in peft."""
+    """Translate llava_fsdp's parameter name to the name in adapter files of LLaVA and peft, which do not contain
+    `default`, the adapter's name in peft."""
     name = PEFT + original(name, projector_type)
     return name.replace(".default.weight", "" if ".lora_magnitude_vector." in name else ".weight")
 

@@ -15,7 +15,7 @@ from llava_fsdp.distributed.compile import is_compiler_error
 from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.replicas import same_on_every_rank
 from llava_fsdp.distributed.zero import ShardPlan, begin_micro_batch
-from llava_fsdp.model.loss import Each
+from llava_fsdp.model.loss import LossCollector
 from llava_fsdp.runtime.errors import Stopped
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.log import log
@@ -99,9 +99,9 @@ def train_step(
         begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
         with profiler.part("forward"):
             micro = state.loader.to_device(micro)
-            each = sources.each()
-            loss = micro.scale * state.model(*micro.inputs, each=each)
-            sources.add(micro, each)
+            collector = sources.collector()
+            loss = micro.scale * state.model(*micro.inputs, collector=collector)
+            sources.add(micro, collector)
         with profiler.part("backward"):
             (loss * scale).backward()
         loss_sum += loss.detach()
@@ -163,15 +163,15 @@ class SourceSums:
         self.sums = torch.zeros(len(self.labels) if len(self.labels) > 1 else 0, device=device)
         """Sum of the losses of each data source, float32 [sources]; of shape [0] with one source."""
 
-    def each(self) -> Each | None:
+    def collector(self) -> LossCollector | None:
         """Return a collector for the loss of each token in one forward pass; None if there is only one data source."""
-        return Each() if len(self.sums) else None
+        return LossCollector() if len(self.sums) else None
 
-    def add(self, micro: MicroBatch, each: Each | None) -> None:
-        """Add the losses that `each` collected in one forward pass to the sums of their data sources."""
-        if each is None or not len(micro.label_sources):
+    def add(self, micro: MicroBatch, collector: LossCollector | None) -> None:
+        """Add the losses that `collector` collected in one forward pass to the sums of their data sources."""
+        if collector is None or not len(micro.label_sources):
             return
-        losses = torch.cat(each.chunks) if each.chunks else self.sums.new_full((1,), math.nan)
+        losses = torch.cat(collector.chunks) if collector.chunks else self.sums.new_full((1,), math.nan)
         numbers = torch.arange(len(self.sums), device=losses.device)
         # not index_add, whose order of additions is not fixed on CUDA
         self.sums += torch.where(micro.label_sources == numbers[:, None], losses, 0.0).sum(1)
