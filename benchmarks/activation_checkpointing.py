@@ -43,7 +43,7 @@ from llava_fsdp.model.llava import Llava
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.train.build_model import build_model, shape_of
 from llava_fsdp.train.build_state import assemble
-from llava_fsdp.train.dry_run import draw_shards, states
+from llava_fsdp.train.dry_run import draw_shards, held_bytes
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.peak_memory import PeakMeter
 from llava_fsdp.train.state import TrainState
@@ -94,7 +94,7 @@ def build(mode: str, cfg: Config, world: World) -> Run:
     state, model = drawn(cfg, world)
     run = Run(cfg, state, shape_of(model))
     step(run, world)  # makes the optimizer's states, and what libraries allocate once
-    run.held = sum(states(state).values())
+    run.held = sum(held_bytes(state).values())
     run.rises.clear()
     return run
 

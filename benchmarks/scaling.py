@@ -42,7 +42,7 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.train.build_model import build_model, shape_of
 from llava_fsdp.train.build_state import assemble, open_data
-from llava_fsdp.train.dry_run import draw_shards, states
+from llava_fsdp.train.dry_run import draw_shards, held_bytes
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.peak_memory import PeakMeter
 
@@ -131,7 +131,7 @@ def measure(point: Point, steps: int, work: Path) -> dict[str, Any]:
         meter = PeakMeter(world.device)
         state = assemble(model, SyntheticLoader(world.device, steps + 1), draw_shards, cfg, world, plan, mesh)
         held: dict[str, int] = {}
-        state.optimizer.register_step_post_hook(lambda *_: held.update(states(state)))
+        state.optimizer.register_step_post_hook(lambda *_: held.update(held_bytes(state)))
         state.model.train()
         micro = synthetic_micro_batch(contents_of(point), shape, pack=True)
         cpu, wall = [], []

@@ -60,7 +60,7 @@ from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.train.build_state import build_state, open_data
 from llava_fsdp.train.loop import clip_gradients, summed, train_step
 from llava_fsdp.train.optimizer import build_optimizer
-from llava_fsdp.train.peak_memory import forget_peak, of_process
+from llava_fsdp.train.peak_memory import process_memory, reset_peak_memory
 from llava_fsdp.train.state import TrainState
 
 STRATEGIES = {plan.zero: strategy for strategy, plan in SHARD_PLANS.items()}
@@ -320,8 +320,8 @@ def reset_peak(device: torch.device) -> int:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         return 0
-    forget_peak()
-    return of_process("VmRSS")
+    reset_peak_memory()
+    return process_memory("VmRSS")
 
 
 def peak(run: Run, resident: int) -> dict[str, int]:
@@ -332,7 +332,7 @@ def peak(run: Run, resident: int) -> dict[str, int]:
     device = run.state.loader.device
     if device.type == "cuda":
         return {"max_memory_allocated": torch.cuda.max_memory_allocated(device) - run.allocated_before}
-    return {"rss_rise": max(0, of_process("VmHWM") - resident), "process_rss": of_process("VmHWM")}
+    return {"rss_rise": max(0, process_memory("VmHWM") - resident), "process_rss": process_memory("VmHWM")}
 
 
 def largest_over_ranks(values: dict[str, int]) -> dict[str, int]:

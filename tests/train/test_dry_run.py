@@ -128,7 +128,7 @@ def test_the_table_is_printed_and_a_run_that_is_there_stays_as_it_is(
     monkeypatch.setattr(sys, "argv", ["train", *keys])
     entry.main()
     said = capsys.readouterr().out
-    assert "rank 0 of 2 imagined ranks" in said and "peak resident" in said
+    assert "rank 0 of 2 simulated ranks" in said and "peak resident" in said
     assert "auto" not in said and any(strategy.value in said for strategy in SHARD_PLANS)
     assert [f.name for f in tmp_path.rglob("*")] == ["run", "run_status.json"]
     assert (run / "run_status.json").read_text() == "as it was"

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from llava_fsdp.data.batching.workers import Watch, from_workers
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.train.build_state import build_state
-from llava_fsdp.train.gc_schedule import collected_by_plan
+from llava_fsdp.train.gc_schedule import scheduled_gc
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.state import StepResult
 
@@ -42,13 +42,13 @@ def test_a_run_collects_at_its_steps(every: str, expected: list[int] | None, con
 
 
 def test_the_collector_is_back_whatever_happens() -> None:
-    with pytest.raises(ValueError), collected_by_plan(3):
+    with pytest.raises(ValueError), scheduled_gc(3):
         assert not gc.isenabled()
         raise ValueError
     assert gc.isenabled()
     gc.disable()
     try:
-        with collected_by_plan(3):
+        with scheduled_gc(3):
             pass
         assert not gc.isenabled(), "as it was"
     finally:
@@ -63,5 +63,5 @@ class Enabled(Dataset):
 
 
 def test_data_workers_keep_pythons_own_way() -> None:
-    with collected_by_plan(3):
+    with scheduled_gc(3):
         assert list(from_workers(Enabled(), range(2), Watch(1), 1, 10, False)) == [True, True]

@@ -7,7 +7,7 @@ import pytest
 
 from llava_fsdp.report.run_page import header
 from llava_fsdp.report.run_reader import read_run
-from llava_fsdp.train.lost_rows import lost_rows, stretches
+from llava_fsdp.train.lost_rows import format_ranges, lost_rows
 
 STEPS = 40
 
@@ -76,5 +76,9 @@ def test_the_page_counts_steps_without_a_row(tmp_path: Path) -> None:
 
 
 def test_stretches() -> None:
-    assert stretches([]) == "" and stretches([3]) == "3" and stretches([1, 2, 3, 7, 9, 10]) == "1 to 3, 7, 9 to 10"
-    assert stretches(range(1, 41, 2)).endswith("15 and 12 more stretches")
+    assert (
+        format_ranges([]) == ""
+        and format_ranges([3]) == "3"
+        and format_ranges([1, 2, 3, 7, 9, 10]) == "1 to 3, 7, 9 to 10"
+    )
+    assert format_ranges(range(1, 41, 2)).endswith("15 and 12 more stretches")

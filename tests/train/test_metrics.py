@@ -12,8 +12,8 @@ from llava_fsdp.plan.mfu import Utilization
 from llava_fsdp.report.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, History, mean_loss
 from llava_fsdp.report.run_reader import Run, own_overrides, thinned, validations_until
 from llava_fsdp.train import metrics
-from llava_fsdp.train.lost_rows import due_between, faults_of
-from llava_fsdp.train.metrics import begin_skipped_records, cut_back, metrics_row
+from llava_fsdp.train.lost_rows import due_between, skipped_in
+from llava_fsdp.train.metrics import begin_skipped_records, drop_later_rows, metrics_row
 from llava_fsdp.train.state import StepResult
 
 
@@ -53,11 +53,11 @@ def test_a_resumed_run_keeps_the_rows_of_the_steps_before(tmp_path: Path) -> Non
     """Those of its own step too, which is done; what it does again goes, and a line that was cut."""
     path = tmp_path / "metrics.jsonl"
     put(path, 1, 2, 3, 4, 5)
-    cut_back(path, 3)
+    drop_later_rows(path, 3)
     assert steps_of(path) == [1, 2, 3]
-    cut_back(path, 0)
+    drop_later_rows(path, 0)
     assert steps_of(path) == []
-    cut_back(tmp_path / "none.jsonl", 3)
+    drop_later_rows(tmp_path / "none.jsonl", 3)
     assert not (tmp_path / "none.jsonl").exists()
 
 
@@ -168,6 +168,6 @@ def test_validations_that_were_due_between_two_steps() -> None:
     for every in (None, 0, -5, True, 5.0):
         assert not due_between(0, 15, {"config": {"val": {"every": every}}})
     assert (
-        faults_of({"skipped_records": 3, "unlabelled": 2}) == 5
-        and faults_of({"skipped_records": True, "unlabelled": "2"}) == 0
+        skipped_in({"skipped_records": 3, "unlabelled": 2}) == 5
+        and skipped_in({"skipped_records": True, "unlabelled": "2"}) == 0
     )

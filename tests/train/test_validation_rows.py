@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from llava_fsdp.train.validation import Loss, Validation, row_of
+from llava_fsdp.train.validation import LossSum, Validation, row_of
 
 
 def test_a_loss_is_the_mean_over_all_label_tokens() -> None:
     """Not the mean of the sources' means; null where there is no label, or no number."""
-    losses = {"a": Loss(6.0, 3), "b": Loss(1.0, 4), "c": Loss(0.0, 0)}
+    losses = {"a": LossSum(6.0, 3), "b": LossSum(1.0, 4), "c": LossSum(0.0, 0)}
     answers: Any = [SimpleNamespace(score=score) for score in (1.0, 0.5, 0.0)]
     row = row_of(7, losses, answers, 1.5)
     assert (row["step"], row["loss"], row["label_tokens"], row["seconds"]) == (7, 1.0, 7, 1.5)
@@ -21,7 +21,7 @@ def test_a_loss_is_the_mean_over_all_label_tokens() -> None:
         "c": {"loss": None, "label_tokens": 0},
     }
     assert (row["score"], row["questions"]) == (0.5, 3)
-    none = row_of(7, {"a": Loss(math.inf, 3), "b": Loss(1.0, 4)}, [], 1.5)
+    none = row_of(7, {"a": LossSum(math.inf, 3), "b": LossSum(1.0, 4)}, [], 1.5)
     assert (none["loss"], none["sources"]["b"]["loss"], none["score"], none["questions"]) == (None, 0.25, None, 0)
 
 

@@ -1,5 +1,5 @@
-"""Entry point of `torchrun -m llava_fsdp.train`. The program itself is main.py. It is imported only after the command
-line has been checked, because importing torch takes seconds."""
+"""Entry point of `torchrun -m llava_fsdp.train`. The training itself is in main.py, which is imported only after the
+command line has been checked, because importing torch takes seconds."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

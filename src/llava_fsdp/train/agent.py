@@ -1,6 +1,6 @@
 """Run torchrun's agent without its log messages: `python -m llava_fsdp.train.agent PARENT REPORT FLAGS... -- WORDS...`.
 
-launcher.py starts this program. PARENT is the launcher's process id: when the launcher ends, this process gets SIGTERM,
+launcher.py starts this program. PARENT is the launcher's process id: when the launcher ends, this process gets SIGTERM
 and stops its ranks. REPORT is a file descriptor to which a failure is written as a JSON object. FLAGS are torchrun's
 flags, and WORDS are the arguments of the training program.
 """
@@ -24,25 +24,25 @@ NOT_MET = (
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # no ranks yet: end at once
+    for number in (signal.SIGINT, signal.SIGTERM):  # these end the process at once while there are no ranks yet
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # also in ranks, until they can save a checkpoint for it
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the parent waits for its own signals
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # ranks inherit this, and ignore SIGUSR1 until they can save
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the launcher, from which the mask is inherited, blocks signals
     parent, report, *rest = sys.argv[1:]
     end_with(int(parent), signal.SIGTERM)
     flags, words = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
     os.environ[AGENT] = str(os.getpid())
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # restarted ranks must not read old addresses
-    said = run(flags, words)
-    if said is not None:
-        os.write(int(report), json.dumps(said).encode())
+    failure = run(flags, words)
+    if failure is not None:
+        os.write(int(report), json.dumps(failure).encode())
         sys.exit(1)
 
 
 def run(flags: list[str], words: list[str]) -> dict[str, object] | None:
-    """Run all ranks to their end. Return None if all succeeded, else the `reason` of the failure and, if known, the
-    exit `code`."""
-    from torch.distributed import DistError  # takes seconds, in which a signal ends this process
+    """Run all ranks of this machine to their end. Return None if all succeeded, else a dict with the `reason` of the
+    failure and, if known, the exit `code`."""
+    from torch.distributed import DistError  # this import takes seconds, in which a signal ends the process
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -73,14 +73,19 @@ def run(flags: list[str], words: list[str]) -> dict[str, object] | None:
 
 
 def is_given(flags: list[str], name: str) -> bool:
-    """Return whether torchrun's flag `name` is set: on the command line, or in the environment, as `PET_NNODES` sets
-    `nnodes`."""
+    """Return whether torchrun's flag `name` is set on the command line or by an environment variable (`PET_NNODES` sets
+    `nnodes`)."""
     return any(flag.startswith(f"--{name}=") for flag in flags) or f"PET_{name.upper().replace('-', '_')}" in os.environ
 
 
 def choose_ranks(args: Namespace, is_chosen: bool) -> None:
-    """Choose the number of ranks on this machine, unless it is chosen already: one for each GPU, or a single one
-    without GPUs. Divide the CPU cores among the ranks (OMP_NUM_THREADS)."""
+    """Set the number of ranks on this machine (`args.nproc_per_node`), and divide the CPU cores among the ranks
+    (OMP_NUM_THREADS).
+
+    Args:
+        args: torchrun's parsed arguments.
+        is_chosen: whether the user has set the number. Otherwise it is the number of GPUs, or 1 without GPUs.
+    """
     import torch
     from torch.distributed.run import determine_local_world_size
 

@@ -1,4 +1,4 @@
-"""Build a model on the meta device, for all command-line programs that need one."""
+"""Build a model on the meta device, for all commands that need a model."""
 
 import torch
 
@@ -28,6 +28,7 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
 
 
 def shape_of(model: Llava) -> ModelShape:
+    """Return the properties of a model on which the preparation of data depends."""
     language = model.parts.language
     return ModelShape(
         image_tokens=model.image_tokens,
@@ -36,6 +37,6 @@ def shape_of(model: Llava) -> ModelShape:
         vocab_size=language.vocab_size,
         grid_pinpoints=model.parts.grid_pinpoints,
         max_tiles=model.parts.max_tiles,
-        # without the FLOPs of activation checkpointing, because packing, and so the result, must not depend on it
+        # without the FLOPs of activation checkpointing, on which packing, and so the training's result, must not depend
         cost=CostModel(*count_flops(model, activation_checkpointing=False)),
     )

@@ -78,6 +78,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
 
 
 def describe_projector(cfg: Config, projector: Path | None) -> str:
+    """Describe in words which projector a training starts with."""
     is_missing = projector is None and cfg.model.projector == "auto"
     if is_missing and cfg.model.lora.checkpoint is not None:
         return f"of the adapter {cfg.model.lora.checkpoint}"
@@ -87,11 +88,10 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
 
 
 def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = None) -> Loader:
-    """Open the dataset. If it is the generated toy dataset, rank 0 draws its images first, and then all ranks read
-    them.
+    """Open the dataset. If it is the generated toy dataset, rank 0 first draws its images, which then all ranks read.
 
     Args:
-        choose: builds a sampler to use instead of the configured one.
+        choose: builds the sampler; None: the configured sampler is used.
     """
     if cfg.data.source is Source.shapes:
         with first_rank_first(world):
@@ -101,7 +101,7 @@ def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = N
 
 
 def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
-    """Open the validation data. As for the training data, check that all ranks see the same records."""
+    """Open the validation data, and check that all ranks see the same records."""
     positions = model.parts.language.max_position_embeddings
     held_out = open_held_out(cfg, lambda own, choose: open_data(own, world, model, choose), positions)
     check_same_records(held_out.loader, "val.path, val.images")
@@ -111,9 +111,15 @@ def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
 
 
 def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> None:
-    """Check that all ranks see the same records. Collective: all ranks must call it. The records may differ, because
-    each machine may read its own copy of the files. Raises DataError on every rank, naming the ranks that differ from
-    rank 0."""
+    """Check that all ranks see the same records: they may differ, because each machine may read its own copy of the
+    files. Collective: all ranks must call it.
+
+    Args:
+        keys: the settings that name the data, for the error message.
+
+    Raises:
+        DataError: ranks see other records than rank 0. Raised on every rank, naming these ranks.
+    """
     found = gather_lists([loader.steps.fingerprints()])
     differing = [rank for rank, other in enumerate(found) if other != found[0]]
     if differing:
@@ -132,10 +138,15 @@ def assemble(
     plan: ShardPlan,
     mesh: DeviceMesh | None,
 ) -> TrainState:
-    """Shard and compile a model that is on the meta device, load its weights with `fill` and build its optimizer.
-    Return the state of a training at step 0.
+    """Shard and compile a model that is on the meta device, load its weights and build its optimizer. Return the state
+    of a training at step 0.
 
-    The order matters: freeze, activation checkpointing, shard, load weights into shards, build the optimizer.
+    The steps must have this order: freeze, activation checkpointing, shard, load weights into shards, build the
+    optimizer.
+
+    Args:
+        fill: function that fills this rank's shards with the initial weights.
+        plan: the FSDP2 settings of the sharding strategy.
     """
     buffers = computed_buffers(model)
     offload = Offload(cfg, world.device)

@@ -48,13 +48,15 @@ from llava_fsdp.train.run_info import device_name
 from llava_fsdp.train.state import TrainState
 
 STEPS = 2
-"""Number of steps: the first creates the optimizer's states, so that the second is measured with them in memory."""
+"""Number of steps that a dry run makes. The first step creates the optimizer's states, so that the peak memory of the
+second step includes them."""
 STATES = ("parameters", "gradients", "optimizer")
+"""Kinds of tensors whose bytes are measured."""
 
 
 def dry_run(cfg: Config) -> None:
-    """Measure the memory of rank 0 among simulated ranks, and print a table or, with format=json, JSON. Leaves no files
-    behind."""
+    """Measure the memory of rank 0 among simulated ranks, and print the result as a table or, with format=json, as
+    JSON. No files are left behind."""
     warn_if_refused(cfg)
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default would be output_dir
@@ -68,9 +70,9 @@ def dry_run(cfg: Config) -> None:
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
-    """Replace `pack=auto` by what the language model can do, and every other `auto` in the configuration by the
-    planner's choice. The planner uses the dataset's statistics if they are known, else the mean lengths of LLaVA's own
-    data."""
+    """Replace every `auto` in the configuration. `pack=auto` becomes true if the language model supports packed rows;
+    the planner chooses the other values. It uses the dataset's statistics if they are known, else the mean lengths of
+    LLaVA's own data."""
     parts = shapes_of(cfg.model)
     cfg, padded = settle_packing(cfg, parts.language)
     if padded is not None:
@@ -85,10 +87,11 @@ def settle_auto(cfg: Config, world: World) -> Config:
 
 
 def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict[str, Any]:
-    """Run two steps on this rank and measure memory. The other ranks are simulated or real.
+    """Run two steps on this rank and measure memory. The other ranks are simulated or real. Return what is measured and
+    planned, as it is printed with format=json.
 
     Args:
-        contents: numbers of tokens, images and labels in every micro-batch; None: the largest possible ones.
+        contents: numbers of tokens, images and labels in every micro-batch; None: the largest possible numbers.
 
     Raises:
         NumericError: no step updated the weights, so that the optimizer's states could not be measured.
@@ -106,7 +109,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     meter = PeakMeter(world.device)
     state = assemble(model, SyntheticLoader(world.device, STEPS), draw_shards, cfg, world, plan, mesh)
     held: dict[str, int] = {}
-    state.optimizer.register_step_post_hook(lambda *_: held.update(states(state)))
+    state.optimizer.register_step_post_hook(lambda *_: held.update(held_bytes(state)))
     state.model.train()
     seconds = []
     for number in range(STEPS):
@@ -145,7 +148,11 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
 
 
 def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
-    """Return the planner's estimate of the memory of this rank in the steps that `measure` runs."""
+    """Return the planner's estimate of the memory of this rank in the steps that `measure` runs.
+
+    Args:
+        contents: numbers of tokens, images and labels in every micro-batch.
+    """
     rows = 1 if cfg.packs else len(contents.lengths)
     samples, tokens = len(contents.lengths), contents.tokens
     micro = MicroBatch(rows, tokens // rows, samples, contents.tiles, contents.labels, contents.image_tokens)
@@ -177,9 +184,9 @@ def draw_shards(model: Llava, masters: MasterWeights) -> None:
             other.copy_(first)
 
 
-def states(state: TrainState) -> dict[str, int]:
-    """Return the bytes of this rank's parameters, gradients and optimizer states. To be called while the gradients
-    exist."""
+def held_bytes(state: TrainState) -> dict[str, int]:
+    """Return the bytes of this rank's parameters, gradients and optimizer states, by these names. To be called while
+    the gradients exist."""
     unpacking = [t for layer in quantized_weights(state.model).values() for t in layer.statistics]
     weights = {id(p): p for p in [*state.model.parameters(), *unpacking, *state.masters.named.values()]}
     gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]
@@ -189,11 +196,12 @@ def states(state: TrainState) -> dict[str, int]:
 
 
 def show(report: dict[str, Any]) -> None:
+    """Print the result of `measure` as a table."""
     console = TextConsole(width=None if sys.stdout.isatty() else 120)
     micro = report["micro_batch"]
     plural = "es" if report["micro_batches"] > 1 else ""
     console.print(
-        f"rank 0 of {report['ranks']} imagined ranks on {report['device']}: {report['strategy']}, "
+        f"rank 0 of {report['ranks']} simulated ranks on {report['device']}: {report['strategy']}, "
         f"{report['precision']}, activation checkpointing {report['activation_checkpointing']}\n"
         f"{report['micro_batches']} micro-batch{plural} of {micro['positions']:,} tokens in {micro['samples']:,} "
         f"samples, {micro['pictures']:,} images ({micro['tiles']:,} tiles, {micro['image_tokens']:,} tokens), "

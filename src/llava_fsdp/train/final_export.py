@@ -1,6 +1,6 @@
 """Export a trained model to a folder that transformers can load, and its adapters to a folder that peft can load.
 
-Before a folder gets its final name, it is read again and compared with the trained model.
+Before an exported folder gets its final name, it is read again and compared with the trained model.
 """
 
 import dataclasses
@@ -49,9 +49,9 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
     """Write `output_dir/export` and, with `export.verify`, compare its logits with those of the trained model.
     Collective: all ranks must call it.
 
-    Trained weights are gathered one at a time. Frozen weights are read again from their source files, bit for bit. A
-    training with adapters first writes `output_dir/adapter`; its export is the base model with the adapters merged into
-    it, and is left out with `export.merge=false`.
+    Trained weights are gathered one at a time. Frozen weights are read again from their source files, bit for bit. If
+    the model has adapters, `output_dir/adapter` is written first. The export is then the base model with the adapters
+    merged into it; it is not written with `export.merge=false`.
 
     Returns:
         The folder of the export, or that of the adapter if there is no export.
@@ -130,15 +130,16 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
 
 
 def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
-    """Return all parameters by name, as stored with their initial values. On rank 0 the trained parameters are replaced
-    by their trained values in memory. Collective: all ranks must call it."""
+    """Return the current values of all parameters by name: frozen parameters in their source files, and on rank 0
+    trained parameters in memory. On other ranks, trained parameters have their initial values. Collective: all ranks
+    must call it."""
     trained = {name: parameter_values(name, state, is_first_rank) for name in state.masters.named}
     return state.sources | ({name: MemoryTensor(values) for name, values in trained.items()} if is_first_rank else {})
 
 
 def is_current(state: TrainState, cfg: Config) -> bool:
-    """Return whether `output_dir` contains an undamaged export that this run has written after its current step and in
-    the configured dtype. Collective: all ranks must call it."""
+    """Return whether `output_dir` already contains an undamaged export of the run's current step in the configured
+    dtype. Collective: all ranks must call it."""
     wanted = {"run": state.run, "step": state.step}
     folders = {FOLDER: wanted} if cfg.model.lora.enabled else {}
     if cfg.export.merge or not cfg.model.lora.enabled:
@@ -160,8 +161,8 @@ def is_current(state: TrainState, cfg: Config) -> bool:
 
 
 def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch.Tensor:
-    """Return a whole parameter on the CPU of rank 0. If it is trained, it is gathered from all ranks (a collective); if
-    it is frozen, rank 0 reads it from its source file."""
+    """Return the values of a whole parameter on the CPU of rank 0; the result on other ranks is not used. A trained
+    parameter is gathered from all ranks, which all must call this; a frozen one is read from its source file."""
     master = state.masters.named.get(name)
     if master is not None:
         full = whole(master)
@@ -204,14 +205,20 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
 
 
 def in_full_precision(model: torch.nn.Module, sources: dict[str, Stored], adapted: Adapted | None) -> Llava:
-    """Return the trained model with its base model in full precision, as it is exported, although it was trained with a
-    quantized base model."""
+    """Build the model as it is exported, with weights in full precision, for a training whose base model is quantized.
+
+    Args:
+        model: the model in training.
+        sources: the current values of all parameters, by name; used only without adapters.
+        adapted: the base model and the adapters; None if the model has no adapters.
+    """
     assert isinstance(model, Llava)
     plain = build_llava(model.parts, model.cfg.plain, torch.float32)
     return load_copy(plain, sources if adapted is None else adapted.sources, compute_dtype(plain), adapted)
 
 
 def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
+    """Create the object that writes adapter folders of this run."""
     names = adapter_tensors(cfg.model, state.masters.named, state.sources)
     source = source_of_run(state.model, cfg, state.run, state.step)
     return AdapterWriter(
@@ -224,8 +231,8 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
 
 
 def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
-    """Return the function with which rank 0 writes an adapter folder into each checkpoint. None on the other ranks, and
-    if the model has no adapters. Collective: all ranks must call it."""
+    """Return the function with which rank 0 writes an adapter folder into each checkpoint. Return None on the other
+    ranks, and if the model has no adapters. Collective: all ranks must call it."""
 
     if not cfg.model.lora.enabled:
         return None
@@ -250,7 +257,7 @@ def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
 
 @dataclass(frozen=True)
 class MemoryTensor:
-    """A tensor in memory that has the same interface as `Stored`, a tensor in a file."""
+    """A tensor in memory with the interface of `Stored`, so that it can be used in place of a tensor in a file."""
 
     tensor: torch.Tensor
 

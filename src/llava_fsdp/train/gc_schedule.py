@@ -1,7 +1,7 @@
 """Run Python's garbage collector at the same steps on all ranks.
 
-Otherwise Python runs it on each rank at another time, when enough objects have been allocated. All other ranks then
-wait for this rank in the next collective (torchtitan, tools/utils.py).
+Otherwise Python would run the collector on each rank at a different time, when enough objects have been allocated, and
+all other ranks would wait for this rank in the next collective (torchtitan, tools/utils.py).
 """
 
 import gc
@@ -10,10 +10,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collected_by_plan(every: int | None) -> Iterator[Callable[[int], None]]:
-    """Context manager that turns automatic garbage collection off. It yields a function that is to be called with the
-    number of finished steps, and that collects garbage every `every` steps. The oldest generation of objects, which
-    includes the model, is not collected. With `every=None`, automatic collection stays on."""
+def scheduled_gc(every: int | None) -> Iterator[Callable[[int], None]]:
+    """Context manager in which garbage is collected every `every` steps instead of automatically. The oldest generation
+    of objects, which includes the model, is not collected. With `every=None`, automatic collection stays on.
+
+    Yields:
+        A function to call after each step with the number of finished steps.
+    """
     if every is None:
         yield lambda finished: None
         return

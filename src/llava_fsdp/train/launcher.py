@@ -1,8 +1,9 @@
 """Start a training under torchrun, and end with the training's exit code: `llava-fsdp train [FLAGS] key=value...`.
 
-FLAGS are torchrun's flags, in any place. Without them there is one rank for each GPU of this machine, or a single rank
-without GPUs. This process checks the command line, starts torchrun's agent (agent.py) in a separate Unix session,
-passes signals on to the ranks, and prints as its last line how the run ended. It does not import torch.
+FLAGS are torchrun's flags, and may be anywhere on the command line. By default there is one rank for each GPU of this
+machine, or a single rank without GPUs. This process checks the command line, starts torchrun's agent (agent.py) in a
+separate Unix session, passes signals on to the ranks, and prints as its last line how the run ended. It does not import
+torch.
 """
 
 import contextlib
@@ -41,22 +42,25 @@ TORCHRUN_PROGRAM = frozenset({"module", "no-python", "run-path"})
 """torchrun's flags that choose the program to run. They are refused, because the program is always the training."""
 HYDRA_WITHOUT_VALUE = frozenset({"--help", "-h", "--hydra-help", "--version", "--resolve", "--multirun", "-m"})
 PRINTS = frozenset({"--help", "-h", "--cfg", "-c", "--info", "-i", "--hydra-help", "--version"})
-"""Flags with which the training program only prints something, such as its help, and trains nothing."""
+"""Flags with which the training program only prints something, such as its help, and does not train."""
 NUMBERS = {"nnodes": r"[1-9]\d*(:[1-9]\d*)?", "nproc-per-node": r"[1-9]\d*|gpu|cpu|auto|xpu", "max-restarts": r"\d+",
            "node-rank": r"\d+", "master-port": r"\d+", "rdzv-endpoint": r".+?(:\d+)?"}  # fmt: skip
+"""torchrun's flags whose values are checked -> pattern for a valid value."""
 AGENT = (sys.executable, "-m", "llava_fsdp.train.agent")
+"""Command that starts torchrun's agent."""
 MEETING = 10
-"""Seconds for which a machine whose command line is refused waits for the other machines, to end them too."""
+"""Seconds for which a machine with an invalid command line waits for the other machines of the run, to end them too."""
 STOPS = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.STOPPED, signal.SIGHUP: ExitCode.STOPPED}
-"""Signal that stops a training -> exit code, used if the training has not recorded how it ended."""
+"""Signal that stops a training -> exit code if the training has not recorded how it ended."""
 SIGNALS = {*STOPS, signal.SIGUSR1, signal.SIGCHLD}
+"""Signals that the launcher handles while the ranks run."""
 AGENT_ENDS = 1.0
-"""Seconds that torchrun's agent has to end by itself after its ranks have ended."""
+"""Seconds within which torchrun's agent should end by itself after its ranks have ended; then it is terminated."""
 
 
 def main() -> None:
     for name in os.environ.keys() - without_launcher(os.environ).keys():
-        del os.environ[name]  # a rank of another training may have started this one
+        del os.environ[name]  # set if a rank of another training has started this process
     setup_logging()
     flags: list[str] = []
     try:
@@ -69,7 +73,7 @@ def main() -> None:
         if flags and not is_one_machine(flags):
             end_others(flags)
         sys.exit(error.exit_code)
-    if folder is None:  # nothing is trained: this process does it
+    if folder is None:  # nothing is trained, so that this process can run the command itself
         sys.argv[1:] = words
         runpy.run_module("llava_fsdp.train", run_name="__main__")
         return
@@ -111,8 +115,8 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def output_dir(words: list[str]) -> Path | None:
-    """Read the configuration from the command line, as the ranks will, and return its `output_dir`. None if the command
-    does not train, but only prints something or measures memory (`dry_run`).
+    """Read the configuration from the command line, as the ranks will do, and return its `output_dir`. Return None if
+    the command does not train, but only prints something or measures memory (`dry_run`).
 
     Raises:
         ConfigError: the configuration is invalid.
@@ -128,8 +132,8 @@ def output_dir(words: list[str]) -> Path | None:
 
 
 def with_rendezvous(flags: list[str]) -> list[str]:
-    """Return torchrun's flags with the missing ones added: `--max-restarts=3`; `--standalone`, unless a flag says where
-    machines meet; the backend of a given rendezvous endpoint."""
+    """Return torchrun's flags with defaults added for those that are missing: `--max-restarts=3`; `--standalone` if no
+    flag is about several machines; `--rdzv-backend=c10d` if there is an `--rdzv-endpoint`."""
     added = [] if is_given(flags, "max-restarts") else ["--max-restarts=3"]
     if is_one_machine(flags):
         added.append("--standalone")
@@ -139,9 +143,9 @@ def with_rendezvous(flags: list[str]) -> list[str]:
 
 
 def end_others(flags: list[str]) -> None:
-    """End the run on the other machines because the command line of this one is refused: join the rendezvous at which
-    they wait, and then end, which ends them too. Machines that do not join within `MEETING` seconds wait until their
-    own `join_timeout`."""
+    """End the run on the other machines, because the command line of this machine is invalid. To do so, join the
+    rendezvous at which the other machines wait, and then end this process, which makes their torchrun end too. Machines
+    that do not join within `MEETING` seconds are not ended; they wait until their own `join_timeout`."""
     log().info("looking for machines that wait for this one, to end them")
     conf = [flag.partition("=")[2] for flag in flags if flag.startswith("--rdzv-conf=")][-1:]
     meeting = f"--rdzv-conf={','.join([*conf, f'join_timeout={MEETING}'])}"
@@ -149,30 +153,37 @@ def end_others(flags: list[str]) -> None:
 
 
 def is_one_machine(flags: list[str]) -> bool:
+    """Return whether the run is on a single machine: no flag of torchrun is about several machines."""
     return not any(is_given(flags, name) for name in ("nnodes", "rdzv-endpoint", "rdzv-backend", "master-addr"))
 
 
 class Launch:
-    """Runs torchrun's agent once, which starts the ranks, and handles the signals that this process gets meanwhile."""
+    """Runs torchrun's agent once, which starts the ranks, and handles signals to the launcher until the agent ends."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.before = read_status(folder)
         """The run status in the folder before this launch, left by an earlier run."""
         self.stopped_by: signal.Signals | None = None
-        """The first signal that asked the training to stop."""
+        """The first signal that requested the training to stop; None before it."""
         self.stopped_in: dict[str, Any] | None = None
         """The run status in the folder when the first signal to stop came."""
         self.is_at_once = False
-        """Whether a Ctrl-C came after the first signal to stop: the ranks then end without a checkpoint."""
+        """Whether Ctrl-C was pressed after the first signal to stop, so that the ranks end without a checkpoint."""
         self.last_stop = 0.0
+        """Time, by the monotonic clock, of the last signal to stop that was handled."""
         self.stopping: set[int] = set()
         """Process ids of the ranks that were told to stop."""
 
     def run(self, flags: list[str], words: list[str]) -> dict[str, Any]:
-        """Run a training to its end. Return what the agent reports of the rank that failed first, or of its own
-        failure, as `reason` and `code`; empty if nothing failed."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # from here on `wait` takes them
+        """Run a training to its end. Return the agent's report about the rank that failed first, or about its own
+        failure: a dict with `reason` and, if known, `code`; empty if nothing failed.
+
+        Args:
+            flags: torchrun's flags.
+            words: the arguments of the training program.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # from here on `wait` receives the signals
         environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": STOP_SECONDS, **os.environ}
         report, theirs = os.pipe()
         command = [*AGENT, str(os.getpid()), str(theirs), *flags, "--", *words]
@@ -186,11 +197,11 @@ class Launch:
         return json.loads(text) if text else {}
 
     def wait(self) -> None:
-        """Wait until the agent has ended, and meanwhile pass signals on to the ranks.
+        """Wait until the agent has ended, and pass signals on to the ranks until then.
 
-        When the training is to stop, the agent is told only after the ranks have ended, so that it does not start them
-        again. It is not told earlier, because a scheduler may send a signal to all processes, and an agent that gets a
-        second signal kills the ranks while they save.
+        When the training is to stop, the agent is terminated only after the ranks have ended, so that it does not start
+        the ranks again. It gets no signal earlier, because a scheduler may also send a signal to all processes, and an
+        agent that gets a second signal kills the ranks while they save.
         """
         ranks_ended: float | None = None
         is_agent_told = False
@@ -207,12 +218,12 @@ class Launch:
             if not is_agent_told and (not self.stopping or now - ranks_ended >= AGENT_ENDS):
                 self.agent.terminate()
                 is_agent_told = True
-            elif not self.ranks() and now - ranks_ended >= 10 * AGENT_ENDS:  # it waits for other machines
+            elif not self.ranks() and now - ranks_ended >= 10 * AGENT_ENDS:  # the agent waits for other machines
                 self.agent.kill()
 
     def stop(self, number: signal.Signals) -> None:
-        """Handle a signal that stops the training. After the first, the ranks save a checkpoint and end. After a
-        further SIGINT they end at once, and after a third they are killed."""
+        """Handle a signal that stops the training. After the first signal, the ranks save a checkpoint and end. After
+        another SIGINT they end at once, and after a third SIGINT they are killed."""
         now = time.monotonic()
         if self.stopped_by is None:
             self.stopped_by, self.stopped_in = number, read_status(self.folder)
@@ -227,7 +238,7 @@ class Launch:
         self.last_stop = now
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks on this machine."""
+        """Return the process ids of the ranks on this machine."""
         pid = self.agent.pid
         try:
             return [int(rank) for rank in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -242,20 +253,24 @@ class Launch:
                 os.kill(rank, number)
         return set(ranks)
 
-    def end(self, said: dict[str, Any]) -> int:
-        """Print, as the last line, how the run ended, and return its exit code. `said` is the result of `run`."""
+    def end(self, report: dict[str, Any]) -> int:
+        """Print, as the last line, how the run ended, and return its exit code.
+
+        Args:
+            report: the agent's report, as `run` returned it.
+        """
         if self.agent.returncode == ExitCode.DONE:
             return ExitCode.DONE
         path, status = self.folder / STATUS_FILE, read_status(self.folder)
-        told = status_of_latest_start(status) if status is not None and status != self.before else {}
-        ending = ENDINGS.get(told.get("class") or "")
+        last = status_of_latest_start(status) if status is not None and status != self.before else {}
+        ending = ENDINGS.get(last.get("class") or "")
         if self.stopped_by is not None and status == self.stopped_in and not (ending and ending.is_permanent):
-            told = {}  # a failure before the stop, after which the agent started the ranks again
-        if told.get("exit_code") is not None:
-            code = int(told["exit_code"])
+            last = {}  # the status is that of a failure before the stop, after which the agent restarted the ranks
+        if last.get("exit_code") is not None:
+            code = int(last["exit_code"])
             level = logging.INFO if code == ExitCode.STOPPED else logging.ERROR
-            reason = str(told.get("reason") or "").partition("\n")[0]  # a rank has printed all of it
-            ended = told["status"]
+            reason = str(last.get("reason") or "").partition("\n")[0]  # a rank has already printed the whole reason
+            ended = last["status"]
             if status is not None and status.get("refused"):
                 ended = f"the run stays {status['status']}; this start {ended}"
             log().log(level, "%s: %s (exit code %d) %s", path, ended, code, reason)
@@ -263,8 +278,8 @@ class Launch:
         if self.stopped_by is not None:
             log().info("stopped; %s has no record of how this run ended. The same command continues", path)
             return ExitCode.INTERRUPTED if self.is_at_once else STOPS[self.stopped_by]
-        log().error("%s", said.get("reason") or f"torchrun's agent {how_ended(self.agent.returncode)}")
-        return int(said.get("code") or ExitCode.BUG)
+        log().error("%s", report.get("reason") or f"torchrun's agent {how_ended(self.agent.returncode)}")
+        return int(report.get("code") or ExitCode.BUG)
 
 
 if __name__ == "__main__":

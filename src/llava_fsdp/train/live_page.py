@@ -1,4 +1,4 @@
-"""Write the page `report.html` of a training at intervals and at its end, on rank 0."""
+"""Write the page `report.html` of a training, at intervals while it runs and at its end. Only rank 0 does this."""
 
 import json
 import os
@@ -39,10 +39,10 @@ SHARE = 0.01
 
 
 class LivePage:
-    """Collects the curves of a training and writes its page, but so seldom that this takes at most a hundredth of the
-    time.
+    """Collects the curves of a training and writes its page `report.html`, so seldom that writing takes at most a
+    hundredth of the training's time.
 
-    If a page cannot be written, a warning is logged the first time, and training continues.
+    If the page cannot be written, a warning is logged the first time, and training continues.
     """
 
     def __init__(self, cfg: Config, first_step: int, about: dict[str, Any]):
@@ -51,9 +51,12 @@ class LivePage:
         self.seen: tuple[int, int] | None = None
         """File size and modification time of `validation.jsonl` when it was last read."""
         self.last_reported = self.last_validated(first_step)
+        """The last step whose validation has been passed to `on_validation`."""
         self.on_validation: Callable[[dict[str, Any]], None] = lambda row: None
+        """Called with each new row of `validation.jsonl`."""
         self.failed = False
         self.due = 0.0
+        """Time, by the monotonic clock, at which the page may be written again."""
         try:
             self.run.config = redact_values(values_of(cfg), secrets_of())
             read_metrics(self.run)
@@ -63,8 +66,8 @@ class LivePage:
         self.write()
 
     def last_validated(self, first_step: int) -> int:
-        """Return the last step, up to `first_step`, whose validation is on disk when this process starts. The trackers
-        get the validations of later steps only."""
+        """Return the last step, up to `first_step`, whose validation is on disk when this process starts; -1 if there
+        is none. The trackers get only the validations of later steps."""
         try:
             rows = read_rows(self.run, VALIDATION_FILE, check_validation)
         except Exception:
@@ -72,8 +75,8 @@ class LivePage:
         return max((row["step"] for row in rows if row["step"] <= first_step), default=-1)
 
     def begin(self, first_step: int, start: dict[str, Any]) -> None:
-        """Write `starts.jsonl`, with one row for each time the run was started: the rows of the earlier starts up to
-        `first_step`, at which this one continues, followed by `start`."""
+        """Write `starts.jsonl`, which has a row for each start of the run: first the rows of earlier starts up to the
+        step `first_step` at which this start continues, and then `start`, the row of this start."""
         earlier = read_rows(self.run, STARTS_FILE, check_start) if first_step else []
         is_start = "time" in start and first_step < start["total_steps"]  # a finished run gets no further starts
         self.run.starts = [own for own in earlier if own["step"] <= first_step] + ([start] if is_start else [])
@@ -91,6 +94,7 @@ class LivePage:
             self.write()
 
     def write(self) -> None:
+        """Write the page, and choose the time at which it may be written again."""
         started = time.monotonic()
         try:
             self.look_at_validations()
@@ -102,7 +106,7 @@ class LivePage:
         self.due = ended + max(PAUSE, (ended - started) / SHARE)
 
     def look_at_validations(self) -> None:
-        """Read `validation.jsonl` if it has changed, and report new rows to the trackers."""
+        """Read `validation.jsonl` if it has changed, and pass new rows to the trackers."""
         try:
             found = os.stat(self.run.folder / VALIDATION_FILE)
         except OSError:
@@ -118,13 +122,15 @@ class LivePage:
         self.run.validations = thinned(rows)
 
     def warn(self, error: Exception) -> None:
+        """Log a warning that the page cannot be written, but only the first time."""
         if not self.failed:
             self.failed = True
             log().warning("%s cannot be written (%s: %s)", self.path, type(error).__name__, error)
 
 
 def rewrite_page(folder: Path) -> None:
-    """Write the page of a run again from its files. Used if the current process has ended before it finished a step."""
+    """Write the page `report.html` of a run anew from the run's files. Used by a process that ends before it has
+    finished a step."""
     if not os.path.isfile(folder / STARTS_FILE) and not os.path.isfile(folder / METRICS_FILE):
         return
     try:

@@ -1,4 +1,4 @@
-"""The training loop: fetch the data of a step, run its micro-batches, update the weights."""
+"""The training loop: for each step, fetch its data, run its micro-batches and update the weights."""
 
 import math
 import time
@@ -21,7 +21,7 @@ from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.runtime.watchdog import Watchdog
-from llava_fsdp.train.gc_schedule import collected_by_plan
+from llava_fsdp.train.gc_schedule import scheduled_gc
 from llava_fsdp.train.profiler import NoProfiler
 from llava_fsdp.train.state import StepResult, TrainState
 
@@ -38,10 +38,11 @@ def fit(
     """Train from the current step to the last one.
 
     Args:
-        after_step: called on every rank after each step's update of the weights.
-        between_steps: called on every rank once the data of the next step have arrived. If a stop was requested, it
-            raises an error on every rank. It is then also called on a rank whose data have not arrived, because the
-            other ranks wait for this rank.
+        plan: the FSDP2 settings of the sharding strategy.
+        after_step: called on every rank with the result of each step, after the weights are updated.
+        between_steps: called on every rank when the data of the next step have arrived. If a stop was requested, it
+            raises an error on every rank. In this case it is also called on ranks whose data have not arrived, because
+            the other ranks wait for them.
     """
     state.model.train()
     started = time.perf_counter()
@@ -49,9 +50,9 @@ def fit(
     watchdog.at(Phase.DATA, state.step)
     if state.compilations is not None and state.step < state.loader.total_steps:
         log().info("compiling the language model's blocks: the first steps take much longer than those behind them")
-    steps = state.loader.prepared(state.step, watchdog.wants_stop)  # a name keeps its workers alive for watch.check
+    steps = state.loader.prepared(state.step, watchdog.wants_stop)  # kept in a variable, so that its workers stay alive
     try:
-        with collected_by_plan(cfg.gc_every) as collect:
+        with scheduled_gc(cfg.gc_every) as collect:
             for step in profiler.steps(steps):
                 waited = time.perf_counter() - started
                 watchdog.at(Phase.AGREEING)
@@ -59,7 +60,7 @@ def fit(
                 assert step is not None, "between_steps raises on every rank when one of them was asked to stop"
                 watchdog.at(Phase.COMPUTE)
                 result = train_step(state, state.loader.agree(step), plan, cfg, started, watchdog, profiler)
-                # counts as progress into the next step, so that a rank that hangs here counts as late
+                # the phase counts as progress in the next step, so that a rank that hangs here counts as late
                 watchdog.at(Phase.REPORT, state.step)
                 after_step(replace(result, data_seconds=waited))
                 collect(state.step)
@@ -86,12 +87,20 @@ def train_step(
     watchdog: Watchdog | None = None,
     profiler: NoProfiler | None = None,
 ) -> StepResult:
-    """Run one optimizer step. If the loss or the gradients' norm is not finite, skip the update. Raises NumericError if
-    this happens in fp16 and the loss scale cannot be lowered any more."""
+    """Run one optimizer step. If the loss or the norm of the gradients is not finite, the update of the weights is
+    skipped.
+
+    Args:
+        step: the data of the step.
+        started: time (`time.perf_counter`) at which the step began, which is when its data were requested.
+
+    Raises:
+        NumericError: in fp16, gradients overflowed although the loss scale is at its minimum.
+    """
     profiler = profiler or NoProfiler()
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
-    # dropout of a resumed run draws the same numbers as without the interruption
+    # seeded anew for each step, so that a resumed run draws the same random numbers as a run without interruption
     torch.manual_seed(derive("step", cfg.seed, state.step, dist.get_rank() if dist.is_initialized() else 0))
     sources = SourceSums(step.facts, state.loader.device)
     loss_sum = torch.zeros((), device=state.loader.device)
@@ -107,11 +116,11 @@ def train_step(
         loss_sum += loss.detach()
     with profiler.part("optimizer"):
         norm = clip_gradients(state.masters, cfg.optim.clip, scale)
-        # The only place where the host waits for the device. If the weights are in host memory, it also waits for the
-        # norm.
+        # The only place in a step where the host waits for the device (except for the norm, if weights are in host
+        # memory).
         values = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device), *sources.summed().unbind()
         loss, own_loss, grad_norm, *source_sums = torch.stack(values).tolist()
-    is_finite = math.isfinite(grad_norm) and math.isfinite(loss)  # the same on every rank: both are sums over all
+    is_finite = math.isfinite(grad_norm) and math.isfinite(loss)  # the same on all ranks, because both are global
     if watchdog is not None:
         watchdog.at(Phase.OPTIMIZER)
     update_or_skip(state, is_finite, profiler)
@@ -133,10 +142,16 @@ def train_step(
 
 
 def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> None:
-    """Update the weights and free the gradients. If the loss or the gradients are not finite (`is_finite` is false),
-    skip the update: weights and moments are not changed, the learning rate schedule does not advance, and the step's
-    samples count as consumed. Raises NumericError if this happens in fp16 and the loss scale cannot be lowered any
-    more."""
+    """Update the weights and free the gradients, or skip the update if the loss or the gradients are not finite. In a
+    skipped step, weights and moments are not changed and the learning rate schedule does not advance, but the step's
+    samples count as consumed.
+
+    Args:
+        is_finite: whether the loss and the gradients are finite.
+
+    Raises:
+        NumericError: in fp16, gradients overflowed although the loss scale is at its minimum.
+    """
     if state.scaler is not None:
         state.scaler.update(overflowed=not is_finite, step=state.step + 1)
     if is_finite:
@@ -146,34 +161,34 @@ def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> 
         state.consecutive = 0
     else:
         state.skipped += 1
-        # for a dynamic loss scale, precision.scaler.minimum is the limit instead
+        # with a dynamic loss scale, skipped steps are limited by precision.scaler.minimum instead of this counter
         state.consecutive += state.scaler is None or not state.scaler.is_dynamic
     state.optimizer.zero_grad(set_to_none=True)
 
 
 class SourceSums:
-    """The losses of a step by data source, kept on the device until the host reads the step's loss.
+    """Sums of the losses of a step by data source, which stay on the device until the host reads the step's loss.
 
-    With one source its loss is the loss of the step, so that nothing is computed or sent. Several sources need one more
-    small collective.
+    If there is only one data source, its loss is the loss of the step, and nothing is computed here. For several data
+    sources, one more small collective is needed.
     """
 
     def __init__(self, facts: StepFacts, device: torch.device):
         self.labels = facts.source_labels
         self.sums = torch.zeros(len(self.labels) if len(self.labels) > 1 else 0, device=device)
-        """Sum of the losses of each data source, float32 [sources]; of shape [0] with one source."""
+        """Sum of the losses of each data source, float32 [sources]; of shape [0] if there is only one source."""
 
     def collector(self) -> LossCollector | None:
         """Return a collector for the loss of each token in one forward pass; None if there is only one data source."""
         return LossCollector() if len(self.sums) else None
 
     def add(self, micro: MicroBatch, collector: LossCollector | None) -> None:
-        """Add the losses that `collector` collected in one forward pass to the sums of their data sources."""
+        """Add the losses that a collector got in one forward pass to the sums of their data sources."""
         if collector is None or not len(micro.label_sources):
             return
         losses = torch.cat(collector.chunks) if collector.chunks else self.sums.new_full((1,), math.nan)
         numbers = torch.arange(len(self.sums), device=losses.device)
-        # not index_add, whose order of additions is not fixed on CUDA
+        # not `index_add`, because the order of its additions is not fixed on CUDA
         self.sums += torch.where(micro.label_sources == numbers[:, None], losses, 0.0).sum(1)
 
     def summed(self) -> torch.Tensor:
@@ -182,13 +197,12 @@ class SourceSums:
         return summed(self.sums) if len(self.sums) else self.sums
 
     def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
-        """Return the mean loss of each data source by name.
-
-        None for a source without label tokens; nan if the loss kernel gives only the sum over all sources.
+        """Return the mean loss per label token of each data source, by name. It is None for a source without label
+        tokens, and nan if the loss kernel returns only the sum over all sources.
 
         Args:
-            loss: the loss of the step.
-            sums: the result of `summed`, on the host.
+            loss: the mean loss of the step.
+            sums: the result of `summed`, as a list on the host.
         """
         if not sums:
             return {name: loss if labels else None for name, labels in self.labels.items()}
@@ -198,14 +212,14 @@ class SourceSums:
 
 @torch.no_grad()
 def clip_gradients(masters: MasterWeights, largest: float | None, scale: float = 1.0) -> torch.Tensor:
-    """Divide the gradients by the loss scale `scale`, then scale them down to a norm of at most `largest`. With
-    `largest=None` they are not scaled down.
+    """Divide the gradients by the loss scale `scale`, and then clip them: scale them down so that their norm is at most
+    `largest`. With `largest=None` they are not clipped.
 
     Returns:
         float32 []: norm of all gradients over all ranks, after the division by `scale` and before clipping.
     """
     gradients = [p.grad for p in masters.named.values() if p.grad is not None]
-    # summed in fp32 also for bf16 gradients, so that the norm is not rounded to bf16
+    # the norm is computed in fp32 also for bf16 gradients, so that it is not rounded to bf16
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
     norm = same_on_every_rank(norm) if isinstance(norm, DTensor) else norm
     if scale != 1.0:
@@ -217,7 +231,7 @@ def clip_gradients(masters: MasterWeights, largest: float | None, scale: float =
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over all ranks, in place, and return it."""
+    """Sum a tensor over all ranks, in place, and return it. Collective: all ranks must call it."""
     if dist.is_initialized():
         dist.all_reduce(value)
     return value

@@ -12,18 +12,20 @@ from llava_fsdp.runtime.errors import NumericError
 from llava_fsdp.runtime.log import log
 
 FACTOR = 2.0
+"""Factor by which the loss scale is raised or lowered."""
 
 
 @dataclass
 class LossScaler:
-    """The loss scale. It is updated after every step, depending on whether gradients overflowed, and is the same on
+    """The loss scale, which is updated after every step, depending on whether gradients overflowed. It is the same on
     every rank."""
 
     cfg: ScalerConfig
     scale: float
     hysteresis: int
-    """Number of further overflows until the scale is halved; at 1 the next overflow halves it."""
+    """Number of overflows until the scale is halved; at 1 the next overflow halves it."""
     steps: int = 0
+    """Number of updates so far."""
     last_overflow: int = -1
     """Index of the last step whose gradients overflowed; -1 before the first overflow."""
 
@@ -54,6 +56,8 @@ class LossScaler:
         self.steps += 1
 
     def lower(self, step: int) -> None:
+        """Count an overflow in `step`, and halve a dynamic scale if there were enough overflows. Raises NumericError if
+        the scale is at its minimum."""
         if not self.is_dynamic:
             return
         if self.hysteresis > 1:
@@ -68,7 +72,7 @@ class LossScaler:
         self.scale = max(self.scale / FACTOR, self.cfg.minimum)
 
     def state(self) -> dict[str, Any]:
-        """Return the values that a checkpoint stores in order to restore the scaler."""
+        """Return the values that a checkpoint stores so that the loss scale can be restored."""
         return {name: getattr(self, name) for name in ("scale", "hysteresis", "steps", "last_overflow")}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""Find rows that are missing from the files of a run that continues (metrics, skipped records, validations), because a
-file was cut, emptied or damaged."""
+"""Find rows that are missing from a run's JSON Lines files (metrics, skipped records, validations) when the run
+continues, because a file was truncated, emptied or damaged."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from llava_fsdp.runtime.safe_load import SMALL
 from llava_fsdp.runtime.small_json import object_or_none
 
 SKIPPED_FILE = "skipped_records.jsonl"
-MOST_STRETCHES = 8
+MOST_RANGES = 8
 """Maximum number of ranges of steps that a message names."""
 
 
@@ -23,8 +23,8 @@ def lost_rows(folder: Path, step: int) -> list[str]:
     continues.
 
     Steps before the first start in this folder are not checked: a run that continues from a checkpoint in another
-    folder has no rows of these steps. Validations are checked only for steps after the last start, because `val.every`
-    is known only for them, and before `step`, because the validation of `step` itself may still have to be done.
+    folder has no rows for them. Validations are checked only for steps after the last start, because `val.every` is
+    known only for these, and only before `step`, because the validation of `step` itself may not be done yet.
 
     Raises:
         OSError: a file cannot be read.
@@ -37,17 +37,19 @@ def lost_rows(folder: Path, step: int) -> list[str]:
     messages = []
     if not starts:
         messages.append(f"{STARTS_FILE} has no start before step {step}")
-    rows = {row["step"]: row for row in of_steps(folder / METRICS_FILE, step)}
+    rows = {row["step"]: row for row in rows_until(folder / METRICS_FILE, step)}
     steps = range(begin + 1, step + 1)
     if missing := [own for own in steps if own not in rows]:
-        messages.append(f"{METRICS_FILE} lacks the rows of {len(missing)} of {len(steps)} steps ({stretches(missing)})")
-    listed = Counter(row["step"] for row in of_steps(folder / SKIPPED_FILE, step))
-    if short := [own for own in steps if listed[own] < faults_of(rows.get(own, {}))]:
-        messages.append(f"{SKIPPED_FILE} lacks records that {METRICS_FILE} counts, of steps {stretches(short)}")
+        messages.append(
+            f"{METRICS_FILE} lacks the rows of {len(missing)} of {len(steps)} steps ({format_ranges(missing)})"
+        )
+    listed = Counter(row["step"] for row in rows_until(folder / SKIPPED_FILE, step))
+    if short := [own for own in steps if listed[own] < skipped_in(rows.get(own, {}))]:
+        messages.append(f"{SKIPPED_FILE} lacks records that {METRICS_FILE} counts, of steps {format_ranges(short)}")
     measured = set(steps_in(folder / VALIDATION_FILE, step))
     due = due_between(max(starts, default=step), step, object_or_none(checkpoint / "state.json", largest=SMALL) or {})
     if missing := [own for own in due if own not in measured]:
-        messages.append(f"{VALIDATION_FILE} lacks the rows of steps {stretches(missing)}")
+        messages.append(f"{VALIDATION_FILE} lacks the rows of steps {format_ranges(missing)}")
     return messages
 
 
@@ -62,23 +64,22 @@ def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
     return range((begin // every + 1) * every, end, every)
 
 
-def faults_of(row: dict[str, Any]) -> int:
-    """Return how many rows `skipped_records.jsonl` must have for a step, according to the step's row in
-    metrics.jsonl."""
+def skipped_in(row: dict[str, Any]) -> int:
+    """Return how many rows `skipped_records.jsonl` must have for a step, given the step's row of `metrics.jsonl`."""
     counts = [present_row(row).get("skipped_records"), row.get("unlabelled")]
     return sum(count for count in counts if type(count) is int)
 
 
-def of_steps(path: Path, last: int) -> list[dict[str, Any]]:
+def rows_until(path: Path, last: int) -> list[dict[str, Any]]:
     """Return the rows of a JSON Lines file whose step is at most `last`."""
     return [row for row in read_rows(path) if type(row.get("step")) is int and row["step"] <= last]
 
 
 def steps_in(path: Path, last: int) -> list[int]:
-    return [row["step"] for row in of_steps(path, last)]
+    return [row["step"] for row in rows_until(path, last)]
 
 
-def stretches(steps: Iterable[int]) -> str:
+def format_ranges(steps: Iterable[int]) -> str:
     """Format sorted steps as ranges in text, such as `1 to 16, 20`."""
     found: list[list[int]] = []
     for step in steps:
@@ -86,6 +87,6 @@ def stretches(steps: Iterable[int]) -> str:
             found[-1][1] = step
         else:
             found.append([step, step])
-    ranges = [f"{first} to {last}" if last > first else str(first) for first, last in found[:MOST_STRETCHES]]
-    more = len(found) - MOST_STRETCHES
+    ranges = [f"{first} to {last}" if last > first else str(first) for first, last in found[:MOST_RANGES]]
+    more = len(found) - MOST_RANGES
     return ", ".join(ranges) + (f" and {more} more stretches" if more > 0 else "")

@@ -1,6 +1,6 @@
 """Train a LLaVA model: `torchrun -m llava_fsdp.train stage=pretrain`, then `stage=finetune`.
 
-The function `train` does everything from top to bottom; it calls `fit` (loop.py), which calls `train_step` for each
+The function `train` runs a training from top to bottom. It calls `fit` (loop.py), which calls `train_step` for each
 step.
 """
 
@@ -51,8 +51,8 @@ from llava_fsdp.train.validation import open_validation
 
 @dataclass
 class RunParts(Run):
-    """The parts of a running training (state, reporter, ...) that the watchdog and the code at the end of the process
-    use. A part is None until it is built."""
+    """The parts of a training (state, reporter, ...) that the watchdog uses while the training runs, and that are used
+    when the process ends. A part is None until it is built."""
 
     folder: Path = Path()
     dir_lock: RunDirLock | None = None
@@ -103,7 +103,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
         mesh = make_mesh(world, plan, cfg)
         parts.count_collectives = ranks.num_collectives(mesh)
         state = parts.state = build_state(cfg, world, plan, mesh)
-        if cfg.private:  # not earlier, because the dataset's index is for everybody who may read the dataset
+        if cfg.private:  # not set earlier: everybody who may read the dataset may also read the index written for it
             os.umask(0o077)
         last_step = state.loader.total_steps
         resumed = resume(state, cfg)
@@ -127,10 +127,10 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
 
         def after_step(result: StepResult) -> None:
             watchdog.step_done()
-            if controller.folder_change() is None:  # a lost run folder may now belong to another run
+            if controller.folder_change() is None:  # nothing is written to a folder that may belong to another run now
                 reporter(result)
             controller.after_step(result)
-            if state.step == first_step + 1:  # now weights are loaded and kernels compiled
+            if state.step == first_step + 1:  # weights are loaded and kernels compiled, so that steps are short now
                 ranks.shorten_timeout(mesh, cfg.comm.timeout)
                 watchdog.limit = cfg.comm.timeout
             if validation is not None and validation.is_due():
@@ -143,24 +143,24 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
             controller.close()
         reporter.close()
         watchdog.at(Phase.EXPORT)
-        with controller.explained():
+        with controller.lost_folder_explained():
             if cfg.export.enabled and not final_export.is_current(state, cfg):
                 log().info("exported to %s", final_export.export(state, cfg, world.is_first))
         controller.stop_if_lost()
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
-    """Replace every `auto` in the configuration: `data.template` by that of the model's parts, `pack` by what the
-    language model can do, and the others by the planner's choice. Rank 0 plans for all ranks. Collective: all ranks
-    must call it."""
-    names_none = cfg.data.template in (AUTO, OWN)
-    if not cfg.has_auto and not names_none and cfg.pack != AUTO:
+    """Replace every `auto` in the configuration. `data.template=auto` becomes the template that fits the model,
+    `pack=auto` becomes true if the language model supports packed rows, and the planner chooses the other values. Rank
+    0 plans for all ranks. Collective: all ranks must call it."""
+    derives_template = cfg.data.template in (AUTO, OWN)
+    if not cfg.has_auto and not derives_template and cfg.pack != AUTO:
         return cfg
     parts = find_parts(cfg.model)
     cfg, padded = settle_packing(cfg, parts.language)
     if padded is not None:
         log().info("auto: %s", padded)
-    if names_none:
+    if derives_template:
         cfg = with_template(cfg, parts)
         log().info("auto: data.template=%s, for the language model %s", cfg.data.template, parts.language.model_type)
     if not cfg.has_auto:
@@ -177,6 +177,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
 
 
 def write_config(cfg: Config, world: World) -> None:
+    """Write `config.yaml` into the run's folder, on rank 0."""
     if world.is_first:
         path = Path(cfg.output_dir) / CONFIG_FILE
         with storage_errors(path):

@@ -1,5 +1,5 @@
-"""Report the progress of a training: one JSON object per step, a progress bar or lines of text, and how the training
-ended."""
+"""Report the progress of a training: a row of `metrics.jsonl` per step, a progress bar or log lines, warnings, and the
+final report."""
 
 import contextlib
 import itertools
@@ -32,7 +32,7 @@ from llava_fsdp.train.state import StepResult
 from llava_fsdp.train.trackers import PATIENCE, Trackers
 
 WINDOW = 128
-"""Maximum number of preceding losses with which a loss is compared to find spikes."""
+"""Maximum number of preceding losses with which a loss is compared to decide whether it is a spike."""
 FEWEST = 16
 """Minimum number of preceding losses that are needed to decide whether a loss is a spike."""
 
@@ -54,7 +54,11 @@ class Reporter:
         """Open the files, the page and the trackers to which a training reports.
 
         Args:
-            left_out: records that were skipped before training (record, kind, reason); they are listed with step 0.
+            first_step: number of steps that were finished when this start of the run began.
+            left_out: records that were skipped before training, each with the keys record, kind and reason. They are
+                listed with step 0.
+            utilization: computes the share of the device's FLOPs that is used; None: unknown.
+            run: identifier of the run.
             about: description of this start of the run, from `run_info.py`.
         """
         self.cfg = cfg
@@ -75,7 +79,7 @@ class Reporter:
                 log().warning(
                     "%s: %s: the file was cut or damaged, and curves and sums go without these rows", folder, message
                 )
-            cut_back(self.metrics.path, first_step)
+            drop_later_rows(self.metrics.path, first_step)
             begin_skipped_records(self.skipped_records.path, first_step, left_out)
         about = {**(about or {}), "run": run, "total_steps": total_steps}
         self.page = LivePage(cfg, first_step, about)
@@ -95,7 +99,7 @@ class Reporter:
             self.progress.stop()
 
     def note(self, text: str) -> None:
-        """Show a text beside the progress bar, if there is one."""
+        """Show a text next to the progress bar, if there is a progress bar."""
         if self.progress is not None:
             self.progress.update(self.task, shown=text)
 
@@ -109,6 +113,7 @@ class Reporter:
             self.trackers.close(int(self.page.run.status.get("exit_code") or 0), patience)
 
     def __call__(self, result: StepResult) -> None:
+        """Report the result of a step."""
         self.warn_of_compiling(result)
         if not self.enabled:
             return
@@ -126,8 +131,8 @@ class Reporter:
         self.show(row)
 
     def warn_of_compiling(self, result: StepResult) -> None:
-        """Log a warning if torch.compile compiled graphs again in a step. Any rank may log it, because all ranks wait
-        for the one that compiles."""
+        """Log a warning if torch.compile compiled graphs again in a step. Any rank may log this warning, because all
+        ranks wait for a rank that compiles."""
         if result.recompiles > self.recompiles:
             log().warning(
                 "step %d: %d graphs were compiled anew, which the first steps should have seen to "
@@ -137,6 +142,7 @@ class Reporter:
         self.recompiles = result.recompiles
 
     def warn(self, result: StepResult) -> None:
+        """Log a warning if a step was skipped, or if its loss is a spike."""
         step = result.facts.step + 1
         if result.skipped and result.loss_scale is None:
             log().warning(
@@ -149,6 +155,7 @@ class Reporter:
             )
 
     def show(self, row: dict) -> None:
+        """Show the result of a step, a row of `metrics.jsonl`, on the terminal, with warnings about its samples."""
         if row["label_tokens"] == 0 or row["grad_norm"] == 0:
             log().warning(
                 "step %d taught nothing: %d samples, %d label tokens, gradient norm %g (%d samples cut at "
@@ -172,6 +179,7 @@ class Reporter:
 
 
 def metrics_row(result: StepResult, utilization: Utilization | None = None) -> dict:
+    """Return the row of `metrics.jsonl` for a step."""
     facts = result.facts
     used = dict.fromkeys(("flops", "mfu", "hfu")) if utilization is None else utilization.of(facts, result.seconds)
     return {
@@ -206,8 +214,8 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Context manager that converts an OSError to a StorageError, which names the file or folder of the run that could
-    not be written."""
+    """Context manager that converts an OSError to a StorageError with the path of the file or folder that cannot be
+    written."""
     try:
         yield
     except OSError as error:
@@ -215,27 +223,27 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def finite(value: float) -> float | None:
-    """Return the value, or None if it is not finite, because JSON has no such number."""
+    """Return the value, or None if it is not finite: JSON has only finite numbers."""
     return value if math.isfinite(value) else None
 
 
 def peak_memory() -> int:
-    """Return the peak memory of this rank in bytes: memory allocated on the GPU, or without a GPU the resident memory
-    of the process."""
+    """Return the peak memory of this rank in bytes: of the memory allocated on the GPU or, without a GPU, of the
+    resident memory of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def cut_back(path: Path, step: int) -> None:
+def drop_later_rows(path: Path, step: int) -> None:
     """Remove the rows of steps after `step` from a JSON Lines file, because a resumed run repeats these steps."""
     if path.is_file():
         replace_lines(path, rows_of(path, range(step + 1)))
 
 
 def begin_skipped_records(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
-    """Write the file of skipped records anew: first `left_out`, the records that were skipped before training, then the
-    file's present rows of steps up to `step`."""
+    """Write the file of skipped records anew. It then contains the records that were skipped before training
+    (`left_out`), and those of its present rows that are of steps up to `step`."""
     before = (json.dumps({"step": 0, **row}) for row in left_out)
     later = rows_of(path, range(1, step + 1)) if path.is_file() else []
     replace_lines(path, itertools.chain(before, later))
@@ -244,6 +252,7 @@ def begin_skipped_records(path: Path, step: int, left_out: Iterable[dict[str, An
 
 
 def rows_of(path: Path, steps: range) -> list[str]:
+    """Return the lines of a JSON Lines file that are of the given steps. Incomplete lines are left out."""
     kept = []
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # an incomplete line, cut by a crash
@@ -253,6 +262,7 @@ def rows_of(path: Path, steps: range) -> list[str]:
 
 
 def number(value: float | None, form: str) -> str:
+    """Format a number; None stands for a number that is not finite."""
     return "overflowed" if value is None else format(value, form)
 
 

@@ -1,4 +1,4 @@
-"""Build AdamW with LLaVA's parameter groups, and the learning rate schedule."""
+"""Build the AdamW optimizer with LLaVA's parameter groups, and the learning rate schedule."""
 
 import math
 from collections.abc import Callable
@@ -66,8 +66,8 @@ SCHEDULES: dict[Schedule, Callable[[int, int, int], float]] = {
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Learning rate schedule: a factor by which the base learning rate of each parameter group is multiplied. The
-    factor is 0 at the first step of a warm-up."""
+    """Learning rate schedule. At each step, the base learning rate of every parameter group is multiplied by a factor,
+    which is 0 at the first step of a warm-up."""
 
     base: float
     schedule: Schedule
@@ -75,7 +75,8 @@ class LearningRate:
     warmup_steps: int
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the learning rate of every parameter group for a step. Return `optim.lr` times the schedule's factor."""
+        """Set the learning rate of every parameter group for a step, counted from 0. Return `optim.lr` times the
+        schedule's factor."""
         factor = SCHEDULES[self.schedule](step, self.total_steps, self.warmup_steps)
         for group in optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
@@ -112,7 +113,8 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
 
 
 def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer states that do not exist yet, so that a checkpoint can be loaded before the first step."""
+    """Create the states of an optimizer that do not exist yet, as zeros, so that a checkpoint can be loaded into them
+    before the first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if optimizer.state.get(parameter):
@@ -129,6 +131,7 @@ def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def base_lr(name: str, cfg: OptimConfig) -> float:
+    """Return the base learning rate of the parameter `name`."""
     own = {"multi_modal_projector.": cfg.projector_lr, "vision_tower.": cfg.vision_lr}
     for prefix, lr in own.items():
         if name.startswith(prefix) and lr is not None:

@@ -9,8 +9,9 @@ import torch
 
 
 class PeakMeter:
-    """Measures the peak memory since its construction, minus the memory in use at construction. On CUDA: allocated and
-    reserved bytes. On a CPU: the resident memory of the process without mapped files, such as the code of libraries."""
+    """Measures the peak memory since its construction, minus the memory that was in use then: on CUDA the allocated and
+    the reserved memory, on a CPU the resident memory of the process without mapped files (such as the code of
+    libraries)."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -22,36 +23,37 @@ class PeakMeter:
             self.before = torch.cuda.memory_allocated(device)
             self.reserved_before = torch.cuda.memory_reserved(device)
         else:
-            free_to_the_system()
-            forget_peak()
-            self.before = of_process("VmRSS") - of_process("RssFile")
+            trim_heap()
+            reset_peak_memory()
+            self.before = process_memory("VmRSS") - process_memory("RssFile")
 
     def read(self) -> dict[str, int]:
-        """Return the peak memory in bytes as {name of the measure: bytes}: on a GPU `max_memory_allocated` and
-        `max_memory_reserved`, on a CPU `peak_resident`."""
+        """Return the peak memory as {name: bytes}. The names are `max_memory_allocated` and `max_memory_reserved` on a
+        GPU, and `peak_resident` on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return {
                 "max_memory_allocated": torch.cuda.max_memory_allocated(self.device) - self.before,
                 "max_memory_reserved": torch.cuda.max_memory_reserved(self.device) - self.reserved_before,
             }
-        return {"peak_resident": max(0, of_process("VmHWM") - of_process("RssFile") - self.before)}
+        return {"peak_resident": max(0, process_memory("VmHWM") - process_memory("RssFile") - self.before)}
 
 
-def free_to_the_system() -> None:
+def trim_heap() -> None:
+    """Make glibc return free memory to the system; does nothing with other C libraries."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-def forget_peak() -> None:
+def reset_peak_memory() -> None:
     """Reset the process's peak VmHWM to the current VmRSS (Linux, `man 5 proc`: clear_refs), if that is permitted."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def of_process(key: str) -> int:
-    """Return the value of an entry in /proc/self/status, such as VmRSS, in bytes; 0 if the entry is missing."""
+def process_memory(key: str) -> int:
+    """Return the value of an entry of /proc/self/status, such as VmRSS, in bytes; 0 if there is no such entry."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(key + ":"):

@@ -1,7 +1,7 @@
-"""Check a training's configuration, its paths and its model, before any record and the values of any weight are read.
+"""Check a training's configuration, its paths and its model, before any record or the values of any weight are read.
 
-`train` raises the errors that these checks find, and `doctor` reports them. `plan`, `prepare` and `train dry_run=` also
-work where a training could not start: they only log the same errors as warnings.
+`train` raises the errors that these checks find, and `doctor` reports them. `plan`, `prepare` and `train dry_run=` only
+log the same errors as warnings, because these commands also work if a training could not start.
 """
 
 from dataclasses import replace
@@ -32,16 +32,17 @@ from llava_fsdp.train.trackers import check_installed
 
 C = TypeVar("C", bound=Config)
 VICUNA, STAGE_1 = "v1", "plain"
+"""Names of the conversation templates of Vicuna and of stage 1 (`stage=pretrain`)."""
 PROMPTS = {"qwen": "chatml", "mistral": "mistral_instruct", "mpt": "mpt"}
-"""Beginning of a language model's `model_type` -> the conversation template that instruct models of this type were
-trained with."""
+"""Beginning of a language model's `model_type` -> the conversation template with which instruct models of this type
+were trained."""
 FEW_STEPS = 20
-"""A training of fewer steps hardly changes a model."""
+"""Number of steps below which a training hardly changes a model."""
 
 
 def preflight(cfg: Config, device: torch.device) -> list[str]:
     """Make all checks that a training on `device` makes before it reads records or values of weights. Return the
-    warnings that it would log.
+    warnings that the training would log.
 
     Raises:
         ConfigError, ModelError, DataError: a check failed; a training would end with the same error.
@@ -57,10 +58,10 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
 
 
 def warn_if_refused(cfg: Config) -> None:
-    """Log a warning if a training would refuse the configuration; the warning contains the training's error. That
-    stage 1 has not made the projector yet is no such error: the stages are planned before the first is trained.
+    """Log a warning with the training's error if a training would refuse the configuration. A projector that stage 1
+    has not trained yet is only mentioned, because all stages may be planned before the first one is trained.
 
-    Only paths are checked if a part of the model would first have to be downloaded.
+    If a part of the model would have to be downloaded, only paths are checked.
 
     Raises:
         ConfigError: a path that the configuration names does not exist.
@@ -91,8 +92,8 @@ def check_run(cfg: Config) -> None:
 
 
 def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
-    """Find the parts of the model and build it on the meta device. Return the model, and the folder from which its
-    projector is read, or None if there is no such folder.
+    """Find the parts of the model and build it on the meta device. Return the model, and the path from which its
+    projector is read (None if there is no such path).
 
     Raises:
         ConfigError, ModelError: a part is missing, or the model or the device does not support the configuration.
@@ -103,14 +104,15 @@ def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
 
 
 def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str, Stored]:
-    """Find where the values of every parameter come from, as `find_weights` does.
+    """Find the source of the initial values of every parameter: tensors in files, or a random distribution. Return the
+    sources by parameter name.
 
     Args:
-        projector: the path that `open_model` returned.
+        projector: path of the projector, as `open_model` returned it.
 
     Raises:
-        ModelError: as `find_weights`. If the projector does not fit and is from a run with other parts, the message
-            names these parts.
+        ModelError: no file contains a parameter, or a file contains it with another shape. If the projector does not
+            fit because it was trained with another language model or vision tower, the message names these.
     """
     try:
         return find_weights(model, model.parts, cfg.model, projector, cfg.seed)
@@ -127,8 +129,8 @@ def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str,
 
 
 def check_prompts(cfg: Config, model: Llava) -> list[str]:
-    """Return a warning if the conversation template is that of another language model. If the model will be exported,
-    try its export with a small copy, and raise ModelError or ConfigError if it cannot be exported."""
+    """Return a warning if the conversation template is meant for another language model. If the model will be exported,
+    also try its export with a small copy of the model. Raises ModelError or ConfigError if it cannot be exported."""
     language = model.parts.language
     if cfg.exports_model:
         rehearse_hf(source_of_run(model, cfg, "", 0), DTYPES[cfg.export.dtype])
@@ -136,8 +138,13 @@ def check_prompts(cfg: Config, model: Llava) -> list[str]:
 
 
 def foreign_prompts(cfg: Config, kind: str, vocabulary: int) -> list[str]:
-    """Return a warning if the conversation template is Vicuna's (v1), but the language model is not of Vicuna's
-    type."""
+    """Return a list with a warning if the conversation template is Vicuna's (v1) although the language model is of
+    another type than Vicuna; else an empty list.
+
+    Args:
+        kind: the language model's `model_type`.
+        vocabulary: size of its vocabulary.
+    """
     is_llama_3 = kind == "llama" and vocabulary > 100_000
     if cfg.trained_template != VICUNA or (kind == "llama" and not is_llama_3):
         return []
@@ -150,17 +157,21 @@ def foreign_prompts(cfg: Config, kind: str, vocabulary: int) -> list[str]:
 
 
 def prompts_of(kind: str) -> str | None:
-    """Return the template that instruct models of the type `kind` were trained with; None if it is not known."""
+    """Return the name of the conversation template with which instruct models of a type (`model_type`) were trained;
+    None if it is unknown."""
     return next((name for start, name in PROMPTS.items() if kind.startswith(start)), None)
 
 
 def with_template(cfg: C, parts: Parts) -> C:
-    """Replace `data.template=auto` in the configuration by the first of these that there is: the template with which
-    `model.checkpoint` was trained, if its notes name one that is not stage 1's; the chat template of the language
-    model's folder, or of a LLaVA-NeXT or LLaVA-OneVision without such notes (other whole models bring none); the
-    template of the language model's type; v1.
+    """Replace `data.template=auto` in the configuration by the first of the following templates that exists:
 
-    Also replace `data.template=chat_template` by the name that records which chat template it is.
+    1. the template with which `model.checkpoint` was trained, if its notes name one other than that of stage 1;
+    2. the chat template in the language model's folder, or in the folder of a LLaVA-NeXT or LLaVA-OneVision whose notes
+       name no template; chat templates of other whole models are not used;
+    3. the template with which instruct models of the language model's type were trained;
+    4. v1.
+
+    `data.template=chat_template` is replaced by a name that identifies the chat template.
 
     Raises:
         ConfigError: `data.template=chat_template`, and the language model's folder has none.
@@ -184,8 +195,9 @@ def with_template(cfg: C, parts: Parts) -> C:
 
 
 def few_steps(cfg: Config, steps: int) -> list[str]:
-    """Return a warning if a training of `steps` steps will hardly change the model: because the dataset has so few
-    records or, if the user chose `max_steps`, because the learning rate of all these steps is 0."""
+    """Return a list with a warning if a training of `steps` steps will hardly change the model; else an empty list. The
+    reason is that the dataset has few records or, if the user has set `max_steps`, that the learning rate of all steps
+    is 0."""
     warmup, is_chosen = warmup_steps(cfg.optim, steps), cfg.max_steps is not None
     factors = (SCHEDULES[cfg.optim.schedule](step, steps, warmup) for step in range(steps))
     if any(factors) if is_chosen else steps >= FEW_STEPS:

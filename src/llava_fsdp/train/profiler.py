@@ -23,24 +23,26 @@ from llava_fsdp.runtime.os_errors import why
 T = TypeVar("T")
 FOLDER = "profile"
 LATE = 12
-"""Number of the last step that is profiled by default, counted from the first step of this process."""
+"""Number of the last step that is profiled by default; the first step of this process has the number 1."""
 MOST_ENTRIES = 200_000
-"""Maximum number of allocations in CUDA's memory history; enough for a few steps."""
+"""Maximum number of allocations that CUDA's memory history records, which is enough for a few steps."""
 
 
 class NoProfiler:
     """A profiler that records nothing."""
 
     def steps(self, steps: Iterator[T]) -> Iterator[T]:
+        """Yield the items of `steps` unchanged."""
         return steps
 
     def part(self, name: str) -> AbstractContextManager[object]:
+        """Return a context manager for a part of a step, such as `forward`, under whose name the profile lists it."""
         return nullcontext()
 
 
 class StepProfiler(NoProfiler):
-    """Profiles a range of steps and writes the results after the last step of the range. The steps of this process are
-    counted from 1."""
+    """Profiles a range of steps, and writes the results after the last step of the range. The first step of this
+    process has the number 1."""
 
     def __init__(self, cfg: Config, steps: tuple[int, int], rank: int, device: torch.device):
         self.first, self.last = steps
@@ -50,8 +52,8 @@ class StepProfiler(NoProfiler):
         self.profiler: profile | None = None
 
     def steps(self, steps: Iterator[T]) -> Iterator[T]:
-        """Yield the items of `steps` unchanged, and profile those in the range. The profile of a step includes the wait
-        for its data."""
+        """Yield the items of `steps` unchanged, and profile the steps in the range. The profile of a step includes the
+        time of waiting for the step's data."""
         try:
             for number in itertools.count(1):
                 self.begin(number)
@@ -62,7 +64,7 @@ class StepProfiler(NoProfiler):
                     return
                 yield step
         finally:
-            if self.profiler is not None:  # the run ends early, and the trace is discarded
+            if self.profiler is not None:  # the run has ended before the last step of the range: no trace is written
                 log().warning("profile=true: the run has ended before step %d of this start", self.last)
                 self.profiler.stop()
                 self.profiler = None
@@ -73,8 +75,8 @@ class StepProfiler(NoProfiler):
         return nullcontext() if self.profiler is None else record_function(RANGE + name)
 
     def begin(self, number: int) -> None:
-        """Start or advance the profiler before step `number`. To warm up, it is started one step before the range, if
-        there is such a step."""
+        """Start or advance the profiler before step `number`, or write its results after the range. It is started one
+        step before the range, if there is such a step, to warm up."""
         if number == max(1, self.first - 1):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_cuda else [])]
             plan = schedule(wait=0, warmup=self.first - number, active=self.last - self.first + 1, repeat=1)
@@ -116,8 +118,8 @@ class StepProfiler(NoProfiler):
 
 
 def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total: int) -> NoProfiler:
-    """Return the profiler for a training that has finished `done` of `total` steps. It records nothing if `profile` is
-    false or no step is left to profile."""
+    """Create the profiler of a training that has finished `done` of `total` steps. It records nothing if `profile` is
+    false or if there are too few steps left."""
     left = total - done
     if not cfg.profile or left <= 0:
         return NoProfiler()
@@ -134,8 +136,12 @@ def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total
 
 
 def usual_steps(left: int) -> tuple[int, int]:
-    """Return the first and the last step to profile by default, if `left` steps are left: three steps, so late that
-    everything is compiled, or the last ones if the run ends earlier. If possible, one step before them is left for the
-    profiler's warm-up."""
+    """Return the first and the last step that are profiled by default: three steps up to step `LATE`, when everything
+    is compiled, or the last steps if the run ends earlier. If possible, the profiler can warm up in one step before
+    them.
+
+    Args:
+        left: number of steps that are left to do.
+    """
     last = min(left, LATE)
     return min(last, max(2, last - 2)), last

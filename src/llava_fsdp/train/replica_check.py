@@ -1,4 +1,5 @@
-"""Compare tensors and counters that several ranks hold, before training begins and before each save."""
+"""Check, before training begins and before each save, that tensors and counters which several ranks hold are equal on
+these ranks."""
 
 import json
 import socket
@@ -15,6 +16,7 @@ from llava_fsdp.train.checkpoint_contents import tensors
 from llava_fsdp.train.state import TrainState
 
 SHOWN = 3
+"""Maximum number of ranks, and of tensors, that a message names."""
 
 
 def check_replicas(state: TrainState, parent: Path) -> None:
@@ -29,7 +31,7 @@ def check_replicas(state: TrainState, parent: Path) -> None:
 
 
 def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return all tensors of a training by name: those that a checkpoint contains, and frozen weights and buffers."""
+    """Return all tensors of a training by name: the tensors that checkpoints contain, frozen weights, and buffers."""
     found = tensors(state)
     for name, tensor in (*state.model.named_parameters(), *state.model.named_buffers()):
         found.setdefault(f"model.{clean_name(name)}", tensor)
@@ -37,8 +39,8 @@ def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def counters(state: TrainState) -> dict[str, str]:
-    """Return the values other than tensors that each rank computes for itself and that affect later steps: name ->
-    text."""
+    """Return the values other than tensors that each rank computes for itself and that affect later steps, as text by
+    name."""
     return {
         "step, samples": f"{state.step} {state.samples}",
         "skipped steps": f"{state.skipped} {state.consecutive}",
@@ -48,10 +50,12 @@ def counters(state: TrainState) -> dict[str, str]:
 
 
 def describe(found: list[Difference], hosts: list[str], step: int, parent: Path) -> ReplicaError:
-    """Return the error that names the ranks, and the tensors and counters, that differ.
+    """Return the error that names the ranks, tensors and counters that differ.
 
     Args:
+        found: the differences.
         hosts: host name of each rank.
+        step: number of finished steps.
         parent: folder of the checkpoints.
     """
     ranks = sorted({rank for difference in found for rank in difference.ranks})

@@ -14,6 +14,7 @@ from llava_fsdp.checkpoint.state_json import jsonable
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
 from llava_fsdp.config import Config, LoraConfig, QuantizeConfig
 from llava_fsdp.config.renamed import present_tree
+from llava_fsdp.config.tree import dotted
 from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
@@ -25,13 +26,17 @@ from llava_fsdp.train.optimizer import prepare_moments
 from llava_fsdp.train.state import TrainState
 
 FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "sampler")
-STORED_AS = ("precision.master_dtype", "precision.moment_dtype")  # the dtypes of a checkpoint's tensors
-FREE_KEYS = {  # paths, names, and how records are read from disk; they do not change the result of a training
+"""Configuration keys, or sections of keys, whose values must stay the same when a run continues, except `FREE_KEYS`."""
+STORED_AS = ("precision.master_dtype", "precision.moment_dtype")
+"""Configuration keys with the dtypes of a checkpoint's tensors, which must stay the same when a run continues."""
+FREE_KEYS = {
     "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source",
     "data.index", "data.cache", "data.cache_gb", "data.examine", "data.examine_images", "data.allow_links",
     "data.bad_records", "data.max_bad_records",
     "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector", "model.lora.checkpoint",
 }  # fmt: skip
+"""Configuration keys that may change when a run continues, because they do not change the result of a training: paths,
+names, and how records are read from disk."""
 
 
 def resume(state: TrainState, cfg: Config) -> Path | None:
@@ -67,7 +72,7 @@ def choose(cfg: Config) -> Checkpoint | None:
     """Choose and verify the checkpoint from which to resume; None if training starts at step 0. Rank 0 chooses.
     Collective: all ranks must call it."""
     output = Path(cfg.output_dir)
-    wanted = on_first_rank(lambda: wish_of(cfg), f"cannot look for checkpoints in {output}")
+    wanted = on_first_rank(lambda: requested_resume(cfg), f"cannot look for checkpoints in {output}")
     if wanted == "never":
         return on_first_rank(lambda: start_over(output), "cannot set aside what an earlier run left")
     if wanted == "auto":
@@ -80,9 +85,9 @@ def choose(cfg: Config) -> Checkpoint | None:
         raise CheckpointError(f"{error}; continue from another step-NNNNNN folder, or start over with never") from error
 
 
-def wish_of(cfg: Config) -> str:
-    """Return the value of `checkpoint.resume`. Return `auto` instead if torchrun or a scheduler has restarted this
-    launch after it had begun as that value says and had saved a checkpoint."""
+def requested_resume(cfg: Config) -> str:
+    """Return the value of `checkpoint.resume`, or `auto` instead if this is a restart by torchrun or a scheduler, and
+    the run has saved a checkpoint since it began as that value says."""
     output, wanted = Path(cfg.output_dir), cfg.checkpoint.resume
     begun = begun_at(output, wanted) if wanted != "auto" else None
     if begun is not None and any((step_of(p) or 0) > begun for p in list_checkpoints(output / FOLDER)):
@@ -91,6 +96,7 @@ def wish_of(cfg: Config) -> str:
 
 
 def start_over(output: Path) -> None:
+    """Move the output of an earlier run in the folder `output` away, and record that a run starts there at step 0."""
     left = (
         FOLDER, "export", ADAPTER_FOLDER, "metrics.jsonl", "skipped_records.jsonl", "validation.jsonl", "starts.jsonl",
         "report.html", "tensorboard",
@@ -106,11 +112,15 @@ def continues(cfg: Config) -> bool:
 
 
 def check_settings(cfg: Config) -> None:
-    """Compare the settings with those of the checkpoint from which the run would resume, before a model is built.
-    Raises ConfigError, which lists every key that differs and says what the user can do. A checkpoint that cannot be
-    read is ignored here, because it is verified and reported later."""
+    """Check, before a model is built, that the settings agree with those of the checkpoint from which the run would
+    resume. A checkpoint that cannot be read is ignored here, because it is verified and reported later.
+
+    Raises:
+        ConfigError: settings have changed that must stay the same; the message lists them and says what the user can
+            do.
+    """
     try:
-        wanted = wish_of(cfg)
+        wanted = requested_resume(cfg)
         if wanted == "never":
             return
         newest = list_checkpoints(Path(cfg.output_dir) / FOLDER)[-1:]
@@ -126,6 +136,7 @@ def check_settings(cfg: Config) -> None:
 
 
 def require_checkpoint(folder: Path) -> None:
+    """Raise CheckpointError if a folder, given by `checkpoint.resume`, is not a checkpoint."""
     if not any((folder / name).is_file() for name in (MANIFEST_FILE, STATE_FILE)):
         raise CheckpointError(
             f"checkpoint.resume={folder} is not a checkpoint; give auto, never, or a step-NNNNNN folder of a run"
@@ -139,8 +150,14 @@ def is_fixed(key: str) -> bool:
 
 
 def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder: Path) -> None:
-    """Raise CheckpointError if the data, the model, or settings that must stay the same have changed since the
-    checkpoint. The error lists every key that differs and says what the user can do."""
+    """Raise CheckpointError if the data, the model, or settings that must stay the same have changed since a checkpoint
+    was written. The message lists every key that differs and says what the user can do.
+
+    Args:
+        facts: content of the checkpoint's `state.json`.
+        cfg, state: the current configuration and the training state.
+        folder: folder of the checkpoint.
+    """
     then, now = settings_then(facts["config"]), flat(jsonable(asdict(cfg)))
     differing = changed_settings(then, now)
     paths = then.get("data.path"), now.get("data.path")
@@ -153,7 +170,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
         "model": "model: the model is another one: other shapes, or other frozen weights",
     }
     if now["model.random_weights"] and then.get("seed") != now["seed"]:
-        del meanings["model"]  # drawn from the seed, which is already listed
+        del meanings["model"]  # random weights depend on the seed, whose change is already listed
     differing += [text for what, text in meanings.items() if facts["fingerprints"][what] != state.fingerprints[what]]
     trainable = set(state.masters.named) ^ set(facts["trainable"])
     if trainable:
@@ -166,6 +183,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
 
 
 def other_settings(folder: Path, differing: list[str]) -> str:
+    """Return the error message for a checkpoint that was written with other settings."""
     return (
         f"{folder} was written by a run with other settings:\n  "
         + "\n  ".join(differing)
@@ -174,8 +192,12 @@ def other_settings(folder: Path, differing: list[str]) -> str:
 
 
 def settings_then(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the run that wrote a checkpoint, by dotted key, from the checkpoint's `config`."""
-    # older checkpoints lack these keys; their runs used neither adapters nor quantization
+    """Return the configuration of the run that wrote a checkpoint, by dotted key.
+
+    Args:
+        config: the entry `config` of the checkpoint's `state.json`.
+    """
+    # older checkpoints, whose runs used neither adapters nor quantization, lack these keys
     added = {"model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())}}
     return flat(jsonable(added)) | flat(present_tree(config))
 
@@ -183,7 +205,8 @@ def settings_then(config: dict[str, Any]) -> dict[str, Any]:
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return a text `key: old -> new` for each configuration key that has changed although it must stay the same when a
     run continues."""
-    # auto may mean the same; the fingerprint "encoding" has the template and the number of tokens
+    # `auto` may stand for the same value; the fingerprint "encoding" shows if the template or the number of image
+    # tokens has changed
     free = {"model.select_feature": {"auto"}, "data.template": {"auto", OWN}}
     same = {key for key, values in free.items() if values & {then.get(key), now.get(key)}}
     return [
@@ -193,11 +216,6 @@ def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found
+def flat(tree: dict[str, Any]) -> dict[str, Any]:
+    """Flatten nested dictionaries to {dotted key: value}. Empty dictionaries are left out."""
+    return {key: value for key, value in dotted(tree).items() if value != {}}

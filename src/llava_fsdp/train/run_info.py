@@ -1,7 +1,7 @@
-"""Describe one start of a training as a JSON object: hardware, versions, trainable parts, recipe. Each time a run
-resumes is a further start.
+"""Describe a start of a training run as a JSON object: hardware, versions, trainable parts, recipe. A run that resumes
+has several starts.
 
-Rank 0 appends this description to `starts.jsonl`; the report and the trackers show it. It contains no host names.
+Rank 0 appends this description to `starts.jsonl`, and the report and the trackers show it. It contains no host names.
 """
 
 import importlib.metadata
@@ -35,7 +35,7 @@ from llava_fsdp.train.summary import describe_data, trained_counts, unlike_origi
 
 
 def about_run(cfg: Config, world: World, model: Llava, records: Records, weights: dict[str, Weight]) -> dict[str, Any]:
-    """Return a description of the current start of a run (hardware, versions, ...), before its first step."""
+    """Describe the current start of a run (hardware, versions, ...) as a JSON object."""
     compiles = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention).on
     shard_size = cfg.sharding.shard_size or world.local_size
     held = bytes_per_rank(
@@ -69,7 +69,7 @@ def planned_peak(cfg: Config, world: World, model: Llava, records: Records) -> i
     rule = ImageTokens.of_config(cfg, model.parts.image_size, model.image_tokens)
     try:
         return expected_peak(cfg, world, model.parts, samples_in(records, rule))
-    except Exception as error:  # the page then lacks this line; this must not end the training
+    except Exception as error:  # only a line of the report is lost, which must not end the training
         log().warning("the plan of this run's memory could not be made: %s: %s", type(error).__name__, error)
         return None
 
@@ -109,7 +109,7 @@ def commit() -> str | None:
 
 
 def command_line() -> str:
-    """Return the command line of this rank, including torchrun with its number of ranks. Secrets are hidden."""
+    """Return the command line of this rank, including torchrun and its number of ranks. Secrets are hidden."""
     words = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         nodes, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")

@@ -1,4 +1,4 @@
-"""Check before a model is loaded that all ranks run the same versions of the software that can change results."""
+"""Check, before a model is loaded, that all ranks run the same versions of the software that can change results."""
 
 import importlib.metadata
 import os
@@ -38,8 +38,8 @@ Gather = Callable[[list[Any]], list[Any]]
 
 
 def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> None:
-    """Refuse to run if software differs between ranks; log a warning if hardware or kernels differ. Collective: all
-    ranks must call it. Raises ConfigError on every rank, with each version, its ranks and their hosts."""
+    """Raise ConfigError on every rank if software differs between ranks; log a warning if hardware or kernels differ.
+    The messages contain each version, its ranks and their hosts. Collective: all ranks must call it."""
     own = {name: read() for name, read in must_agree(cfg).items()}
     may = {name: read() for name, read in may_differ(device).items()}
     found = gather([(socket.gethostname(), own, may)])
@@ -56,8 +56,8 @@ def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> No
 
 
 def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
-    """Return functions that read the versions of the software that must be the same on all ranks: name -> function.
-    Software is included if another version could change results."""
+    """Return functions that read the versions of software that must be the same on all ranks, because another version
+    could change results: name -> function."""
     used = {
         "peft": cfg.model.lora.enabled,
         "bitsandbytes": cfg.model.quantize.mode is not Quantizer.none,
@@ -77,8 +77,8 @@ def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
 
 
 def may_differ(device: torch.device) -> dict[str, Callable[[], str]]:
-    """Return functions that describe hardware and software that may differ between ranks: name -> function. If they
-    differ, a warning is logged."""
+    """Return functions that describe hardware and software that may differ between ranks, with only a warning: name ->
+    function."""
     return {
         "device": lambda: device_name(device),
         "CPU": lambda: f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
@@ -95,8 +95,8 @@ def torch_build() -> str:
 
 
 def loaded_version(module: ModuleType) -> str:
-    """Return the version of a module that this process has imported. The version that is installed now may be another
-    one."""
+    """Return the version of a module that this process has imported. The installed package may have been updated since
+    then."""
     return str(module.__version__)
 
 
@@ -112,7 +112,7 @@ def package_digest(files: dict[str, str] | None = None) -> str:
     built from that checkout.
 
     Args:
-        files: the result of `package_files`; None: that of the running package.
+        files: digests of files, as `package_files` returns them; None: those of the running package.
     """
     digest = xxh3_128()
     for name, content in sorted((package_files() if files is None else files).items()):
@@ -132,7 +132,8 @@ def package_files(package: Path = PACKAGE, conf: Path | None = None) -> dict[str
 
 
 def is_own(path: Path) -> bool:
-    """Return whether a file is part of llava_fsdp. Compiled files, hidden files and editors' backup copies are not."""
+    """Return whether a file in the package's folder is part of llava_fsdp: it is not a compiled file, a hidden file or
+    a backup copy of an editor."""
     hidden = any(part.startswith(".") or part == "__pycache__" for part in path.parts)
     return not hidden and not path.name.endswith((".pyc", "~", ".orig", ".rej"))
 
@@ -164,7 +165,7 @@ def describe(ranks: list[int], hosts: list[str]) -> str:
             spans[-1][1:] = [rank]
         else:
             spans.append([rank])
-    said = ", ".join("-".join(map(str, span)) for span in spans)
+    numbers = ", ".join("-".join(map(str, span)) for span in spans)
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {said} ({', '.join(names[:SHOWN])}{more})"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers} ({', '.join(names[:SHOWN])}{more})"

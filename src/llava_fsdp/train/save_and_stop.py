@@ -1,5 +1,5 @@
-"""Create the saver of a training, and do what all ranks must do together after and between steps: save, stop on
-request, and give up after too many skipped steps."""
+"""Create the saver of a training, and decide together on all ranks, after and between steps, whether to save, to stop
+on request, or to give up after too many skipped steps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ SHOWN = 8
 
 
 class RunController:
-    """Saves the state of a training on request and when a checkpoint is due, and ends the run on request. While steps
-    are skipped, a checkpoint that is due is postponed."""
+    """Saves the state of a training when a checkpoint is due or requested, and ends the run on request. While steps are
+    skipped, a checkpoint that is due is postponed."""
 
     def __init__(
         self,
@@ -41,8 +41,9 @@ class RunController:
         """Create the controller of a training.
 
         Args:
-            saver: None if no step is left.
-            dir_lock: the lock on the run's folder, on rank 0; None on other ranks.
+            saver: saves the state; None if no step is left to do.
+            last_step: number of the last step of the run.
+            dir_lock: on rank 0 the lock on the run's folder; None on other ranks.
         """
         self.dir_lock = dir_lock
         self.state = state
@@ -51,7 +52,8 @@ class RunController:
         self.last_step = last_step
         self.watchdog = watchdog
         self.first_step = state.step  # a resumed state is already on disk, and at step 0 there is nothing to save
-        self.owed = False
+        self.is_save_due = False
+        """Whether a checkpoint is due that was postponed because steps were skipped."""
 
     @property
     def is_kept(self) -> bool:
@@ -69,9 +71,9 @@ class RunController:
         state = self.state
         if state.consecutive > self.cfg.numeric.max_consecutive_skips:
             self.give_up(result)
-        self.owed |= is_due(state.step, self.last_step, self.cfg.checkpoint)
+        self.is_save_due |= is_due(state.step, self.last_step, self.cfg.checkpoint)
         # saves delete old checkpoints, and the one from before a series of skipped steps must not be deleted
-        if self.owed and (not state.consecutive or state.step == self.last_step):
+        if self.is_save_due and (not state.consecutive or state.step == self.last_step):
             self.save()
 
     def between_steps(self) -> None:
@@ -80,7 +82,7 @@ class RunController:
 
         Raises:
             Stopped: a stop was requested. The state is on disk, unless saving failed and `checkpoint.on_save_error`
-                allows that.
+                is `warn`.
             FolderLost: the run's folder was deleted or moved, or belongs to another run now.
         """
         votes = Votes(
@@ -101,21 +103,24 @@ class RunController:
             raise self.stopped(f"stopped after step {self.state.step}; the same command {where}")
 
     def stopped(self, what: str) -> Stopped:
+        """Return the exception with which the run stops on request; `what` says at which step and how to continue."""
         return Stopped(f"{self.watchdog.stop or 'a signal on another rank'}: {what}", bool(self.watchdog.stop))
 
     def save(self) -> None:
+        """Begin to save the current state. Raises CheckpointError or NumericError if the previous save has failed, and
+        FolderLost if the run's folder is lost."""
         self.watchdog.at(Phase.CHECKPOINT)
         assert self.saver is not None
-        with self.explained():
+        with self.lost_folder_explained():
             self.saver.save()
-        self.owed = False
+        self.is_save_due = False
 
     def finish(self) -> None:
         """Wait until the checkpoint that is being written is complete. Raises CheckpointError or NumericError if it
         could not be written."""
         if self.saver is not None:
             self.watchdog.at(Phase.CHECKPOINT)
-            with self.explained():
+            with self.lost_folder_explained():
                 self.saver.raise_if_failed()
 
     def close(self) -> None:
@@ -136,14 +141,14 @@ class RunController:
             raise self.stopped("stopped after the last step; the same command exports the model")
 
     def folder_change(self) -> FolderChange | None:
-        """Return what happened to the run's folder if it is lost (deleted, moved or replaced). None if it is not, and
-        always None on ranks other than rank 0. Not a collective."""
+        """Return what happened to the run's folder if it is lost (deleted, moved or replaced), else None. On ranks
+        other than rank 0 always return None. Not a collective."""
         return self.dir_lock.check_folder() if self.dir_lock is not None else None
 
     @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
-        """Context manager for writing into the run's folder. If that fails because the folder is lost (deleted, moved
-        or replaced), it raises FolderLost instead of the error of writing."""
+    def lost_folder_explained(self) -> Iterator[None]:
+        """Context manager for writing into the run's folder. If writing fails because the folder is lost (deleted,
+        moved or replaced), FolderLost is raised instead of the error of writing."""
         try:
             yield
         except (CheckpointError, ModelError) as error:
@@ -152,20 +157,18 @@ class RunController:
             raise
 
     def stop_if_lost(self) -> None:
-        """If the run's folder is lost (deleted, moved or replaced), save the state into a new folder and raise
-        FolderLost. Collective: all ranks must call it.
-
-        The new folder has the same path. It is not created if something else is at that path now.
-        """
+        """If the run's folder is lost (deleted, moved or replaced), save the state into a new folder with the same
+        path, and raise FolderLost. If there is something else at that path now, only raise FolderLost. Collective: all
+        ranks must call it."""
         failing = f"cannot look at {self.cfg.output_dir}"
         change = on_first_rank(self.folder_change, failing)
         if change is None:
             return
         step = self.state.step
-        said = f"output_dir={self.cfg.output_dir} {change.what}, as found after step {step}"
+        problem = f"output_dir={self.cfg.output_dir} {change.what}, as found after step {step}"
         if not change.can_be_remade:
             raise FolderLost(
-                f"{said}. Nothing was written there after that, and step {step} was not saved. To continue from the "
+                f"{problem}. Nothing was written there after that, and step {step} was not saved. To continue from the "
                 "last checkpoint, put the run's own folder back in its place",
                 may_be_recorded=False,
             )
@@ -177,7 +180,7 @@ class RunController:
                 self.saver.save()
                 self.saver.raise_if_failed()
         except (CheckpointError, NumericError) as error:
-            raise FolderLost(f"{said}; making it again failed: {error}", may_be_recorded=True) from error
+            raise FolderLost(f"{problem}; making it again failed: {error}", may_be_recorded=True) from error
         saved = (
             f"A checkpoint of step {step} has been saved into a new folder of that name, and the same command "
             "continues from it"
@@ -185,13 +188,14 @@ class RunController:
             else "The run's last checkpoint was in it; the same command starts from the beginning"
         )
         raise FolderLost(
-            f"{said}, with all that was in it. {saved}. If it was moved, put it back in place of the new one",
+            f"{problem}, with all that was in it. {saved}. If it was moved, put it back in place of the new one",
             may_be_recorded=True,
         )
 
     def give_up(self, result: StepResult) -> None:
-        """Raise NumericError, which ends a run with too many skipped steps. Its message names the records of the last
-        step that may be the cause: those of the ranks whose own loss is not finite, or else those of all ranks."""
+        """Raise NumericError, which ends the run because of too many skipped steps. The message names the records of
+        the last step that may be the cause: those on ranks whose own loss is not finite or, if there are no such ranks,
+        those on all ranks."""
         self.finish()
         state, step = self.state, self.state.step
         # gradients are sums over all ranks, but the bad samples were on a rank whose own loss is not finite
@@ -221,6 +225,7 @@ def open_saver(
 
     Args:
         resumed: folder of the verified checkpoint from which the run continues; None if it begins at step 0.
+        adapter_folder: how rank 0 writes the adapters into each checkpoint; None without adapters and on other ranks.
 
     Raises:
         CheckpointError: the disk has no room for a checkpoint, or the folder is not writable.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainState:
-    """Model, optimizer and data of a training, and the counters of its progress."""
+    """The state of a training: model, optimizer, data, and counters of its progress."""
 
     model: nn.Module
     masters: MasterWeights
@@ -34,27 +34,28 @@ class TrainState:
     learning_rate: LearningRate
     loader: Loader
     sources: dict[str, Stored] = field(default_factory=dict)
-    """Parameter name -> the stored tensor from which the parameter's initial values are read. Empty in a dry run, which
-    saves nothing."""
+    """Parameter name -> the source of the parameter's initial values. Empty in a dry run, which saves nothing."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Digests of the dataset, of its encoding and order, and of the model. A run does not resume from a checkpoint with
-    other fingerprints."""
+    """Digests of the dataset, of the encoding and the order of its samples, and of the model. A run does not resume
+    from a checkpoint with other fingerprints."""
     digests: dict[str, str] = field(default_factory=dict)
-    """Name of a frozen parameter -> digest of its values. An adapter records these digests to recognize its base
-    model."""
+    """Name of a frozen parameter -> digest of its values. A hash of these digests is saved with an adapter, so that its
+    base model can be recognized."""
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Identifier of the run, kept when the run resumes. Each rank has its own; files contain that of rank 0."""
     step: int = 0
     """Number of finished steps, including skipped ones."""
     samples: int = 0
+    """Number of samples in the finished steps."""
     scaler: LossScaler | None = None
     """The loss scaler; None unless the precision is fp16."""
     skipped: int = 0
-    """Number of finished steps without an update, because the loss or the gradients were not finite."""
+    """Number of finished steps in which the weights were not updated, because the loss or the gradients were not
+    finite."""
     utilization: Utilization | None = None
     consecutive: int = 0
-    """Number of skipped steps since the last update. With the dynamic loss scale of fp16 it stays 0; the scale's
-    minimum is then the limit for skipped steps."""
+    """Number of skipped steps since the last update of the weights. With a dynamic loss scale (fp16) it stays 0,
+    because skipped steps are then limited by the scale's minimum."""
     about: dict[str, Any] = field(default_factory=dict)
     """Description of this start of the run, for `starts.jsonl` and the report. Empty on all ranks except rank 0."""
     compilations: Compilations | None = None
@@ -64,7 +65,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one step. Fields are the same on every rank unless noted."""
+    """Result of one optimizer step. Fields are the same on every rank, unless their description says otherwise."""
 
     facts: StepFacts
     loss: float
@@ -78,12 +79,12 @@ class StepResult:
     loss_scale: float | None = None
     """Loss scale of this step; None unless the precision is fp16."""
     recompiles: int = 0
-    """Number of graphs that this rank has compiled so far, not counting those of the first steps of its process. Each
-    compilation delayed a step by seconds."""
+    """Number of graphs that this rank has compiled so far, without those of the first steps of its process. Each
+    compilation delays a step by seconds."""
     own_loss_is_finite: bool = True
-    """Whether this rank's part of the loss is finite; differs between ranks."""
+    """Whether this rank's part of the loss is finite. Differs between ranks."""
     source_losses: dict[str, float | None] = field(default_factory=dict)
-    """Data source -> mean loss over the source's label tokens; None if the step has no label tokens of this source. Not
-    finite if `loss.kernel` returns only the sum over all sources."""
+    """Data source -> mean loss of the source's label tokens; None if the step has no label tokens of this source, not
+    finite if the loss kernel returns only the sum over all sources."""
     data_seconds: float = 0.0
-    """Seconds that this rank waited for the step's data; differs between ranks."""
+    """Seconds that this rank waited for the step's data. Differs between ranks."""

@@ -45,8 +45,12 @@ PARTS = {
 
 
 def unlike_original(cfg: Config, compiles: bool = False) -> str:
-    """Return one line that lists the settings with which results differ numerically from the original LLaVA trainer's.
-    With `compiles` the line also names compilation, because it changes rounding."""
+    """Return one line that lists the settings because of which results differ numerically from those of the original
+    LLaVA trainer.
+
+    Args:
+        compiles: whether blocks are compiled, which changes rounding, so that the line mentions it.
+    """
     precision = cfg.precision
     # (key, value, whether the value equals that of the original LLaVA)
     choices = [
@@ -77,6 +81,8 @@ def show_run(
     """Print in at most fifteen lines which model is trained on which data, and how.
 
     Args:
+        weights: the properties of all parameters, by name.
+        projector: description of the projector with which the training starts.
         planned: planned peak memory of a GPU in bytes; None if there is no plan, as on a CPU.
     """
     console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
@@ -217,7 +223,8 @@ def describe_activation_checkpointing(cfg: Config, world: World) -> str:
 
 
 def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
-    """Return the numbers of trainable and of frozen parameters: part of the model -> (trainable, frozen)."""
+    """Return the number of trainable and of frozen parameters in each part of the model: part -> (trainable,
+    frozen)."""
     found = {}
     for part in PARTS:
         own = [w for n, w in weights.items() if n.partition(".")[0] == part]

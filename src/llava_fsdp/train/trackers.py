@@ -1,9 +1,9 @@
 """Log a training to TensorBoard and to Weights & Biases, on rank 0.
 
-A tracker must neither slow training down nor end it. So rows are put in a queue, and a thread sends them to the
-trackers; after an error a tracker is closed with a warning. The thread is started with the first row, after the
-training's data workers were forked. The data workers of a validation are forked while the thread runs. They must not
-use this module, because its locks may be held when they are forked.
+A tracker must neither slow training down nor end it. Therefore rows are put into a queue, and a thread sends them to
+the trackers; after an error a tracker is closed with a warning. The thread is started with the first row, which is
+after the training's data workers were forked. The data workers of a validation are forked while the thread runs. They
+must not use this module, because its locks may be held when they are forked.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ FOLDER = "tensorboard"
 MOST_WAITING = 20_000
 """Maximum number of rows in the queue for the trackers. Further rows are dropped."""
 PATIENCE = 15
-"""Seconds for which a run waits at its end until the rows queued for the trackers are logged."""
+"""Maximum seconds that a run waits at its end until the rows in the queue for the trackers are logged."""
 HURRY = 4
-"""Seconds that replace `PATIENCE` if other ranks wait for this process to end."""
+"""Maximum seconds of this wait if other ranks wait for this process to end."""
 NAMES = {
     "loss": "train/loss", "lr": "train/learning_rate", "grad_norm": "train/gradient_norm",
     "loss_scale": "train/loss_scale", "skipped_steps": "train/skipped_steps",
@@ -74,6 +74,7 @@ class Trackers:
         """Prepare the enabled trackers, which are opened with the first row.
 
         Args:
+            first_step: number of steps that were finished when this start of the run began.
             run: identifier of the run, which is kept when the run resumes.
             about: description of this start of the run, from `run_info.py`.
             values: the configuration by dotted key.
@@ -99,6 +100,7 @@ class Trackers:
         self.put(row["step"], values_of_validation(row))
 
     def put(self, step: int, values: dict[str, float]) -> None:
+        """Queue values of a step for the trackers. If the queue is full, they are dropped."""
         if not self.wanted:
             return
         if self.thread is None:
@@ -115,18 +117,18 @@ class Trackers:
         """Open the trackers, log the queued rows until `close` ends the queue, and close the trackers. Runs in the
         thread."""
         opened: list[TensorBoard | WeightsAndBiases] = []
-        with warned_of("TensorBoard cannot log this run"):
+        with logged_errors("TensorBoard cannot log this run"):
             opened += [TensorBoard(self)] if self.cfg.track.tensorboard else []
-        with warned_of("Weights & Biases cannot log this run"):
+        with logged_errors("Weights & Biases cannot log this run"):
             opened += [WeightsAndBiases(self)] if self.cfg.track.wandb is not WandbMode.off else []
         while (found := self.waiting.get()) is not None:
             for tracker in list(opened):
-                with warned_of(f"{type(tracker).__name__} is closed") as good:
+                with logged_errors(f"{type(tracker).__name__} is closed") as good:
                     tracker.log(*found)
                 if not good:
                     opened.remove(tracker)
         for tracker in opened:
-            with warned_of(f"{type(tracker).__name__} was not closed"):
+            with logged_errors(f"{type(tracker).__name__} was not closed"):
                 tracker.close(self.exit_code)
 
     def close(self, exit_code: int = 0, patience: float = PATIENCE) -> None:
@@ -146,9 +148,12 @@ class Trackers:
 
 
 @contextlib.contextmanager
-def warned_of(what: str) -> Iterator[list[None]]:
-    """Context manager that turns an exception in its body into a logged warning. It yields a list of one item, which is
-    emptied if there was an exception."""
+def logged_errors(what: str) -> Iterator[list[None]]:
+    """Context manager that turns an exception in its body into a logged warning, which begins with `what`.
+
+    Yields:
+        A list with one item, which is emptied if there is an exception.
+    """
     good = [None]
     try:
         yield good
@@ -158,8 +163,8 @@ def warned_of(what: str) -> Iterator[list[None]]:
 
 
 class TensorBoard:
-    """Tracker that writes TensorBoard event files. If a resumed run repeats steps, TensorBoard shows the later
-    values."""
+    """Tracker that writes event files of TensorBoard. If a resumed run repeats steps, TensorBoard shows the values of
+    the repetition."""
 
     def __init__(self, run: Trackers):
         from torch.utils.tensorboard import SummaryWriter
@@ -178,8 +183,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Tracker that logs to Weights & Biases. All starts of a run continue the same run there. Local files are in
-    `output_dir/wandb`."""
+    """Tracker that logs to Weights & Biases. All starts of a run continue the same run of Weights & Biases. Local files
+    are in `output_dir/wandb`."""
 
     def __init__(self, run: Trackers):
         import wandb
@@ -210,11 +215,12 @@ class WeightsAndBiases:
 
     def close(self, exit_code: int) -> None:
         self.run.finish(exit_code=exit_code)
-        self.teardown()  # another process writes the last rows, and would be killed together with this one
+        self.teardown()  # waits for wandb's process, which writes the last rows and is killed together with this one
 
 
 def flat(about: dict[str, Any]) -> dict[str, str]:
-    """Flatten the nested description `about` of a start of the run: dotted key -> text. Secrets are hidden."""
+    """Flatten the description of a start of a run (`about`) to {dotted key: text}, without lists. Secrets are
+    hidden."""
     known = secrets_of()
     plain = {key: value for key, value in about.items() if not isinstance(value, list) and value is not None}
     return {f"about.{key}": redact(written(value), known) for key, value in dotted(plain).items()}

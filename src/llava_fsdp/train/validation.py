@@ -1,8 +1,8 @@
 """Validate a model during its training: compute the loss on held-out records, and score answers to questions from these
 records.
 
-A validation runs between two steps, on all ranks, with the sharded model. The trained weights are the same to the bit
-with and without validation.
+A validation runs between two steps, on all ranks, with the sharded model. It does not change the training: with and
+without validation, the trained weights are the same to the bit.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.jsonl import Rows
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.watchdog import Watchdog
-from llava_fsdp.train.metrics import cut_back, finite, rows_of, storage_errors
+from llava_fsdp.train.metrics import drop_later_rows, finite, rows_of, storage_errors
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossSum:
     """Sum of the losses of label tokens, and the number of these tokens."""
 
     total: float
@@ -65,9 +65,9 @@ class Validation:
         """Prepare the validation of a training.
 
         Args:
-            pause: called by all ranks between two batches (a collective). It saves or stops the run if this was
-                requested on any rank.
-            note: shows a text about the progress.
+            last_step: number of the last step of the run.
+            pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
+            note: function that shows a text about the progress.
         """
         self.state = state
         self.held_out = held_out
@@ -85,10 +85,10 @@ class Validation:
                 check_answers(state.model, held_out.loader.device, size)
 
     def begin_file(self) -> bool:
-        """Remove the rows of steps after the current one from `validation.jsonl`, because the resumed run repeats these
-        steps. Return whether the current step already has a row."""
+        """Remove the rows of steps after the current step from `validation.jsonl`, because a resumed run repeats these
+        steps. Return whether there is already a row of the current step."""
         with storage_errors(self.rows.path):
-            cut_back(self.rows.path, self.state.step)
+            drop_later_rows(self.rows.path, self.state.step)
         return self.rows.path.is_file() and bool(rows_of(self.rows.path, range(self.state.step, self.state.step + 1)))
 
     def is_due(self) -> bool:
@@ -103,6 +103,7 @@ class Validation:
             self.measure()
 
     def pause(self) -> None:
+        """Save or stop the run if this was requested on any rank. Collective: all ranks must call it."""
         self.pause_run()
         self.watchdog.at(Phase.VALIDATION, self.state.step)
 
@@ -111,8 +112,7 @@ class Validation:
 
         Raises:
             Stopped: a stop was requested. When the run resumes, it begins with this validation.
-            DataError: a held-out record became unreadable after the run began, and `data.bad_records` does not allow
-                it.
+            DataError: a held-out record became unreadable after the run began, and `data.bad_records` is `fail`.
         """
         started = time.perf_counter()
         self.watchdog.at(Phase.VALIDATION, self.state.step)
@@ -127,9 +127,9 @@ class Validation:
         if own_rank() == 0:
             self.report(losses, answers, time.perf_counter() - started)
 
-    def losses(self) -> list[Loss]:
-        """Compute the loss of each data source over all held-out records, summed over all ranks. Collective: all ranks
-        must call it."""
+    def losses(self) -> list[LossSum]:
+        """Compute the sum of the losses of each data source over all held-out records and all ranks. Collective: all
+        ranks must call it."""
         loader, sampler = self.held_out.loader, self.held_out.sampler
         labels = [0] * len(self.held_out.names)
         sums = torch.zeros(len(labels), dtype=torch.float64, device=loader.device)
@@ -147,9 +147,9 @@ class Validation:
             self.note(f"validating: {number + 1} of {sampler.per_epoch}")
         if dist.is_initialized():
             dist.all_reduce(sums)
-        return [Loss(total, count) for total, count in zip(sums.tolist(), labels, strict=True)]
+        return [LossSum(total, count) for total, count in zip(sums.tolist(), labels, strict=True)]
 
-    def report(self, losses: list[Loss], answers: list[Answered], seconds: float) -> None:
+    def report(self, losses: list[LossSum], answers: list[Answered], seconds: float) -> None:
         row = row_of(self.state.step, dict(zip(self.held_out.names, losses, strict=True)), answers, seconds)
         answered = [as_object(self.held_out.questions[own.number], own) for own in answers[: self.cfg.val.shown]]
         row |= {"metric": self.cfg.val.metric.value if self.held_out.questions else None, "answers": answered}
@@ -159,8 +159,8 @@ class Validation:
             log().warning("validation after step %d: the loss is no number", self.state.step)
 
 
-def row_of(step: int, losses: dict[str, Loss], answers: list[Answered], seconds: float) -> dict[str, Any]:
-    whole = Loss(sum(own.total for own in losses.values()), sum(own.label_tokens for own in losses.values()))
+def row_of(step: int, losses: dict[str, LossSum], answers: list[Answered], seconds: float) -> dict[str, Any]:
+    whole = LossSum(sum(own.total for own in losses.values()), sum(own.label_tokens for own in losses.values()))
     return {
         "step": step,
         **whole.row,
@@ -208,6 +208,11 @@ def open_validation(
     note: Callable[[str], None],
 ) -> Validation | None:
     """Create the validation of a training; None with `val.every=null`.
+
+    Args:
+        last_step: number of the last step of the run.
+        pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
+        note: function that shows a text about the progress.
 
     Raises:
         ConfigError: the model cannot generate answers.

@@ -39,9 +39,9 @@ class Answered:
 class AnswerGenerator:
     """Generates answers to held-out questions with the sharded model.
 
-    All ranks must run the same number of forward passes, because each pass is a collective. So all ranks run the same
-    number of batches; each batch continues until the longest answer on any rank is complete; and a rank without
-    questions runs one blank row.
+    All ranks must run the same number of forward passes, because with FSDP each pass is a collective. Therefore all
+    ranks run the same number of batches, each batch continues until the longest answer on any rank is complete, and a
+    rank without questions runs one blank row.
     """
 
     def __init__(
@@ -52,8 +52,12 @@ class AnswerGenerator:
         wants_stop: Callable[[], bool],
         pause: Callable[[], None],
     ):
-        """Create a generator. All ranks call `pause` between batches (a collective); it saves or stops the run if this
-        was requested on any rank."""
+        """Create a generator of answers.
+
+        Args:
+            wants_stop: returns whether this rank was requested to stop.
+            pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
+        """
         assert isinstance(model, Llava)  # FSDP replaces the model's class by a subclass
         self.model = model
         self.loader = held_out.loader
@@ -67,11 +71,11 @@ class AnswerGenerator:
 
     @property
     def rows(self) -> int:
-        """Number of questions that a rank answers in one batch: at most `val.batch_size`, and so few that they have at
-        most half as many tokens as a micro-batch.
+        """Number of questions that a rank answers in one batch: at most `val.batch_size`, and so few that questions and
+        answers together have at most half as many tokens as a micro-batch.
 
-        Half, because the KV cache of a token takes up to twice the memory that a block, in training, keeps of a token
-        for its backward pass.
+        The number of tokens is halved because the key-value cache of a token takes up to twice the memory that training
+        keeps of a token for the backward pass of a block.
         """
         longest = max(len(question.sample.input_ids) for question in self.questions) + self.cfg.val.max_new_tokens
         return max(1, min(self.cfg.val.batch_size, self.cfg.row_tokens // 2 // longest))
@@ -90,11 +94,15 @@ class AnswerGenerator:
         for begin in range(0, len(by_length), at_once):
             self.pause()
             found += self.answer(by_length[begin : begin + at_once][rank::size])
-        self.pause()  # answers that a stop has interrupted do not count
+        self.pause()  # raises an error if a stop was requested, which has interrupted the answers of the last batch
         return sorted(gather_lists(found), key=lambda answered: answered.number)
 
     def answer(self, numbers: list[int]) -> list[Answered]:
-        """Generate answers to this rank's questions of a batch. `numbers` may be empty."""
+        """Generate answers to this rank's questions of a batch. Collective: all ranks must call it.
+
+        Args:
+            numbers: indices of the questions; may be empty.
+        """
         read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompts = lay_out_prompts([row for _, row in read], self.loader.steps.collate)
         micro = self.loader.to_device(prompts.micro)
@@ -119,7 +127,8 @@ class AnswerGenerator:
         ]
 
     def read(self, question: HeldOutQuestion) -> Row | None:
-        """Read the sample of a question and its image tiles; None if an image is broken and `data.bad_records=skip`."""
+        """Return the sample of a question and its image tiles; None if an image is broken and `data.bad_records=skip`.
+        Raises ImageError if an image is broken and `data.bad_records=fail`."""
         try:
             return question.sample, [
                 self.loader.steps.image_reader.load(path, question.record, count_images(question.images))
