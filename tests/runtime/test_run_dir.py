@@ -20,7 +20,7 @@ from llava_fsdp.runtime.errors import FolderInUse
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.run_dir import claimed, is_locked_by_other_launch
 from llava_fsdp.runtime.status_file import Outcome, final_status, first_failure, put_status, read_status, write_ending
-from llava_fsdp.runtime.watchdog import Watchdog, fresh
+from llava_fsdp.runtime.watchdog import Watchdog, open_new
 
 HOLDER = """
     import os, sys, time
@@ -286,7 +286,7 @@ def test_a_start_without_a_step_keeps_what_the_run_was(tmp_path: Path, monkeypat
 def test_stacks_of_the_start_before_stay(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.txt"
     for number in range(3):
-        with fresh(path) as file:
+        with open_new(path) as file:
             file.write(f"start {number}")
     assert [p.read_text() for p in sorted(tmp_path.iterdir())] == ["start 0", "start 1", "start 2"]
     assert path.stat().st_mode & 0o777 == 0o600

@@ -45,7 +45,7 @@ from llava_fsdp.checkpoint.safetensors_stream import write_tensors
 from llava_fsdp.checkpoint.state_json import render_facts
 from llava_fsdp.checkpoint.verify import Checkpoint, check_files, digest_of_file, name_in_errors, verify
 from llava_fsdp.config import CheckpointConfig
-from llava_fsdp.distributed.consensus import gathered_on_first, on_all_ranks, on_first_rank
+from llava_fsdp.distributed.consensus import gathered_on_first, on_all_ranks, on_first_rank, rank_and_size
 from llava_fsdp.runtime.digests import Digest
 from llava_fsdp.runtime.durable_files import (
     make_empty,
@@ -108,7 +108,7 @@ class Committer:
         final = self.parent / folder_name(facts["step"])
         staged = final.with_name(final.name + STAGED)
         failing = f"checkpoint {final} could not be written"
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank, _ = rank_and_size()
         on_first_rank(lambda: self.begin(staged), failing, self.group)
         try:
             self.at("made")

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from llava_fsdp.checkpoint.manifest import RowRange, TensorEntry
+from llava_fsdp.distributed.consensus import rank_and_size
 from llava_fsdp.distributed.local_shards import local, local_rows
 
 
@@ -51,7 +51,7 @@ def replica_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return (i, n): this rank is number i of the n ranks that hold the same rows of a tensor. A tensor that is not a
     DTensor is held by all ranks."""
     if not isinstance(tensor, DTensor):
-        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return rank_and_size()
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     number, count = 0, 1

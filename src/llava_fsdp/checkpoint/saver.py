@@ -21,7 +21,7 @@ from llava_fsdp.checkpoint.manifest import TensorEntry, rank_file
 from llava_fsdp.checkpoint.retention import delete_temporary, restore_replaced
 from llava_fsdp.checkpoint.snapshot import Snapshot, fits
 from llava_fsdp.config import CheckpointConfig, OnSaveError
-from llava_fsdp.distributed.consensus import gathered, on_first_rank
+from llava_fsdp.distributed.consensus import gathered, on_first_rank, rank_and_size
 from llava_fsdp.runtime.durable_files import make_folder, require_room
 from llava_fsdp.runtime.errors import CheckpointError, LlavaFsdpError
 from llava_fsdp.runtime.log import log
@@ -90,7 +90,7 @@ class Saver:
 
     def rows_to_write(self) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
         """Return the manifest entries and the values of the rows that this rank writes, both by tensor name."""
-        return written_rows(self.tensors(), rank_file(dist.get_rank() if dist.is_initialized() else 0))
+        return written_rows(self.tensors(), rank_file(rank_and_size()[0]))
 
     @property
     def failed(self) -> bool:
@@ -142,7 +142,7 @@ class Saver:
             return
         self.saved_step = None
         if not self.is_serious(error):
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if rank_and_size()[0] == 0:
                 log().warning("%s; checkpoint.on_save_error=warn continues without it", error)
         elif isinstance(error, LlavaFsdpError):
             self.error = error
@@ -157,7 +157,8 @@ class Saver:
         return error is not None and not forgiven
 
     def reset_saved_step(self) -> None:
-        """Forget the last saved step and any recorded error, because the run's folder was lost."""
+        """Forget which step was saved last, and the error of a failed save. To be called when the run's folder was
+        lost, with the checkpoints in it."""
         self.wait()
         self.error = self.saved_step = None
 

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from llava_fsdp.checkpoint.manifest import (
     ADAPTER_FOLDER,
     LARGEST,
@@ -24,7 +22,7 @@ from llava_fsdp.checkpoint.manifest import (
 from llava_fsdp.checkpoint.retention import require_plain_folder, restore_replaced
 from llava_fsdp.checkpoint.safetensors_stream import open_file, read_header
 from llava_fsdp.checkpoint.state_json import parse_facts
-from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
+from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank, rank_and_size
 from llava_fsdp.runtime.digests import THREADS, Digest, digest_of, share
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.log import log
@@ -53,7 +51,7 @@ def verify(folder: Path) -> Checkpoint:
 def verify_together(folder: Path) -> Checkpoint:
     """Verify a checkpoint with all ranks, each of which reads a part of the files. Collective: all ranks must call it,
     and all raise the same error."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, size = rank_and_size()
     checkpoint = on_first_rank(name_in_errors(folder)(lambda: check_contents(folder)), f"{folder} cannot be read")
     names = share(checkpoint.manifest.files, rank, size)
     on_all_ranks(name_in_errors(folder)(lambda: digest_files(checkpoint, names)), f"{folder} cannot be verified")
@@ -219,7 +217,7 @@ def first_good(folders: list[Path], strict: bool, check: Callable[[Path], Checkp
                     f"{error}\nThe newest checkpoint does not verify, and checkpoint.strict=true takes no other; with "
                     "checkpoint.strict=false the run continues from the one before it"
                 ) from error
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if rank_and_size()[0] == 0:
                 log().warning("%s; this checkpoint is not used", error)
     if reasons:
         raise CheckpointError(

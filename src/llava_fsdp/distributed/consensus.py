@@ -17,6 +17,11 @@ Failure = tuple[type[LlavaFsdpError], str]
 """Class and message of an error."""
 
 
+def rank_and_size() -> tuple[int, int]:
+    """Return this rank's number and the number of ranks; (0, 1) if there is no process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
     """Run a function on rank 0 only, and return its result or raise its error on every rank. Collective: all ranks must
     call it.
@@ -32,7 +37,7 @@ def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGrou
     """
     outcome: list[Any] = [None, None]
     cause: Exception | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if rank_and_size()[0] == 0:
         try:
             outcome[0] = action()
         except Exception as error:  # the other ranks wait for the broadcast below, so any error must reach it
@@ -63,7 +68,7 @@ def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup
     for rank, failure in enumerate(gathered(local_failure, group)):
         if failure is not None:
             kind, message = failure
-            where = f"rank {rank}: " if dist.is_initialized() and dist.get_world_size() > 1 else ""
+            where = f"rank {rank}: " if rank_and_size()[1] > 1 else ""
             raise kind(where + message) from cause
     return result
 
@@ -118,7 +123,7 @@ class Votes:
 def any_rank(*flags: bool) -> tuple[bool, ...]:
     """Return for each flag whether any rank has set it. Collective: all ranks must call it. It takes 0.13 ms between
     two processes with gloo."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if rank_and_size()[1] == 1:
         return flags
     votes = torch.tensor(flags, dtype=torch.int32)
     dist.all_reduce(votes, dist.ReduceOp.MAX)  # a CPU tensor is reduced by gloo, also on machines with GPUs

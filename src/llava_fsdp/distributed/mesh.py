@@ -21,7 +21,7 @@ from llava_fsdp.distributed.fake_collectives import join_fake
 from llava_fsdp.distributed.malloc import keep_freed_memory, limit_kernel_cache
 from llava_fsdp.distributed.zero import Mesh, ShardPlan
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError
-from llava_fsdp.runtime.launch import env_rank
+from llava_fsdp.runtime.launch import attempt, env_rank, is_one_node
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.process_end import end_with
 
@@ -194,18 +194,18 @@ def join(world: World, timeout_seconds: int) -> None:
     """
     env = os.environ
     shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if shared and env.get("GROUP_WORLD_SIZE", "1") != "1" and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    if shared and not is_one_node() and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         if world.rank == 0:
             log().warning(
                 "restarts on several machines may not come up: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each of them"
             )
     timeout = timedelta(seconds=timeout_seconds)
     store = dist.HashStore() if world.size == 1 else next(dist.rendezvous("env://", timeout=timeout))[0]
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "new"
+
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"attempt_{attempt}", store),
+        store=dist.PrefixStore(f"attempt_{attempt() if shared else 'new'}", store),
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,

@@ -64,7 +64,7 @@ class LazyTensor(torch.Tensor):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box that contains all of a tensor of this shape."""
+    """Return the ranges of indices, one for each dimension, that cover a whole tensor of this shape."""
     return tuple((0, size) for size in shape)
 
 

@@ -140,9 +140,6 @@ class QuantizedLinear(nn.Module):
             is_scale = name in ("scales", "offset") or (name == "absmax" and not self.packing.double)
             tensor.fill_(scale if is_scale else 0)
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.packing.quantizer.value}"
-
 
 class UnpackedProduct(torch.autograd.Function):
     """Autograd function of x W^T + b for a quantized weight W. The backward pass dequantizes W again, so that only the

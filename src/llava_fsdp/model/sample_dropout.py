@@ -92,9 +92,6 @@ class SampleDropout(nn.Module):
         dropped = (value & (2**BITS - 1)) < int(self.p * 2**BITS)
         return x.masked_fill(dropped, 0) * (1 / (1 - self.p))
 
-    def extra_repr(self) -> str:
-        return f"p={self.p}"
-
 
 def hashed(first: torch.Tensor, second: torch.Tensor | int) -> torch.Tensor:
     """Hash pairs of integers below 2**31, with broadcasting; the hashes are int32."""

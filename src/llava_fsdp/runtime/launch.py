@@ -20,6 +20,7 @@ def launch_id() -> str | None:
 
 
 def is_one_node() -> bool:
+    """Return whether torchrun runs the ranks on a single node; also True without torchrun."""
     return os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
 
 
@@ -34,8 +35,8 @@ def incarnation() -> str:
     because the nodes count restarts separately."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"process {os.getpid()}"
-    meeting = attempt() if is_one_node() else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return f"{launch_id()} {meeting}"
+    start = attempt() if is_one_node() else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return f"{launch_id()} {start}"
 
 
 def started(pid: int) -> float:

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 
+from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.redact import redact, secrets_of
 from llava_fsdp.runtime.terminal_text import guard_streams
 
@@ -50,7 +51,7 @@ def setup_logging() -> None:
     """Log to standard error: INFO on rank 0, WARNING on the other ranks. Called by the main functions of commands,
     never at import."""
     guard_streams()
-    rank = int(os.environ.get("RANK", "0"))
+    rank = env_rank()
     handler = logging.StreamHandler(sys.stderr)
     prefix = f"[rank {rank}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 and rank else ""
     handler.setFormatter(WithoutSecrets(f"{prefix}%(message)s"))

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from llava_fsdp.runtime.launch import is_one_node
+
 AGENT = "LLAVA_FSDP_AGENT"
 """Name of the environment variable with the process id of the agent of `llava-fsdp train`, the process that starts the
 ranks (train/agent.py). Only ranks that the agent starts have this variable."""
@@ -55,7 +57,7 @@ def how_ended(code: int) -> str:
 
 
 def status_of_zombie(pid: int) -> int | None:
-    """Return the wait status of an ended process for which its parent has not waited yet; None if unknown."""
+    """Return the wait status of an ended process, as long as its parent has not waited for it; None if unknown."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().split()[-1])
     except (OSError, ValueError):
@@ -63,7 +65,7 @@ def status_of_zombie(pid: int) -> int | None:
 
 
 def status_of_reaped(pidfd: int) -> int | None:
-    """Return the wait status of an ended process for which its parent has waited; None if unknown. Needs Linux
+    """Return the wait status of an ended process even after its parent has waited for it; None if unknown. Needs Linux
     6.15."""
     info = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
     try:
@@ -96,7 +98,7 @@ def end_torchrun() -> None:
     wait for the other machine until the rendezvous times out. Does nothing in a run on a single machine.
     """
     env = os.environ
-    if "TORCHELASTIC_RUN_ID" in env and env.get("GROUP_WORLD_SIZE", "1") != "1" and env.get("LOCAL_RANK") == "0":
+    if "TORCHELASTIC_RUN_ID" in env and not is_one_node() and env.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)
 
 

@@ -4,12 +4,12 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from llava_fsdp import __version__
 from llava_fsdp.checkpoint.manifest import FORMAT
 from llava_fsdp.checkpoint.state_json import jsonable
 from llava_fsdp.config import Config
+from llava_fsdp.distributed.consensus import rank_and_size
 from llava_fsdp.distributed.local_shards import plain
 from llava_fsdp.train.state import TrainState
 
@@ -41,7 +41,7 @@ def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
         "trainable": sorted(state.masters.named),
         "versions": {"llava_fsdp": __version__, "torch": torch.__version__},
         "written_by": {
-            "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+            "ranks": rank_and_size()[1],
             "strategy": cfg.sharding.strategy.value,
             "offload": cfg.offload.mode.value,
         },

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from llava_fsdp.checkpoint.commit import AdapterFolder
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import Checkpoint
 from llava_fsdp.config import Config, DType, FolderFormat, LinearKind, Quantizer
-from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
+from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank, rank_and_size
 from llava_fsdp.distributed.local_shards import whole
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.export.adapter_folder import AdapterWriter, Base, adapter_tensors, prove_adapter, small_files
@@ -238,7 +237,7 @@ def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
         return None
 
     def prepare() -> AdapterFolder | None:
-        if dist.is_initialized() and dist.get_rank() > 0:
+        if rank_and_size()[0] > 0:
             return None
         writer, trained = writer_of(state, cfg), state.masters.named
         names = adapter_tensors(cfg.model, trained, state.sources)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.distributed.compile import is_compiler_error
+from llava_fsdp.distributed.consensus import rank_and_size
 from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.replicas import same_on_every_rank
 from llava_fsdp.distributed.zero import ShardPlan, begin_micro_batch
@@ -101,7 +102,7 @@ def train_step(
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
     # seeded anew for each step, so that a resumed run draws the same random numbers as a run without interruption
-    torch.manual_seed(derive("step", cfg.seed, state.step, dist.get_rank() if dist.is_initialized() else 0))
+    torch.manual_seed(derive("step", cfg.seed, state.step, rank_and_size()[0]))
     sources = SourceSums(step.facts, state.loader.device)
     loss_sum = torch.zeros((), device=state.loader.device)
     for number, micro in enumerate(step.micro_batches, start=1):

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from llava_fsdp.distributed.activation_checkpoint import clean_name
+from llava_fsdp.distributed.consensus import rank_and_size
 from llava_fsdp.distributed.mesh import gather_lists
 from llava_fsdp.distributed.replicas import Difference, checksums_of_rank, find_differences
 from llava_fsdp.runtime.errors import ReplicaError
@@ -23,7 +24,7 @@ def check_replicas(state: TrainState, parent: Path) -> None:
     """Check that the weights, moments, buffers and counters that several ranks hold are equal on all these ranks.
     Collective: all ranks must call it. Raises ReplicaError on every rank, naming the ranks and tensors that differ and
     the last checkpoint in `parent`."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+    if rank_and_size()[1] == 1:
         return
     found = find_differences(checksums_of_rank(all_tensors(state), counters(state)), gather_lists)
     if found:

@@ -19,6 +19,7 @@ from xxhash import xxh3_128
 from llava_fsdp import __version__
 from llava_fsdp.config import Attention, Config, LinearKind, Quantizer, config_dir
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.log import log
 from llava_fsdp.train.run_info import device_name
 
@@ -51,7 +52,7 @@ def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> No
             "same versions on every machine, from one checkout"
         )
     unlike = differences(hosts, [facts for _, _, facts in found])
-    if unlike and os.environ.get("RANK", "0") == "0":
+    if unlike and env_rank() == 0:
         log().warning("the machines of this run differ, which changes rounding or speed. %s", "; ".join(unlike))
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from llava_fsdp.config import Config, Metric
 from llava_fsdp.data.validation_prompts import HeldOutQuestion
@@ -29,6 +28,7 @@ from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.jsonl import Rows
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.watchdog import Watchdog
+from llava_fsdp.train.loop import summed
 from llava_fsdp.train.metrics import drop_later_rows, finite, rows_of, storage_errors
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
@@ -145,9 +145,7 @@ class Validation:
             for left_out in step.facts.skipped if own_rank() == 0 else ():
                 log().warning("the validation goes without %s", left_out.reason)
             self.note(f"validating: {number + 1} of {sampler.per_epoch}")
-        if dist.is_initialized():
-            dist.all_reduce(sums)
-        return [LossSum(total, count) for total, count in zip(sums.tolist(), labels, strict=True)]
+        return [LossSum(total, count) for total, count in zip(summed(sums).tolist(), labels, strict=True)]
 
     def report(self, losses: list[LossSum], answers: list[Answered], seconds: float) -> None:
         row = row_of(self.state.step, dict(zip(self.held_out.names, losses, strict=True)), answers, seconds)

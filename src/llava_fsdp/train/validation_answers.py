@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import nn
 from transformers import DynamicCache
 
@@ -15,7 +14,7 @@ from llava_fsdp.data.records.record import count_images
 from llava_fsdp.data.text.detokenize import AnswerText, stops_of
 from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
 from llava_fsdp.data.validation_set import HeldOut
-from llava_fsdp.distributed.consensus import any_rank
+from llava_fsdp.distributed.consensus import any_rank, rank_and_size
 from llava_fsdp.distributed.mesh import gather_lists
 from llava_fsdp.evaluate.scoring import exact_match, vqa_accuracy
 from llava_fsdp.model.generation import Sampling, write_tokens
@@ -86,7 +85,7 @@ class AnswerGenerator:
         `data.bad_records=fail`."""
         if not self.questions:
             return []
-        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, size = rank_and_size()
         lengths = [len(question.sample.input_ids) for question in self.questions]
         by_length = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
         at_once = size * self.rows
