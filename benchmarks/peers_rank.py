@@ -82,7 +82,7 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
         claimed(folder, ranks.own_rank(), cfg.private),
         Watchdog(folder, ranks.own_rank(), cfg.comm.timeout, cfg.comm.warn_after) as watchdog,
         ranks.distributed(cfg) as world,
-        watchdog.among(ranks.rank_identities()),
+        watchdog.watching_peers(ranks.rank_identities()),
     ):
         shard_plan = SHARD_PLANS[cfg.sharding.strategy]
         state = build_state(cfg, world, shard_plan, ranks.make_mesh(world, shard_plan, cfg))

@@ -84,7 +84,9 @@ def test_on_any_number_of_ranks(
 
 def test_one_source_is_the_loss(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nobody asks for more."""
-    monkeypatch.setattr("llava_fsdp.train.loop.Each", lambda: pytest.fail("a single source needs no losses of labels"))
+    monkeypatch.setattr(
+        "llava_fsdp.train.loop.LossCollector", lambda: pytest.fail("a single source needs no losses of labels")
+    )
     for row in run(single_world(), parts, dataset, tmp_path)["rows"]:
         assert row["sources"] == {"mixed": {"loss": row["loss"], "label_tokens": row["label_tokens"]}}
 

@@ -93,31 +93,28 @@ def choose_kernel(
         ConfigError: the named implementation cannot run this model here.
     """
     if attention is Attention.auto:
-        lack = varlen_missing(language, device, compute_dtype)
+        lack = kernel_missing(Attention.varlen, language, device, compute_dtype)
         if lack is None:
             return Kernel(Attention.varlen, "torch's varlen_attn")
         return Kernel(Attention.sdpa, f"SDPA a sample at a time: {lack}")
-    missing = {Attention.varlen: varlen_missing, Attention.flash: flash_missing}.get(attention)
-    lack = missing(language, device, compute_dtype) if missing is not None else None
+    lack = kernel_missing(attention, language, device, compute_dtype)
     if lack is not None:
         raise ConfigError(f"attention={attention.value}: {lack}; set attention=auto")
     return Kernel(attention, "as configured")
 
 
-def varlen_missing(language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> str | None:
-    """Return why torch's varlen_attn cannot run this model on this device in this dtype; None if it can."""
-    lack = flash_kernel_missing(language, device, compute_dtype, "varlen_attn")
-    if lack is None and importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return f"torch {torch.__version__} has no varlen_attn"
-    return lack
-
-
-def flash_missing(language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> str | None:
-    """Return why the flash-attn package cannot run this model on this device in this dtype; None if it can."""
-    lack = flash_kernel_missing(language, device, compute_dtype, "flash-attn")
-    if lack is None and importlib.util.find_spec("flash_attn") is None:
-        return "flash-attn is not installed (pip install llava-fsdp[flash])"
-    return lack
+def kernel_missing(
+    attention: Attention, language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype
+) -> str | None:
+    """Return why an attention implementation cannot run this model on this device in this dtype; None if it can."""
+    if attention is Attention.sdpa:
+        return None
+    what, module, cure = {
+        Attention.varlen: ("varlen_attn", "torch.nn.attention.varlen", f"torch {torch.__version__} has no varlen_attn"),
+        Attention.flash: ("flash-attn", "flash_attn", "flash-attn is not installed (pip install llava-fsdp[flash])"),
+    }[attention]
+    lack = flash_kernel_missing(language, device, compute_dtype, what)
+    return cure if lack is None and importlib.util.find_spec(module) is None else lack
 
 
 def flash_kernel_missing(

@@ -42,7 +42,7 @@ class RunController:
 
         Args:
             saver: saves the state; None if no step is left to do.
-            last_step: number of the last step of the run.
+
             dir_lock: on rank 0 the lock on the run's folder; None on other ranks.
         """
         self.dir_lock = dir_lock

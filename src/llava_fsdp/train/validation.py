@@ -65,7 +65,6 @@ class Validation:
         """Prepare the validation of a training.
 
         Args:
-            last_step: number of the last step of the run.
             pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
             note: function that shows a text about the progress.
         """
@@ -205,12 +204,7 @@ def open_validation(
     pause: Callable[[], None],
     note: Callable[[str], None],
 ) -> Validation | None:
-    """Create the validation of a training; None with `val.every=null`.
-
-    Args:
-        last_step: number of the last step of the run.
-        pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
-        note: function that shows a text about the progress.
+    """Create the validation of a training; None with `val.every=null`. The arguments are those of `Validation`.
 
     Raises:
         ConfigError: the model cannot generate answers.
