@@ -17,7 +17,8 @@ class TextConsole(Console):
     characters."""
 
     def __init__(self, on_stderr: bool = False, **options: Any):
-        """Open the console on standard output or, with `on_stderr`, on standard error. rich's `Console` gets `options`."""
+        """Open the console on standard output or, with `on_stderr`, on standard error. rich's `Console` gets
+        `options`."""
         stream = sys.stderr if on_stderr else sys.stdout
         stream = getattr(stream, "rich_proxied_file", stream)  # rich replaces the stream while a progress bar is shown
         plain = stream.unguarded if isinstance(stream, Guarded) else stream
