@@ -158,9 +158,9 @@ def test_products_that_selective_keeps_do_not_run_again(
     ("overrides", "device", "attention", "on", "reason"),
     [
         ([], "cpu", None, False, "on cpu compiling takes longer"),
-        (["compile=true"], "cpu", None, True, "as asked for"),
-        (["compile=true", "activation_checkpointing=selective"], "cpu", None, True, "as asked for"),
-        (["compile=false"], "cuda", None, False, "as asked for"),
+        (["compile=true"], "cpu", None, True, "as configured"),
+        (["compile=true", "activation_checkpointing=selective"], "cpu", None, True, "as configured"),
+        (["compile=false"], "cuda", None, False, "as configured"),
         ([], "cuda", Attention.varlen, True, "Triton"),
         (["deterministic=true"], "cuda", Attention.varlen, False, "deterministic=true"),
         (["activation_checkpointing=selective"], "cuda", Attention.sdpa, False, "in one piece"),
@@ -214,4 +214,4 @@ def test_late_compilations_are_warned_of_once(configure: Configure, monkeypatch:
         object.__setattr__(facts, "step", step)
         reporter(StepResult(facts, 1.0, 1.0, 1.0, 1.0, recompiles=recompiles))
     ((text, *values),) = warnings
-    assert (text % tuple(values)).startswith(f"step {WARM_UP + 2}: 2 graphs were compiled anew")
+    assert (text % tuple(values)).startswith(f"step {WARM_UP + 2}: 2 graphs were compiled again")

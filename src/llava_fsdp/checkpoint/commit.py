@@ -180,7 +180,7 @@ class Committer:
         try:
             write_latest(final)
         except OSError as error:
-            log().warning("%s could not be pointed to: %s", final, error)
+            log().warning("%s is saved, but the file `latest` beside it could not be written: %s", final, error)
         self.at("pointed")
         if replaced.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -205,7 +205,7 @@ class Committer:
             else:
                 verify(folder)
         except CheckpointError as error:
-            log().warning("%s; it does not count as kept", error)
+            log().warning("%s; this checkpoint is not counted in checkpoint.keep", error)
             self.good.discard(folder.name)
             return False
         self.good.add(folder.name)

@@ -20,7 +20,7 @@ from llava_fsdp.runtime.log import log
 
 NO_ROOM = (
     "out of host memory: the copy that checkpoints are written from takes {:.3g} GiB; checkpoint.asynchronous=false "
-    "goes without it, offload=nvme keeps states in files"
+    "needs no copy, offload=nvme keeps states in files"
 )
 SHARE = 0.8
 """Maximum fraction of a host's free memory that the copies of its ranks' state may take. The rest is left for the

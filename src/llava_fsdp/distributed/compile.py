@@ -47,7 +47,7 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
         check_compiler(device, "activation_checkpointing=budget")
         return Compiling(True, "activation_checkpointing=budget is the compiler's choice")
     if cfg.compile is False:
-        return Compiling(False, "as asked for")
+        return Compiling(False, "as configured")
     cut = splits_blocks(mode, attention)
     why_cut = (
         "activation_checkpointing=selective needs a block in one piece, and SDPA a sample at a time cuts it in two"
@@ -58,7 +58,7 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
             raise ConfigError(
                 f"compile=true: {why_cut}; choose activation_checkpointing=none or full, pack=false, or compile=auto"
             )
-        return Compiling(True, "as asked for")
+        return Compiling(True, "as configured")
     assert cfg.compile == AUTO
     if device.type != "cuda":
         return Compiling(False, f"on {device.type} compiling takes longer than it saves")

@@ -211,7 +211,7 @@ def explained_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]
             raise
         where = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "host memory"
         request = re.search(r"tried to allocate ([\d.]+ \w+)|allocate (\d+) bytes", message)
-        size = f" ({request[1] or readable(int(request[2]))} more were asked for)" if request else ""
+        size = f" ({request[1] or readable(int(request[2]))} more were requested)" if request else ""
         raise OutOfMemory(f"out of {where}{size}; less is needed with {', or '.join(cures(cfg, device))}") from error
 
 

@@ -213,7 +213,7 @@ def attend_padded(
     """Compute a layer's attention with transformers' SDPA, for padded rows or for generation with a key-value cache.
 
     Args:
-        allowed: the mask for generation (`Continued.allowed`); None for padded rows.
+        allowed: the mask for generation (`CachedRows.allowed`); None for padded rows.
     """
     return sdpa_attention_forward(module, query, key, value, attention_mask if allowed is None else allowed, **others)
 

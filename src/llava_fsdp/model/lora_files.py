@@ -247,7 +247,7 @@ def without_idle_tower(found: AdapterFolder) -> AdapterFolder:
 def warn_of_ignored(folder: Path, modules: set[str]) -> None:
     """Log a warning that untrained adapters (those whose matrix B is 0) of these modules are ignored."""
     log().warning(
-        "%s: the adapters of %d modules, %s for one, have learnt nothing (B is 0) and are left out",
+        "%s: the adapters of %d modules, such as %s, were not trained (B is 0) and are ignored",
         folder, len(modules), min(modules),
     )  # fmt: skip
 
@@ -311,11 +311,12 @@ def check_changed(tensors: Mapping[str, Any], what: str, cure: str) -> None:
     modules = sum(name.endswith(LORA_B) for name in tensors)
     if len(unchanged) == modules:
         raise ModelError(
-            f"{what} is as it began: B is 0 in all {modules} adapted modules, so that the model is its base; {cure}"
+            f"{what} was not changed by training: B is 0 in all {modules} adapted modules, so that the model is its "
+            f"base; {cure}"
         )
     if unchanged:
         more = f" and {len(unchanged) - NAMED} more" if len(unchanged) > NAMED else ""
         log().warning(
-            "%s has learnt nothing in %d of %d modules (B is 0): %s%s",
+            "%s was not changed by training in %d of %d modules (B is 0): %s%s",
             what, len(unchanged), modules, ", ".join(unchanged[:NAMED]), more,
         )  # fmt: skip

@@ -77,7 +77,7 @@ class Reporter:
             rename_old_files(folder)
             for message in lost_rows(folder, first_step) if first_step else ():
                 log().warning(
-                    "%s: %s: the file was cut or damaged, and curves and sums go without these rows", folder, message
+                    "%s: %s: the file was truncated or damaged, and curves and sums lack these rows", folder, message
                 )
             drop_later_rows(self.metrics.path, first_step)
             begin_skipped_records(self.skipped_records.path, first_step, left_out)
@@ -124,7 +124,7 @@ class Reporter:
         for sample in result.facts.skipped:
             skipped = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
             self.skipped_records.add(skipped)
-            log().warning("step %d goes without %s", row["step"], sample.reason)
+            log().warning("step %d is trained without %s", row["step"], sample.reason)
         for where in result.facts.unlabelled:
             self.skipped_records.add({"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"})
         self.warn(result)
@@ -135,8 +135,8 @@ class Reporter:
         ranks wait for a rank that compiles."""
         if result.recompiles > self.recompiles:
             log().warning(
-                "step %d: %d graphs were compiled anew, which the first steps should have seen to "
-                "(TORCH_LOGS=recompiles says why; compile=false goes without)",
+                "step %d: %d graphs were compiled again, which should happen only in the first steps "
+                "(TORCH_LOGS=recompiles shows why; compile=false turns compilation off)",
                 result.facts.step + 1, result.recompiles - self.recompiles,
             )  # fmt: skip
         self.recompiles = result.recompiles
@@ -158,8 +158,8 @@ class Reporter:
         """Show the result of a step, a row of `metrics.jsonl`, on the terminal, with warnings about its samples."""
         if row["label_tokens"] == 0 or row["grad_norm"] == 0:
             log().warning(
-                "step %d taught nothing: %d samples, %d label tokens, gradient norm %g (%d samples cut at "
-                "data.max_length, %d left out); see data.max_length, data.template and model.train",
+                "step %d has trained nothing: %d samples, %d label tokens, gradient norm %g (%d samples truncated at "
+                "data.max_length, %d skipped); see data.max_length, data.template and model.train",
                 *(row[k] for k in ("step", "samples", "label_tokens", "grad_norm", "truncated", "skipped_records")),
             )
         elif 2 * row["unlabelled"] > row["samples"]:

@@ -109,7 +109,7 @@ class StepProfiler(NoProfiler):
         except OSError as error:
             raise StorageError(f"{self.folder} cannot be written ({why(error, self.folder)})") from error
         except TraceError as error:
-            raise StorageError(f"{trace} {error}: is there room? profile=false goes without") from error
+            raise StorageError(f"{trace} {error}: is the disk full? profile=false turns profiling off") from error
         finally:
             if self.on_cuda:
                 torch.cuda.memory._record_memory_history(enabled=None)

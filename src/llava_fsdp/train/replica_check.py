@@ -46,7 +46,7 @@ def counters(state: TrainState) -> dict[str, str]:
         "step, samples": f"{state.step} {state.samples}",
         "skipped steps": f"{state.skipped} {state.consecutive}",
         "loss scale": json.dumps(state.scaler.state() if state.scaler is not None else None),
-        "records left out": json.dumps(sorted(state.loader.broken)),
+        "skipped records": json.dumps(sorted(state.loader.broken)),
     }
 
 

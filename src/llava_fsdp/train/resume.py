@@ -74,7 +74,7 @@ def choose(cfg: Config) -> Checkpoint | None:
     output = Path(cfg.output_dir)
     wanted = on_first_rank(lambda: requested_resume(cfg), f"cannot look for checkpoints in {output}")
     if wanted == "never":
-        return on_first_rank(lambda: start_over(output), "cannot set aside what an earlier run left")
+        return on_first_rank(lambda: start_over(output), "cannot move the output of an earlier run away")
     if wanted == "auto":
         return newest_together(output / FOLDER, cfg.checkpoint.strict)
     folder = Path(wanted)

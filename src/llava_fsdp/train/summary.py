@@ -173,8 +173,8 @@ def describe_packed(cfg: Config, weights: Iterable[Weight]) -> str:
 
 def describe_data(cfg: Config, records: Records) -> str:
     files = ", ".join(f"{name} ({own.path})" for name, own in cfg.data.sources.items()) or cfg.data.path
-    wrong = f", {records.out:,} left out as wrong" if records.out else ""
-    long = f", {records.long:,} left out as too long" if records.long else ""
+    wrong = f", {records.out:,} skipped as wrong" if records.out else ""
+    long = f", {records.long:,} skipped as too long" if records.long else ""
     examined = records.index.examined
     images = f"; {examined.summary}" if examined is not None else ""
     return f"{files}: {len(records):,} records{wrong}{long}{images}"

@@ -111,7 +111,9 @@ class Trackers:
         except queue.Full:
             self.dropped += 1
             if self.dropped == 1:
-                log().warning("tracking is behind by %d rows, and goes without more until it is not", MOST_WAITING)
+                log().warning(
+                    "the trackers are %d rows behind; more rows are dropped until they catch up", MOST_WAITING
+                )
 
     def work(self) -> None:
         """Open the trackers, log the queued rows until `close` ends the queue, and close the trackers. Runs in the

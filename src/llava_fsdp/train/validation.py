@@ -142,7 +142,7 @@ class Validation:
                 sums[source] += self.state.model(*loader.to_device(micro).inputs)
             labels[source] += step.facts.label_tokens
             for left_out in step.facts.skipped if own_rank() == 0 else ():
-                log().warning("the validation goes without %s", left_out.reason)
+                log().warning("the validation is done without %s", left_out.reason)
             self.note(f"validating: {number + 1} of {sampler.per_epoch}")
         return [LossSum(total, count) for total, count in zip(summed(sums).tolist(), labels, strict=True)]
 
@@ -212,6 +212,6 @@ def open_validation(
     """
     if state.held_out is None:
         if cfg.val.is_named and own_rank() == 0:
-            log().warning("held-out records are named, and val.every=null never looks at them; set val.every=STEPS")
+            log().warning("held-out records are given, but with val.every=null they are not used; set val.every=STEPS")
         return None
     return Validation(state, state.held_out, cfg, last_step, watchdog, pause, note)

@@ -138,5 +138,5 @@ class AnswerGenerator:
                 error.on_every_rank = False  # every rank reads only its own questions
                 error.about(record=question.record)
                 raise
-            log().warning("the validation goes without %s", error)
+            log().warning("the validation is done without %s", error)
             return None
