@@ -415,7 +415,7 @@ def cut(path: Path) -> None:
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing learnt": (
-        lambda f: rewrite(f / ADAPTER_FILE, zero), r"not changed by training: B is 0 in all 21 .*; train it for more steps"
+        lambda f: rewrite(f / ADAPTER_FILE, zero), r"not changed by training: B is 0 in all 21 .*; train it for more"
     ),
     "no weights": (lambda f: (f / ADAPTER_FILE).unlink(), f"{ADAPTER_FILE} is missing; .*copy the whole folder"),
     "no weights, no notes": (
