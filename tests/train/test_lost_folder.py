@@ -27,15 +27,15 @@ def configured(parts: Path, dataset: Path, folder: Path, *words: str) -> Config:
 
 def after(step: int, action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Do something as soon as a step is over, before anything of it is written."""
-    kept, done = RunController.loss, []
+    kept, done = RunController.folder_change, []
 
-    def loss(self: RunController) -> object:
+    def folder_change(self: RunController) -> object:
         if self.state.step == step and not done:
             done.append(step)
             action()
         return kept(self)
 
-    monkeypatch.setattr(RunController, "loss", loss)
+    monkeypatch.setattr(RunController, "folder_change", folder_change)
 
 
 @pytest.mark.parametrize(
