@@ -51,7 +51,7 @@ class Examine(Enum):
     head = "head"
     """Only the size in the header of every image is read."""
     sample = "sample"
-    """Some images are decoded completely. Of the others the size is read if it is needed before training."""
+    """Some images are decoded completely. The size of the others is read only if it is needed before training."""
     lazy = "lazy"
     """No image is opened."""
 
@@ -60,14 +60,14 @@ class AspectRatio(Enum):
     """How an image is fitted into the square input of the vision tower."""
 
     square = "square"
-    """It is squeezed to a square, or its centre is cropped, as the vision tower's own preprocessing does."""
+    """The image is squeezed to a square, or its centre is cropped, as the vision tower's own preprocessing does."""
     pad = "pad"
-    """It is padded to a square with the mean colour (LLaVA-1.5)."""
+    """The image is padded to a square with the mean colour (LLaVA-1.5)."""
     anyres = "anyres"
-    """It becomes several tiles (LLaVA-NeXT)."""
+    """The image is cut into several tiles (LLaVA-NeXT)."""
     anyres_max = "anyres_max"
-    """It becomes several tiles, whose features are shrunk if they are too many; each of several images of a sample is
-    padded instead (LLaVA-OneVision)."""
+    """The image is cut into several tiles, whose features are shrunk if there are too many; if a sample has several
+    images, each is padded instead (LLaVA-OneVision)."""
 
 
 class Parity(Enum):

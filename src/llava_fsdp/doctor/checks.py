@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llava_fsdp.config.paths import exists, places_read
+from llava_fsdp.config.paths import exists, paths_read
 from llava_fsdp.doctor import config_checks, disk, gpus, host, network, software
 from llava_fsdp.doctor.collectives import LIMIT, try_ranks
 from llava_fsdp.doctor.context import Context
@@ -119,7 +119,7 @@ def places(context: Context) -> Iterator[Finding]:
     for finding in config_checks.judge_places(context.cfg):
         context.is_missing |= finding.level is Level.FAIL
         yield finding
-    read = places_read(context.cfg)
+    read = paths_read(context.cfg)
     for finding in config_checks.judge_model(context.cfg, os.environ, config_checks.hub_cache(os.environ)):
         # memory can be planned even if the model is missing, from the model shapes that the package knows
         if finding.level is Level.FAIL and exists(read.get(finding.name, "\0")):

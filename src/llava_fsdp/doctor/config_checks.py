@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from llava_fsdp.config import Config, ModelConfig, Source
-from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_places, exists, places_read
+from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists, paths_read
 from llava_fsdp.data.records.forms import RecordKeys
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.doctor.context import Needs
@@ -23,14 +23,14 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 def judge_places(cfg: Config) -> Iterator[Finding]:
     """Check that every path that the training reads exists, and that `output_dir` is not one of these paths."""
-    paths = places_read(cfg)
+    paths = paths_read(cfg)
     missing = {key: name for key, name in paths.items() if not exists(name)}
     for key, name in missing.items():
         yield fail(key, f"{name} does not exist", f"give a path that does; relative paths begin at {os.getcwd()}")
     if missing:
         return
     try:
-        check_places(cfg)
+        check_paths(cfg)
         named = ", ".join(f"{key}={name}" for key, name in paths.items())
         yield ok("places", named or "none: data and model are drawn")
     except ConfigError as error:
@@ -134,7 +134,7 @@ def data_paths(cfg: Config) -> tuple[dict[str, Path], dict[str, Path]]:
     are empty for the generated example dataset."""
     if cfg.data.source is Source.shapes:
         return {}, {}
-    paths = {key: Path(name) for key, name in places_read(cfg).items() if exists(name)}
+    paths = {key: Path(name) for key, name in paths_read(cfg).items() if exists(name)}
     records = {key: path for key, path in paths.items() if key.endswith(".path") and path.is_file()}
     images = {key: path for key, path in paths.items() if key.endswith(".images") and path.is_dir()}
     return records, images
