@@ -45,8 +45,8 @@ class SmiGpu:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch reports about itself and the GPUs, collected in a separate process because a broken driver may crash
-    it."""
+    """Information from torch about itself and the GPUs. It is collected in a separate process, because a broken driver
+    may crash that process."""
 
     version: str
     cuda: str | None
@@ -62,7 +62,8 @@ class TorchFacts:
 
 
 def parse_smi(text: str) -> list[SmiGpu]:
-    """Parse nvidia-smi's output into GPUs. Lines of any other form are skipped; a number that is unknown becomes 0."""
+    """Parse the output of nvidia-smi (with `QUERY`) into GPUs. Lines of any other form are skipped; an unknown number
+    becomes 0."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]

@@ -66,8 +66,8 @@ def lookup(host: str) -> str | None:
 def judge_interfaces(
     found: Sequence[Interface], ports: Mapping[str, str], environment: Mapping[str, str], nodes: int
 ) -> Iterator[Finding]:
-    """Check and list the network interfaces, including those that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name, and
-    check the InfiniBand `ports`."""
+    """Check the network interfaces `found`, among them those that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name, and
+    the InfiniBand `ports` (`card:port` -> state)."""
     useful = [each for each in found if each.up and each.address is not None and each.name != "lo"]
     names = {each.name for each in found}
     for variable in CHOICES:
