@@ -275,7 +275,8 @@ class Config:
 
     @property
     def trained_special_tokens(self) -> SpecialTokens:
-        """How special tokens are tokenized: `data.special_tokens`; if that is null, the default for `labels`."""
+        """Rule for special tokens in a text that training really uses: `data.special_tokens`; if that is null, the
+        default for `labels`."""
         is_original = self.labels is Parity.llava_v1_5
         return self.data.special_tokens or (SpecialTokens.parse if is_original else SpecialTokens.text)
 

@@ -3,7 +3,6 @@
 import os
 import resource
 from collections.abc import Iterator
-from pathlib import Path
 
 from llava_fsdp.doctor.findings import Finding, fail, ok, warn
 from llava_fsdp.runtime.host import Host
@@ -54,9 +53,9 @@ def judge_memory(host: Host, needed: int, what: str) -> Iterator[Finding]:
         yield ok("memory", result + (f"; {what} takes {readable(needed)}" if needed else ""))
 
 
-def read_shared(path: Path = Path("/dev/shm")) -> tuple[int, int]:
+def read_shared() -> tuple[int, int]:
     """Return the total and the free bytes of shared memory (/dev/shm)."""
-    found = os.statvfs(path)
+    found = os.statvfs("/dev/shm")
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 

@@ -26,8 +26,8 @@ class Interface:
         return f"{self.name} {self.address}" + (f" ({self.megabits / 1000:.3g} Gb/s)" if self.megabits else "")
 
 
-def read_interfaces(root: Path = Path("/sys/class/net")) -> list[Interface]:
-    found = []
+def read_interfaces() -> list[Interface]:
+    found, root = [], Path("/sys/class/net")
     for _, name in socket.if_nameindex():
         speed = text_of(root / name / "speed")
         megabits = int(speed) if speed and speed.isdecimal() else None
@@ -46,11 +46,11 @@ def address_of(name: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def read_infiniband(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
+def read_infiniband() -> dict[str, str]:
     """Return the state of each InfiniBand port, such as `4: ACTIVE`, by the names of its card and port
     (`card:port`)."""
     try:
-        ports = sorted(root.glob("*/ports/*"))
+        ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
     except OSError:
         return {}
     return {f"{port.parents[1].name}:{port.name}": text_of(port / "state") or "unknown" for port in ports}

@@ -38,7 +38,7 @@ DERIVED = ("stage_names", "out_features", "out_indices", "_out_features", "_out_
 """Configuration keys whose values transformers computes from the number of layers when it reads a configuration."""
 
 
-def small_copy(source: SourceModel, seed: int = 0) -> tuple[SourceModel, dict[str, Drawn]]:
+def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
     """Return the description of a small copy of a model, on the meta device, and random values of its parameters.
 
     Raises:
@@ -59,7 +59,7 @@ def small_copy(source: SourceModel, seed: int = 0) -> tuple[SourceModel, dict[st
     tile, old = small.parts.image_size, parts.image_size
     grids = [[width // old * tile, height // old * tile] for width, height in source.grid_pinpoints]
     # max_tiles=1, so that the features of an image of several tiles are shrunk
-    return replace(source, model=small, grid_pinpoints=grids, max_tiles=1), random_values(small, seed)
+    return replace(source, model=small, grid_pinpoints=grids, max_tiles=1), random_values(small)
 
 
 def count_layers(part: Any) -> int:
@@ -206,7 +206,7 @@ def check_same_structure(model: Llava, small: Llava) -> None:
         raise ModelError(f"it would have {size:,} parameters")
 
 
-def random_values(model: Llava, seed: int) -> dict[str, Drawn]:
+def random_values(model: Llava) -> dict[str, Drawn]:
     """Return random values of all parameters. Norms and biases are random too, so that an export that swaps two
     parameters has other logits."""
 
@@ -219,7 +219,7 @@ def random_values(model: Llava, seed: int) -> dict[str, Drawn]:
     )  # so that the adapters' products are about as large as the weights
     return {
         name: Drawn(
-            name, tuple(p.shape), DrawRule(Rule.NORMAL, scale(p.shape) / (lora if name.endswith(LORA_B) else 1)), seed
+            name, tuple(p.shape), DrawRule(Rule.NORMAL, scale(p.shape) / (lora if name.endswith(LORA_B) else 1)), seed=0
         )
         for name, p in model.named_parameters()
     }

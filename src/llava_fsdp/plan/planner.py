@@ -52,7 +52,7 @@ class Choice:
 
     @property
     def zero(self) -> str:
-        """The strategy's name on the command line, such as zero3."""
+        """Name of the sharding strategy on the command line, such as zero3."""
         return SHARD_PLANS[self.strategy].zero
 
 
@@ -99,7 +99,7 @@ class PlanRow:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the largest micro-batch."""
+        """Number of tokens of the largest micro-batch, padding included."""
         return max(micro.tokens for micro in self.micro_batches)
 
 
@@ -240,8 +240,8 @@ class Planner:
         )
 
     def offloads_activations(self, choice: Choice) -> bool:
-        """Whether this choice offloads the inputs of blocks to host memory; false on a CPU machine, whose device memory
-        is host memory."""
+        """Return whether this way to train offloads the inputs of blocks to host memory; false on a CPU machine, whose
+        device memory is host memory."""
         return choice.activation_checkpointing.mode is ActivationCheckpointing.offload and self.machine.device != "cpu"
 
     def simulate(
