@@ -317,7 +317,7 @@ def test_auto_recomputes_no_more_than_it_must(
     (tmp_path / "config.yaml").write_text(recorded + "tokens_per_micro_batch: 1024\n")
     kept = decide_on(totals[0], continues=True)
     assert kept.activation_checkpointing.mode is ActivationCheckpointing.full, "a run continues as it began"
-    assert kept.summary(cfg) == "auto: activation_checkpointing=full: as this run began"
+    assert kept.summary(cfg) == "auto: activation_checkpointing=full: as when this run began"
     recorded = recorded.replace("mode: full, budget: null", "mode: budget, budget: 0.5")
     (tmp_path / "config.yaml").write_text(recorded + "tokens_per_micro_batch: 1024\n")
     assert decide_on(totals[0], continues=True) == chosen[0], "a mode that compile=false refuses is planned anew"

@@ -214,9 +214,8 @@ def random_values(model: Llava) -> dict[str, Drawn]:
         fan_in = math.prod(shape[1:]) if len(shape) > 3 else shape[-1]
         return max(fan_in, 1) ** -0.5 if len(shape) > 1 else 0.5
 
-    lora = (
-        model.cfg.lora.scaling if model.adapted else 1.0
-    )  # so that the adapters' products are about as large as the weights
+    # adapters' products become about as large as the weights
+    lora = model.cfg.lora.scaling if model.adapted else 1.0
     return {
         name: Drawn(
             name, tuple(p.shape), DrawRule(Rule.NORMAL, scale(p.shape) / (lora if name.endswith(LORA_B) else 1)), seed=0
