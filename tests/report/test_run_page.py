@@ -243,7 +243,7 @@ def test_a_page_in_spite_of_damaged_files(name: str, content: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "usage"), (["out=x.html"], "no RUN"), (["--x"], "not an option"), (["."], "not a training's"),
+        ([], "usage"), (["out=x.html"], "no RUN"), (["--x"], "not an option"), (["."], "is not the output_dir"),
         (["gone"], "not a folder"),
     ],
 )  # fmt: skip
