@@ -11,17 +11,17 @@ from llava_fsdp.runtime.exit_codes import ExitCode
 
 COMMANDS = {
     "train": "train a model under torchrun, on all GPUs of this machine or, with --nnodes, of several",
-    "prepare": "examine a dataset before training: bad records, lengths, what is cut off",
-    "plan": "which strategies fit a model into which GPUs, and how fast: needs no GPU",
-    "doctor": "does this machine have what a training needs?",
-    "status": "how the training in a folder ended, as a line and an exit code",
-    "report": "a page of one training, or a comparison of several",
+    "prepare": "check a dataset before training: bad records, lengths, truncated samples",
+    "plan": "predict which ways to train a model fit into which GPUs, and how fast; needs no GPU",
+    "doctor": "check whether this machine has what a training needs",
+    "status": "print how the training in a folder ended, and exit with its exit code",
+    "report": "write a web page about one training, or a comparison of several",
     "evaluate": "answer questions of benchmarks with a trained model, and score the answers",
-    "chat": "ask a trained model about images, in the terminal or on a page",
+    "chat": "ask a trained model about images, in the terminal or on a web page",
     "export": "write a trained model for transformers or for the original LLaVA",
-    "sweep": "several trainings with different settings, one after the other or side by side",
+    "sweep": "run several trainings with different settings, one after the other or side by side",
     "migrate": "turn LLaVA's scripts, DeepSpeed's JSON or Accelerate's YAML into one command",
-    "completion": "print what makes the shell complete commands and keys: completion bash, or zsh",
+    "completion": "print the code with which a shell completes commands and keys: completion bash, or zsh",
 }
 
 

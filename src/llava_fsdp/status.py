@@ -1,9 +1,9 @@
 """Print how a training ended: `llava-fsdp status FOLDER`, or with the training's own arguments.
 
 Prints the status in `run_status.json` and exits with the training's exit code, which torchrun hides: 0 done, 75 stopped
-(the same command continues it), 2 a mistake for the user to fix, 3 a checkpoint that cannot be written or read, 4 wrong
-numbers such as a NaN loss, 5 lost or late ranks, 1 a bug or no status at all. Without an end in the status, the run is
-still going on or was killed: whether its folder is locked tells which.
+(the same command continues it), 2 a mistake that the user can fix, 3 a checkpoint that cannot be written or read, 4
+wrong numbers such as a NaN loss, 5 lost or late ranks, 1 a bug or no status at all. If the status says nothing about an
+end, the run is still active or was killed: it is active if its folder is locked.
 
 `--saved` before the other arguments prints the step of the run's newest checkpoint instead (0 if there is none): a
 scheduler's script can compare this step before and after a run.
@@ -24,7 +24,7 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 
 def newest_step(output_dir: Path) -> int:
-    """Step of a run's newest checkpoint; 0 if the run has none."""
+    """Return the step of a run's newest checkpoint; 0 if the run has none."""
     checkpoints = list_checkpoints(output_dir / FOLDER)
     return (step_of(checkpoints[-1]) or 0) if checkpoints else 0
 
@@ -39,7 +39,7 @@ def main() -> None:
     sys.argv[1:] = cli.name_folder(words, "output_dir")
     try:
         node = cli.compose("train", Config)
-    except ConfigError as error:  # the training has reported it, too, but had no folder to write it to
+    except ConfigError as error:  # the training reported this error too, but had no folder to record it in
         log().error("ConfigError: %s", error)
         sys.exit(ExitCode.USER)
     if node is None:
@@ -51,7 +51,7 @@ def main() -> None:
     try:
         record = status_of(path.parent)
     except MissingJson:
-        log().error("%s: no run has written how it ended", path)
+        log().error("%s is missing: no run has recorded its status there", path)
         sys.exit(ExitCode.BUG)
     except BadJson as error:
         log().error("%s", error)
@@ -62,12 +62,12 @@ def main() -> None:
         log().info("%s: %s: %s is under way", path, status, where)
     elif record["status"] == "stopping":
         log().error(
-            "%s: stopping, without a word about its end: it was asked to stop (%s), and killed before it had; the same "
-            "command continues from the last checkpoint", path, reason,
+            "%s: the run was asked to stop (%s), and was killed before it had stopped; the same command continues from "
+            "the last checkpoint", path, reason,
         )  # fmt: skip
     elif code is None:
         end = "it was killed" if is_known_free(path.parent) else "killed, or still running: its lock cannot be read"
-        log().error("%s: %s, without a word about its end: %s", path, status, end)
+        log().error("%s: %s, and no end was recorded: %s", path, status, end)
     else:
         log().info("%s: %s (exit code %d) %s", path, status, code, reason or "")
     log_other_start(path, record)
@@ -75,8 +75,8 @@ def main() -> None:
 
 
 def log_other_start(path: Path, record: dict[str, Any]) -> None:
-    """Log what the status in `record` says about another start of the run: why a later start was refused (the run was
-    finished), or how the previous start ended (the latest one took no step)."""
+    """Log what the status `record` says about another start of the run: why a later start was refused, because the run
+    was finished; or how the previous start ended, because the latest one has taken no step."""
     if isinstance(refused := record.get("refused"), dict):
         log().info("%s: a later start was refused: %s", path, refused.get("reason") or "")
     elif isinstance(before := record.get("before"), dict) and record["status"] != "done":

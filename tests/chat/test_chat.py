@@ -418,7 +418,7 @@ def test_an_answer_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize(
     ("answer", "told"),
-    [(["", " "], "(the model gave no text)"), (["yes"], "(cut at max_new_tokens=512, or at the most that the model")],
+    [(["", " "], "(the answer has no text)"), (["yes"], "(cut at max_new_tokens=512, or at the most that the model")],
 )
 def test_an_empty_answer_is_told(answer: list[str], told: str, caplog: pytest.LogCaptureFixture) -> None:
     talk = SimpleNamespace(assistant=SimpleNamespace(device="cpu"), ask=lambda *_: iter(answer), was_cut=True)

@@ -330,7 +330,7 @@ def test_paths_that_a_configuration_names(tmp_path: Path) -> None:
         ([*there, "val.every=1", "+val.sources.few={path: gone.json}"], {"val.sources.few.path": "FAIL"}),
         ([f"model.language={tmp_path}", f"output_dir={tmp_path}/run"], {"places": "FAIL"}),
     ):
-        assert levels(config_checks.judge_places(config(*overrides))) == expected
+        assert levels(config_checks.judge_paths(config(*overrides))) == expected
     assert config_checks.data_paths(config(*there)) == (
         {"data.path": tmp_path / "records.json"}, {"data.images": tmp_path / "images"},
     )  # fmt: skip

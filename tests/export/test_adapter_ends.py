@@ -15,7 +15,7 @@ from small import config_of, conversion, make_config, write_json, write_parts
 from weights import same, weights
 
 from llava_fsdp.config import Quantizer
-from llava_fsdp.config.paths import check_places
+from llava_fsdp.config.paths import check_paths
 from llava_fsdp.export.main import export
 from llava_fsdp.export.source_model import open_source
 from llava_fsdp.model.lora_files import open_adapter
@@ -131,7 +131,7 @@ def test_a_source_that_the_run_would_move_away_is_refused(made: Path, parts: Pat
     source = made / "checkpoints" / "step-000001"
     cfg = make_config(parts, dataset, made, *SMALL, f"model.lora.checkpoint={source}", stage="finetune_lora")
     with pytest.raises(ConfigError, match=r"model\.lora\.checkpoint=.*step-000001 is within output_dir="):
-        check_places(cfg)
+        check_paths(cfg)
 
 
 def test_a_run_knows_its_own_base(made: Path, parts: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.export import verify_logits
-from llava_fsdp.export.adapter_folder import whole
+from llava_fsdp.export.adapter_folder import whole_rows
 from llava_fsdp.export.main import export
 from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.export.verify_logits import CLOSE, Adapted, prove_merge, relative_difference
@@ -112,7 +112,9 @@ def base_alone(made: Made) -> Any:
     assert made.opened.adapted is not None
     sources = {without_base(n): t for n, t in made.opened.adapted.sources.items() if not is_adapter(n)}
     model = AutoModelForCausalLM.from_config(made.opened.source.model.parts.language, dtype=torch.float32)
-    began = {n: torch.zeros_like(t) if n.endswith("bias") else whole(sources[ours(n)]) for n, t in named(model).items()}
+    began = {
+        n: torch.zeros_like(t) if n.endswith("bias") else whole_rows(sources[ours(n)]) for n, t in named(model).items()
+    }
     model.load_state_dict(began)
     return model.eval()
 
@@ -131,7 +133,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def test_peft_loads_and_merges_it_as_we_do(kind: str, made: Callable[[str], Made]) -> None:
     """On transformers' language model alone: the merged weights are ours to the bit, or to fp32's last digits where
     rows are divided by their lengths."""
-    ours_merged = {n: whole(t) for n, t in made(kind).opened.sources.items()}
+    ours_merged = {n: whole_rows(t) for n, t in made(kind).opened.sources.items()}
     base = base_alone(made(kind))
     before = logits(base)
     found = peft.PeftModel.from_pretrained(base, made(kind).adapter).eval()
@@ -203,7 +205,7 @@ def test_another_scale_is_not_merged(made: Callable[[str], Made]) -> None:
 
 
 def test_merged_weights_are_rounded_once(made: Callable[[str], Made], tmp_path: Path) -> None:
-    exact = {n: whole(t) for n, t in made("plain").opened.sources.items()}
+    exact = {n: whole_rows(t) for n, t in made("plain").opened.sources.items()}
     merged = export(conversion(made("plain").adapter, tmp_path / "to", "dtype=bf16"))
     rows = made("plain").opened.source.vocabulary
     for name, tensor in weights(merged).items():
@@ -231,7 +233,7 @@ def test_checkpoints_of_several_ranks_hold_what_they_trained(
     for number in (1, 2):
         found = verify(tmp_path / "checkpoints" / f"step-00000{number}")
         assert len([f for f in found.manifest.files if f.startswith("rank-")]) == 2
-        trained = {in_adapter(n, "mlp2x_gelu"): whole(t) for n, t in saved_weights(found).items()}
+        trained = {in_adapter(n, "mlp2x_gelu"): whole_rows(t) for n, t in saved_weights(found).items()}
         own = load_file(found.folder / "adapter" / ADAPTER_FILE) | load_file(found.folder / "adapter" / OTHERS[0])
         assert same(own, trained)
         pickled = torch.load(found.folder / "adapter" / OTHERS[1], weights_only=True)

@@ -12,7 +12,7 @@ from runs import Runs
 from transformers import AutoConfig
 
 from llava_fsdp.config import Config, cli, load
-from llava_fsdp.config.paths import check_places
+from llava_fsdp.config.paths import check_paths
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.train import main as train
@@ -104,7 +104,7 @@ def test_a_run_may_write_below_the_folder_of_pictures(tmp_path: Path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["train", *words])
     node = cli.compose("train", Config)
     assert node is not None
-    check_places(load(Config, node))
+    check_paths(load(Config, node))
 
 
 def test_the_command_says_it_once_and_ends_at_once(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_what_a_script_adds_around_the_flags_is_noted(tmp_path: Path) -> None:
     script = f"cd /x\nexport A=1\nB=2 torchrun --nnodes 1 --nnodes 1 train.py {FINETUNE} extra --bf16 True"
     done = table_of(read(tmp_path, script))
     assert {
-        "the script sets A=1, B=2: set what the command needs of it too",
+        "the script sets A=1, B=2: set the variables that the command needs",
         "--nnodes is given twice; the last one counts",
         "--bf16 is given twice; the last one counts",
         "the script starts from another folder: cd /x",

@@ -274,7 +274,7 @@ def test_auto_takes_what_fits_and_keeps_it(
     assert ample.tokens is not None and tight.tokens is not None and tight.tokens < ample.tokens
     settled = tight.applied(cfg)
     assert not settled.has_auto and settled.sharding.strategy in SHARD_PLANS
-    with pytest.raises(ConfigError, match="nothing fits by the plan"):
+    with pytest.raises(ConfigError, match="predicts that nothing fits"):
         decide_on(100_000)
     recorded = f"sharding: {{strategy: {Strategy.SHARD_GRAD_OP.value}}}\ntokens_per_micro_batch: "
     (tmp_path / "config.yaml").write_text(f"{recorded}{tight.tokens}\n")
@@ -308,7 +308,7 @@ def test_auto_recomputes_no_more_than_it_must(
     assert not chosen[0].applied(cfg).has_auto
     line = chosen[1].summary(cfg)
     assert line.startswith("auto: activation_checkpointing=selective: ") and " GB, " in line and len(line) < 130, line
-    with pytest.raises(ConfigError, match="nothing fits by the plan"):
+    with pytest.raises(ConfigError, match="predicts that nothing fits"):
         decide_on(totals[2] - 100_000)
     with monkeypatch.context() as patch:
         patch.setattr(cfg, "compile", True)  # which goes with SDPA in packed rows, but not with selective as well
@@ -317,7 +317,7 @@ def test_auto_recomputes_no_more_than_it_must(
     (tmp_path / "config.yaml").write_text(recorded + "tokens_per_micro_batch: 1024\n")
     kept = decide_on(totals[0], continues=True)
     assert kept.activation_checkpointing.mode is ActivationCheckpointing.full, "a run continues as it began"
-    assert kept.summary(cfg) == "auto: activation_checkpointing=full: as this run began"
+    assert kept.summary(cfg) == "auto: activation_checkpointing=full: as when this run began"
     recorded = recorded.replace("mode: full, budget: null", "mode: budget, budget: 0.5")
     (tmp_path / "config.yaml").write_text(recorded + "tokens_per_micro_batch: 1024\n")
     assert decide_on(totals[0], continues=True) == chosen[0], "a mode that compile=false refuses is planned anew"

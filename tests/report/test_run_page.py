@@ -199,7 +199,7 @@ def test_jobs_of_a_sweep_may_lie_deeper_and_one_be_damaged(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        (None, "", "is not a training's"),
+        (None, "", "is not the output_dir"),
         ("metrics.jsonl", "\0\1\2 nonsense\nmore of it\n", "has 2 lines, and none is a step"),
         ("metrics.jsonl", "[1, 2]\n", "none is a step"),
         ("metrics.jsonl", "[" * 100_000, "none is a step"),
@@ -243,7 +243,7 @@ def test_a_page_in_spite_of_damaged_files(name: str, content: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "usage"), (["out=x.html"], "no RUN"), (["--x"], "not an option"), (["."], "not a training's"),
+        ([], "usage"), (["out=x.html"], "no RUN"), (["--x"], "not an option"), (["."], "is not the output_dir"),
         (["gone"], "not a folder"),
     ],
 )  # fmt: skip

@@ -235,7 +235,7 @@ def test_a_run_that_was_killed_is_told_from_one_under_way(tmp_path: Path) -> Non
     said.append(subprocess.run(reader, check=False, capture_output=True, text=True))
     assert [done.returncode for done in said] == [75, 75]
     assert f"process {holder.pid} on {os.uname().nodename} is under way" in said[0].stderr
-    assert "asked to stop (SIGTERM), and killed before it had" in said[1].stderr
+    assert "asked to stop (SIGTERM), and was killed before it had stopped" in said[1].stderr
     start = "import sys, pathlib, llava_fsdp.runtime.log as l, llava_fsdp.runtime.run_dir as r; l.setup_logging()\n"
     start += "with r.claimed(pathlib.Path(sys.argv[1]), 0): pass"
     for expected in ("was killed while it was stopping, asked to by SIGTERM", "was killed while it was running"):

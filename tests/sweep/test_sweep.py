@@ -107,7 +107,7 @@ def test_a_job_that_fails_does_so_alone(tmp_path: Path, dataset: Path) -> None:
         (["-m", "seed=1", "launch.nnodes=2"], "start each run on several machines with launch/multinode.sh"),
         (["-m", "seed=1", "launch.nproc_per_node=0"], "launch.nproc_per_node=0 must be at least 1"),
         (["-m", "seed=1", "output_dir=here"], "give hydra.sweep.dir=FOLDER instead"),
-        (["-m", "seed=1", "hydra.sweeper.direction=maximize"], "of what a sweeper is handed less is better"),
+        (["-m", "seed=1", "hydra.sweeper.direction=maximize"], "the sweeper must minimize"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -10,7 +10,7 @@ def main() -> None:
 
 
 def task(cfg: ChatConfig) -> None:
-    from llava_fsdp.chat.main import chat  # once the command line is checked: torch takes seconds
+    from llava_fsdp.chat.main import chat  # imported after the command line is checked, as torch takes seconds
 
     chat(cfg)
 

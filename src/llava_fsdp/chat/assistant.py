@@ -32,8 +32,11 @@ from llava_fsdp.runtime.errors import DataError, OutOfMemory
 
 @dataclass(frozen=True)
 class Question:
-    """A question with the turns before it. `turns` contain an image tag for each of `images`; error messages begin with
-    `where`."""
+    """A question to a model, with the conversation before it.
+
+    Attributes: turns: the conversation, which ends with the question. It has an image tag for each of `images`.
+        where: beginning of error messages about the question.
+    """
 
     turns: list[Turn]
     images: list[ImageFile]
@@ -44,11 +47,9 @@ class Question:
 class LoadedImage:
     """An image that was read and prepared for the vision tower.
 
-    Attributes:
-        number: unique among all images that one assistant has read.
-        tiles: pixels, uint8 [tiles, 3, size, size].
-        rows: the image's tokens, as `ImageTokens` returns them.
-        images: number of images of the conversation for which it was prepared.
+    Attributes: number: number that no other image of the same assistant has.
+        tiles: pixels, uint8 [tiles, 3, size, size]. rows: the image's tokens, as `ImageTokens` returns them. images:
+        number of images of the conversation, which decides whether an image is cut into tiles.
     """
 
     number: int
@@ -73,7 +74,7 @@ class Assistant:
 
         Args:
             default_template: conversation template to use if the model's folder does not name one.
-            default_aspect: how to make images square if the model's folder does not say.
+            default_aspect: how to fit images into the vision tower's square input if the model's folder does not say.
             device: where the model computes; None: the GPU if there is one, else the CPU.
             opened: the result of `open_model` for `checkpoint`; None: `open_model` is called here.
 
@@ -97,7 +98,7 @@ class Assistant:
         self.tokenizer: Tokenizer = open_tokenizer(shapes.parts.language_folder, shapes.parts.language.vocab_size)
         self.template = open_template(source.template, shapes.parts.language_folder, self.tokenizer)
         self.model: Llava = load_copy(shapes, opened.sources, choose_dtype(shapes, self.device), device=self.device)
-        # long prompts in one pass: training's implementation would build a mask of length x length for a cache
+        # transformers' attention: with a cache, the one of training would build a mask of length x length
         self.model.attention = attention_of_transformers(shapes.parts.language)
         self.model.language_model.set_attn_implementation(self.model.attention)
         self.stops = self.find_stops(opened.folder)
@@ -108,7 +109,10 @@ class Assistant:
 
     @torch.inference_mode()
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
-        """Answer several questions in one batch, with greedy decoding; `blank` replaces all images with the mean color.
+        """Generate the answers to several questions in one batch, with greedy decoding.
+
+        Args:
+            blank: whether to replace all images by images of the mean colour.
 
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
@@ -138,12 +142,12 @@ class Assistant:
     def stream(
         self, turns: Sequence[Turn], images: Sequence[LoadedImage], sampling: Sampling, generator: torch.Generator
     ) -> Generator[str, None, bool]:
-        """Answer a conversation's last question, token by token. What the conversation's beginning shares with the
-        previously answered conversation is not computed again: its keys and values are cached.
+        """Generate the answer to a conversation's last question, token by token. The beginning that the conversation
+        shares with the previously answered one is not computed again, since its keys and values are cached.
 
         Args:
-            images: in the order of their image tags in `turns`.
-            generator: draws the sampled tokens; must be on the assistant's `device`.
+            images: images of the conversation, in the order of their image tags in `turns`.
+            generator: source of randomness for sampling; must be on the assistant's `device`.
 
         Yields:
             after every token, the new piece of the answer that can no longer change; it may be empty.
@@ -181,10 +185,10 @@ class Assistant:
         """Read an image file or a video and prepare it for the vision tower. Error messages begin with `where`.
 
         Args:
-            images: number of images of the conversation, without videos.
+            images: number of images of the conversation. Videos do not count.
 
         Raises:
-            ImageError: the file cannot be read; the error's `kind` says why.
+            ImageError: the file cannot be read.
         """
         rule = self.reader.tokens
         tiles = self.reader.load(path, where, images)
@@ -195,8 +199,8 @@ class Assistant:
         return LoadedImage(next(self._numbers), path, tiles, rows, images)
 
     def prepared(self, images: Sequence[LoadedImage]) -> list[LoadedImage]:
-        """Return a conversation's images as they must be prepared for this number of images: LLaVA-OneVision cuts only
-        a single image into tiles. Images that are prepared otherwise are read again.
+        """Return the images of a conversation, prepared for its number of images. LLaVA-OneVision cuts an image into
+        tiles only if it is the only one, so adding an image may require reading the others again.
 
         Raises:
             ImageError: a file cannot be read.
@@ -235,7 +239,7 @@ class Assistant:
 
         Args:
             ids: int64 [batch, length]; the ids of image tokens are IMAGE_ID, and their order is that of `images`.
-            blank: replace all images with the mean color.
+            blank: whether to replace all images by images of the mean colour.
         """
         per_tile = self.reader.tokens.features
         rows, weights = join_tokens([(image.rows, len(image.tiles) * per_tile) for image in images])
@@ -273,6 +277,6 @@ def with_image_numbers(tokens: np.ndarray, images: Sequence[LoadedImage]) -> lis
     """Replace every IMAGE_ID in token ids with a negative number that is unique to the image and the token's position
     in it. Two conversations then share a prefix only if their images are the same."""
     numbered = tokens.copy()
-    places = [-(1 << 40) - image.number * (1 << 24) - np.arange(len(image.rows)) for image in images]
-    numbered[tokens == IMAGE_ID] = np.concatenate([np.zeros(0, np.int64), *places])
+    numbers = [-(1 << 40) - image.number * (1 << 24) - np.arange(len(image.rows)) for image in images]
+    numbered[tokens == IMAGE_ID] = np.concatenate([np.zeros(0, np.int64), *numbers])
     return numbered.tolist()

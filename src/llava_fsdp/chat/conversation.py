@@ -1,4 +1,4 @@
-"""A conversation with an assistant, for the terminal chat and the web page."""
+"""Keep a conversation with a model, for the terminal chat and the web page."""
 
 from collections.abc import Generator
 from pathlib import Path
@@ -13,11 +13,12 @@ from llava_fsdp.runtime.errors import DataError
 
 
 class Conversation:
-    """The turns and images of a chat. An added image is shown with the next question, and stays in the conversation.
+    """Turns and images of a chat with a model. An added image is shown with the next question, and stays in the
+    conversation.
 
     Args:
         max_images: maximum number of images; None: no limit.
-        seed: for sampling the answers; None: a different seed every time.
+        seed: seed for sampling the answers; None: a different seed every time.
     """
 
     def __init__(self, assistant: Assistant, max_images: int | None = None, seed: int | None = None):
@@ -29,11 +30,12 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Remove all turns and images. `images` are those already shown, in the order of their tags; `next_images` will
-        be shown with the next question."""
+        """Remove all turns and images of the conversation."""
         self.turns: list[Turn] = []
         self.images: list[LoadedImage] = []
+        """Images that were shown to the model, in the order of their tags in `turns`."""
         self.next_images: list[LoadedImage] = []
+        """Images that will be shown with the next question."""
 
     def add(self, path: Path, where: str) -> None:
         """Read an image file, to show it with the next question. Error messages begin with `where`.
@@ -49,7 +51,8 @@ class Conversation:
         self.next_images.append(self.assistant.load_image(path, where))
 
     def ask(self, text: str, sampling: Sampling) -> Generator[str, None, None]:
-        """Ask a question and yield its answer in pieces: one piece after every token, which may be empty.
+        """Add a question to the conversation, and yield the model's answer in pieces: one after every token, which may
+        be empty.
 
         Closing the generator stops the answer; the text generated so far stays in the conversation. If an error is
         raised, the conversation is again as it was before the question.
@@ -80,7 +83,8 @@ class Conversation:
             raise
 
     def with_tags(self, text: str) -> str:
-        """Return the question with one image tag for each new image. Tags are added in front if the question has none.
+        """Return a question with one image tag for each image that is new in the conversation. If the question has no
+        tags, they are put in front of it.
 
         Raises:
             DataError: the question has image tags, but not one for each new image; or it is not valid text.
@@ -98,7 +102,8 @@ class Conversation:
         return text if tags else f"{IMAGE_TAG}\n" * len(self.next_images) + text
 
     def exchanges(self) -> list[tuple[str, list[Path], str]]:
-        """Return (question without image tags, files of the images shown with it, answer) for each question."""
+        """Return the conversation as a list of (question without image tags, files of the images shown with it,
+        answer)."""
         rest = iter(self.images)
         found = []
         for question, answer in zip(self.turns[::2], self.turns[1::2], strict=True):
@@ -107,8 +112,8 @@ class Conversation:
         return found
 
     def undo(self) -> bool:
-        """Remove the last question and its answer. Its images will be shown with the next question. Return False if
-        there is no question to remove."""
+        """Remove the last question of the conversation and its answer; the question's images are kept for the next
+        question. Return False if there is no question."""
         if not self.turns:
             return False
         kept = len(self.images) - self.tags(self.turns[-2])

@@ -1,4 +1,4 @@
-"""Talk to a trained model about images: `python -m llava_fsdp.chat image=FILE`.
+"""Chat with a trained model about images: `python -m llava_fsdp.chat image=FILE`.
 
 Questions come from the terminal, from `question=...`, or, with `serve=true`, from a page in the browser.
 """
@@ -31,7 +31,7 @@ Ctrl-C stops an answer and keeps what was written of it; a second Ctrl-C ends th
 def chat(cfg: ChatConfig) -> None:
     """Answer the question given on the command line, or chat on the terminal, or serve a web page for chatting."""
     if cfg.serve:
-        from llava_fsdp.chat.web.server import serve  # its package is optional, and takes seconds to load
+        from llava_fsdp.chat.web.server import serve  # gradio is optional, and takes seconds to import
 
         return serve(cfg)
     images = image_files(cfg.image)
@@ -63,13 +63,15 @@ def image_files(image: str | None) -> list[Path]:
 
 
 class Terminal:
+    """Chat in the terminal: reads questions and commands, and prints answers."""
+
     def __init__(self, conversation: Conversation, cfg: ChatConfig):
         self.conversation = conversation
         self.sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
 
     def run(self) -> None:
-        """Read and answer lines until the end of the input or /quit. An error in one line is logged, and reading
-        continues."""
+        """Answer the lines that the user types, until the end of the input or /quit. An error in a line is logged, and
+        reading continues."""
         if sys.stdin.isatty():
             assistant = self.conversation.assistant
             log().info("%s, template %s; /help lists all commands", assistant.checkpoint, assistant.template_name)
@@ -95,13 +97,13 @@ class Terminal:
         if stopped is not None and stopped.is_set():
             log().info("(stopped)")
         elif not text.strip():
-            log().info("(the model gave no text)")
+            log().info("(the answer has no text)")
         elif self.conversation.was_cut:
             limit = self.sampling.max_new_tokens
             log().info("(cut at max_new_tokens=%d, or at the most that the model can read)", limit)
 
     def run_command(self, line: str) -> bool:
-        """Run a command line such as /image FILE. Return True if the command ends the program."""
+        """Run a command that the user types in the chat, such as `/image FILE`. Return True if it ends the program."""
         command, _, rest = line.partition(" ")
         match command:
             case "/quit" | "/exit":

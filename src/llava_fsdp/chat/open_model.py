@@ -1,4 +1,4 @@
-"""Open the model folder, run or checkpoint that `chat` and `evaluate` are given."""
+"""Open the model that `chat` and `evaluate` use, from a model folder, a run or a checkpoint."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ def open_model(checkpoint: str, default_template: str, default_aspect: AspectRat
 
     Args:
         default_template: conversation template to use if the model's folder does not name one.
-        default_aspect: how to make images square if the model's folder does not say.
+        default_aspect: how to fit images into the vision tower's square input if the model's folder does not say.
 
     Raises:
         ConfigError, ModelError, CheckpointError: the model cannot be found or read.
@@ -40,14 +40,14 @@ def open_model(checkpoint: str, default_template: str, default_aspect: AspectRat
     )  # fmt: skip
     try:
         opened = open_source(cfg)
-    except DamagedModel:  # its message says what to do
+    except DamagedModel:  # its message already says what to do
         raise
     except (ConfigError, ModelError) as error:
         message = str(error).replace("source=", "model.checkpoint=")
         if any(f"{key}=" in message for key in ("base", "vision", "language", "image_aspect_ratio")):
             message += f"; run llava-fsdp export source={checkpoint} to=FOLDER with it, and chat with FOLDER"
         raise type(error)(message) from error
-    if leaves_padding_open(opened.folder):
+    if lacks_padding(opened.folder):
         return replace(opened, source=replace(opened.source, aspect=default_aspect))
     return opened
 
@@ -60,9 +60,9 @@ def warn_of_later_checkpoint(run: Path) -> None:
         log().warning("using the export of step %d; model.checkpoint=%s is later", exported, kept[-1])
 
 
-def leaves_padding_open(folder: Path) -> bool:
-    """Return whether a model folder does not say if images are padded to a square. Many folders in transformers' format
-    do not."""
+def lacks_padding(folder: Path) -> bool:
+    """Return whether a model folder lacks the information whether images are padded to squares, as many folders in
+    transformers' format do."""
     raw = config_of(folder, "config.json")
     if not raw or is_original(raw) or raw.get("model_type") in (NEXT, ONEVISION) or (folder / NOTES).is_file():
         return False

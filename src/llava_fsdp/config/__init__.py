@@ -1,4 +1,4 @@
-"""The configuration: every key that a user can set, with its type, its meaning and its checks. Imports no torch.
+"""Define the configuration: every key that a user can set, with its type, its meaning and its checks. Imports no torch.
 
 The values are in the YAML files under `conf/` and on the command line. Hydra composes them, and `load` converts the
 result once into the classes of this package, so that other modules do not use OmegaConf. Each module defines the keys

@@ -178,7 +178,7 @@ def check_profile(cfg: Config, total: int) -> None:
 
 
 def check_dry_run(cfg: Config) -> None:
-    at_least("dry_run", cfg.dry_run, 1, "it is the number of ranks to imagine")
+    at_least("dry_run", cfg.dry_run, 1, "it is the number of ranks to simulate")
     is_hybrid = cfg.sharding.strategy in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2)
     if cfg.dry_run is not None and is_hybrid and cfg.sharding.shard_size is None:
         raise ConfigError(

@@ -56,7 +56,10 @@ WITH_VALUES = frozenset({
 })  # fmt: skip
 """Hydra's flags whose value may be the next command-line argument."""
 FOLDER_SECONDS = 30
-Status = Callable[[Path, Outcome], dict[str, Any] | None]
+"""Number of seconds that a later rank waits for rank 0 to create the run's folder."""
+WriteStatus = Callable[[Path, Outcome], dict[str, Any] | None]
+"""Type of a function that records in a run's folder how this rank ended. It returns the recorded status of the rank
+that failed first; None if no other rank failed before."""
 
 
 def no_status(folder: Path, outcome: Outcome) -> None:
@@ -110,7 +113,7 @@ def start_process(config_name: str, schema: type) -> None:
             os._exit(status["exit_code"])
 
 
-def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit: Status = no_status) -> None:
+def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit: WriteStatus = no_status) -> None:
     """Read the configuration `config_name`, call `task` with it as an object of class `schema`, and end the process
     with the exit code of the outcome.
 
@@ -141,7 +144,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
         ends_torchrun = isinstance(error, Stopped) and not error.asked_here
         if not error.may_be_recorded:
             folder = None
-            # a restarted worker could not know why this one ended, and would start in the folder that is there now
+            # nothing is written for a restarted worker to read, so it would start again in the folder that is there now
             ends_torchrun |= isinstance(error, FolderLost)
     except KeyboardInterrupt:
         outcome, message = Outcome(ENDINGS["interrupted"], "interrupted"), "interrupted"
@@ -151,7 +154,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     if silent:
         time.sleep(PATIENCE)  # rank 0 reports the error, writes the status, and ends first
     if folder is not None and is_later_rank() and not is_one_node():
-        await_folder(folder)  # rank 0, on another machine, reads in the folder why this rank has ended
+        await_folder(folder)  # through this folder, rank 0 on another machine learns why this rank has ended
     if folder is not None and (beat := read_beat(folder, env_rank())) is not None and beat.pid == os.getpid():
         outcome = replace(outcome, step=beat.step)
     first = write_outcome(folder, outcome, on_exit)
@@ -197,7 +200,7 @@ def stop_restarts(ends_torchrun: bool, is_permanent: bool) -> None:
         end_agent()
 
 
-def write_outcome(folder: Path | None, outcome: Outcome, on_exit: Status) -> dict[str, Any] | None:
+def write_outcome(folder: Path | None, outcome: Outcome, on_exit: WriteStatus) -> dict[str, Any] | None:
     """Call `on_exit` to record how this rank ended, and return its result. Nothing is called if there is no run folder
     or it belongs to another launch. Errors are logged and not raised."""
     if folder is not None and not is_locked_by_other_launch(folder):
@@ -287,8 +290,8 @@ def compose_with_flags(config_name: str, schema: type) -> DictConfig | None:
 
 
 def name_folder(words: list[str], key: str | None) -> list[str]:
-    """Return the words of a command line. If the first word is not written `key=value`, it is the path of a model, and
-    `key=` is put in front of it."""
+    """Return the words of a command line, with `key=` in front of the first word if that is a path. Without a `key`, or
+    if the first word is `key=value` or a flag, they are unchanged."""
     if key is None or not words or "=" in words[0] or words[0].startswith(("-", "~")):
         return words
     return [f"{key}={words[0]}", *words[1:]]

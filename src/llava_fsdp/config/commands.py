@@ -74,6 +74,7 @@ class PlanConfig(Config):
     gpus: int
     """Number of ranks on each node."""
     nodes: int
+    """Number of nodes."""
     gpu: str
     """Name of a GPU in the table of `plan/hardware.py`; auto: the GPU of this machine."""
     rows: int
@@ -236,8 +237,8 @@ class ConversionConfig:
     """If `source` is in the original LLaVA's format: vision tower to use instead of the one that `source` names; with
     format=llava: vision tower to name in the written folder."""
     template: str
-    """Conversation template to record in the written folder if `source` does not name one; auto: the own
-    chat template of a LLaVA-NeXT or LLaVA-OneVision, otherwise v1."""
+    """Conversation template to record in the written folder if `source` does not name one; auto: the
+    model's own chat template for LLaVA-NeXT and LLaVA-OneVision, otherwise v1."""
     image_aspect_ratio: AspectRatio | None
     """How images are fitted into the square input of the vision tower; null: the same as in the source."""
     overwrite: bool

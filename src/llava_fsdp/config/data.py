@@ -25,7 +25,7 @@ from llava_fsdp.runtime.errors import ConfigError
 MOST_EPOCHS = 1000
 """Maximum value of the key `epochs` of a data source."""
 MAGIC = re.compile(r"[*?[]")
-"""Characters that make a path a pattern."""
+"""Wildcard characters, which make a path a pattern."""
 REMOTE = re.compile(r"(s3|gs|hf)://")
 """Beginning of the URLs of the remote storages that are read."""
 HELDOUT = "heldout.json"
@@ -41,7 +41,7 @@ def paths_in(path: str) -> list[str]:
 
 
 def fixed_part(path: str) -> str:
-    """Return a path itself, or of a pattern the folder in which it is searched."""
+    """Return `path`, or the folder part before the first wildcard if `path` is a pattern such as `data/*.json`."""
     found = MAGIC.search(path)
     return path if found is None or os.path.exists(path) else os.path.dirname(path[: found.start()]) or "."
 
@@ -98,17 +98,16 @@ class DataConfig:
     """Key (in Parquet, column) of a record's question, for records of one question and one answer; null: records have
     another form."""
     answer: str | None = None
-    """Key of a record's answer, beside data.question."""
+    """Key of a record's answer; set together with data.question."""
     image_column: str | None = None
-    """Key of a record's images, beside `image` and `images`."""
+    """Additional key of a record's images; the keys `image` and `images` are always read."""
     sources: dict[str, SourceConfig]
     """Several data sources by name, instead of the single source data.path."""
     index: str | None
-    """Folder of the dataset's index; null: the (first) path of the records with `.index` appended; for a pattern that
-    of its folder; for remote files a folder below data.cache."""
+    """Folder of the dataset's index; null: `.index` is appended to the (first) path of the records, or to the folder of
+    a pattern; for remote files it is a folder below data.cache."""
     cache: str | None = None
-    """Folder on a local disk for what is kept of remote files; null: $XDG_CACHE_HOME/llava_fsdp or
-    ~/.cache/llava_fsdp."""
+    """Folder on a local disk for copies of remote data; null: $XDG_CACHE_HOME/llava_fsdp or ~/.cache/llava_fsdp."""
     cache_gb: float = 20.0
     """Maximum size in GiB of the images of remote files that are kept in data.cache; 0: none are kept."""
     examine: Examine
@@ -170,19 +169,19 @@ class DataConfig:
 
     @property
     def trained_aspect(self) -> AspectRatio:
-        """The image aspect ratio that is really used. It is `image_aspect_ratio`, but data.pixels=llava_v1_5 turns
-        anyres into square, as the original LLaVA does (LLaVA train.py:702-718)."""
+        """The image aspect ratio that training really uses. It is `image_aspect_ratio`, but data.pixels=llava_v1_5
+        turns anyres into square, as the original LLaVA does (LLaVA train.py:702-718)."""
         as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Pixels.llava_v1_5
         return AspectRatio.square if as_square else self.image_aspect_ratio
 
     @property
     def index_folder(self) -> Path:
         first = next(iter(self.sources.values())).path if self.sources else self.path
-        place = fixed_part(paths_in(str(first))[0]).rstrip("/")
-        if self.index is None and is_remote(place):
+        path = fixed_part(paths_in(str(first))[0]).rstrip("/")
+        if self.index is None and is_remote(path):
             name = hashlib.sha256(str(first).encode()).hexdigest()[:12]
-            return self.cache_folder / "index" / f"{Path(place).name}-{name}.index"
-        return Path(self.index or f"{place}.index")
+            return self.cache_folder / "index" / f"{Path(path).name}-{name}.index"
+        return Path(self.index or f"{path}.index")
 
     @property
     def cache_folder(self) -> Path:

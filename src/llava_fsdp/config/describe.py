@@ -18,8 +18,8 @@ MANY = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def takes(schema: Any, key: str) -> str | None:
-    """Describe in words the values that a configuration key accepts. Return None if `key` is a group of keys, or a name
-    that the user chooses.
+    """Return a description of the values that a configuration key accepts, such as "a whole number or null". Return
+    None if `key` is a group of keys, or contains a name that the user chooses.
 
     Args:
         schema: configuration class.

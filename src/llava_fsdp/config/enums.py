@@ -35,14 +35,14 @@ class TooLong(Enum):
 
 
 class BadRecords(Enum):
-    """What happens if a record cannot be trained on."""
+    """Choices of `data.bad_records`: what happens if a record cannot be trained on."""
 
     fail = "fail"
     skip = "skip"
 
 
 class Examine(Enum):
-    """Which images are opened before training, and how much of them is read."""
+    """Choices of `data.examine`: which images are opened before training, and how much of them is read."""
 
     auto = "auto"
     """`decode` for a dataset of up to a million images, `sample` for a larger one."""
@@ -51,34 +51,35 @@ class Examine(Enum):
     head = "head"
     """Only the size in the header of every image is read."""
     sample = "sample"
-    """Some images are decoded completely. Of the others the size is read if it is needed before training."""
+    """Some images are decoded completely. The size of the others is read only if it is needed before training."""
     lazy = "lazy"
     """No image is opened."""
 
 
 class AspectRatio(Enum):
-    """How an image is fitted into the square input of the vision tower."""
+    """Choices of `data.image_aspect_ratio`: how an image is fitted into the square input of the vision tower."""
 
     square = "square"
-    """It is squeezed to a square, or its centre is cropped, as the vision tower's own preprocessing does."""
+    """The image is squeezed to a square, or its centre is cropped, as the vision tower's own preprocessing does."""
     pad = "pad"
-    """It is padded to a square with the mean colour (LLaVA-1.5)."""
+    """The image is padded to a square with the mean colour (LLaVA-1.5)."""
     anyres = "anyres"
-    """It becomes several tiles (LLaVA-NeXT)."""
+    """The image is cut into several tiles (LLaVA-NeXT)."""
     anyres_max = "anyres_max"
-    """It becomes several tiles, whose features are shrunk if they are too many; each of several images of a sample is
-    padded instead (LLaVA-OneVision)."""
+    """The image is cut into several tiles, whose features are shrunk if there are too many; if a sample has several
+    images, each is padded instead (LLaVA-OneVision)."""
 
 
 class Parity(Enum):
-    """Whether labels are exact, or the same as those of the original LLaVA trainer to the bit, including its bugs."""
+    """Choices of `labels`: whether labels are exact, or the same as those of the original LLaVA trainer to the bit,
+    including its bugs."""
 
     exact = "exact"
     llava_v1_5 = "llava_v1_5"
 
 
 class Pixels(Enum):
-    """How an image file is converted to the pixels for the vision tower."""
+    """Choices of `data.pixels`: how an image file is converted to the pixels for the vision tower."""
 
     exact = "exact"
     llava_v1_5 = "llava_v1_5"
@@ -86,7 +87,7 @@ class Pixels(Enum):
 
 
 class SpecialTokens(Enum):
-    """How special tokens such as `</s>` in the text of a record are tokenized."""
+    """Choices of `data.special_tokens`: how special tokens such as `</s>` in the text of a record are tokenized."""
 
     text = "text"
     parse = "parse"
@@ -104,8 +105,8 @@ class CompatName(Enum):
 
 
 class PatchMerge(Enum):
-    """How the tiles of an image are joined into one sequence of tokens (`mm_patch_merge_type` of the original
-    LLaVA)."""
+    """Choices of `model.patch_merge`: how the tiles of an image are joined into one sequence of tokens
+    (`mm_patch_merge_type` of the original LLaVA)."""
 
     flat = "flat"
     spatial = "spatial"
@@ -125,14 +126,14 @@ class DType(Enum):
 
 
 class MasterDType(Enum):
-    """Dtype in which trainable weights are stored."""
+    """Choices of `precision.master_dtype`: dtype in which trainable weights are stored."""
 
     fp32 = "fp32"
     bf16 = "bf16"
 
 
 class MomentDType(Enum):
-    """Dtype in which the optimizer's moments are stored."""
+    """Choices of `precision.moment_dtype`: dtype in which the optimizer's moments are stored."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -140,7 +141,8 @@ class MomentDType(Enum):
 
 
 class LinearKind(Enum):
-    """Number format of the matrix products in the linear layers of the language model's blocks."""
+    """Choices of `precision.linear`: number format of the matrix products in the linear layers of the language model's
+    blocks."""
 
     same = "same"
     """The products are in precision.param_dtype."""
@@ -148,7 +150,8 @@ class LinearKind(Enum):
 
 
 class ActivationCheckpointing(Enum):
-    """Which tensors of the forward pass a transformer block keeps for the backward pass."""
+    """Choices of `activation_checkpointing.mode`: which tensors of the forward pass a transformer block keeps for the
+    backward pass."""
 
     none = "none"
     """Keeps all activations; nothing is computed again."""
@@ -166,7 +169,7 @@ class ActivationCheckpointing(Enum):
 
 
 class OffloadMode(Enum):
-    """Which tensors are kept outside of the device's memory."""
+    """Choices of `offload.mode`: which tensors are kept outside of the device's memory."""
 
     none = "none"
     optimizer = "optimizer"
@@ -195,7 +198,8 @@ class Normalize(Enum):
 
 
 class LossKernel(Enum):
-    """Implementation of the loss, which is computed from hidden states and the output layer instead of from logits."""
+    """Choices of `loss.kernel`: implementation of the loss, which is computed from hidden states and the output layer
+    instead of from logits."""
 
     auto = "auto"
     """The implementation that was measured to be fastest: chunked."""
@@ -206,7 +210,7 @@ class LossKernel(Enum):
 
 
 class Attention(Enum):
-    """Implementation of attention within each sample of a packed row."""
+    """Choices of `attention`: implementation of attention within each sample of a packed row."""
 
     auto = "auto"
     varlen = "varlen"
@@ -218,7 +222,7 @@ class Attention(Enum):
 
 
 class FolderFormat(Enum):
-    """Program that will read an exported folder."""
+    """Choices of `format` in `export`: program that will read an exported folder."""
 
     hf = "hf"
     """Folder for the transformers library."""
@@ -239,7 +243,7 @@ class KeptDType(Enum):
 
 
 class Devices(Enum):
-    """Which GPUs a run of a sweep gets."""
+    """Choices of `launch.devices`: which GPUs a run of a sweep gets."""
 
     own = "own"
     """As many GPUs as the run has ranks, locked against other runs of the same user."""
@@ -248,7 +252,7 @@ class Devices(Enum):
 
 
 class SweepMetric(Enum):
-    """Metric by which a sweep compares its runs."""
+    """Choices of `sweep.metric`: metric by which a sweep compares its runs."""
 
     loss = "loss"
     val_loss = "val_loss"
@@ -257,7 +261,7 @@ class SweepMetric(Enum):
 
 
 class Metric(Enum):
-    """How a generated answer is scored against the answer in the record."""
+    """Choices of `val.metric`: how a generated answer is scored against the answer in the record."""
 
     exact = "exact"
     """Score 1 if both texts are equal except for case and surrounding white space, else 0."""
@@ -271,7 +275,8 @@ class Format(Enum):
 
 
 class Task(Enum):
-    """Kind of questions of an evaluation, which also decides how answers are scored."""
+    """Choices of `task` in `evaluate`: kind of questions of an evaluation, which also decides how answers are
+    scored."""
 
     conversations = "conversations"
     """First question of each LLaVA record; an answer is right if it equals the record's answer."""
@@ -286,7 +291,8 @@ class Task(Enum):
 
 
 class LoraBias(Enum):
-    """Which biases are trained in addition to the adapters. The choices are named as in peft."""
+    """Choices of `model.lora.bias`: which biases are trained in addition to the adapters. The choices are named as in
+    peft."""
 
     none = "none"
     all = "all"
@@ -296,7 +302,8 @@ class LoraBias(Enum):
 
 
 class Quantizer(Enum):
-    """Number format of the weights of the frozen linear layers in the language model's blocks."""
+    """Choices of `model.quantize.mode`: number format of the weights of the frozen linear layers in the language
+    model's blocks."""
 
     none = "none"
     """Unquantized weights in precision.param_dtype."""
@@ -309,7 +316,7 @@ class Quantizer(Enum):
 
 
 class WandbMode(Enum):
-    """Whether Weights & Biases records a run."""
+    """Choices of `track.wandb`: whether Weights & Biases records a run."""
 
     off = "off"
     offline = "offline"

@@ -92,8 +92,8 @@ def groups_of(schema: Any, prefix: str = "") -> dict[str, Any]:
 
 def about(group: str, schema: Any) -> list[str]:
     text = inspect.cleandoc(schema.__doc__ or "")
-    own = "" if text.startswith(f"{schema.__name__}(") else " ".join(text.split())  # not one that dataclass writes
-    return [*wrapped("", own), *choices_of(None, group)]
+    meaning = "" if text.startswith(f"{schema.__name__}(") else " ".join(text.split())  # dataclass writes such a text
+    return [*wrapped("", meaning), *choices_of(None, group)]
 
 
 def choices_of(schema: Any, only: str = "") -> list[str]:
@@ -109,7 +109,7 @@ def choices_of(schema: Any, only: str = "") -> list[str]:
 
 def table(group: str, schema: Any, node: DictConfig) -> list[str]:
     """Return a line for each key of a group, without its subgroups: name, value, type and meaning."""
-    said = meanings(schema)
+    docs = meanings(schema)
     values = OmegaConf.select(node, group) if group else node
     lines = []
     for key in fields(schema):
@@ -118,7 +118,7 @@ def table(group: str, schema: Any, node: DictConfig) -> list[str]:
         value = shown(values, key.name)
         kind = takes(schema, key.name) or ""
         name = f"{group}.{key.name}" if group else key.name
-        meaning = first_sentence(said.get(key.name, ""))
+        meaning = first_sentence(docs.get(key.name, ""))
         lines += wrapped(f"  {name}={value}".ljust(44) + " ", f"{meaning} ({kind})" if kind else meaning)
     return lines
 

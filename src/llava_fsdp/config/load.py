@@ -20,7 +20,8 @@ from llava_fsdp.runtime.redact import has_secret, is_secret_variable
 
 T = TypeVar("T")
 NAMED: Mapping[str, type] = MappingProxyType({"data.sources.": SourceConfig, "val.sources.": HeldOutConfig})
-"""Prefix of a dotted key that is followed by a name which the user chooses -> class of the keys below that name."""
+"""Prefix of dotted keys -> class of the keys below it. After the prefix comes a name that the user chooses, as in
+`data.sources.NAME.path`."""
 SOURCES = tuple(NAMED)
 
 
@@ -134,8 +135,8 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """Return what to suggest for an unknown key: its present name if it was renamed, else the key that is most similar.
-    For a dotted name no group such as `data` is suggested, only full keys."""
+    """Return a suggestion for an unknown key, as the end of an error message: its present name if it was renamed, else
+    the most similar key. For a dotted name, only keys are suggested, no groups such as `data`."""
     if new := present_key(name):
         return f"; it is called {new} now"
     groups = {key.rpartition(".")[0] for key in known}
@@ -147,8 +148,8 @@ def did_you_mean(name: str, known: list[str]) -> str:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Return a suggestion: the known name that is most similar to `name`, which is probably mistyped. Return an empty
-    text if no known name is similar enough."""
+    """Return a suggestion, as the end of an error message: the name in `known` that is most similar to the mistyped
+    `name`. Return an empty text if none is similar enough."""
     area, _, leaf = name.rpartition(".")
     same_area = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == area}
     near = difflib.get_close_matches(leaf, list(same_area), n=1, cutoff=0.7)

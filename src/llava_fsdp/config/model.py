@@ -107,12 +107,13 @@ class ModelConfig:
 
     @property
     def plain(self) -> "ModelConfig":
-        """The same model configuration without adapters and quantization."""
+        """Copy of this model configuration without adapters and quantization."""
         return replace(self, lora=LoraConfig(), quantize=QuantizeConfig())
 
     @property
     def shuffle_factor(self) -> int:
-        """How many features, in each direction of the grid, the projector joins into one: 1 without pixel shuffle."""
+        """Number of features, in each direction of the grid, that the projector joins into one: 1 without pixel
+        shuffle."""
         found = re.match(r"pixel_shuffle(\d)x_", self.projector_type)
         return int(found[1]) if found else 1
 

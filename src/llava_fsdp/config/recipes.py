@@ -21,11 +21,14 @@ Difference = list[str]
 
 
 def differences(cfg: Config, words: list[str]) -> list[Difference] | None:
-    """Return the keys of a run whose values differ from its recipe, the values that the YAML files have for its stage
-    and model. Return None if there is no such recipe. Secrets are hidden.
+    """Compare a run's configuration with its recipe, which is what the YAML files contain for its stage and model.
+    Secrets are hidden.
 
     Args:
-        words: the command line, which may name a folder of the user's own YAML files.
+        words: arguments of the command line, which may name a folder of the user's own YAML files.
+
+    Returns:
+        The keys with different values; None if the YAML files have no such stage or model.
     """
     recipe = recipe_of(cfg, words)
     if recipe is None:

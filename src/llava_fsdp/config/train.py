@@ -234,14 +234,14 @@ class Config:
     @property
     def row_tokens(self) -> int:
         """Maximum number of tokens of a packed row."""
-        assert not self.plans_tokens, "the planner has replaced auto before"
+        assert not self.plans_tokens, "the planner must replace auto first"
         tokens = self.tokens_per_micro_batch
         return tokens if isinstance(tokens, int) else self.micro_batch_size * self.data.max_length
 
     @property
     def packs(self) -> bool:
-        """Whether rows are packed. True for `pack=auto`, too: before `plan.auto.settle_packing` has decided it, a model
-        that cannot be packed is refused."""
+        """Whether samples are packed into rows. Also true for `pack=auto`, until `plan.auto.settle_packing` replaces it
+        by true or false."""
         return self.pack is not False
 
     @property
@@ -253,8 +253,8 @@ class Config:
 
     @property
     def held_out(self) -> Self:
-        """The configuration for reading the validation data: this one, but its data are the records of `val`, read
-        once."""
+        """Configuration for reading the validation data: a copy whose `data` names the records of `val`, for one
+        epoch."""
         val, files = self.val, self.val.sources
         embedded = str(Path(self.data.root or ".") / HELDOUT) if self.data.source is Source.shapes else None
         data = replace(
@@ -268,14 +268,15 @@ class Config:
 
     @property
     def trained_template(self) -> str:
-        """The conversation template that is really used. It is `data.template`, but labels=llava_v1_5 turns v0 into v1,
-        because the original LLaVA's --version v0 trains with v1 (LLaVA train.py:894-908)."""
+        """The conversation template that training really uses. It is `data.template`, but labels=llava_v1_5 turns v0
+        into v1, because the original LLaVA's --version v0 trains with v1 (LLaVA train.py:894-908)."""
         is_v0 = self.data.template == "v0" and self.labels is Parity.llava_v1_5
         return "v1" if is_v0 else self.data.template
 
     @property
     def trained_special_tokens(self) -> SpecialTokens:
-        """How special tokens are tokenized: `data.special_tokens`; if that is null, the default for `labels`."""
+        """Rule for special tokens in a text that training really uses: `data.special_tokens`; if that is null, the
+        default for `labels`."""
         is_original = self.labels is Parity.llava_v1_5
         return self.data.special_tokens or (SpecialTokens.parse if is_original else SpecialTokens.text)
 

@@ -7,6 +7,7 @@ from typing import Any
 TARGETS = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 """Configuration keys by which Hydra calls Python functions."""
 ENV = re.compile(r"\$\{\s*oc\.env\s*:([^}]*)")
+"""Pattern of a reference to an environment variable in a configuration value."""
 
 
 def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ def main() -> None:
 
 
 def task(cfg: DoctorConfig) -> None:
-    from llava_fsdp.doctor.main import doctor  # once the command line is checked: torch takes seconds
+    from llava_fsdp.doctor.main import doctor  # imported after the command line is checked, as torch takes seconds
 
     doctor(cfg)
 

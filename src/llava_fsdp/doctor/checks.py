@@ -1,4 +1,4 @@
-"""The list of all checks that `doctor` makes on this machine, in order, with the time limit of each."""
+"""Define all checks that `doctor` makes on this machine, in order, with the time limit of each."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llava_fsdp.config.paths import exists, places_read
+from llava_fsdp.config.paths import exists, paths_read
 from llava_fsdp.doctor import config_checks, disk, gpus, host, network, software
 from llava_fsdp.doctor.collectives import LIMIT, try_ranks
 from llava_fsdp.doctor.context import Context
@@ -19,16 +19,18 @@ from llava_fsdp.runtime.os_errors import existing, free_bytes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 USUAL = 30.0
-"""Time limit of a check in seconds."""
+"""Time limit in seconds of a check that has no other limit."""
 SLOW = 240.0
 """Time limit in seconds of a check that imports torch and transformers, long enough for a busy machine."""
 
 
 @dataclass(frozen=True)
 class Check:
+    """A check of this machine, which reports one or more findings."""
+
     group: str
     name: str
-    """Name of the row that is printed if the check itself fails with an error or exceeds its time limit."""
+    """Name of the row in the report if the check raises an error or exceeds its time limit."""
     probe: Callable[[Context], Iterable[Finding]]
     seconds: float = USUAL
 
@@ -50,7 +52,7 @@ def links(context: Context) -> Iterator[Finding]:
 
 
 def memory(context: Context) -> Iterator[Finding]:
-    from llava_fsdp.plan.hardware import PROCESS  # which loads torch
+    from llava_fsdp.plan.hardware import PROCESS  # imports torch
 
     on_gpus, needed = bool(context.torch.devices), 0
     if (known := context.known_needs) is not None:
@@ -62,15 +64,15 @@ def memory(context: Context) -> Iterator[Finding]:
 
 
 def shared(context: Context) -> Iterator[Finding]:
-    from llava_fsdp.data.batching.workers import lock_bytes  # which loads torch
+    from llava_fsdp.data.batching.workers import lock_bytes  # imports torch
 
     needed = context.ranks * lock_bytes(context.workers)
     yield from host.judge_shared(*host.read_shared(), needed, len(context.torch.devices) > 1)
 
 
 def output(context: Context) -> Iterator[Finding]:
-    place = existing(context.output_dir)
-    if refused := list(disk.check_writable("output_dir", place)):
+    folder = existing(context.output_dir)
+    if refused := list(disk.check_writable("output_dir", folder)):
         yield from refused
         return
     keep, needs, needed = context.cfg.checkpoint.keep, context.known_needs, 0
@@ -80,13 +82,13 @@ def output(context: Context) -> Iterator[Finding]:
     what = f"{keep + 1} checkpoints and the export take"
     cure = "make room, or give an output_dir on a larger disk"
     cure += "; or keep fewer checkpoints: checkpoint.keep=2, the fewest" if keep > 2 else ""
-    yield from disk.judge_room("room in output_dir", place, free_bytes(place), needed, what, cure)
+    yield from disk.judge_room("room in output_dir", folder, free_bytes(folder), needed, what, cure)
 
 
 def output_speed(context: Context) -> Iterator[Finding]:
-    place = existing(context.output_dir)
-    if place.is_dir() and os.access(place, os.W_OK):
-        yield from disk.judge_speed("speed of output_dir", place, context.checkpoint)
+    folder = existing(context.output_dir)
+    if folder.is_dir() and os.access(folder, os.W_OK):
+        yield from disk.judge_speed("speed of output_dir", folder, context.checkpoint)
 
 
 def data(context: Context) -> Iterator[Finding]:
@@ -102,10 +104,10 @@ def nvme(context: Context) -> Iterator[Finding]:
     needed = 0 if context.known_needs is None else context.known_needs.row.disk * context.ranks
     if not needed:
         return
-    place = existing(context.output_dir if folder is None else Path(folder))
+    path = existing(context.output_dir if folder is None else Path(folder))
     cure = "make room, or give an offload.folder on a larger disk"
-    yield from disk.judge_room("room in offload.folder", place, free_bytes(place), needed, "states take", cure)
-    yield from disk.judge_speed("speed of offload.folder", place, 0)
+    yield from disk.judge_room("room in offload.folder", path, free_bytes(path), needed, "states take", cure)
+    yield from disk.judge_speed("speed of offload.folder", path, 0)
 
 
 def interfaces(context: Context) -> Iterator[Finding]:
@@ -116,10 +118,10 @@ def interfaces(context: Context) -> Iterator[Finding]:
 
 
 def places(context: Context) -> Iterator[Finding]:
-    for finding in config_checks.judge_places(context.cfg):
+    for finding in config_checks.judge_paths(context.cfg):
         context.is_missing |= finding.level is Level.FAIL
         yield finding
-    read = places_read(context.cfg)
+    read = paths_read(context.cfg)
     for finding in config_checks.judge_model(context.cfg, os.environ, config_checks.hub_cache(os.environ)):
         # memory can be planned even if the model is missing, from the model shapes that the package knows
         if finding.level is Level.FAIL and exists(read.get(finding.name, "\0")):
@@ -129,15 +131,17 @@ def places(context: Context) -> Iterator[Finding]:
 
 def needs(context: Context) -> Iterator[Finding]:
     yield from config_checks.judge_bf16(context.cfg, context.torch.devices)
-    asked = software.needs_of(context.cfg)
+    checks = software.needs_of(context.cfg)
     if context.unreadable is not None:
-        asked.pop("attention", None)  # it is chosen by the model's shapes
-    yield from software.judge_needs(asked)
+        checks.pop("attention", None)  # the kernel depends on the model's shapes
+    yield from software.judge_needs(checks)
 
 
 def plan(context: Context) -> Iterator[Finding]:
     if context.unreadable is not None:
-        yield warn("memory by the plan", "not planned: the model cannot be read", f"fix {context.unreadable} first")
+        yield warn(
+            "memory by the plan", "not planned, because the model cannot be read", f"fix {context.unreadable} first"
+        )
         return
     yield from config_checks.judge_plan(context.needs, bool(context.torch.devices))
     yield from config_checks.judge_taken(context.needs, {gpu.index: gpu.memory - gpu.used for gpu in context.gpus})
@@ -191,8 +195,8 @@ CHECKS = (
 
 
 def run_check(check: Check, context: Context) -> list[Finding]:
-    """Run one check and return its results. If the check itself fails with an error, or exceeds its time limit, this
-    too becomes a row of the report.
+    """Run one check of this machine and return its results. An error that the check raises, or an exceeded time limit,
+    is returned as a result too.
 
     The check runs in a thread, which is abandoned if it hangs on a disk or a driver that does not answer.
     """
@@ -206,14 +210,14 @@ def run_check(check: Check, context: Context) -> list[Finding]:
             failed.append(fail(check.name, *result_and_cure(error)))
         except BaseException as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{os.path.basename(where.filename)}:{where.lineno}"
-            result = f"the probe failed: {type(error).__name__}: {error} ({place})"
-            failed.append(warn(check.name, " ".join(result.split()), "check it by hand; please report this"))
+            line = f"{os.path.basename(where.filename)}:{where.lineno}"
+            result = f"the check failed: {type(error).__name__}: {error} ({line})"
+            failed.append(warn(check.name, " ".join(result.split()), "check this by hand, and please report the error"))
 
     thread = threading.Thread(target=probe, name=check.name, daemon=True)
     thread.start()
     thread.join(check.seconds)
     if thread.is_alive():
-        cure = "something below does not answer: a disk, the driver or the network"
+        cure = "a disk, the driver or the network does not answer"
         return [*found, fail(check.name, f"no answer within {check.seconds:.0f} s", cure)]
     return found + failed

@@ -1,4 +1,4 @@
-"""Check communication: start ranks that exchange data, and report in which collective they hang."""
+"""Check communication between ranks: start ranks that exchange data, and report in which collective they hang."""
 
 import contextlib
 import os
@@ -20,7 +20,6 @@ LIMIT = 60.0
 PROGRAM = ("-m", "llava_fsdp.doctor.collectives_worker")
 MORE = "NCCL_DEBUG=INFO prints more; NCCL_P2P_DISABLE=1 avoids access to each other's memory"
 LOOPBACK = "GLOO_SOCKET_IFNAME=lo lets them use loopback"
-# last stage that a rank has reached -> (where it hangs, what to do on GPUs, what to do on the CPU)
 STUCK = {
     "": ("has not started", f"run it by hand: torchrun --standalone --nproc-per-node 2 {' '.join(PROGRAM)} /tmp", ""),
     "started": ("has not met the others", "localhost and this machine's name must lead here (/etc/hosts)", ""),
@@ -34,6 +33,7 @@ STUCK = {
     "scattered": ("waits in a large all_reduce", MORE, LOOPBACK),
     "measured": ("does not end", MORE, LOOPBACK),
 }
+"""Last stage that a rank has reached -> (where it hangs, advice on GPUs, advice on the CPU)."""
 
 
 def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
@@ -73,8 +73,8 @@ def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence
 
 
 def stages_of(folder: Path, count: int) -> list[str]:
-    """Read from `folder` the last stage (started, joined, ...) that each of `count` ranks has reached; an empty string
-    if none."""
+    """Return the last stage (started, joined, ...) of the communication check that each of `count` ranks has recorded
+    in `folder`; an empty text for a rank that has not started."""
     stages = []
     for rank in range(count):
         lines = []
@@ -85,14 +85,19 @@ def stages_of(folder: Path, count: int) -> list[str]:
 
 
 def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Finding:
-    """Return a failed result that names the ranks that are furthest behind (all ranks if none is ahead) and the
-    collective in which they hang."""
+    """Return the finding of a communication check that hangs. It names the ranks that are furthest behind, and the
+    collective in which they hang.
+
+    Args:
+        stages: last stage that each rank has reached.
+        limit: time limit in seconds that was exceeded.
+    """
     order = list(STUCK)
-    places = [order.index(stage.split()[0] if stage else "") for stage in stages]
-    first = min(places)
-    late = [str(rank) for rank, place in enumerate(places) if place == first]
+    reached = [order.index(stage.split()[0] if stage else "") for stage in stages]
+    first = min(reached)
+    late = [str(rank) for rank, stage in enumerate(reached) if stage == first]
     what, on_gpu, on_cpu = STUCK[order[first]]
-    who = "every rank" if len(late) == len(places) else f"rank {', '.join(late)}"
+    who = "every rank" if len(late) == len(reached) else f"rank {', '.join(late)}"
     return fail(name, f"not done after {limit:.0f} s: {who} {what}", on_gpu if on_gpus else on_cpu or on_gpu)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from llava_fsdp.config import Config, ModelConfig, Source
-from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_places, exists, places_read
+from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists, paths_read
 from llava_fsdp.data.records.forms import RecordKeys
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.doctor.context import Needs
@@ -17,20 +17,21 @@ from llava_fsdp.runtime.humanize import readable
 
 CURE_ON_CPU = "fewer ranks, which share this machine's memory (gpus=N here), sharding=zero3, precision=bf16_pure"
 MOST_COUNTED = 16 << 20
-"""Number of bytes of all files of records up to which their records are counted."""
+"""Maximum size in bytes of all files of records together for which records are counted; counting more takes too
+long."""
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
-def judge_places(cfg: Config) -> Iterator[Finding]:
+def judge_paths(cfg: Config) -> Iterator[Finding]:
     """Check that every path that the training reads exists, and that `output_dir` is not one of these paths."""
-    paths = places_read(cfg)
+    paths = paths_read(cfg)
     missing = {key: name for key, name in paths.items() if not exists(name)}
     for key, name in missing.items():
         yield fail(key, f"{name} does not exist", f"give a path that does; relative paths begin at {os.getcwd()}")
     if missing:
         return
     try:
-        check_places(cfg)
+        check_paths(cfg)
         named = ", ".join(f"{key}={name}" for key, name in paths.items())
         yield ok("places", named or "none: data and model are drawn")
     except ConfigError as error:
@@ -76,7 +77,7 @@ def judge_folder(cfg: ModelConfig, key: str, name: str) -> Finding:
 
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
-    """The cache folder of the Hugging Face hub client."""
+    """Return the cache folder of the Hugging Face hub client, as the environment variables `environment` set it."""
     home = environment.get("HF_HOME") or str(Path("~/.cache/huggingface").expanduser())
     return Path(environment.get("HF_HUB_CACHE") or f"{home}/hub")
 
@@ -96,13 +97,18 @@ def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
 
 
 def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
-    """Check that other processes leave enough memory on each GPU for a rank. `free`: GPU index -> free bytes."""
+    """Check that other processes leave enough memory on each GPU for a rank.
+
+    Args:
+        needs: memory that the training needs, as planned.
+        free: GPU index -> bytes that other processes leave free.
+    """
     total = needs.row.bytes["total"]
     tight = [index for index, count in free.items() if count < total <= needs.row.usable]
     if tight:
         rest = ", ".join(f"GPU {index}: {readable(free[index])}" for index in tight)
         result = f"a rank takes {readable(total)}, and other processes leave {rest}"
-        yield fail("free memory", result, "end them: nvidia-smi lists them")
+        yield fail("free memory", result, "end these processes; nvidia-smi lists them")
 
 
 def judge_bf16(cfg: Config, devices: list[dict]) -> Iterator[Finding]:
@@ -123,18 +129,18 @@ def count_steps(cfg: Config) -> int | None:
     files = [path for key, path in data_paths(cfg)[0].items() if key.startswith("data.")]
     if not files or sum(path.stat().st_size for path in files) > MOST_COUNTED:
         return None
-    with contextlib.suppress(LlavaFsdpError):  # other rows of the report, or the training, say what is wrong
+    with contextlib.suppress(LlavaFsdpError):  # other rows of the report, or the training, name the error
         records = sum(len(RecordFile(path, keys=RecordKeys.of_config(cfg.data))) for path in files)
         return math.ceil(records / cfg.global_batch_size) * cfg.epochs
     return None
 
 
 def data_paths(cfg: Config) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Return the files of records and the folders of images that the configuration names: two dicts, key -> path. Both
-    are empty for the generated example dataset."""
+    """Return two dicts {configuration key: path}: the files of records and the folders of images that the configuration
+    names. Both are empty for the generated example dataset."""
     if cfg.data.source is Source.shapes:
         return {}, {}
-    paths = {key: Path(name) for key, name in places_read(cfg).items() if exists(name)}
+    paths = {key: Path(name) for key, name in paths_read(cfg).items() if exists(name)}
     records = {key: path for key, path in paths.items() if key.endswith(".path") and path.is_file()}
     images = {key: path for key, path in paths.items() if key.endswith(".images") and path.is_dir()}
     return records, images

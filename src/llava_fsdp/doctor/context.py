@@ -1,5 +1,5 @@
-"""What the checks need: the configuration of the training to check, and facts about this machine, each computed
-once."""
+"""Collect what the checks of `doctor` need: the training's configuration, and facts about this machine. Each fact is
+computed once."""
 
 import os
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Needs:
-    """Memory and disk space that the training needs, from the memory plan. Sizes are in bytes."""
+    """Memory and disk space that the training needs, as the planner predicts them. Sizes are in bytes."""
 
     row: "PlanRow"
     machine: str
@@ -29,15 +29,15 @@ class Needs:
 
 
 class Context:
-    """The configuration of the training to check, and facts about this machine, for all checks."""
+    """Input of all checks of this machine: the training's configuration, and facts about the machine."""
 
     def __init__(self, cfg: DoctorConfig):
         self.cfg = cfg
         self.is_missing = False
-        """Whether a path that the configuration names does not exist; other rows of the report say which."""
+        """Whether a path that the configuration names does not exist."""
         self.unreadable: str | None = None
-        """Configuration key of a model part that cannot be read. Memory is then not planned, and a row of the report
-        says so."""
+        """Configuration key of a model part that cannot be read; memory is then not planned. None if all can be
+        read."""
 
     @cached_property
     def smi(self) -> list[SmiGpu]:
@@ -45,7 +45,7 @@ class Context:
 
     @property
     def gpus(self) -> list[SmiGpu]:
-        """The GPUs, as nvidia-smi reports them, that the ranks would run on."""
+        """GPUs that the ranks of the training would run on, as nvidia-smi reports them."""
         return seen_gpus(self.smi, os.environ.get("CUDA_VISIBLE_DEVICES"), self.cfg.gpus)
 
     @cached_property
@@ -73,7 +73,7 @@ class Context:
 
     @cached_property
     def needs(self) -> Needs:
-        """Plan the memory and disk space of the training. Raises the planner's errors."""
+        """Memory and disk space that the training needs. Raises the planner's errors if they cannot be predicted."""
         import torch
 
         from llava_fsdp.distributed.memory import ITEM_SIZE, checkpoint_bytes
@@ -101,7 +101,7 @@ class Context:
 
     @cached_property
     def known_needs(self) -> Needs | None:
-        """The planned memory and disk space; None if planning fails (another row of the report says why)."""
+        """Memory and disk space that the training needs, as the planner predicts them; None if planning fails."""
         if self.unreadable is not None:
             return None
         try:

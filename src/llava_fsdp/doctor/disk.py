@@ -1,4 +1,4 @@
-"""Check free space and speed of the folders that a training writes and reads, within a few seconds."""
+"""Check the free space and the speed of the folders that a training writes and reads. This takes a few seconds."""
 
 import contextlib
 import os
@@ -16,9 +16,11 @@ from llava_fsdp.runtime.os_errors import FULL, existing, free_inodes, full
 MIB = 1 << 20
 BLOCK = 8 * MIB
 MOST = 256 * MIB
+"""Maximum number of bytes that a speed measurement writes and reads."""
 SECONDS = 2.0
 """Seconds after which a speed measurement stops, once its current read or write is finished."""
 IMAGES = 64
+"""Maximum number of image files that are read to measure speed."""
 SLOW_SAVE = 600
 """A disk is reported as slow if writing a checkpoint takes more seconds than this."""
 SLOW_READ = 20 * MIB
@@ -67,6 +69,9 @@ def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure:
     """Check that a folder's disk has enough free bytes and inodes.
 
     Args:
+        name: name of the finding.
+        free: free bytes of the disk.
+        what: text that names what needs `needed` bytes.
         needed: bytes that the training writes into the folder; 0: unknown.
     """
     result = f"{folder}: {readable(free)} free" + (f", {what} {readable(needed)}" if needed else "")
@@ -105,13 +110,13 @@ def judge_speed(
 
 def check_writable(name: str, folder: Path) -> Iterator[Finding]:
     """Check that a file can be created in a folder, or in its nearest parent that exists."""
-    place = existing(folder)
+    present = existing(folder)
     try:
-        with tempfile.TemporaryFile(dir=place):
+        with tempfile.TemporaryFile(dir=present):
             pass
     except OSError as error:
         cure = "give a folder that this user may write to: output_dir=..."
-        yield fail(name, f"{place} cannot be written ({error.strerror or error})", cure)
+        yield fail(name, f"{present} cannot be written ({error.strerror or error})", cure)
 
 
 def images_in(folder: Path, most: int = IMAGES) -> list[Path]:
@@ -119,8 +124,8 @@ def images_in(folder: Path, most: int = IMAGES) -> list[Path]:
 
     def files() -> Iterator[Path]:
         start = time.monotonic()
-        for place, _, names in os.walk(folder):
-            yield from (Path(place) / name for name in names[:most])
+        for parent, _, names in os.walk(folder):
+            yield from (Path(parent) / name for name in names[:most])
             if time.monotonic() - start > SECONDS:
                 return
 

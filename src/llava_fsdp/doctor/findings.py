@@ -1,4 +1,4 @@
-"""Results of the checks of this machine. Imports no torch, which may itself be broken."""
+"""Define the results of `doctor`'s checks of this machine. Imports no torch, which may itself be broken."""
 
 import subprocess
 from collections.abc import Sequence
@@ -39,7 +39,8 @@ def fail(name: str, result: str, cure: str) -> Finding:
 
 
 def output_of(command: Sequence[str], seconds: float) -> str | None:
-    """Standard output of a program; None if the program is missing, fails, or does not end in time."""
+    """Run a program and return its standard output; None if the program is missing, fails, or runs longer than
+    `seconds`."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False

@@ -21,6 +21,7 @@ FIELDS = (
     "ecc.errors.uncorrected.volatile.total",
 )  # fmt: skip
 QUERY = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
+MOST_PAIRS = 4
 TAKEN = 0.1
 """A warning is reported if other processes use more than this share of a GPU's memory."""
 SLOW_LINKS = ("SYS", "NODE", "PHB")
@@ -45,8 +46,8 @@ class SmiGpu:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch reports about itself and the GPUs, collected in a separate process because a broken driver may crash
-    it."""
+    """Information from torch about itself and the GPUs. It is collected in a separate process, because a broken driver
+    may crash that process."""
 
     version: str
     cuda: str | None
@@ -62,7 +63,8 @@ class TorchFacts:
 
 
 def parse_smi(text: str) -> list[SmiGpu]:
-    """Parse nvidia-smi's output into GPUs. Lines of any other form are skipped; a number that is unknown becomes 0."""
+    """Parse the output of nvidia-smi (with `QUERY`) into GPUs. Lines of any other form are skipped; an unknown number
+    becomes 0."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -193,9 +195,10 @@ def parse_links(matrix: str) -> dict[tuple[int, int], str]:
     return {pair: kind for pair, kind in links.items() if pair[1] < gpus}  # further columns are network cards
 
 
-def pairs(found: Sequence[Sequence[int]], most: int = 4) -> str:
-    shown = ", ".join(f"{a}-{b}" for a, b in found[:most])
-    return shown + (f" and {len(found) - most} more pairs" if len(found) > most else "")
+def pairs(found: Sequence[Sequence[int]]) -> str:
+    """Return a text that lists pairs of GPUs; of many, only the first few."""
+    shown = ", ".join(f"{a}-{b}" for a, b in found[:MOST_PAIRS])
+    return shown + (f" and {len(found) - MOST_PAIRS} more pairs" if len(found) > MOST_PAIRS else "")
 
 
 def judge_count(needed: int, facts: TorchFacts, environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 import os
 import resource
 from collections.abc import Iterator
-from pathlib import Path
 
 from llava_fsdp.doctor.findings import Finding, fail, ok, warn
 from llava_fsdp.runtime.host import Host
@@ -54,9 +53,9 @@ def judge_memory(host: Host, needed: int, what: str) -> Iterator[Finding]:
         yield ok("memory", result + (f"; {what} takes {readable(needed)}" if needed else ""))
 
 
-def read_shared(path: Path = Path("/dev/shm")) -> tuple[int, int]:
-    """Total and free bytes of shared memory (/dev/shm)."""
-    found = os.statvfs(path)
+def read_shared() -> tuple[int, int]:
+    """Return the total and the free bytes of shared memory (/dev/shm)."""
+    found = os.statvfs("/dev/shm")
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
@@ -75,7 +74,8 @@ def judge_shared(total: int, free: int, needed: int, several: bool) -> Iterator[
 
 
 def read_limits() -> dict[str, int]:
-    """Limits of this process: soft and hard limit of open files, soft limit of locked memory in bytes; -1: no limit."""
+    """Return limits of this process: soft and hard limit of open files (`nofile`, `hard`), and soft limit of locked
+    memory in bytes (`memlock`). -1 means no limit."""
     nofile, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {"nofile": nofile, "hard": hard, "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]}
 

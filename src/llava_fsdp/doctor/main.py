@@ -1,8 +1,8 @@
 """Check this machine before a training: `python -m llava_fsdp.doctor stage=finetune model=llava_v1_5_7b ...`.
 
-Takes the same configuration keys as `train`. Checks software, GPUs, memory, disks and network, plans the training's
-memory, and starts ranks that exchange data. Exit code 0: no check fails. Exit code 2: checks fail, and their rows in
-the printed table say what to do.
+The configuration keys are those of `train`. The command checks software, GPUs, memory, disks and network, predicts the
+training's memory, and starts ranks that exchange data. The exit code is 0 if no check fails, and else 2; the printed
+table gives advice for each failed check.
 """
 
 import json
@@ -30,7 +30,7 @@ def doctor(cfg: DoctorConfig) -> None:
     """
     context = Context(cfg)
     rows: list[tuple[str, Finding]] = []
-    with TextConsole(on_stderr=True).status("checking") as status:  # silent without a terminal
+    with TextConsole(on_stderr=True).status("checking") as status:  # prints nothing if stderr is not a terminal
         for check in CHECKS:
             status.update(f"checking {check.name}")
             rows += [(check.group, finding) for finding in run_check(check, context)]

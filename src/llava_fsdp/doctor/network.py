@@ -26,8 +26,8 @@ class Interface:
         return f"{self.name} {self.address}" + (f" ({self.megabits / 1000:.3g} Gb/s)" if self.megabits else "")
 
 
-def read_interfaces(root: Path = Path("/sys/class/net")) -> list[Interface]:
-    found = []
+def read_interfaces() -> list[Interface]:
+    found, root = [], Path("/sys/class/net")
     for _, name in socket.if_nameindex():
         speed = text_of(root / name / "speed")
         megabits = int(speed) if speed and speed.isdecimal() else None
@@ -46,11 +46,11 @@ def address_of(name: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def read_infiniband(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
+def read_infiniband() -> dict[str, str]:
     """Return the state of each InfiniBand port, such as `4: ACTIVE`, by the names of its card and port
     (`card:port`)."""
     try:
-        ports = sorted(root.glob("*/ports/*"))
+        ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
     except OSError:
         return {}
     return {f"{port.parents[1].name}:{port.name}": text_of(port / "state") or "unknown" for port in ports}
@@ -66,8 +66,8 @@ def lookup(host: str) -> str | None:
 def judge_interfaces(
     found: Sequence[Interface], ports: Mapping[str, str], environment: Mapping[str, str], nodes: int
 ) -> Iterator[Finding]:
-    """Check and list the network interfaces, including those that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name, and
-    check the InfiniBand `ports`."""
+    """Check the network interfaces `found`, among them those that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name, and
+    the InfiniBand `ports` (`card:port` -> state)."""
     useful = [each for each in found if each.up and each.address is not None and each.name != "lo"]
     names = {each.name for each in found}
     for variable in CHOICES:

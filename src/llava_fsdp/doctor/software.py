@@ -22,10 +22,11 @@ SLOW = {
 }
 """Environment variables that make training slower, and why."""
 OFF = ("", "0", "off", "false", "info")
+"""Values of these environment variables that do not slow training down."""
 
 
 def version_of(package: str) -> str | None:
-    """Installed version of a package; None if it is not installed."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -42,7 +43,7 @@ def judge_python(version: tuple[int, int, int]) -> Iterator[Finding]:
 
 
 def requirements() -> list[str]:
-    """The requirements that the installed llava-fsdp package declares; empty in a checkout."""
+    """Return the requirements that the installed llava-fsdp package declares; empty in a git checkout."""
     try:
         return importlib.metadata.requires("llava-fsdp") or []
     except importlib.metadata.PackageNotFoundError:
@@ -76,7 +77,7 @@ def judge_optional(version_of: Callable[[str], str | None]) -> Iterator[Finding]
 
 
 def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
-    """Return check functions for what this configuration needs (attention kernel, peft, bitsandbytes, ...), by name.
+    """Return functions that check what this configuration needs (attention kernel, peft, bitsandbytes, ...), by name.
     Each returns a description, or raises the error that a training would raise."""
     import torch
 
@@ -133,7 +134,8 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
 
 
 def judge_needs(needs: Mapping[str, Callable[[], str]]) -> Iterator[Finding]:
-    """Run all check functions from `needs_of`. If one fails, the others still run."""
+    """Run the functions `needs`, which check what the configuration needs (see `needs_of`). If one fails, the others
+    still run."""
     for name, need in needs.items():
         try:
             yield ok(name, need())

@@ -31,8 +31,8 @@ STALL = 1800.0
 
 @dataclass(frozen=True)
 class Shard:
-    """Share of the questions that one of `size` processes answers: every `size`-th question, beginning with question
-    number `rank`."""
+    """Share of a benchmark's questions that one of `size` processes answers: every `size`-th question, beginning with
+    question number `rank`."""
 
     rank: int = 0
     size: int = 1
@@ -42,8 +42,7 @@ class Shard:
 class AnswersFile:
     """A file of a model's answers, and the part files that several processes write before rank 0 merges them into it.
 
-    Attributes:
-        settings: all settings on which an answer depends: model, maximum length, template, ...
+    Attributes: settings: all settings on which an answer depends: model, maximum length, template, ...
         texts: answers read or written so far, by the number of the question.
         read: number of bytes of each file that have been read so far; they always end with a complete line.
     """
@@ -69,7 +68,7 @@ class AnswersFile:
                 `settings`.
         """
         known = len(self.texts)
-        for path in [*self.parts(), self.path]:  # the file last: parts are deleted once it is complete
+        for path in [*self.parts(), self.path]:  # the answers file last, as it is complete before parts are deleted
             for line in self.new_lines(path):
                 number, text = self.parse(path, line)
                 self.texts.setdefault(number, text)
@@ -79,7 +78,7 @@ class AnswersFile:
         return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part-*-of-*"))
 
     def new_lines(self, path: Path) -> list[bytes]:
-        """Return the complete lines that were added to a file since the last call.
+        """Return the complete lines that were added to an answers file since the last call.
 
         A last line without a newline is left for a later call: its process is still writing it, or was stopped while
         writing.
@@ -98,13 +97,13 @@ class AnswersFile:
         return whole.split(b"\n")[:-1]
 
     def parse(self, path: Path, line: bytes) -> tuple[int, str]:
-        """Parse a line of the file `path` into the number of its question and the answer. Raise ConfigError if the line
-        has the wrong form, or if its question or settings are not those of this evaluation."""
+        """Return the question's number and the answer in a line of the answers file `path`. Raise ConfigError if the
+        line has the wrong form, or if its question or settings are not those of this evaluation."""
         cure = "name another file with answers=FILE, or move this one away"
         try:
             row = json.loads(line)
             number, text, settings = row["metadata"]["number"], row["text"], dict(row["metadata"]["how"])
-            asked = row["question_id"], row["prompt"], row["metadata"]["image"]
+            there = row["question_id"], row["prompt"], row["metadata"]["image"]
             question = self.by_number.get(number)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path} has a line that this program has not written: {line[:100]!r}; {cure}") from error
@@ -112,9 +111,9 @@ class AnswersFile:
             other = [f"{k}={settings.get(k)} there, {v} here" for k, v in self.settings.items() if settings.get(k) != v]
             raise ConfigError(f"{path} was answered with other settings: {', '.join(other) or settings}; {cure}")
         here = None if question is None else (question.id, question.prompt, list(question.images))
-        if asked != here or not isinstance(text, str):
+        if there != here or not isinstance(text, str):
             raise ConfigError(
-                f"{path} answers a question {number} (id {asked[0]}, {str(asked[1])[-100:]!r}) that is not among these "
+                f"{path} answers a question {number} (id {there[0]}, {str(there[1])[-100:]!r}) that is not among these "
                 f"{len(self.questions)}: another file of questions, suffix or limit? Then {cure}"
             )
         return number, text
@@ -126,15 +125,15 @@ class AnswersFile:
 
     @property
     def own_path(self) -> Path:
-        """Path of the file that this process appends its answers to."""
+        """Path of the file to which this process appends its answers: the answers file, or a part file beside it."""
         if self.shard.size == 1:
             return self.path
         return self.path.with_name(f"{self.path.name}.part-{self.shard.rank}-of-{self.shard.size}")
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Callable[[Sequence[BenchmarkQuestion], Sequence[str]], None]]:
-        """Context manager that opens this process's file and yields a function that appends answers to it. An
-        incomplete last line of the file is removed first.
+        """Context manager that opens the file of this process's answers and yields a function that appends answers to
+        it. An incomplete last line of the file is removed first.
 
         Raises:
             ConfigError: another process has opened the file for writing.
@@ -176,8 +175,8 @@ class AnswersFile:
         return json.dumps(row)
 
     def wait(self, stall: float = STALL) -> None:
-        """Wait until the files contain an answer to every question, and read the answers. If another process fails,
-        torchrun ends this process.
+        """Wait until all processes have written their answers, so that every question has one, and read them. If
+        another process fails, torchrun ends this process.
 
         Raises:
             CommunicationError: no process has written a new answer for `stall` seconds.
@@ -221,6 +220,6 @@ def storage_errors(what: str) -> Iterator[None]:
 
 
 def blank_file(path: Path) -> Path:
-    """Return the path of a second answers file, beside the answers file `path`: that of the answers to the same
-    questions with blank images."""
+    """Return the path of the file for answers to the same questions with blank images. It is beside the answers file
+    `path`."""
     return path.with_name(f"{path.stem}_blank{path.suffix}")

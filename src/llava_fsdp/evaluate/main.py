@@ -1,4 +1,4 @@
-"""Evaluation of a trained model on a benchmark: `python -m llava_fsdp.evaluate model.checkpoint=outputs/finetune`.
+"""Evaluate a trained model on a benchmark: `python -m llava_fsdp.evaluate model.checkpoint=outputs/finetune`.
 
 Under torchrun every process loads the model and answers its share of the questions.
 """
@@ -96,8 +96,8 @@ def asks_blank(cfg: EvaluateConfig) -> bool:
 
 
 class AnswerGenerator:
-    """Generates a model's answers to a benchmark's questions. Answers that the answers file contains already are not
-    generated again, and the model is loaded only if answers are missing."""
+    """Generates a model's answers to a benchmark's questions. Answers that are in the answers file already are not
+    generated again, and the model is only loaded if answers are missing."""
 
     def __init__(self, cfg: EvaluateConfig, questions: list[BenchmarkQuestion], shard: Shard):
         self.cfg, self.questions, self.shard = cfg, questions, shard
@@ -117,7 +117,7 @@ class AnswerGenerator:
         0, and an empty list on other ranks.
 
         Args:
-            blank: give the model a blank image (every pixel has the mean color) in place of each image.
+            blank: whether to replace every image by a blank one, whose pixels all have the mean colour.
         """
         if self.cfg.answers is None:
             return [text for _, texts in self.batches(self.questions, blank) for text in texts]
@@ -163,8 +163,8 @@ class AnswerGenerator:
 
 
 def open_as_trained(cfg: EvaluateConfig) -> Opened:
-    """Open the model, and log how it is asked: with the template and the image aspect ratio that it was trained with.
-    `data.template` and `data.image_aspect_ratio` are only used if the model's folder does not name its own.
+    """Open the model to evaluate, and log its conversation template and image aspect ratio. They are those of its
+    training; `data.template` and `data.image_aspect_ratio` are only used if the model's folder does not contain them.
 
     Raises:
         ConfigError: `data.template` is not the template that the model was trained with.
@@ -182,7 +182,8 @@ def open_as_trained(cfg: EvaluateConfig) -> Opened:
 
 
 def same_template(given: str, trained: str) -> bool:
-    """Return whether two values of `data.template` mean the same template; chat_template is any of a model's own."""
+    """Return whether two values of `data.template` mean the same template. The value chat_template means any chat
+    template that comes with a model."""
     if is_own(given) or is_own(trained):
         return given == trained or (given == OWN and is_own(trained))
     return template(given) == template(trained)
@@ -196,9 +197,9 @@ def with_paths(question: BenchmarkQuestion, folder: str | None) -> Question:
 def model_digest(checkpoint: str) -> str:
     """Return a digest of the names and contents of a model's files. This takes a few seconds for each 10 GB.
 
-    If `checkpoint` is a run's folder, only the model in it is digested, because the run's logs may still grow. This is
-    the `export` folder; without one, the manifest of the newest checkpoint, which contains digests of the checkpoint's
-    files; without a checkpoint, the adapter folder.
+    Of a run's folder, only the model is digested, because logs may still grow: the `export` folder; without one, the
+    manifest of the newest checkpoint, which contains digests of the checkpoint's files; without a checkpoint, the
+    adapter folder.
 
     Args:
         checkpoint: folder or hub name of the model, or the folder of a run.

@@ -15,7 +15,7 @@ def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[Benc
     """Return the questions with the right answers added, which are read from POPE's label files.
 
     As in the original LLaVA, the n-th label of a category belongs to the n-th question of that category, since ids
-    begin anew in each label file. The image and text of a label must match those of its question.
+    start again at the beginning of each label file. The image and text of a label must match those of its question.
 
     Args:
         path: a label file; or a folder of label files, whose names end in `_CATEGORY.json`.
@@ -31,14 +31,14 @@ def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[Benc
     for question in questions:
         categories.setdefault(dict(question.groups).get(CATEGORY, ""), []).append(question)
     found: dict[int, BenchmarkQuestion] = {}
-    for category, own in categories.items():
+    for category, members in categories.items():
         named = sorted(path.glob(f"*_{category}.json*")) if category.replace("_", "").isalnum() else []
         if len(named) != 1:
             raise ConfigError(
                 f"annotations={path} has {len(named)} files whose names end in _{category}.json; there must be one for "
                 "every category of the questions"
             )
-        found |= {q.number: q for q in with_labels(own, named[0])}
+        found |= {q.number: q for q in with_labels(members, named[0])}
     return [found[q.number] for q in questions]
 
 

@@ -1,5 +1,5 @@
-"""The class of a benchmark's question, into which every file format is read, and helper functions for the file
-readers."""
+"""Define the class of a benchmark's question, which all file formats are converted to, and helper functions for reading
+them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,7 +46,7 @@ class BenchmarkQuestion:
     inline: Mapping[str, ImageFile] = field(default_factory=dict, compare=False, repr=False)
     """Those images that are in the question's record itself or in its file, by the names in `images`."""
     system: str | None = None
-    """Text that replaces the system text of the model's conversation template; None: the template's own."""
+    """Text that replaces the system text of the model's conversation template; None: the template's text is kept."""
 
 
 def with_image_tag(text: str, images: Sequence[str]) -> str:

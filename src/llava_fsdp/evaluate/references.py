@@ -39,7 +39,7 @@ def letter_of(raw: object, choices: int, where: str) -> str:
     letter = LETTERS[raw] if type(raw) is int and 0 <= raw < choices else raw
     if not isinstance(letter, str) or letter not in tuple(LETTERS[:choices]):
         raise DataError(
-            f"{where}: answer is {shown(raw)}; it must be a letter from A to {LETTERS[choices - 1]}, or a place from 0"
+            f"{where}: answer is {shown(raw)}; it must be a letter from A to {LETTERS[choices - 1]}, or a number from 0"
         )
     return letter
 

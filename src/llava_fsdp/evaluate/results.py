@@ -19,6 +19,8 @@ COLUMNS = ("accuracy", "invalid", "precision", "recall", "f1", "yes_ratio")
 
 
 def mean_of(rule: Callable[[str, Sequence[str]], float]) -> Score:
+    """Return a function that scores answers by the mean of `rule(answer, right answers)`."""
+
     def score(questions: Questions, answers: Sequence[str]) -> Numbers:
         total = sum(rule(text, q.references) for q, text in zip(questions, answers, strict=True))
         return {"accuracy": total / len(questions)}
@@ -61,13 +63,13 @@ def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbe
     """
     score = SCORES[task]
     members: dict[tuple[str, str], list[int]] = {}
-    for place, question in enumerate(questions):
+    for index, question in enumerate(questions):
         for group in groups_of(question, task):
-            members.setdefault(group, []).append(place)
+            members.setdefault(group, []).append(index)
     groups: dict[str, dict[str, Numbers]] = {}
-    for (kind, name), places in sorted(members.items()):
-        numbers = score([questions[p] for p in places], [answers[p] for p in places])
-        groups.setdefault(kind, {})[name] = {"questions": len(places)} | numbers
+    for (kind, name), indices in sorted(members.items()):
+        numbers = score([questions[i] for i in indices], [answers[i] for i in indices])
+        groups.setdefault(kind, {})[name] = {"questions": len(indices)} | numbers
     total = score(questions, answers)
     if task is Task.yes_no and CATEGORY in groups:
         total["mean_f1"] = sum(group["f1"] for group in groups[CATEGORY].values()) / len(groups[CATEGORY])

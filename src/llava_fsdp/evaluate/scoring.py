@@ -1,4 +1,5 @@
-"""Score answers. All functions are pure functions of texts, and need neither torch nor transformers.
+"""Score the answers of a model to a benchmark's questions. All functions are pure functions of texts, and need neither
+torch nor transformers.
 
 Multiple choice is scored like LLaVA's eval_science_qa.py, yes-no answers like POPE (LLaVA's eval_pope.py), and short
 answers by VQAv2's evaluation and EvalAI's preparation of answers. For short answers the rules, their order and their
@@ -39,7 +40,7 @@ SPELLED_OUT = """
 """Contractions with all their apostrophes, from which `CONTRACTIONS` is made. A word that lacks one apostrophe of a
 contraction, and equals it otherwise, is replaced by the contraction."""
 AGAINST_THE_RULE = {"somebody'd": "somebodyd"}
-"""The replacement that VQAv2's official table has in the wrong direction: it removes the apostrophe, in answers and
+"""Replacement that VQAv2's official table has in the wrong direction: it removes the apostrophe, in answers and
 references."""
 
 
@@ -97,9 +98,9 @@ def rate(part: int, whole: int) -> float:
 
 
 CONTRACTIONS = {
-    whole[:place] + whole[place + 1 :]: whole
+    whole[:index] + whole[index + 1 :]: whole
     for whole in SPELLED_OUT.split()
-    for place, sign in enumerate(whole)
+    for index, sign in enumerate(whole)
     if sign == "'"
 } | AGAINST_THE_RULE
 """Word -> its replacement in answers and references before they are compared. The entries of VQAv2's official table for
@@ -132,8 +133,9 @@ def textvqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def leave_one_out(answer: str, references: Sequence[str]) -> float:
-    """Leave out each reference in turn, count the `matches` among the remaining ones that equal the answer, and return
-    the mean of min(1, matches / 3). Raise ValueError if there are no references."""
+    """Return the accuracy of an answer, 0 to 1, as VQAv2 defines it: each reference is left out in turn, and the mean
+    of min(1, matches / 3) is taken, where `matches` counts the remaining references that equal the answer. Raise
+    ValueError if there are no references."""
     if not references:
         raise ValueError("an answer without references has no accuracy")
     matches = sum(r == answer for r in references)

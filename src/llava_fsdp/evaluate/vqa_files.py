@@ -56,7 +56,7 @@ def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[Benchma
 
 def annotate_textvqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
     """Return the questions with right answers added, which are read from TextVQA's annotations. An annotation belongs
-    to the question that has the same text, and as its id the annotation's image id (as in the original LLaVA's file) or
+    to the question with the same text whose id is the annotation's image id (as in the original LLaVA's file) or its
     question id.
 
     Raises:

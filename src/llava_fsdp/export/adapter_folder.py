@@ -50,8 +50,7 @@ ROOM = 512
 class Base:
     """The base model of an adapter, as the notes (`llava_fsdp.json`) in the adapter's folder describe it.
 
-    Attributes:
-        model: configuration with which the base model can be found and built again.
+    Attributes: model: configuration with which the base model can be found and built again.
         seed: seed of those weights of the base model that are initialized randomly instead of loaded from a file.
         fingerprint: hash of all weights that are not saved in the adapter's folder; see `base_fingerprint`.
     """
@@ -70,17 +69,16 @@ class AdapterWriter:
     """Writer of a run's adapter folders. Its attributes stay the same for all steps of the run; `write` gets the
     tensors of one step.
 
-    Attributes:
-        modules: names of the modules that have adapters, as llava_fsdp's model has them.
-        small: contents of the configuration and tokenizer files that the original LLaVA reads, by their paths relative
-            to the adapter folder.
+    Attributes: modules: names of the modules that have adapters, as llava_fsdp's model has them.
+        small_files: contents of the configuration and tokenizer files that the original LLaVA reads, by their paths
+            relative to the adapter folder.
     """
 
     source: SourceModel
     lora: LoraConfig
     modules: list[str]
     base: Base
-    small: dict[str, bytes]
+    small_files: dict[str, bytes]
 
     def write(
         self,
@@ -96,7 +94,7 @@ class AdapterWriter:
             history: run, stage and step that produced the adapter, for the notes.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in self.small.items():
+        for name, content in self.small_files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
         write_json(folder / ADAPTER_CONFIG, self.settings)
@@ -116,12 +114,12 @@ class AdapterWriter:
         file = folder / ADAPTER_FILES[0]
         with ThreadPoolExecutor(1, "digest") as hasher:
             headers = {name: (t.dtype, t.shape) for name, t in renamed.items()}
-            write_tensors(file, headers, lambda name: whole(renamed[name]), hasher)
-        shutil.copymode(folder / ADAPTER_CONFIG, file)  # by the umask; write_tensors lets only the owner read
+            write_tensors(file, headers, lambda name: whole_rows(renamed[name]), hasher)
+        shutil.copymode(folder / ADAPTER_CONFIG, file)  # write_tensors creates files that only their owner can read
 
     def write_others(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
         """Write the projector's `non_lora_trainables` files, which the original LLaVA always needs."""
-        renamed = {self.rename(name): whole(tensor).contiguous().clone() for name, tensor in tensors.items()}
+        renamed = {self.rename(name): whole_rows(tensor).contiguous().clone() for name, tensor in tensors.items()}
         save_file(renamed, folder / OTHERS_FILES[0], metadata={"format": "pt"})
         torch.save(renamed, folder / OTHERS_FILES[1])
         shutil.copymode(folder / ADAPTER_CONFIG, folder / OTHERS_FILES[0])
@@ -161,16 +159,17 @@ class AdapterWriter:
     def nbytes(self, tensors: Mapping[str, Stored]) -> int:
         sizes = {name: torch.Size(t.shape).numel() * t.dtype.itemsize + ROOM for name, t in tensors.items()}
         twice = sum(size for name, size in sizes.items() if is_projector(name))
-        return sum(sizes.values()) + twice + sum(len(content) for content in self.small.values())
+        return sum(sizes.values()) + twice + sum(len(content) for content in self.small_files.values())
 
 
 def is_projector(name: str) -> bool:
-    """Return whether a parameter is saved in the `non_lora_trainables` files: the projector's weights and the
-    `image_newline` vector."""
+    """Return whether a parameter is saved in an adapter folder's `non_lora_trainables` files. These are the projector's
+    weights and the `image_newline` vector."""
     return name.startswith(PROJECTOR_PREFIX) or name == NEWLINE
 
 
-def whole(tensor: Stored) -> torch.Tensor:
+def whole_rows(tensor: Stored) -> torch.Tensor:
+    """Read all rows of a stored tensor."""
     return tensor.rows(0, tensor.shape[0])
 
 
@@ -184,7 +183,7 @@ def small_files(source: SourceModel, dtype: torch.dtype) -> dict[str, bytes]:
             try:
                 step(Path(made))
             except (ConfigError, ModelError) as error:
-                log().info("folders of adapters have no %s for the original LLaVA: %s", what, error)
+                log().info("adapter folders get no %s for the original LLaVA: %s", what, error)
         files = sorted(path for path in Path(made).rglob("*") if path.is_file())
         return {path.relative_to(made).as_posix(): path.read_bytes() for path in files}
 
@@ -199,12 +198,12 @@ def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mappi
     """
     before = adapter_folders(model.lora.checkpoint) if model.lora.checkpoint else ()
 
-    def lacks(name: str, source: Stored) -> bool:
+    def must_save(name: str, source: Stored) -> bool:
         is_from_adapter = isinstance(source, StoredTensor) and source.file.parent in before
         in_base = model.checkpoint is not None and not isinstance(source, Drawn)
         return name in trained or is_from_adapter or (is_projector(name) and not in_base)
 
-    return [name for name, source in sources.items() if lacks(name, source)]
+    return [name for name, source in sources.items() if must_save(name, source)]
 
 
 def check_base(model: nn.Module, cfg: ModelConfig, digests: Mapping[str, str]) -> None:
@@ -256,5 +255,5 @@ def prove_adapter(folder: Path, tensors: Mapping[str, Stored]) -> None:
     pairs = [(name, written.get(name), tensor) for name, tensor in tensors.items()]
     pairs += [(name, stored.get(name), tensor) for name, tensor in pickled.items()]
     for name, read, expected in pairs:
-        if read is None or read.dtype != expected.dtype or not torch.equal(whole(read), whole(expected)):
+        if read is None or read.dtype != expected.dtype or not torch.equal(whole_rows(read), whole_rows(expected)):
             raise ModelError(f"{folder} was written, but {name} differs from what was to be written")

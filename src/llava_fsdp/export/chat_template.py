@@ -49,9 +49,9 @@ VIDEO_PROBES: tuple[tuple[str, ...], ...] = (
     ("is  it\n<video> ", "12 größe 中文 🙂"),
     ("first <image> , then<video>\n<video>", "two", "text", "c", "x <video>y <image> z", "d"),
 )
-"""More of them, for templates that take videos."""
+"""Test conversations for `rehearse` that contain videos, for chat templates that accept them."""
 SYSTEM_PROBE = " be  kind\n"
-"""Test text for `rehearse` of a system message."""
+"""System message of the test conversations that `rehearse` compares."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class Gap:
     """Rule for where a chat template puts a space before a stretch of text, so that the stretch gets the same token ids
     after an image's special token as if it were tokenized separately.
 
-    Attributes:
-        everywhere: put a space before every stretch, with the exceptions in `but_before`; False: put no spaces.
+    Attributes: everywhere: put a space before every stretch, with the exceptions in `but_before`; False: put no spaces.
         but_before: a stretch that begins with one of these texts gets no space.
     """
 
@@ -168,7 +167,7 @@ def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap, video
 
 
 def own_chat_template(form: ChatTemplate, start_end: bool, gap: Gap, video: bool = False) -> str:
-    """Return a chat template for transformers that does the same as training with a language model's own one.
+    """Return a chat template for transformers that does the same as training with the language model's own template.
 
     It turns messages into those of training (see `chat_template`), and then contains the model's own template. With
     `add_generation_prompt`, the text ends where answers begin in training, also if the model's own prompt differs.
@@ -214,8 +213,14 @@ def own_chat_template(form: ChatTemplate, start_end: bool, gap: Gap, video: bool
 
 
 def stretches(text: str, gap: Gap, video: bool) -> list[str]:
-    """Return Jinja code that writes the variable `text`, with a space before its stretches between images where the
-    tokenizer needs one. With `video`, the tags are those of the list `chat.tags`."""
+    """Return Jinja code that outputs a conversation, split into stretches of text at its `<image>` tags.
+
+    Args:
+        text: name of the Jinja variable that holds the conversation.
+        gap: where to put a space before a stretch.
+        video: whether an `<image>` tag may stand for a video. The Jinja list `chat.tags` then has the tag to output for
+            each of them.
+    """
     tag = "chat.tags[loop.index0 - 1]" if video else quoted(IMAGE_TAG)
     return [
         f"{{%- for stretch in {text}.split('<image>') -%}}",
@@ -230,7 +235,7 @@ CONTENT = (
     "{%- if message['content'] is string -%}",
     "{%- set said.text = message['content'] -%}",
     "{%- else -%}",
-    "{%- for part in message['content'] -%}",  # inference servers look for this loop: then content may be a list
+    "{%- for part in message['content'] -%}",  # inference servers that find this loop pass the content as a list
     "{%- if part['type'] == 'image' -%}{%- set said.text = said.text ~ '<image>' -%}",
     "{%- elif part['type'] == 'text' -%}{%- set said.text = said.text ~ part['text'] -%}",
     "{%- else -%}{{- raise_exception('a part of a message has type image or text') -}}{%- endif -%}",
@@ -257,11 +262,12 @@ CHECKS = (
     "{%- elif message['role'] != 'assistant' -%}",
     refuse("roles are system, user and assistant"),
 )
-"""Jinja code that refuses messages which training refuses; it follows the branch of the messages of the user."""
+"""Jinja code that refuses messages which training refuses. It follows the branch `if message['role'] == 'user'`."""
 VIDEO_CHECK = "{%- elif '<image>' in said.text or '<video>' in said.text -%}"
 """The first line of CHECKS if videos are accepted."""
 UNASKED = "{%- if chat.begun or loop.index > 2 or loop.index == 2 and messages[0]['role'] != 'system' -%}"
-"""Jinja code for an answer without question, which is left out if it stands before the first question."""
+"""Jinja condition that is true for an answer without a question, unless it begins the conversation. Training leaves out
+an answer before the first question."""
 
 
 def content_of(video: bool) -> tuple[str, ...]:

@@ -75,16 +75,14 @@ class SourceModel:
 
     Attributes:
         model: model with this architecture. Only its configuration and shapes are used: its weights may be sharded or
-            on the meta device.
-        grid_pinpoints: for images of several tiles, sizes in pixels that an image may be fitted into; empty: those of
-            LLaVA-NeXT or LLaVA-OneVision.
+            on the meta device. grid_pinpoints: for images of several tiles, sizes in pixels that an image may be fitted
+        into; empty: those of LLaVA-NeXT or LLaVA-OneVision.
         max_tiles: `data.max_tiles`, used with anyres_max.
         pixels: how to decode and resize the images of questions: as in training, but `exact` after training with
             `fast`.
         language, vision: folders or hub names of the language model and of the vision tower; empty if not known.
         renamed_tower: name of the vision tower to write into the original LLaVA's config.json; None: the name that the
-            source has.
-        history: run, stage and step that produced the model, and the parts that were trained.
+            source has. history: run, stage and step that produced the model, and the parts that were trained.
     """
 
     model: Llava
@@ -103,12 +101,12 @@ class SourceModel:
 
     @property
     def sampling(self) -> VideoSampling | None:
-        """Which frames of a video are taken; None if the model takes no videos."""
+        """Rule that selects the frames of a video; None if the model takes no videos."""
         return self.video_sampling if self.aspect is AspectRatio.anyres_max else None
 
     @property
     def image_tokens(self) -> ImageTokens:
-        """The rule for the tokens of an image."""
+        """Rule that gives the number of tiles and tokens of an image from its size in pixels."""
         tile = self.model.parts.image_size
         sizes = tuple(grid_sizes(self.grid_pinpoints, tile, self.aspect))
         merge = self.model.cfg.patch_merge
@@ -156,8 +154,8 @@ def history(run: str, stage: str, step: int, train: list[Part]) -> dict[str, Any
 def write_folder(
     form: FolderFormat, source: SourceModel, weights: Weights, staged: Path, notes: dict[str, Any]
 ) -> None:
-    """Write a model into the folder `staged` in one of the export formats. A collective: all ranks call it, and the
-    first rank writes.
+    """Write a model into the folder `staged` in one of the export formats. All ranks must call this; the first
+    rank writes.
 
     Args:
         notes: additional contents of `llava_fsdp.json`.
@@ -185,8 +183,8 @@ def write_folder(
 
 
 def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> None:
-    """Write the folder's notes (`llava_fsdp.json`): settings that the other files do not contain, and digests of all
-    other files. Called last, when those files are complete."""
+    """Write the notes of an exported folder (`llava_fsdp.json`): settings that its other files do not contain, and
+    digests of all other files, which must be complete."""
     notes = {
         **source.history,
         **notes,
@@ -223,17 +221,23 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
     GenerationConfig(
         bos_token_id=parts.language.bos_token_id, eos_token_id=parts.language.eos_token_id, pad_token_id=ids.pad
     ).save_pretrained(staged)
-    came_from = originals_files(parts)
-    if came_from is not None:
+    llava_folder = original_folder(parts)
+    if llava_folder is not None:
         (staged / KEPT).mkdir()
-        copy_files(came_from, staged / KEPT, (*KEPT_FILES, *TOKENIZER_FILES))
+        copy_files(llava_folder, staged / KEPT, (*KEPT_FILES, *TOKENIZER_FILES))
     return rows
 
 
 def write_hf_config(
     source: SourceModel, dtype: torch.dtype, staged: Path, ids: TokenIds, rows: int
 ) -> LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig:
-    """Write transformers' `config.json` of a model, and return what it holds."""
+    """Write `config.json` of a model for transformers, and return the configuration.
+
+    Args:
+        dtype: dtype of the exported weights.
+        ids: ids of the special tokens that the export adds.
+        rows: number of rows of the exported embeddings.
+    """
     config = hf_config(source, dtype, rows)
     config.image_token_id, config.pad_token_id = ids.image, ids.pad
     if ids.video is not None:
@@ -243,7 +247,8 @@ def write_hf_config(
 
 
 def write_hf_weights(source: SourceModel, weights: Weights, staged: Path, rows: int) -> None:
-    """Write the weights of a model folder for transformers, with embeddings of `rows` rows. A collective."""
+    """Write the weights of a model folder for transformers, with embeddings of `rows` rows. All ranks must call
+    this."""
     plan = partial(plan_save, hf_config(source, weights.widest, rows))
     write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
 
@@ -299,7 +304,8 @@ def check_internvl(model: Llava, tiled: bool) -> None:
 def hf_config(
     source: SourceModel, dtype: torch.dtype, rows: int
 ) -> LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig:
-    """Return transformers' configuration of a model whose embeddings have `rows` rows, without its special tokens."""
+    """Return transformers' configuration of a model whose embeddings have `rows` rows. The ids of the image and
+    padding tokens are not set in it."""
     model, parts = source.model, source.model.parts
     fields: dict[str, Any] = {
         "vision_config": copy.deepcopy(parts.vision),  # a copy, as LlavaConfig changes it
@@ -342,13 +348,13 @@ def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None
         ModelError, ConfigError: the original LLaVA does not support this model, or the vision tower's name is not
             known.
     """
-    parts, came_from = source.model.parts, originals_files(source.model.parts)
+    parts, llava_folder = source.model.parts, original_folder(source.model.parts)
     write_json(staged / "config.json", config_of_original(source, dtype))
     language = parts.language
     ends = {f"{k}_token_id": getattr(language, f"{k}_token_id") for k in ("bos", "eos", "pad")}
     generation = {"_from_model_config": True, **ends, "transformers_version": "4.37.2"}
-    if came_from is not None and (came_from / "generation_config.json").is_file():
-        generation = read_json(came_from / "generation_config.json", str(came_from))
+    if llava_folder is not None and (llava_folder / "generation_config.json").is_file():
+        generation = read_json(llava_folder / "generation_config.json", str(llava_folder))
     write_json(staged / "generation_config.json", generation_config(generation))
     (staged / TOWER).mkdir()
     copy.deepcopy(parts.vision).save_pretrained(staged / TOWER)
@@ -359,12 +365,12 @@ def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None
 def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
     """Write the tokenizer for the original LLaVA. If the source model came with tokenizer files of the original LLaVA,
     they are copied; otherwise the language model's tokenizer is converted."""
-    parts, came_from = source.model.parts, originals_files(source.model.parts)
-    if came_from is not None and has_tokenizer(came_from):
-        copy_files(came_from, staged, TOKENIZER_FILES)
+    parts, llava_folder = source.model.parts, original_folder(source.model.parts)
+    if llava_folder is not None and has_tokenizer(llava_folder):
+        copy_files(llava_folder, staged, TOKENIZER_FILES)
     else:
         convert_tokenizer_to_original(parts.language_folder, staged, source.vocabulary, source.max_length)
-    if is_own(source.template):  # its text is kept for the programs of this package
+    if is_own(source.template):  # llava_fsdp's own programs read the template from this file
         tokenizer = open_tokenizer(parts.language_folder, source.vocabulary)
         own = open_template(source.template, parts.language_folder, tokenizer)
         write_template(staged, own, source.model.cfg.image_start_end)
@@ -385,9 +391,9 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
     """Return the contents of config.json for the original LLaVA. If the source model came with such a file, its values
     are kept, except for settings in which the model now differs from it."""
     model, parts = source.model, source.model.parts
-    came_from = originals_files(parts)
-    if came_from is not None:
-        config = read_json(came_from / "config.json", str(came_from))
+    llava_folder = original_folder(parts)
+    if llava_folder is not None:
+        config = read_json(llava_folder / "config.json", str(llava_folder))
     else:
         tower = tower_name(source)
         config = original_config(
@@ -425,9 +431,9 @@ def tower_name(source: SourceModel) -> str:
     return name
 
 
-def originals_files(parts: Parts) -> Path | None:
-    """Return the folder in which the source model has configuration and tokenizer files of the original LLaVA; None if
-    the source model does not come from the original LLaVA."""
+def original_folder(parts: Parts) -> Path | None:
+    """Return the folder with the configuration and tokenizer files of the original LLaVA model from which the source
+    model was made; None if it was not made from one."""
     if parts.whole is None:
         return None
     if (parts.whole / KEPT / "config.json").is_file():

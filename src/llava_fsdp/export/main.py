@@ -14,7 +14,7 @@ from llava_fsdp.config import AUTO, ConversionConfig, DType, FolderFormat, KeptD
 from llava_fsdp.data.text.jinja_template import is_own
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.distributed.precision import DTYPES
-from llava_fsdp.export.adapter_folder import whole
+from llava_fsdp.export.adapter_folder import whole_rows
 from llava_fsdp.export.check_folders import accept
 from llava_fsdp.export.formats import write_folder
 from llava_fsdp.export.source_model import Opened, open_source
@@ -63,7 +63,7 @@ def export(cfg: ConversionConfig) -> Path:
     weights = Weights(
         shapes={name: tuple(tensor.shape) for name, tensor in opened.sources.items()},
         dtypes=dtypes,
-        read=lambda name: whole(opened.sources[name]),
+        read=lambda name: whole_rows(opened.sources[name]),
         watch=watch_loading(is_first_rank=True),
     )
     try:

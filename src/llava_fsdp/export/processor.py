@@ -47,7 +47,7 @@ class TokenIds(NamedTuple):
     image: int
     pad: int
     video: int | None
-    """Only with LLaVA-OneVision."""
+    """Id of `<video>`; None unless the model is exported as LLaVA-OneVision."""
 
 
 def write_tokenizer(
@@ -195,28 +195,28 @@ def check_template(folder: Path, staged: Path, language: PretrainedConfig, form:
         differs = rehearse(staged, ours, own, start_end)
     if differs is not None:
         log().warning(
-            "the export's chat template for the tokenizer of %s does not make the ids of training: %s; "
+            "the export's chat template for the tokenizer of %s gives other token ids than training: %s; "
             "use the exported model with llava-fsdp chat and llava-fsdp evaluate", folder, differs,
         )  # fmt: skip
 
 
 def check_image_tokens(staged: Path, size: Size, expected: int) -> None:
-    """Check that the processor of an export gives an image of a size in pixels as many tokens as training does. Without
-    torchvision, a processor for videos too cannot be loaded, and is not checked.
+    """Check that the processor of an export gives an image of `size` (width and height in pixels) as many tokens as
+    training does. A processor that also takes videos needs torchvision; without torchvision it is not checked.
 
     Raises:
         ModelError: the processor cannot be loaded, or gives another number.
     """
     if (staged / VIDEO_FILE).is_file() and not is_torchvision_available():
-        log().info("the export's processor is not tried, because its part for videos needs torchvision")
+        log().info("the export's processor is not checked, because its video part needs torchvision")
         return
     with foreign("transformers cannot use the processor that an export of this model would have"):
         processor: Any = AutoProcessor.from_pretrained(staged, trust_remote_code=False, local_files_only=True)
         ids = processor(text=IMAGE_TAG, images=Image.new("RGB", size))["input_ids"][0]
-        found = ids.count(processor.tokenizer.convert_tokens_to_ids(IMAGE_TAG))
-    if found != expected:
+        actual = ids.count(processor.tokenizer.convert_tokens_to_ids(IMAGE_TAG))
+    if actual != expected:
         raise ModelError(
-            f"the processor of an export would give an image {found} tokens, and training gives it {expected}; set "
+            f"the processor of an export would give an image {actual} tokens, and training gives it {expected}; set "
             "export.enabled=false to train without an export"
         )
 
@@ -288,7 +288,7 @@ def write_preprocessor(folder: Path, staged: Path, pads: bool, grid_pinpoints: l
         images |= {
             "processor_class": "LlavaNextProcessor",
             "image_processor_type": "LlavaNextImageProcessor",
-            "do_pad": True,  # images of few tiles, with empty tiles to the number of the others
+            "do_pad": True,  # adds empty tiles to images that have fewer tiles than others of the batch
             "resample": int(Image.Resampling.BICUBIC),  # as tiles are cut in training, with every vision tower
             "image_grid_pinpoints": grid_pinpoints,
         }
@@ -306,8 +306,9 @@ def write_processor(
     `processor_config.json` and with LLaVA-OneVision `video_preprocessor_config.json`. If the vision tower's folder has
     no image preprocessing, only log a warning.
 
-    Also an InternVL model gets a LlavaProcessor, with patches as wide as the squares that its projector joins. Its own
-    processor puts two more tokens around every image, which training does not have, and needs torchvision.
+    An InternVL model gets a LlavaProcessor too, with patches as wide as the squares of patches that its projector
+    joins. InternVL's own processor needs torchvision, and puts two tokens around every image that training does not
+    have.
 
     Args:
         folder: the vision tower's folder.
@@ -340,8 +341,14 @@ def write_processor(
 
 
 def write_onevision(folder: Path, staged: Path, config: LlavaOnevisionConfig, tokens: int) -> None:
-    """Write the files with which transformers' LlavaOnevisionProcessor prepares images, videos and prompts; arguments
-    as for `write_processor`. They are written without transformers, whose video processor needs torchvision."""
+    """Write the files with which transformers' LlavaOnevisionProcessor prepares images, videos and prompts. They are
+    written without transformers, whose video processor needs torchvision.
+
+    Args:
+        folder: the vision tower's folder.
+        staged: the folder to write into.
+        tokens: number of image tokens of a tile.
+    """
     ours = read_preprocessor(folder)
     common = {
         "processor_class": "LlavaOnevisionProcessor",
@@ -357,7 +364,7 @@ def write_onevision(folder: Path, staged: Path, config: LlavaOnevisionConfig, to
     }
     images = {
         "image_processor_type": "LlavaOnevisionImageProcessor",
-        "do_pad": True,  # images of few tiles, with empty tiles to the number of the others
+        "do_pad": True,  # adds empty tiles to images that have fewer tiles than others of the batch
         "image_grid_pinpoints": config.image_grid_pinpoints,
     }
     videos = {

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from llava_fsdp.config import ModelConfig
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.images.anyres import Size
-from llava_fsdp.export.adapter_folder import whole
+from llava_fsdp.export.adapter_folder import whole_rows
 from llava_fsdp.export.formats import SourceModel, begin_hf, hf_config, write_hf_config, write_hf_weights
 from llava_fsdp.export.processor import TokenIds, check_image_tokens, has_tokenizer, preprocessor_fields
 from llava_fsdp.export.small_copy import small_copy
@@ -37,20 +37,24 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.safe_load import foreign
 
 PROBED = (31, 50)
-"""Size in pixels of the image for which an export's processor is tried."""
+"""Width and height in pixels of the image with which an export's processor is tried."""
 FRAMES = 3
 """Number of frames of the video for which logits are compared."""
 WriteHf = Callable[[SourceModel, Weights, Path], None]
-"""Writes configuration and weights of a model folder for transformers, without a tokenizer."""
+"""Type of a function that writes the configuration and weights of a model folder for transformers, without a
+tokenizer."""
+Inputs = list[tuple[MicroBatch, list[Size] | None]]
+"""Type of a list of test inputs. An input is a micro-batch, and the sizes in pixels of its images, or None if it has a
+video instead of images."""
 
 
 class CannotBeExported(ModelError):
-    """transformers would compute something else with this model's export than this model does."""
+    """Error: transformers cannot load this model's export, or would compute something else with it than this model."""
 
 
 def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
-    """Write configuration and weights of a model folder for transformers, with new tokens after those of the source's
-    vocabulary."""
+    """Write the configuration and weights of a model folder for transformers. The export's image, padding and video
+    tokens get the ids after those of the source's vocabulary."""
     first = source.vocabulary
     ids = TokenIds(image=first, pad=first + 1, video=None if source.sampling is None else first + 2)
     write_hf_config(source, weights.widest, staged, ids, first + len(ids))
@@ -59,15 +63,15 @@ def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
 
 @torch.random.fork_rng(devices=[])  # transformers draws random numbers while it loads, on this rank alone
 def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_hf) -> None:
-    """Try an export for transformers. Rank 0 calls it alone.
+    """Check that a model can be exported for transformers, before it is trained. Only rank 0 calls this.
 
-    The small files are written into a temporary folder, and the processor is loaded from there and asked for an image's
-    tokens. Then a small copy of the model with random weights is exported, and its logits are compared with those that
-    transformers' class computes. A model that has no small copy is only planned on the meta device.
+    First, all files except the weights are written into a temporary folder, and the processor in it is tried on an
+    image. Then a small copy of the model with random weights is exported, loaded with transformers, and its logits are
+    compared. If no small copy can be made, only names and shapes of the weights are checked, on the meta device.
 
     Args:
         dtype: dtype of the export.
-        write: writes the small copy.
+        write: writes the export of the small copy.
 
     Raises:
         ModelError, ConfigError: the model cannot be exported.
@@ -78,47 +82,50 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_
         if has_tokenizer(parts.language_folder) and preprocessor_fields(parts.vision_folder):
             check_image_tokens(Path(made), PROBED, len(source.image_tokens.of(PROBED, 1)))
     try:
-        small, weights, inputs, expected = prepare(source)
-    except Exception as error:  # whatever transformers' classes say to sizes that nobody has chosen
+        small, weights, inputs, expected = prepare_copy(source)
+    except ModelError as error:  # no small copy can be made
         log().warning(
-            "the export is tried without values, as there is no small copy of a %s with a %s (%s: %s)",
-            parts.language.model_type, parts.vision.model_type, type(error).__name__, error,
+            "the export is tried without values, as there is no small copy of a %s with a %s: %s",
+            parts.language.model_type, parts.vision.model_type, error,
         )  # fmt: skip
         return rehearse_on_meta(source, dtype, rows)
-    with TemporaryDirectory(prefix="llava_fsdp-") as made, naming(model):
+    with TemporaryDirectory(prefix="llava_fsdp-") as made, name_the_model(model):
         check_names(hf_config(small, torch.float32, small.vocabulary), weights.shapes)
         try:
             write(small, weights, Path(made))
             compare(Path(made), inputs, expected)
         except ModelError:
-            rehearse_on_meta(source, dtype, rows)  # what fails there, too, has a clearer reason
+            rehearse_on_meta(source, dtype, rows)  # if this fails too, its message is clearer
             raise
 
 
-Inputs = list[tuple[MicroBatch, list[Size] | None]]
-"""Micro-batches with the sizes of their images in pixels; None: with a video."""
+def prepare_copy(source: SourceModel) -> tuple[SourceModel, Weights, Inputs, list[torch.Tensor]]:
+    """Make a small copy of a model, and what is needed to compare its export with it.
 
+    Returns:
+        The small copy, its weights with adapters merged, test inputs, and the copy's logits for each of them.
 
-def prepare(source: SourceModel) -> tuple[SourceModel, Weights, Inputs, list[torch.Tensor]]:
-    """Return a small copy of a model, its weights for the export (adapters merged), and inputs with the copy's logits
-    for them."""
+    Raises:
+        ModelError: no small copy can be made, or its logits are not finite.
+    """
     small, values = small_copy(source)
     model, rule = small.model, small.image_tokens
     adapted = Adapted(model.cfg.lora, model.adapted, dict(values)) if model.adapted else None
     sources = dict(values) if adapted is None else adapted.merged
     weights = Weights(
-        shapes={name: tuple(own.shape) for name, own in sources.items()},
+        shapes={name: tuple(tensor.shape) for name, tensor in sources.items()},
         dtypes=dict.fromkeys(sources, torch.float32),
-        read=lambda name: whole(sources[name]),
+        read=lambda name: whole_rows(sources[name]),
         on_first_rank=lambda action, _: action(),  # the other ranks write nothing
     )
     inputs: Inputs = [random_rows(model, rule)]
     if small.sampling is not None:
         inputs.append((random_micro_batch(model, rule, rule.of_video(FRAMES), FRAMES), None))
     ready = load_copy(model, values, torch.float32, adapted)
-    expected = [logits(ready, micro) for micro, _ in inputs]
-    if not all(own.isfinite().all() for own in expected):
-        raise ValueError("its logits are not finite")
+    with foreign("transformers cannot run it"):
+        expected = [logits(ready, micro) for micro, _ in inputs]
+    if not all(tensor.isfinite().all() for tensor in expected):
+        raise ModelError("its logits are not finite")
     return small, weights, inputs, expected
 
 
@@ -127,8 +134,8 @@ def compare(folder: Path, inputs: Inputs, expected: list[torch.Tensor]) -> None:
     with foreign("transformers cannot compute logits of the export of a small copy"):
         exported = open_export(folder, torch.float32)
         written = [exported_logits(exported, micro, micro.images, sizes) for micro, sizes in inputs]
-    for own, ours, (_, sizes) in zip(written, expected, inputs, strict=True):
-        difference = relative_difference(own[:, : ours.shape[1]], ours)
+    for theirs, ours, (_, sizes) in zip(written, expected, inputs, strict=True):
+        difference = relative_difference(theirs[:, : ours.shape[1]], ours)
         if not difference <= CLOSE:
             raise ModelError(
                 f"transformers' logits of the export of a small copy differ by {difference:.2g} of the largest (bound "
@@ -137,8 +144,9 @@ def compare(folder: Path, inputs: Inputs, expected: list[torch.Tensor]) -> None:
 
 
 @contextmanager
-def naming(model: Llava) -> Iterator[None]:
-    """Context manager that adds the model's parts and a cure to a ModelError."""
+def name_the_model(model: Llava) -> Iterator[None]:
+    """Context manager that turns a ModelError into CannotBeExported, whose message names the model's parts and a
+    configuration key with which the run needs no export."""
     parts, cfg = model.parts, model.cfg
     try:
         yield
@@ -161,16 +169,17 @@ def cure(cfg: ModelConfig) -> str:
 def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None:
     """Raise CannotBeExported if transformers' model on the meta device lacks a parameter, or does not run."""
     model, config = source.model, hf_config(source, dtype, rows)
-    with naming(model):
+    with name_the_model(model):
         check_names(config, {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)})
         check_runs(config)
 
 
 def check_names(config: PretrainedConfig, names: Collection[str]) -> None:
-    """Raise ModelError if the files of a model with this configuration are not made of the named parameters."""
-    made_of = {name for output in plan_save(config, read_nothing).values() for name in output.sources}
-    if made_of != set(names):
-        raise ModelError(f"transformers' class and this model do not agree about {min(made_of ^ set(names))}")
+    """Raise ModelError unless transformers' model with this configuration has exactly the parameters `names`, which are
+    llava_fsdp's names."""
+    needed = {name for output in plan_save(config, read_nothing).values() for name in output.sources}
+    if needed != set(names):
+        raise ModelError(f"transformers' class and this model do not agree about {min(needed ^ set(names))}")
 
 
 def read_nothing(name: str, box: Box) -> torch.Tensor:

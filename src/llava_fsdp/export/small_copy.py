@@ -17,6 +17,8 @@ from llava_fsdp.model.init_weights import Drawn, DrawRule, Rule
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.lora_names import LORA_B
 from llava_fsdp.model.vision_tower import image_size, patch_size
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.safe_load import foreign
 
 MOST = {
     "vocab_size": 67, "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "moe_num_experts": 6,
@@ -25,23 +27,22 @@ MOST = {
     "ffn_dim": 40, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }  # fmt: skip
-"""Largest values that a small copy's configuration has, beside those of heads and layers."""
+"""Maximum values of keys in a small copy's configuration. The keys of heads and layers are not among them."""
 MOST_INTERMEDIATE, MOST_EXPERT = 40, 24
-"""Largest widths inside MLPs, and inside experts. Kernels of mixtures of experts take multiples of 8 alone."""
+"""Maximum widths of the hidden layer of an MLP, and of an expert. Kernels for experts need multiples of 8."""
 HEADS, HEAD_DIM = 4, 16
 MOST_LAYERS = 16
-"""A model whose first layers of every kind are not among its first 16 ones is not copied."""
+"""Maximum number of layers of a small copy. A model is not copied if a kind of layer first occurs after these."""
 MOST_PARAMETERS = 16_000_000
 DERIVED = ("stage_names", "out_features", "out_indices", "_out_features", "_out_indices")
-"""Values that transformers computes from the number of layers while it reads a configuration."""
+"""Configuration keys whose values transformers computes from the number of layers when it reads a configuration."""
 
 
-def small_copy(source: SourceModel, seed: int = 0) -> tuple[SourceModel, dict[str, Drawn]]:
+def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
     """Return the description of a small copy of a model, on the meta device, and random values of its parameters.
 
     Raises:
-        Exception: there is no small copy of this model, for instance because one of its sizes is under a name that is
-            not known here.
+        ModelError: no small copy of this model can be made.
     """
     model, parts = source.model, source.model.parts
     language = shrink(parts.language, count_layers(model.language_model))
@@ -52,45 +53,58 @@ def small_copy(source: SourceModel, seed: int = 0) -> tuple[SourceModel, dict[st
         select_layer=shrink_layer(model.cfg, parts.vision.num_hidden_layers, depth),
         quantize=QuantizeConfig(),
     )
-    small = build_llava(replace(parts, language=language, vision=vision), cfg, torch.float32)
+    with foreign("transformers cannot build it"):
+        small = build_llava(replace(parts, language=language, vision=vision), cfg, torch.float32)
     check_same_structure(model, small)
     tile, old = small.parts.image_size, parts.image_size
     grids = [[width // old * tile, height // old * tile] for width, height in source.grid_pinpoints]
-    # one tile at most, so that a grid of more tiles is shrunk
-    return replace(source, model=small, grid_pinpoints=grids, max_tiles=1), random_values(small, seed)
+    # max_tiles=1, so that the features of an image of several tiles are shrunk
+    return replace(source, model=small, grid_pinpoints=grids, max_tiles=1), random_values(small)
 
 
 def count_layers(part: Any) -> int:
-    """Return how many layers, from the first on, include one of each kind that a transformer has; at least 2."""
+    """Return how many of a transformer's first layers a small copy needs so that it has a layer of each kind; at least
+    2, if there are as many."""
     config, blocks = part.config, find_blocks(part)
     depth = len(blocks)
     lists = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == depth]
-    lists = [own for own in lists if all(isinstance(v, bool | int | str | None) for v in own) and len({*own}) <= 4]
-    kinds = [(describe(block), *(own[place] for own in lists)) for place, block in enumerate(blocks)]
+    lists = [v for v in lists if all(isinstance(item, bool | int | str | None) for item in v) and len({*v}) <= 4]
+    kinds = [(kind_of_layer(block), *(v[index] for v in lists)) for index, block in enumerate(blocks)]
     needed = max(kinds.index(kind) for kind in kinds) + 1
     if needed > MOST_LAYERS:
-        raise ValueError(f"layer {needed} of {depth} is the first of its kind")
+        raise ModelError(f"layer {needed} of {depth} is the first of its kind")
     return min(depth, max(2, needed))
 
 
-def describe(block: nn.Module) -> tuple[Any, ...]:
-    """Return what distinguishes kinds of layers: their modules and these modules' settings. Numbers may differ from
-    layer to layer, but whether they are 0."""
+def kind_of_layer(block: nn.Module) -> tuple[Any, ...]:
+    """Return a tuple that is equal for two layers of the same kind: their modules have the same classes and settings.
+    Of a number, only its type and whether it is 0 are compared."""
     return tuple(
-        (path, type(module), tuple((k, setting(v)) for k, v in sorted(vars(module).items()) if not k.startswith("_")))
+        (
+            path,
+            type(module),
+            tuple((k, comparable(v)) for k, v in sorted(vars(module).items()) if not k.startswith("_")),
+        )
         for path, module in block.named_modules()
     )
 
 
-def setting(value: Any) -> Any:
+def comparable(value: Any) -> Any:
     if isinstance(value, bool | str | None):
         return value
     return (type(value), bool(value)) if isinstance(value, int | float) else type(value)
 
 
 def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """Return a configuration of the same class with `layers` layers and small widths. Values that it has under names
-    that are not known here stay as they are."""
+    """Return a configuration of the same class with `layers` layers and small widths. Values of keys that this module
+    does not know stay unchanged.
+
+    Raises:
+        ModelError: the configuration has no single number of layers or heads, or transformers refuses the small values.
+    """
+    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        if not isinstance(getattr(config, key, None), int):
+            raise ModelError(f"the configuration of its {config.model_type} has no {key}")
     values = config.to_dict()
     depth, heads, width = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
     groups = getattr(config, "num_key_value_heads", None)
@@ -109,34 +123,40 @@ def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
             value = value[:layers]
         values[name] = shrunk(name, value, names, vocabulary)
     values = {name: value for name, value in values.items() if name not in DERIVED}
-    if "qk_head_dim" in values:
+    if {"qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"} <= values.keys():
         values["qk_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
     if values.get("rope_parameters"):
         values["rope_parameters"] = shrink_rope(values["rope_parameters"], new_dim / head_dim)
-    return type(config).from_dict(values)
+    with foreign("transformers refuses its configuration"):
+        return type(config).from_dict(values)
 
 
 def shrunk(name: str, value: Any, names: dict[str, int], vocabulary: int) -> Any:
-    """Return a value of a configuration, made small if it is a size or the id of a token."""
+    """Return the value of the configuration key `name`, reduced if it is a size or a token id.
+
+    Args:
+        names: maximum values of the keys that are known.
+        vocabulary: number of tokens of the small copy, above all token ids.
+    """
     most = names.get(name)
     if most is None and "intermediate_size" in name:
         most = MOST_EXPERT if "moe" in name else MOST_INTERMEDIATE
     if most is None and name.endswith("_token_id"):
         most = vocabulary - 1
     if isinstance(value, list):
-        return [shrunk(name, own, names, vocabulary) for own in value] if most is not None else value
+        return [shrunk(name, item, names, vocabulary) for item in value] if most is not None else value
     return min(value, most) if most is not None and type(value) is int else value
 
 
 def shrink_rope(values: Any, ratio: float) -> Any:
-    """Return rotary parameters for heads that are `ratio` times as wide: lists with a number for each frequency get
-    shorter, and the sections of several positions (MRoPE) get narrower."""
+    """Return the parameters of rotary embeddings for heads that are `ratio` times as wide. Lists with one number for
+    each frequency get shorter; the sections of MRoPE, which has several positions for each token, get narrower."""
     if not isinstance(values, dict):
         return values
     result = {}
     for name, value in values.items():
-        if name == "mrope_section":
-            total, first = round(sum(value) * ratio), [int(own * ratio) for own in value[:-1]]
+        if name == "mrope_section" and value:
+            total, first = round(sum(value) * ratio), [int(section * ratio) for section in value[:-1]]
             result[name] = [*first, total - sum(first)]
         elif isinstance(value, list):
             result[name] = value[: round(len(value) * ratio)]
@@ -146,8 +166,12 @@ def shrink_rope(values: Any, ratio: float) -> Any:
 
 
 def shrink_image(vision: PretrainedConfig, factor: int) -> PretrainedConfig:
-    """Return a vision tower's configuration with images of few patches. Their number in each direction stays odd or
-    even and a multiple of `factor`, and as many pixels are left over."""
+    """Return a vision tower's configuration for images of few patches. As in the original configuration, the number of
+    patches in each direction is odd or even, and the same number of pixels remains at the edge.
+
+    Args:
+        factor: number of patches in each direction that the projector joins; the new number is a multiple of it.
+    """
     values, size, patch = vision.to_dict(), image_size(vision), patch_size(vision)
     grid = size // patch
     few = 2 * factor if factor > 1 else 3 + (grid % 2 == 0)
@@ -157,41 +181,44 @@ def shrink_image(vision: PretrainedConfig, factor: int) -> PretrainedConfig:
 
 
 def shrink_layer(cfg: ModelConfig, depth: int, new_depth: int) -> int:
-    """Return `model.select_layer` for fewer layers: the last, the one before it, or one of those before them."""
+    """Return `model.select_layer` for a vision tower with `new_depth` instead of `depth` layers: the layer that is as
+    far from the last one, or the first layer if there are too few."""
     behind = -cfg.select_layer - 1 if cfg.select_layer < 0 else depth - cfg.select_layer
     behind = min(behind, new_depth - 1)
     return -behind - 1 if cfg.select_layer < 0 else new_depth - behind
 
 
 def check_same_structure(model: Llava, small: Llava) -> None:
-    """Raise ValueError if the small copy has other kinds of parameters than the model, or is not small."""
+    """Raise ModelError if the small copy has parameters of other names than the model (apart from layer numbers), or
+    is not small."""
 
-    def names(own: nn.Module) -> set[str]:
-        found = (re.sub(r"\.\d+\.", ".0.", name) for name, _ in own.named_parameters())
+    def names(module: nn.Module) -> set[str]:
+        found = (re.sub(r"\.\d+\.", ".0.", name) for name, _ in module.named_parameters())
         return {name.replace("base_layer.", "") for name in found}
 
     differing = names(model) ^ names(small)
     if differing:
-        raise ValueError(f"it does not agree about {min(differing)}")
+        raise ModelError(f"only one of both has {min(differing)}")
     if small.probe.drops_cls != model.probe.drops_cls:
-        raise ValueError("its vision tower has another number of tokens beside the patches")
+        raise ModelError("its vision tower has another number of tokens beside the patches")
     size = sum(parameter.numel() for parameter in small.parameters())
     if size > MOST_PARAMETERS:
-        raise ValueError(f"it would have {size:,} parameters")
+        raise ModelError(f"it would have {size:,} parameters")
 
 
-def random_values(model: Llava, seed: int) -> dict[str, Drawn]:
-    """Return random values of all parameters: also norms and biases, that no two parameters may be mistaken for each
-    other."""
+def random_values(model: Llava) -> dict[str, Drawn]:
+    """Return random values of all parameters. Norms and biases are random too, so that an export that swaps two
+    parameters has other logits."""
 
     def scale(shape: torch.Size) -> float:
         fan_in = math.prod(shape[1:]) if len(shape) > 3 else shape[-1]
         return max(fan_in, 1) ** -0.5 if len(shape) > 1 else 0.5
 
-    lora = model.cfg.lora.scaling if model.adapted else 1.0  # adapters change weights about as much as these are large
+    # adapters' products become about as large as the weights
+    lora = model.cfg.lora.scaling if model.adapted else 1.0
     return {
         name: Drawn(
-            name, tuple(p.shape), DrawRule(Rule.NORMAL, scale(p.shape) / (lora if name.endswith(LORA_B) else 1)), seed
+            name, tuple(p.shape), DrawRule(Rule.NORMAL, scale(p.shape) / (lora if name.endswith(LORA_B) else 1)), seed=0
         )
         for name, p in model.named_parameters()
     }

@@ -71,8 +71,7 @@ from llava_fsdp.runtime.safe_load import SMALL
 class Opened:
     """A model opened for export.
 
-    Attributes:
-        source: architecture and settings.
+    Attributes: source: architecture and settings.
         sources: stored values of every parameter, by name. If the model has adapters, they are merged in these values.
         folder: the folder that was opened.
         adapted: the model before its adapters are merged; None if it has no adapters.
@@ -102,7 +101,7 @@ def open_source(cfg: ConversionConfig) -> Opened:
     if cfg.base is not None:
         raise ConfigError(
             f"base={cfg.base} is for the folder of an adapter, such as {adapter.FOLDER} in a run, and source="
-            f"{cfg.source} is none"
+            f"{cfg.source} is not one"
         )
     if is_checkpoint:
         return open_checkpoint(verify(path.resolve()), cfg)
@@ -271,7 +270,7 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
         or model.parts.grid_pinpoints
         or raw.get("image_grid_pinpoints")
         or [],
-        max_tiles=notes.get("max_tiles") or model.parts.max_tiles or limit_of(raw),
+        max_tiles=notes.get("max_tiles") or model.parts.max_tiles or max_tiles_of(raw),
         pixels=choice_of(Pixels, notes, "pixels", Pixels.exact, folder),
         special_tokens=choice_of(SpecialTokens, notes, "special_tokens", SpecialTokens.text, folder),
         max_length=notes.get("max_length") or raw.get("tokenizer_model_max_length") or 2048,
@@ -305,15 +304,17 @@ def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder
     return kind(value)
 
 
-def limit_of(raw: dict[str, Any]) -> int:
-    """Return the `data.max_tiles` that the original's config.json (`raw`) names (anyres_max_N), else the default."""
+def max_tiles_of(raw: dict[str, Any]) -> int:
+    """Return the maximum number of tiles N if the original LLaVA's config.json (contents `raw`) has
+    `image_aspect_ratio=anyres_max_N`, else the default of `data.max_tiles`."""
     found = LIMITED.fullmatch(str(raw.get("image_aspect_ratio")))
     return int(found[1]) if found else MAX_TILES
 
 
 def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> AspectRatio:
-    """Return how a model makes images square. This is read from the first of these that contains it: the folder's
-    `llava_fsdp.json` (`notes`), the original LLaVA's config.json (`raw`), transformers' preprocessor_config.json."""
+    """Return how a model fits images into the square input of its vision tower. This is read from the first of these
+    files in `folder` that contains it: `llava_fsdp.json` (contents `notes`), the original LLaVA's config.json (contents
+    `raw`), transformers' preprocessor_config.json."""
     value = notes.get("image_aspect_ratio")
     if value is None and is_original(raw):
         value = raw.get("image_aspect_ratio", "square")

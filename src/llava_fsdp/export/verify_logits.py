@@ -65,8 +65,7 @@ class Rounded:
 class Adapted:
     """A model with LoRA adapters that are not merged into its weights.
 
-    Attributes:
-        lora: settings of the adapters.
+    Attributes: lora: settings of the adapters.
         modules: names of the modules that have adapters.
         sources: stored values of all parameters, those of the adapters included, by name.
     """
@@ -82,8 +81,8 @@ class Adapted:
 
 
 def prove_merge(model: Llava, adapted: Adapted) -> float:
-    """Check that merging adapters into a model keeps its logits. Compared are the logits of the model with adapters and
-    those of the merged weights, before the merged weights are rounded to the export's dtype.
+    """Check that merging adapters into a model keeps its logits. The logits of the model with adapters are compared
+    with those of the merged weights, before these are rounded to the export's dtype.
 
     Returns:
         The largest difference, relative to the largest logit.
@@ -122,7 +121,7 @@ def prove(
         sources: stored values of the source's parameters, by name.
         dtypes: dtypes of the exported parameters, by name.
         folder: the exported folder.
-        rule: how images are cut into tiles in the source model.
+        rule: rule of the source model for cutting images into tiles.
 
     Returns:
         The largest difference, relative to the largest logit.
@@ -176,7 +175,7 @@ def compute_dtype(model: Llava) -> torch.dtype:
 
 def random_rows(model: Llava, rule: ImageTokens) -> tuple[MicroBatch, list[Size]]:
     """Return a random micro-batch of two rows, one with an image and one without, in which every token is a label; and
-    the size of the image in pixels. If images are cut into tiles, the image has several, with bars around it."""
+    the size of the image in pixels. If images are cut into tiles, this image has several tiles, and needs padding."""
     tile = model.parts.image_size
     size = (tile, tile + tile // 3) if rule.needs_size(1) else (tile, tile)
     return random_micro_batch(model, rule, rule.of(size, 1), rule.count_tiles(size, 1)), [size]
@@ -187,8 +186,9 @@ def random_micro_batch(model: Llava, rule: ImageTokens, tokens: np.ndarray, tile
     label.
 
     Args:
+        rule: rule of the model for cutting images into tiles.
         tokens: tokens of the image or the video, as a method of `rule` returns them.
-        tiles: number of its tiles.
+        tiles: number of tiles of the image, or of frames of the video.
     """
     dice, tile = torch.Generator().manual_seed(0), model.parts.image_size
     rows, weights = (torch.from_numpy(a) for a in join_tokens([(tokens, tiles * rule.features)]))
@@ -276,7 +276,8 @@ def reloaded_logits(
 
 
 def open_export(folder: Path, dtype: torch.dtype) -> Any:
-    """Load an exported folder with transformers. Raise ModelError if a weight is missing or has no place."""
+    """Load an exported folder with transformers. Raise ModelError if a weight of transformers' model is missing in the
+    files, or the files have a weight that the model does not have."""
     transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     loaded: Any = AutoModelForImageTextToText.from_pretrained(

@@ -29,12 +29,14 @@ class Weights:
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
-    read: Callable[[str], torch.Tensor]  # name -> whole parameter, on the CPU of the first rank; a collective
+    read: Callable[[str], torch.Tensor]
+    """Gathers the parameter of this name on the CPU of the first rank. All ranks must call it."""
     is_first_rank: bool = True
     watch: Callable[[Iterable[str]], Iterable[str]] = iter
+    """Yields the names that it is given, and shows progress."""
     on_first_rank: Callable[[Callable[[], object], str], object] = on_first_rank
-    """Writes a file on rank 0 and raises its error on every rank. A rank that writes files of its own calls the action
-    alone."""
+    """Runs an action, such as writing a file, on rank 0, and raises its error on every rank. If only one rank writes
+    weights, this is a function that just calls the action."""
 
     @property
     def widest(self) -> torch.dtype:
@@ -51,7 +53,7 @@ def write_shards(
     rows: int,
 ) -> None:
     """Write all weights as safetensors files of at most 5 GB, with an index file if there are several. Rank 0 has the
-    tensors of only one file in memory at a time. A collective.
+    tensors of only one file in memory at a time. All ranks must call this.
 
     Args:
         plan: returns what each tensor of the files is made of, by its name there, given a function that reads a part of
@@ -67,9 +69,9 @@ def write_shards(
         for name, dtype in group.outputs.items():
             found[name] = outputs[name].read(whole(outputs[name].shape)).to(dtype).contiguous()
         written, given = (sum(t.numel() for t in each.values()) for each in (found, held))
-        if written != given:  # values are only moved: each is written once
+        if written != given:  # the conversion only moves values, so each must be written once
             raise ModelError(
-                f"{', '.join(group.parameters)} have {given} values, and transformers' model has room for {written}"
+                f"{', '.join(group.parameters)} have {given} values, and transformers' model takes {written}"
             )
         return found
 
@@ -83,7 +85,7 @@ def write_shards(
             "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         )
         tensors: dict[str, torch.Tensor] = {}
-        failed: list[Exception] = []  # raised behind the collectives, which rank 0 must not leave before the others
+        failed: list[Exception] = []  # raised after the collectives, in which the other ranks wait for rank 0
         for group in file:
             next(names)
             gathered = {name: weights.read(name) for name in group.parameters}
@@ -115,10 +117,8 @@ def save(tensors: dict[str, torch.Tensor], path: Path, failed: list[Exception]) 
 class Group:
     """Tensors of the files that are written together, because they are made of the same parameters.
 
-    Attributes:
-        parameters: llava_fsdp's names of these parameters.
-        outputs: names and dtypes of the tensors in the files.
-        nbytes: size of the tensors in the files.
+    Attributes: parameters: llava_fsdp's names of these parameters.
+        outputs: names and dtypes of the tensors in the files. nbytes: size of the tensors in the files.
     """
 
     parameters: list[str]

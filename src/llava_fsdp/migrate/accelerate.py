@@ -1,4 +1,4 @@
-"""Rules that say what each key of Accelerate's YAML file becomes in llava_fsdp. They also hold for the flags of
+"""Rules for `migrate`: what each key of Accelerate's YAML file becomes in llava_fsdp. They also apply to the flags of
 `accelerate launch` with the same names. A key inside a block of the file, such as `fsdp_config`, is listed without the
 block's name."""
 
@@ -36,8 +36,8 @@ def distributed_type(context: Context, value: object) -> Outcome:
 
 
 def unless_deepspeed(rule: Rule) -> Rule:
-    """Return a rule of `migrate` for a setting that Accelerate ignores if there is a DeepSpeed JSON file. If there is
-    no such file, `rule` says what the setting becomes in llava_fsdp."""
+    """Return a rule for a setting of Accelerate that has no effect if there is a DeepSpeed JSON file. If there is none,
+    `rule` decides what the setting becomes in llava_fsdp."""
 
     def wrapped(context: Context, value: object) -> Outcome:
         if plain(value) is False or value in (None, "none", ""):
@@ -49,9 +49,8 @@ def unless_deepspeed(rule: Rule) -> Rule:
 
 
 def as_flag(flag: str, key: str) -> Rule:
-    """Return a rule of `migrate` for a setting of Accelerate that the training script also sets, by its flag `flag`. If
-    both have the same value, the setting becomes the llava_fsdp override `key`; if not, the original training refuses
-    to start."""
+    """Return a rule for a setting of Accelerate that the training script also sets, by its flag `flag`. If both values
+    are equal, the setting becomes the llava_fsdp override `key`; if not, the original training does not start."""
 
     def rule(context: Context, value: object) -> Outcome:
         theirs = context.run.trainer_value(flag)

@@ -1,5 +1,5 @@
-"""Translate another system's training into one llava_fsdp command. The command leaves out overrides that only repeat
-the defaults of its stage, model and data."""
+"""Translate a training of another system (LLaVA, DeepSpeed, Accelerate) into one llava_fsdp command. Overrides that
+only repeat defaults of the stage, model and data are left out of the command."""
 
 import shlex
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ from llava_fsdp.runtime.errors import ConfigError
 
 CHOICES = ("stage", "model", "data")
 GROUPS = ("sharding", "precision", "activation_checkpointing", "offload")
-HOST = "HOST"  # placeholder in the command for the first machine's address
+HOST = "HOST"
+"""Placeholder for the first machine's address in the printed command."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Migration:
 
     @property
     def lacks(self) -> list[str]:
-        """Messages about what the user must still complete or correct before the printed command can be started."""
+        """Messages about what the user must still complete or correct before the printed llava_fsdp command can be
+        started."""
         run = self.run
         found = [f"{name} was not found: give it as another PATH" for name in run.missing]
         found += lacking(run, self.decided)
@@ -51,8 +53,8 @@ class Migration:
 
     @property
     def cautions(self) -> list[str]:
-        """Warnings about differences between the printed command and the original training, and about contradictions
-        between the input files."""
+        """Warnings about differences between the printed llava_fsdp command and the original training, and about
+        contradictions between the input files."""
         run = self.run
         found = [f"{row.key}: {row.text}" for row in self.rows if row.text.startswith(REFUSED)]
         if not run.launch.is_original:
@@ -76,7 +78,8 @@ def migrate(run: Run) -> Migration:
 
 
 def drop_defaults(decided: Overrides) -> Overrides:
-    """Return the overrides in `decided` whose values differ from the defaults of the chosen stage, model and data."""
+    """Return those of the overrides `decided` whose values differ from the defaults of the chosen stage, model and
+    data."""
     chosen = {key: value for key, value in decided.items() if key in CHOICES}
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         base = compose("train", assignments(chosen))

@@ -1,6 +1,6 @@
-"""Rules that say what each key of a DeepSpeed configuration becomes in llava_fsdp. The keys are those in DeepSpeed's
-docs/_pages/config-json.md and runtime/config.py. Names of nested keys are joined with dots, and `block.*` stands for
-all keys of that block that have no rule of their own."""
+"""Rules for `migrate`: what each key of a DeepSpeed configuration becomes in llava_fsdp. The keys are those in
+DeepSpeed's docs/_pages/config-json.md and runtime/config.py. Names of nested keys are joined with dots, and `block.*`
+stands for all keys of that block that have no rule of their own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,9 +47,9 @@ LOSS_SCALE = {
 
 
 def compared(context: Context, value: object, theirs: object, text: str, name: str) -> Outcome:
-    """Return what becomes of a value in DeepSpeed's configuration that the training script also sets. The value `auto`
-    stands for the script's value. Any other value must equal the script's, or else the original training refuses to
-    start, as in transformers (integrations/deepspeed.py).
+    """Return the outcome for a key of DeepSpeed's configuration that the training script also sets. The value `auto`
+    stands for the script's value. Any other value must equal the script's, or else transformers refuses to start the
+    original training (integrations/deepspeed.py).
 
     Args:
         value: value in DeepSpeed's configuration.
@@ -65,8 +65,12 @@ def compared(context: Context, value: object, theirs: object, text: str, name: s
 
 @dataclass(frozen=True)
 class FromFlag:
-    """Rule for a key of DeepSpeed's configuration that the training script also sets, by its flag `flag`. The key
-    becomes the llava_fsdp override `key`. `note` is added to the text that the printed table shows."""
+    """Rule for a key of DeepSpeed's configuration that the training script also sets.
+
+    Attributes: flag: flag of the training script that sets the same.
+        key: key of the llava_fsdp override that the DeepSpeed key becomes.
+        note: text that is added to the row in the printed table.
+    """
 
     flag: str
     key: str
@@ -80,8 +84,12 @@ class FromFlag:
 
 @dataclass(frozen=True)
 class Switched:
-    """Rule for all keys of a DeepSpeed block that has no equivalent in llava_fsdp. The block is on if its key `flag` is
-    true, or is a size other than 0 and 1. If the block is on, its keys are not supported, for the reason `why`."""
+    """Rule for all keys of a block of DeepSpeed's configuration that switches on a feature which llava_fsdp does not
+    have.
+
+    Attributes: why: why the feature is not supported, or what to use instead.
+        flag: key of the block that switches the feature on: by true, or by a size other than 0 and 1.
+    """
 
     why: str
     flag: str = "enabled"
@@ -134,7 +142,7 @@ def scheduler_type(context: Context, value: object) -> Outcome:
 
 
 def half_enabled(context: Context, value: object) -> Outcome:
-    """Rule of `migrate`: say what DeepSpeed's keys `bf16.enabled` and `fp16.enabled` become in llava_fsdp."""
+    """Rule for DeepSpeed's keys `bf16.enabled` and `fp16.enabled`: return what they become in llava_fsdp."""
     name = "fp16" if context.key.startswith("fp16") else "bf16"
     theirs = bool(context.run.trainer_value(name))
     is_on = theirs if value == AUTO else plain(value) is True

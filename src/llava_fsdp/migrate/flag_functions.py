@@ -1,5 +1,5 @@
-"""Functions that say what some flags of LLaVA's training program become in llava_fsdp. `llava_flags.FLAGS` has the
-rules of all flags: such a function, or a constant answer."""
+"""Functions that return what certain flags of LLaVA's training program become in llava_fsdp. They are used as rules in
+the table of all flags, `llava_flags.FLAGS`."""
 
 from collections.abc import Callable
 from pathlib import PurePosixPath
@@ -74,9 +74,13 @@ def lora_enable(context: Context, value: object) -> Outcome:
 
 
 def of_optimizer(key: str, note: str = "") -> Function:
-    """Return a rule for an optimizer flag of LLaVA's training program. The flag becomes the llava_fsdp override `key`;
-    it has no effect if DeepSpeed's configuration sets another value. If that configuration has an `optimizer` entry,
-    `note` is added to the text that the printed table shows."""
+    """Return a rule for an optimizer flag of LLaVA's training program. The flag has no effect if DeepSpeed's
+    configuration sets another value.
+
+    Args:
+        key: key of the llava_fsdp override that the flag becomes.
+        note: text that is added to the row in the printed table if DeepSpeed's configuration has an `optimizer` entry.
+    """
 
     def rule(context: Context, value: object) -> Outcome:
         text = context.tell(key)
@@ -107,7 +111,7 @@ def warmup_ratio(context: Context, value: object) -> Outcome:
 
 
 def half(context: Context, value: object) -> Outcome:
-    """Rule of `migrate`: say what the flags --bf16 and --fp16 of LLaVA's training program become in llava_fsdp."""
+    """Rule for the flags --bf16 and --fp16 of LLaVA's training program: return what they become in llava_fsdp."""
     text = context.tell("precision")
     if not value:
         return OFF if context.key == "fp16" else mapped(text)
@@ -159,8 +163,8 @@ def report_to(context: Context, value: object) -> Outcome:
 
 
 def torch_compile(context: Context, value: object) -> Outcome:
-    """Rule of `migrate` for the flags with which transformers turns on torch.compile: --torch_compile,
-    --torch_compile_backend, --torch_compile_mode and --torchdynamo."""
+    """Rule for the flags with which transformers turns on torch.compile (--torch_compile, --torch_compile_backend,
+    --torch_compile_mode, --torchdynamo): return what they become in llava_fsdp."""
     text = context.tell("compile")
     if value in (None, False, ""):
         if context.key != "torch_compile" or "torch_compile" not in context.run.flags:

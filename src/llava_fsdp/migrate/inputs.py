@@ -16,11 +16,12 @@ from llava_fsdp.migrate.trainer_flags import OTHER_FLAGS
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
 
-LARGEST = 1 << 20  # bytes; larger files are refused
-LISTS = frozenset({"report_to", "label_names", "lora_target_modules"})  # flags that take several values
-
-
-Paths = dict[Path, Block]
+LARGEST = 1 << 20
+"""Maximum size in bytes of an input file."""
+LISTS = frozenset({"report_to", "label_names", "lora_target_modules"})
+"""Flags that take several values."""
+Files = dict[Path, Block]
+"""Settings in configuration files, by the path of the file."""
 
 
 def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | None = None) -> list[Run]:
@@ -37,8 +38,8 @@ def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | No
             command.
     """
     scripts: list[Path] = []
-    jsons: Paths = {}
-    yamls: Paths = {}
+    jsons: Files = {}
+    yamls: Files = {}
     for path in map(checked, names):
         kind = path.suffix.lower()
         if kind == ".json":
@@ -108,7 +109,7 @@ def read_text(path: Path) -> str:
 
 
 def read_run(
-    name: str, script: Path, launch: Launch, jsons: Paths, yamls: Paths, gpus: int | None
+    name: str, script: Path, launch: Launch, jsons: Files, yamls: Files, gpus: int | None
 ) -> tuple[Run, set[Path]]:
     """Return the training that the command `launch` starts, and the paths of the JSON and YAML files that it uses.
     Raise ConfigError if the number of GPUs is given nowhere.
@@ -137,7 +138,7 @@ def read_run(
     return replace(run, missing=tuple(missing)), {path for path in (settings, zero) if path}
 
 
-def choose(named: object, script: Path, given: Paths, missing: list[str]) -> Path | None:
+def choose(named: object, script: Path, given: Files, missing: list[str]) -> Path | None:
     """Return the path of the JSON or YAML file that a script uses; None if there is none.
 
     It is the file given on the command line with the same file name as `named`, or else the only file given there. If
@@ -155,16 +156,20 @@ def choose(named: object, script: Path, given: Paths, missing: list[str]) -> Pat
     if same or len(given) == 1:
         return [*same, *given][0]
     folder = script.resolve().parent
-    for place in (Path(), folder, folder.parent, folder.parent.parent):
-        if (place / wanted).is_file():
-            return place / wanted
+    for base in (Path(), folder, folder.parent, folder.parent.parent):
+        if (base / wanted).is_file():
+            return base / wanted
     missing.append(named)
     return None
 
 
 def read_flags(launch: Launch, table: Mapping[str, Flag]) -> tuple[dict[str, object], list[str]]:
-    """Return the flags of a training command with their values, read as argparse reads them, and a remark about each
-    flag that is given twice."""
+    """Return the flags of a training command with their values, as argparse would read them, and a remark about each
+    flag that is given twice.
+
+    Args:
+        table: flags that the training program accepts, by name.
+    """
     flags: dict[str, object] = {}
     notes = []
     current: str | None = None
@@ -238,8 +243,8 @@ def block(path: Path, content: Mapping) -> Block:
 
 
 def flat(node: Mapping, prefix: str = "") -> dict[str, object]:
-    """Return nested mappings as one dict, whose keys are the nested names joined with dots. An empty mapping stays a
-    value. Raise ConfigError if two of these keys would be equal."""
+    """Return nested mappings as one dict, whose keys are the nested names joined with dots. An empty mapping is kept as
+    a value. Raise ConfigError if two of these keys would be equal."""
     found: dict[str, object] = {}
     for key, value in node.items():
         inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}

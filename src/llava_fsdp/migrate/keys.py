@@ -1,5 +1,5 @@
-"""Rules of `migrate`. A rule says what one key or flag of another system becomes in llava_fsdp (an Outcome); here are
-the rules that many keys share."""
+"""Types and shared rules of `migrate`, which translates trainings of other systems. A rule decides what one key or flag
+of another system becomes in llava_fsdp; its result is an Outcome."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,14 +10,20 @@ from llava_fsdp.migrate.source_run import Run, plain
 
 
 class Verdict(Enum):
+    """Kind of outcome for a key or flag of another system that is migrated to llava_fsdp."""
+
     mapped = "mapped"
+    """The key becomes an override of llava_fsdp."""
     implied = "implied"
+    """llava_fsdp does the same without an override."""
     unsupported = "not supported"
     no_effect = "no effect in the original"
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """Result of a rule: what a key or flag of another system becomes in llava_fsdp."""
+
     verdict: Verdict
     text: str
     """What the key becomes in llava_fsdp, or why llava_fsdp has no equivalent."""
@@ -30,7 +36,7 @@ class Row:
     """A row of the table that `migrate` prints, about one key of an input file or one flag of a command."""
 
     source: str
-    """File that sets the key; for a key that is not set, a remark on where its default value comes from."""
+    """File that sets the key; if no file sets it, a remark on where its default value comes from."""
     key: str
     value: object
     outcome: Outcome
@@ -73,7 +79,7 @@ def refused(why: str) -> Outcome:
 
 @dataclass(frozen=True)
 class Context:
-    """What a rule knows, besides a key's value, when it decides what the key becomes in llava_fsdp."""
+    """Input of a rule besides a key's value: what else is known about the training that is migrated to llava_fsdp."""
 
     run: Run
     decided: Mapping[str, object]
@@ -87,7 +93,7 @@ class Context:
     """Keys of the llava_fsdp overrides that a rule has mentioned in its text; `tell` adds them."""
 
     def tell(self, key: str) -> str:
-        """Return the override of `key` as the text `key=value`, for the text of a rule, and add `key` to
+        """Return the llava_fsdp override of `key` as the text `key=value`, for a rule's message, and add `key` to
         `mentioned`."""
         self.mentioned.add(key)
         if key not in self.decided:
@@ -125,8 +131,8 @@ def rules(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
 
 
 def becomes(*keys: str, note: str = "") -> Rule:
-    """Return a rule for a key of another system that is translated to the llava_fsdp overrides `keys`. `note` is added
-    to the text that the printed table shows."""
+    """Return a rule for a key of another system that becomes the llava_fsdp overrides `keys`. `note` is added to the
+    key's row in the printed table."""
 
     def rule(context: Context, value: object) -> Outcome:
         text = ", ".join(context.tell(key) for key in keys)
@@ -137,8 +143,8 @@ def becomes(*keys: str, note: str = "") -> Rule:
 
 @dataclass(frozen=True)
 class IfDecided:
-    """Rule for a key of another system that is translated to the llava_fsdp override `key`. If the migrated training
-    does not have this override, the rule `otherwise` applies."""
+    """Rule for a key of another system that becomes the llava_fsdp override `key`. If the migrated training does not
+    have this override, the rule `otherwise` decides."""
 
     key: str
     otherwise: Rule
@@ -152,8 +158,11 @@ class IfDecided:
 
 @dataclass(frozen=True)
 class OnlyIf:
-    """Rule for a key of another system of which llava_fsdp supports some values. A value in `values` needs no override
-    (`text` says why); any other value has no equivalent in llava_fsdp (`why` says why)."""
+    """Rule for a key of another system of which llava_fsdp supports only some values.
+
+    Attributes: values: supported values, which need no override.
+        text: message for a supported value. why: message for any other value: why it is not supported.
+    """
 
     values: tuple[object, ...]
     text: str
@@ -176,6 +185,6 @@ def only_off(why: str, *usual: object) -> OnlyIf:
 
 
 def only_on(why: str) -> OnlyIf:
-    """Return a rule for a feature of another system that is on by default. In llava_fsdp it is always on; `why` says
-    why."""
+    """Return a rule for a feature of another system that is on by default and that llava_fsdp always has on. `why` is
+    the message for a value that switches it off."""
     return OnlyIf((None, True), "as here", why)

@@ -12,12 +12,12 @@ MODULES = {
     "torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun",
     "accelerate.commands.launch": "accelerate", "deepspeed.launcher.runner": "deepspeed",
 }  # fmt: skip
-# Shell commands whose arguments may name a training program without starting it.
 MENTIONS = frozenset("echo printf which type command pkill killall grep cp mv ls rm alias".split())
+"""Shell commands whose arguments may name a training program without starting it."""
 TRAINING = re.compile(r"train|sft|fine_?tune", re.IGNORECASE)
 PROGRAMS = frozenset({"train", "train_mem", "train_xformers"})
-# Flags that only LLaVA's training program and its forks have.
 OWN_FLAGS = re.compile(r"--(mm_\w+|vision_tower|(tune|pretrain|freeze)_mm_mlp_adapter|lazy_preprocess|version)(=.*)?")
+"""Pattern of flags that only LLaVA's training program and its forks have."""
 SWITCHES = frozenset("""
     module m no_python no_local_rank no_ssh no_ssh_check force_multi save_pid enable_each_rank_log bind_cores_to_rank
     q quiet elastic_training standalone use_env run_path
@@ -54,13 +54,14 @@ class Launch:
 
 
 def find_launch(command: Command) -> Launch | None:
-    """Return the launch of a training, if the shell command is one; None if it starts no training."""
+    """Return how a shell command starts a training: launcher, flags and program. Return None if it starts no
+    training."""
     words = command.words
     if words[0] in MENTIONS or "install" in words:
         return None
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         name = PurePosixPath(word).name
-        rest = words[place + 1 :]
+        rest = words[index + 1 :]
         if name in ("deepspeed", "torchrun"):
             return split(command, name, rest)
         if name == "accelerate" and rest[:1] == ["launch"]:
@@ -80,28 +81,28 @@ def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
     that is neither a flag nor a flag's value), and the program's arguments. Return None if there is no program."""
     flags: dict[str, str | bool] = {}
     notes = []
-    place = 0
-    while place < len(words) and words[place].startswith("-"):
-        given, equals, value = words[place].partition("=")
+    index = 0
+    while index < len(words) and words[index].startswith("-"):
+        given, equals, value = words[index].partition("=")
         name = given.lstrip("-").replace("-", "_")
         if name in flags:
             notes.append(f"{given} is given twice; the last one counts")
-        place += 1
+        index += 1
         if equals:
             flags[name] = value
-        elif name in SWITCHES or place == len(words) or words[place].startswith("-"):
+        elif name in SWITCHES or index == len(words) or words[index].startswith("-"):
             flags[name] = True
         else:
-            flags[name] = words[place]
-            place += 1
-    if place == len(words):
+            flags[name] = words[index]
+            index += 1
+    if index == len(words):
         return None
     environment = dict(command.environment)
     devices = environment.pop("CUDA_VISIBLE_DEVICES", None)
     if environment:
         own = ", ".join(f"{name}={value}" for name, value in environment.items())
-        notes.append(f"the script sets {own}: set what the command needs of it too")
-    return Launch(launcher, flags, words[place], words[place + 1 :], command.line, devices, tuple(notes))
+        notes.append(f"the script sets {own}: set the variables that the command needs")
+    return Launch(launcher, flags, words[index], words[index + 1 :], command.line, devices, tuple(notes))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rules that say what each flag of the launchers `deepspeed`, `torchrun` and `accelerate launch` becomes in
+"""Rules for `migrate`: what each flag of the launchers `deepspeed`, `torchrun` and `accelerate launch` becomes in
 llava_fsdp."""
 
 from collections.abc import Mapping

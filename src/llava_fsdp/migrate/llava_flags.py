@@ -1,5 +1,5 @@
-"""Rules that say what each flag of LLaVA's training program becomes in llava_fsdp. The flags and their default values
-are LLaVA's own (train.py:53-112) and those of the TrainingArguments of transformers 4.37."""
+"""Rules for `migrate`: what each flag of LLaVA's training program becomes in llava_fsdp. The flags and their default
+values are LLaVA's own (train.py:53-112) and those of the TrainingArguments of transformers 4.37."""
 
 from collections.abc import Mapping
 
@@ -19,8 +19,11 @@ ADAMW = "AdamW is the optimizer; its settings are optim.beta1, optim.beta2, opti
 
 
 def flags_with(rule: Rule, **defaults: object) -> dict[str, Flag]:
-    """Return several flags that have the same rule. Each is given as NAME=default value, or as NAME=type if its default
-    value is None."""
+    """Return definitions of several flags that have the same rule.
+
+    Args:
+        defaults: default value of each flag, by name; its type if the default value is None.
+    """
     return {
         name: Flag(None, rule, default) if isinstance(default, type) else Flag(default, rule)
         for name, default in defaults.items()
@@ -175,7 +178,7 @@ FLAGS: Mapping[str, Flag] = {
 
 
 def canonical(name: str, table: Mapping[str, Flag]) -> str | None:
-    """Return the name of the flag in `table` that `name`, written on a command line, means; None if there is none. As
+    """Return the full name of a flag that is written as `name` on a command line; None if `table` has no such flag. As
     in argparse, `name` may have `-` for `_`, be abbreviated, or be `no_X` for a flag X that is true by default."""
     name = name.replace("-", "_")
     if name in table:

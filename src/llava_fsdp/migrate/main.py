@@ -1,6 +1,6 @@
 """Translate a LLaVA, DeepSpeed or Accelerate training: `llava-fsdp migrate finetune.sh zero3.json gpus=8`.
 
-Prints the llava_fsdp command that does the same training, and a table of what every key in the files became. No
+The llava_fsdp command that does the same training is printed, with a table of what every key in the files became. No
 training is run, and neither torch nor transformers is imported.
 """
 
@@ -42,6 +42,8 @@ COMPILED = (
 
 @dataclass
 class Request:
+    """Command line of `migrate`."""
+
     paths: list[str] = field(default_factory=list)
     gpus: int | None = None
     variables: dict[str, str] = field(default_factory=dict)
@@ -113,7 +115,7 @@ def as_json(migration: Migration) -> dict[str, object]:
     return {
         "name": migration.run.name,
         "command": lines(migration.words, width=sys.maxsize),
-        "overrides": {key: plain(value) for key, value in migration.kept.items()},
+        "overrides": {key: json_value(value) for key, value in migration.kept.items()},
         "gpus": migration.run.gpus,
         "notes": list(migration.run.notes),
         "incomplete": migration.lacks,
@@ -128,26 +130,26 @@ def as_json(migration: Migration) -> dict[str, object]:
     }  # fmt: skip
 
 
-def plain(value: object) -> object:
-    """Return a value that JSON can represent: other types, and numbers that are not finite, are converted to text."""
+def json_value(value: object) -> object:
+    """Return the value as JSON can represent it: other types, and numbers that are not finite, become text."""
     if isinstance(value, list):
-        return [plain(v) for v in value]
+        return [json_value(v) for v in value]
     known = value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
     return value if known else str(value)
 
 
 def shown(row: Row, value: object) -> object:
-    """Return `value`, from a row of the table, as it is printed: hidden if the row's key names a secret, else as JSON
-    can represent it."""
+    """Return a value of a table row for printing: hidden if the row's key names a secret, else as JSON can represent
+    it."""
     if value is not None and is_secret_name(row.key.rpartition(".")[2]):
         return HIDDEN
-    found = plain(value)
+    found = json_value(value)
     return redact(found) if isinstance(found, str) else found
 
 
 def comment(text: str) -> str:
-    """Return a text that can be printed as a shell comment, since users paste the output into shells: it is one line,
-    control characters are escaped, and secrets are hidden."""
+    """Return the text for printing as a shell comment: on one line, with control characters escaped and secrets hidden.
+    Users paste the output into shells."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in redact(text))
 
 

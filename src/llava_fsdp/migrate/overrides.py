@@ -1,7 +1,7 @@
 """Decide the Hydra overrides with which llava_fsdp trains as another system does.
 
-They are decided for the training as a whole, since the meaning of one key depends on other keys. The rules for single
-keys (`deepspeed.py`, `accelerate.py`, `llava_flags.py`, ...) decide nothing; they explain the overrides in a table.
+The overrides are decided for the training as a whole, since the meaning of one key depends on other keys. The rules for
+single keys (`deepspeed.py`, `accelerate.py`, `llava_flags.py`, ...) only explain the overrides in a table.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,6 @@ from llava_fsdp.migrate.source_run import AUTO, Run, plain
 Overrides = dict[str, object]
 
 STAGES = {0: "zero0", 1: "zero1", 2: "zero2", 3: "zero3"}
-# PyTorch's ShardingStrategy, by name and by its number in older Accelerate files -> sharding=.
 FSDP_STRATEGIES = {
     "FULL_SHARD": "zero3", "1": "zero3",
     "SHARD_GRAD_OP": "zero2", "2": "zero2",
@@ -23,6 +22,7 @@ FSDP_STRATEGIES = {
     "HYBRID_SHARD": "hybrid", "4": "hybrid",
     "HYBRID_SHARD_ZERO2": "hybrid2", "_HYBRID_SHARD_ZERO2": "hybrid2", "5": "hybrid2",
 }  # fmt: skip
+"""PyTorch's ShardingStrategy, by name and by its number in older Accelerate files -> value of `sharding=`."""
 # --version of LLaVA -> data.template (LLaVA conversation.py:374-395; train.py:894-908: `v0`, `v0.5` keep the default).
 TEMPLATES = {
     "plain": "plain", "v0_plain": "plain",
@@ -39,10 +39,13 @@ DS_SCHEDULES = {
     ("WarmupLR", "log"): "warmup_log", ("WarmupLR", "linear"): "constant",
     ("WarmupDecayLR", "log"): "warmup_decay", ("WarmupDecayLR", "linear"): "linear",
 }  # fmt: skip
-HALF = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # DeepSpeed's block -> dtype
+HALF = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+"""Block of DeepSpeed's configuration that switches on a dtype -> that dtype."""
 DS_ADAM = frozenset({"adam", "adamw"})
-LEAST_WARMUP = 2  # DeepSpeed's minimum number of warm-up steps
+LEAST_WARMUP = 2
+"""DeepSpeed's minimum number of warm-up steps."""
 LEAST_KEPT = 2
+"""Minimum of the key `checkpoint.keep`."""
 TRACKERS: Mapping[str, tuple[str, object]] = {
     "wandb": ("track.wandb", "online"), "tensorboard": ("track.tensorboard", True),
 }  # fmt: skip
@@ -81,7 +84,7 @@ def model(run: Run) -> Overrides:
         found["model.image_start_end"] = run.trainer_value("mm_use_im_start_end")
     if projector != "mlp2x_gelu":
         found["export.enabled"] = False
-    if run.is_lora:  # its defaults differ from the values in the stages, which are those of its scripts
+    if run.is_lora:  # LLaVA's default values differ from those of the stages, which are the values in LLaVA's scripts
         found |= {f"model.lora.{key}": run.trainer_value(f"lora_{key}") for key in ("r", "alpha", "dropout", "bias")}
     return found | quantized(run)
 
@@ -191,8 +194,8 @@ def tracking(run: Run) -> Overrides:
 
 
 def compiling(run: Run) -> Overrides:
-    """Return the override `compile` for torch.compile. If neither the script nor the launcher says whether to compile,
-    there is no override: compile=auto stays, and `migrate` prints a remark."""
+    """Return llava_fsdp's override `compile`. There is none if neither the script nor the launcher sets whether to use
+    torch.compile: compile=auto stays, and `migrate` prints a remark."""
     launched = run.launched("dynamo_backend")
     names = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
     if str(launched or "no").lower() not in ("no", "none", "false") or any(map(run.trainer_value, names)):
@@ -289,16 +292,16 @@ def optimizer(run: Run) -> Overrides:
 
 
 def filled(run: Run, key: str, flag: str) -> object:
-    """Return a setting of the optimizer or scheduler: the value of the key `key` in DeepSpeed's configuration. If that
-    value is `auto`, or the configuration has no optimizer (or scheduler), return the value of the script's flag
-    `flag`."""
+    """Return a setting of the optimizer or scheduler of the training to migrate: the value of `key` in DeepSpeed's
+    configuration. If that value is `auto`, or the configuration has no optimizer (or scheduler), it is the value of the
+    training script's flag `flag`."""
     value = AUTO if run.ds(key.partition(".")[0] + ".type") is None else run.ds_or_default(key)
     return run.trainer_value(flag) if value == AUTO else value
 
 
 def clip(run: Run) -> object:
-    """Return the gradient norm to which gradients are clipped; None: no clipping. With DeepSpeed it is the value of
-    DeepSpeed's key `gradient_clipping`, which by default does not clip."""
+    """Return the gradient norm to which the training to migrate clips gradients; None if it does not clip. With
+    DeepSpeed it is the value of the key `gradient_clipping`, which by default does not clip."""
     value = run.ds("gradient_clipping", 0) if run.uses_deepspeed else run.trainer_value("max_grad_norm")
     return (run.trainer_value("max_grad_norm") if value == AUTO else value) or None
 

@@ -1,6 +1,6 @@
-"""Read the commands of a training script without running them; words are split with `shlex`.
+"""Read the commands of a shell script without running them; words are split with `shlex`.
 
-Supported are quotes, comments, continued lines, `X=v1`, `export X=v1`, `$X` and `${X}`. Control flow, arrays, functions
+Quotes, comments, continued lines, `X=v1`, `export X=v1`, `$X` and `${X}` are supported. Control flow, arrays, functions
 and here-documents are refused, with file and line in the message. Redirections, `| tee FILE` and `&` at the end of a
 line are dropped. Other parts of bash, such as `$(nproc)` or a pipe, are recorded as problems of their line: they matter
 only if that line starts the training.
@@ -65,13 +65,13 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
     variables = {"HOME": str(Path.home()), **given}
     exported: set[str] = set()
     found: list[Command] = []
-    place = 0
-    while place < len(text):
-        matched = LINE.match(text, place)
+    start = 0
+    while start < len(text):
+        matched = LINE.match(text, start)
         assert matched is not None
-        number = text.count("\n", 0, place + len(matched[0]) - len(matched[0].lstrip())) + 1
-        place = matched.end() + (2 if text.startswith("&&", matched.end()) else 1)
-        if text[matched.end() : place] not in ("\n", ";", "&&", ""):
+        number = text.count("\n", 0, start + len(matched[0]) - len(matched[0].lstrip())) + 1
+        start = matched.end() + (2 if text.startswith("&&", matched.end()) else 1)
+        if text[matched.end() : start] not in ("\n", ";", "&&", ""):
             raise ConfigError(f"{where}, line {number}: a quote is not closed; is it a shell script?")
         problems: list[str] = []
         words = split(expanded(OUTPUT.sub("", matched[0]), variables, problems))
@@ -146,9 +146,8 @@ def simple_commands(words: list[str]) -> list[list[str]]:
 
 
 def refuse_bash(command: list[str], operators: list[str], problems: list[str], where: str) -> None:
-    """Raise ConfigError if a script needs bash because of a command: it uses loops, functions, arrays or other syntax
-    that changes the meaning of other lines. Also raise it if the command begins with a flag, which belongs to the line
-    before.
+    """Raise ConfigError if a command uses loops, functions, arrays or other syntax of bash that changes the meaning of
+    other lines; or if it begins with a flag, which then belongs to the line before.
 
     Args:
         command: words of the command.

@@ -1,4 +1,4 @@
-"""The description of one training of another system, from its script, its DeepSpeed JSON and its Accelerate YAML."""
+"""Describe a training of another system, as its script, its DeepSpeed JSON file and its Accelerate YAML file set it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,6 +70,8 @@ class Flag:
 
 @dataclass(frozen=True)
 class Run:
+    """A training of another system that is to be migrated to llava_fsdp."""
+
     name: str
     launch: Launch
     table: Mapping[str, Flag]
@@ -77,7 +79,7 @@ class Run:
     flags: Mapping[str, object]
     """Values of the flags in the training command, by name, as they are written there."""
     given_gpus: int | None = None
-    """Number of GPUs that the user gave as `gpus=N`; None: the launcher's number counts."""
+    """Number of GPUs that the user gave as `gpus=N`; None: the number of the launcher is used."""
     deepspeed: Block | None = None
     accelerate: Block | None = None
     notes: tuple[str, ...] = ()
@@ -85,13 +87,13 @@ class Run:
     """Paths of DeepSpeed or Accelerate files that the script names and that were not found."""
 
     def given(self, name: str) -> str | None:
-        """Return the name or alias by which the training command gives a flag; None if it does not give the flag."""
+        """Return the name or alias with which the training command sets a flag; None if it does not set the flag."""
         names = (name,) if self.launch.is_original else (name, *ALIASES.get(name, ()))
         return next((spelling for spelling in names if spelling in self.flags), None)
 
     def trainer_value(self, name: str) -> object:
-        """Return the value that a flag has in the training program, converted to the flag's type; if the flag was not
-        given, its default value."""
+        """Return the value of a flag in the training to migrate, converted to the flag's type: the value in the
+        training command, or else the training program's default."""
         flag, spelling = self.table[name], self.given(name)
         if spelling is None:
             return flag.default
@@ -121,8 +123,8 @@ class Run:
 
     @property
     def lacks_deepspeed(self) -> bool:
-        """Whether the training uses a DeepSpeed configuration file that was not found. DeepSpeed's settings are then
-        unknown."""
+        """Whether the training to migrate uses a DeepSpeed configuration file that was not found, so that DeepSpeed's
+        settings are unknown."""
         return self.uses_deepspeed and self.deepspeed is None and self.distributed_type != "DEEPSPEED"
 
     def ds(self, key: str, default: object = None) -> object:
@@ -159,10 +161,10 @@ class Run:
 
     @property
     def ranks(self) -> Ranks:
-        """Number of processes: the number that the user gave as `gpus=N`, or else the number in the launcher's flags or
-        in Accelerate's file."""
+        """Number of processes of the training, in total as the user gave it by `gpus=N`, or else as in the launcher's
+        flags or Accelerate's file."""
         found = ranks_of(self.launch)
-        if self.launch.launcher == "accelerate":  # each of the two numbers is a flag or in Accelerate's file
+        if self.launch.launcher == "accelerate":  # both numbers may be flags, or in Accelerate's file
             total, nodes = number(str(self.launched("num_processes"))), number(str(self.launched("num_machines") or 1))
             found = Ranks(total // nodes if total and nodes else None, nodes)
         if self.given_gpus:
@@ -195,7 +197,7 @@ class Run:
 
     @property
     def is_lora(self) -> bool:
-        """Whether adapters are trained. LLaVA's pretraining stage freezes adapters again, so there they are not trained
+        """Whether the training to migrate trains adapters. LLaVA's pretraining stage never does: it freezes them again
         (train.py:926-930)."""
         return bool(self.trainer_value("lora_enable")) and self.stage != "pretrain"
 

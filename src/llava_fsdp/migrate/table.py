@@ -1,4 +1,4 @@
-"""Build the table that `migrate` prints for a training: for every key of the training's files, what it becomes in
+"""Build the table that `migrate` prints: what every key in the files of another system's training becomes in
 llava_fsdp."""
 
 import difflib
@@ -13,8 +13,8 @@ from llava_fsdp.migrate.trainer_flags import OTHER_PROGRAM
 
 DEFAULT = "not in the script"
 PROGRAM = "the program"
-MOST = 1000  # keys; with more of them, searching for similar names would take minutes
-# DeepSpeed's keys whose default values llava_fsdp's command must set -> key of the override.
+MOST = 1000
+"""Maximum number of keys of a file for which similar names are searched. With more, this would take minutes."""
 DEFAULTS = {
     "gradient_clipping": "optim.clip",
     "zero_optimization.stage": "sharding",
@@ -26,6 +26,7 @@ DEFAULTS = {
     "scheduler.params.warmup_num_steps": "optim.warmup_steps",
     "scheduler.params.warmup_type": "optim.schedule",
 }
+"""DeepSpeed's keys whose default values the llava_fsdp command must set -> key of the override."""
 
 
 def rows_of(context: Context) -> list[Row]:
@@ -47,7 +48,7 @@ def launcher_rows(context: Context) -> list[Row]:
         rows.append(Row(source, "CUDA_VISIBLE_DEVICES", launch.devices, where))
     for name, value in launch.flags.items():
         rule = accelerate.rule_of(name) if launch.launcher == "accelerate" else LAUNCHER.get(name)
-        rows.append(answered(context, source, name, value, rule, ()))
+        rows.append(row_of(context, source, name, value, rule, ()))
     program = "the original LLaVA's program; attention is PyTorch's own" if launch.is_original else OTHER_PROGRAM
     return [*rows, Row(source, PROGRAM, launch.script, mapped(f"llava-fsdp train: {program}"))]
 
@@ -59,7 +60,7 @@ def flag_rows(context: Context) -> list[Row]:
     for name, given in run.flags.items():
         flag = run.table.get(name)
         rows.append(
-            answered(context, run.name, name, run.trainer_value(name) if flag else given, flag and flag.rule, near)
+            row_of(context, run.name, name, run.trainer_value(name) if flag else given, flag and flag.rule, near)
         )
     return rows
 
@@ -75,11 +76,11 @@ def block_rows(
         if rule is None and block is context.run.accelerate and plain(value) in (None, False, "", "no", {}, []):
             rule = OFF  # `accelerate config` also writes keys for features that are off
         near = table if len(block.values) < MOST else ()
-        rows.append(answered(context, block.name, key, value, rule, near))
+        rows.append(row_of(context, block.name, key, value, rule, near))
     return rows
 
 
-def answered(context: Context, source: str, key: str, value: object, rule: object, table: Collection[str]) -> Row:
+def row_of(context: Context, source: str, key: str, value: object, rule: object, table: Collection[str]) -> Row:
     if rule is not None:
         return Row(source, key, value, outcome(rule, replace(context, key=key), value))
     near = difflib.get_close_matches(key, list(table), n=1, cutoff=0.8)
@@ -88,8 +89,8 @@ def answered(context: Context, source: str, key: str, value: object, rule: objec
 
 
 def default_rows(context: Context) -> Iterator[Row]:
-    """Yield rows for keys that the training's files do not set: those whose default value (DeepSpeed's or the training
-    program's) must be set in llava_fsdp's command, or has no equivalent in llava_fsdp."""
+    """Yield table rows for keys that the files of the training to migrate do not set, if their default value
+    (DeepSpeed's or the training program's) must be set in the llava_fsdp command or has no equivalent there."""
     run = context.run
     for key, override in DEFAULTS.items() if run.deepspeed else ():
         assert run.deepspeed is not None

@@ -1,4 +1,4 @@
-"""Rules for the flags of training programs other than LLaVA's: what the flags of transformers' Trainer, peft and TRL
+"""Rules for `migrate`, for training programs other than LLaVA's: what the flags of transformers' Trainer, peft and TRL
 become in llava_fsdp. All other flags are unknown, because only the program's code defines what they mean."""
 
 from collections.abc import Mapping
@@ -19,7 +19,6 @@ from llava_fsdp.migrate.keys import (
 from llava_fsdp.migrate.llava_flags import ADAPTERS, FLAGS, flags_with
 from llava_fsdp.migrate.source_run import ALIASES, Flag, Run
 
-# Flags of transformers' TrainingArguments, which mean the same in every program that uses transformers' Trainer.
 TRAINER = """
     per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate weight_decay
     adam_beta1 adam_beta2 adam_epsilon max_grad_norm lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps
@@ -32,8 +31,10 @@ TRAINER = """
     save_safetensors save_only_model logging_steps logging_strategy logging_dir logging_first_step log_level
     disable_tqdm report_to run_name push_to_hub evaluation_strategy load_best_model_at_end do_train
 """.split()
-# Flags that the script must give, because the stage's value is not the program's default -> key of the override.
+"""Flags of transformers' TrainingArguments, which mean the same in every program that uses transformers' Trainer."""
 NEEDED = {"data_path": "data.path", "model_name_or_path": "model.checkpoint", "model_max_length": "data.max_length"}
+"""Flags that the script must set, because the stage has another value than the program's default -> key of the
+override."""
 NEEDED_BY_LORA = {"lora_r": "model.lora.r", "lora_alpha": "model.lora.alpha", "lora_dropout": "model.lora.dropout"}
 OTHER_PROGRAM = (
     "not the original LLaVA's program, so only its flags are read. Which parts train, the prompts, the labels and the "
@@ -89,8 +90,8 @@ OTHER_FLAGS: Mapping[str, Flag] = {
 
 
 def lacking(run: Run, decided: Mapping[str, object]) -> list[str]:
-    """Return a message for every setting that the llava_fsdp command needs and the training script being migrated does
-    not set."""
+    """Return a message for every setting that the llava_fsdp command needs, but that the training to migrate does not
+    set."""
     if run.launch.is_original:
         return [] if "data.path" in decided else ["data.path: the script has no --data_path"]
     needed = NEEDED | (NEEDED_BY_LORA if run.is_lora else {})

@@ -10,7 +10,8 @@ def main() -> None:
     words = sys.argv[1:]
 
     def task(cfg: PlanConfig) -> None:
-        from llava_fsdp.plan.main import plan  # once the command line is checked: torch takes seconds
+        # imported after the command line is checked, because importing torch takes seconds
+        from llava_fsdp.plan.main import plan
         from llava_fsdp.train.preflight import warn_if_refused
 
         warn_if_refused(cfg)

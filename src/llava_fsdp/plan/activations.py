@@ -48,7 +48,8 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Live:
-    """Bytes of the tensors alive at one moment of a forward or backward pass, by category. Weights are not counted."""
+    """Bytes of the tensors that exist at one moment of a forward or backward pass, by category. Weights are not
+    counted."""
 
     activations: int = 0
     logits: int = 0
@@ -68,7 +69,8 @@ class Live:
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a forward or backward pass (a block, or everything between two blocks), and the bytes alive in it."""
+    """Part of a forward or backward pass (a block, or everything between two blocks), and the bytes of the tensors that
+    exist in it."""
 
     unit: str
     """Name of the block; empty for a part between two blocks."""
@@ -90,11 +92,17 @@ class Segment:
     """Bytes of all weight gradients that the segment produces, in the dtypes of the master weights."""
 
     def shifted(self, by: Live, unit: str) -> "Segment":
-        """Copy the segment for another block of the same kind, named `unit`, with `by` added to the bytes alive."""
+        """Return a copy of this segment (part of a forward or backward pass) for another block of the same kind.
+
+        Args:
+            by: bytes to add to those of the tensors that exist in the segment.
+            unit: name of the other block.
+        """
         return replace(self, unit=unit, **{name: getattr(self, name) + by for name in LEVELS})
 
 
 LEVELS = ("begin", "end", "worst", "worst_first", "worst_later")
+"""Names of the fields of Segment that hold a Live."""
 
 
 class ActivationMeter:
@@ -105,7 +113,7 @@ class ActivationMeter:
         self, parts: Parts, cfg: Config, activation_checkpointing: ActivationCheckpointingConfig, kernel: Kernel | None
     ):
         short = with_depth(parts, MEASURED_BLOCKS)
-        # padded rows: this package's SDPA in place of transformers', whose mask needs values, absent on the meta device
+        # padded rows use this package's SDPA: the mask of transformers' depends on values, which meta tensors lack
         attention = kernel or (
             Kernel(Attention.sdpa, "padded rows") if packing_refused(parts.language) is None else None
         )
@@ -122,8 +130,9 @@ class ActivationMeter:
         self.depth = None if short is parts else parts.language.num_hidden_layers
 
     def segments(self, micro: MicroBatch) -> list[Segment]:
-        """Measure a micro-batch's forward and backward pass. Return its segments for all blocks of the model: those of
-        the three blocks that were run, with the middle block repeated."""
+        """Measure the memory of a micro-batch's forward and backward pass. Return it in segments (a block, or
+        everything between two blocks) for all blocks of the model. Three blocks are run; the middle one stands for
+        those left out."""
         trace = run(self.model, inputs_of(self.model, micro, self.packed, self.blends))
         segments = split_into_segments(trace, self.model, self.vocabulary, self.master)
         self.model.zero_grad(set_to_none=True)
@@ -131,8 +140,8 @@ class ActivationMeter:
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:
-    """Return the configurations of the model with only `depth` blocks in the language model. They are unchanged if its
-    blocks are of several kinds, or if there are at most `depth` of them."""
+    """Return configurations `parts` of a model whose language model has only `depth` blocks. They are unchanged if the
+    language model has blocks of several kinds, or at most `depth` blocks."""
     language = parts.language
     kinds = set(getattr(language, "layer_types", None) or [])
     if language.num_hidden_layers <= depth or len(kinds) > 1:
@@ -178,8 +187,8 @@ def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
     with collect_gradients(model, live, trace), mark_blocks(model, trace), FuseAttention(), NothingPacked(), live:
         loss = model(*inputs)
         trace.mark("backward")
-        # `loss.backward()` without its wrappers: FuseAttention is off inside of a function that it handles, and blocks
-        # run again here
+        # `loss.backward()` would be handled by FuseAttention, which is then inactive inside of it, where activation
+        # checkpointing runs blocks again
         engine = torch.autograd.Variable._execution_engine
         engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
     return trace
@@ -233,8 +242,8 @@ class TraceReader:
         self.level = Live()
         self.backward = False
         self.early: dict[int, int] = {}
-        """Bytes, by storage number, of the output layer's gradient, which the chunked loss makes already in the forward
-        pass."""
+        """Bytes, by storage number, of the output layer's gradient, which the chunked loss already computes in the
+        forward pass."""
         self.segments: list[Segment] = []
         self.open("")
 
@@ -252,7 +261,7 @@ class TraceReader:
         self.open(next_unit)
 
     def add(self, event: Event) -> None:
-        """Add the bytes of an allocated storage to the bytes alive, or subtract those of a freed one."""
+        """Count a tensor storage that was allocated or freed, by the category of its tensor."""
         self.is_empty = False
         if event.storage in self.gradients and self.backward:
             if event.change > 0:
@@ -312,8 +321,12 @@ def stack_name(model: Llava) -> str:
 
 
 def deepened(segments: list[Segment], stack: str, depth: int) -> list[Segment]:
-    """Turn the segments that were measured with three blocks into those of a model with `depth` blocks, by repeating
-    the middle block. `stack` is the name of the module list that holds the blocks."""
+    """Return the segments (parts of a forward and backward pass) of a model with `depth` blocks, made from those of a
+    model with three blocks by repeating the middle block.
+
+    Args:
+        stack: name of the module list that holds the blocks.
+    """
     deep: list[Segment] = []
     shift = Live()
     names = {f"{stack}.{MEASURED_BLOCKS - 1}": f"{stack}.{depth - 1}"}

@@ -32,11 +32,14 @@ measures uncompiled blocks; compiled ones may keep other activations."""
 
 
 def settle_packing(cfg: C, language: PretrainedConfig) -> tuple[C, str | None]:
-    """Replace `pack=auto` in the configuration: by true, or by false if this language model cannot keep the samples of
-    a packed row apart. Return the configuration and, if it was auto and became false, the reason in one line.
+    """Replace `pack=auto` in the configuration by true, or by false if this language model cannot keep the samples of a
+    packed row apart.
+
+    Returns:
+        The new configuration and, if `pack=auto` became false, the reason in one line.
 
     Raises:
-        ConfigError: rows must be padded, and another key is for packed rows alone.
+        ConfigError: rows must be padded, but another key is set that only works with packed rows.
     """
     if cfg.pack != AUTO:
         return cfg, None
@@ -71,7 +74,7 @@ class Decision:
         )
 
     def summary(self, cfg: Config) -> str:
-        """One line with the chosen value of each key that is `auto` in `cfg`, and the reason."""
+        """Return a line with the chosen value of each key that is `auto` in `cfg`, and the reason."""
         values = []
         if cfg.sharding.strategy is Strategy.auto:
             values.append(f"sharding={SHARD_PLANS[self.strategy].zero}")
@@ -83,13 +86,14 @@ class Decision:
 
 
 def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues: bool = False) -> Decision:
-    """Choose the values of the keys that are set to `auto`: of those that fit into memory, the fastest by prediction.
+    """Choose the values of the configuration keys that are set to `auto`: the fastest ones that fit into memory, as the
+    planner predicts.
 
     Args:
         continues: whether the run is resumed. It then keeps the values that it recorded when it began, if they fit.
 
     Raises:
-        ConfigError: by prediction, no values fit into memory.
+        ConfigError: the planner predicts that no values fit into memory.
     """
     machine = with_margin(this_machine(world.local_size, world.device.type), cfg)
     planner = Planner(cfg, machine, samples, parts)
@@ -98,7 +102,7 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
         row = rows_for(planner, before, world)[0]
         if row.fits:
             tokens = before.tokens_per_micro_batch if isinstance(before.tokens_per_micro_batch, int) else None
-            return Decision(row.choice.strategy, before.activation_checkpointing, tokens, "as this run began")
+            return Decision(row.choice.strategy, before.activation_checkpointing, tokens, "as when this run began")
     try:
         best = rows_for(planner, cfg, world)[0]
     except LlavaFsdpError:
@@ -108,12 +112,12 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     if not best.fits:
         mode = best.choice.activation_checkpointing.mode.value
         raise ConfigError(
-            f"auto: nothing fits by the plan; nearest is {best.choice.zero}, activation checkpointing {mode}, "
-            f"{best.tokens:,} tokens in the largest micro-batch: {cost(best)}. activation_checkpointing=full, "
+            f"auto: the planner predicts that nothing fits; nearest is {best.choice.zero}, activation checkpointing "
+            f"{mode}, {best.tokens:,} tokens in the largest micro-batch: {cost(best)}. activation_checkpointing=full, "
             "offload=params, precision=bf16_pure or more ranks need less; sharding=zero3 and a number for "
             "tokens_per_micro_batch would try it all the same"
         )
-    reason = f"{cost(best)} by the plan; llava-fsdp plan compares them all"
+    reason = f"{cost(best)}, as predicted; llava-fsdp plan compares all values"
     tokens = best.tokens if cfg.plans_tokens else None
     return Decision(best.choice.strategy, best.choice.activation_checkpointing, tokens, reason)
 
@@ -130,7 +134,7 @@ def without_plan(cfg: Config, error: Exception) -> Decision:
 
 
 def with_margin(machine: Machine, cfg: Config) -> Machine:
-    """Take the share `COMPILED_MARGIN` off the machine's memory if it has a GPU and blocks may be compiled."""
+    """Return the machine with the share `COMPILED_MARGIN` less memory, if it has a GPU and blocks may be compiled."""
     margin = COMPILED_MARGIN if machine.device == "cuda" and cfg.compile is not False else 0.0
     return replace(machine, memory=int(machine.memory * (1 - margin)))
 
@@ -186,7 +190,9 @@ def recorded(cfg: Config) -> Config | None:
             strategy = cfg.sharding.strategy
         return Decision(strategy, activation_checkpointing, tokens, "").applied(cfg)
     except (OmegaConfBaseException, yaml.YAMLError, ConfigError, ValueError, OSError, AssertionError):
-        return None  # resuming reports a damaged file; recorded values that no longer go together are planned anew
+        return (
+            None  # resuming reports a damaged file; recorded values that contradict the present keys are chosen again
+        )
 
 
 def has_auto_checkpointing(cfg: Config) -> bool:

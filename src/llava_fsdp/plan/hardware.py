@@ -38,7 +38,7 @@ class Gpu:
     source: str
 
     def peak(self, dtype: DType) -> float:
-        """Peak FLOPs per second in a dtype.
+        """Return the GPU's peak FLOPs per second in a dtype.
 
         Raises:
             ConfigError: the GPU does not compute in this dtype.
@@ -117,7 +117,8 @@ sizes."""
 PROCESS = 450 * MIB
 """Bytes of host memory that a Python process with torch and transformers takes on a CPU machine."""
 CORE_FLOPS = 30e9
-"""FLOPs per second of one CPU core in training: an order of magnitude, enough to compare ways to train."""
+"""FLOPs per second of one CPU core in training. Only the order of magnitude is right, which is enough to compare ways
+to train."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Machine:
         return "cpu" if self.gpu is None else "cuda"
 
     def usable(self, world_size: int) -> int:
-        """Bytes of a rank's memory that tensors can use; 0 if the process itself takes more than there is."""
+        """Return the bytes of a rank's memory that tensors can use; 0 if the process itself needs all of it."""
         if self.gpu is None:
             return max(0, self.memory - PROCESS)
         return max(0, int(self.memory * (1 - FRAGMENTATION)) - CONTEXT - (NCCL if world_size > 1 else 0))
@@ -181,8 +182,8 @@ def this_machine(ranks: int, device: str = "cuda") -> Machine:
     """Return the machine that this process runs on: its first GPU if it has one and `device` is cuda, else the share of
     its CPU cores and memory that each of `ranks` ranks gets.
 
-    A GPU that the table of GPUs lacks is assumed to be as fast as the one in the table that is nearest in memory, of
-    those that have bf16 if this GPU has it, and of those without bf16 if not.
+    A GPU that is not in the table of GPUs is assumed to be as fast as the GPU in the table whose memory size is
+    nearest; both must have bf16, or both lack it.
     """
     if device == "cpu" or not torch.cuda.is_available():
         host = read_host()

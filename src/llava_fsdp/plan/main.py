@@ -2,8 +2,8 @@
 
     llava-fsdp plan model=llava_v1_5_13b stage=finetune gpus=8
 
-Needs no GPU, no weights, no network and no process group. Takes the configuration keys of the command `train`, and
-predicts that training with every sharding strategy and every mode of activation checkpointing and offload.
+Needs no GPU, no weights, no network and no process group. The configuration keys are those of the command `train`. The
+command predicts that training with every sharding strategy and every mode of activation checkpointing and offload.
 """
 
 import json
@@ -46,7 +46,7 @@ def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
         print_plan(cfg, typed)
     except LlavaFsdpError:
         raise
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # of torch and transformers
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # raised by torch and transformers
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ModelError(f"the planner cannot compute this model ({why}); is its config.json right?") from error
 
@@ -61,7 +61,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
         log().info("auto: %s", padded)
     planner = Planner(cfg, machine, parts=parts)
     ranks = Ranks(cfg.gpus * cfg.nodes, cfg.sharding.shard_size or cfg.gpus, cfg.gpus)
-    # every recipe sets micro_batch_size, so that only a number of tokens fixes the micro-batches
+    # every recipe sets micro_batch_size, so only a user who sets tokens_per_micro_batch has chosen a size
     is_free = not isinstance(cfg.tokens_per_micro_batch, int)
     splits = splits_to_try(planner, cfg, ranks.world_size, is_free)
     rows = plan_rows(planner, choices(cfg, machine.device, distinct_strategies(ranks)), ranks, splits)
@@ -91,7 +91,7 @@ def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[
 
 
 def key_of(word: str) -> str:
-    """The key of a Hydra override `key=value`, without the prefixes `+`, `++` and `~`."""
+    """Return the key of a Hydra override `key=value`, without the prefixes `+`, `++` and `~`."""
     return word.partition("=")[0].lstrip("+~")
 
 

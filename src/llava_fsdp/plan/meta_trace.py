@@ -1,5 +1,5 @@
-"""Trace the bytes alive during a forward and a backward pass on the meta device, where tensors have shapes, dtypes and
-lifetimes but no data.
+"""Trace how many bytes of tensors exist at each moment of a forward and a backward pass. The passes run on the meta
+device, where tensors have shapes, dtypes and lifetimes but no data.
 
 Every operation of the modules and of autograd is traced as it is dispatched. A tensor's bytes count from the operation
 that makes it until its storage is dropped, which is when a real pass would free it. Memory that a kernel allocates
@@ -26,7 +26,7 @@ class Event:
     storage: int
     """Id of the storage within the trace; -1 for a mark."""
     change: int
-    """Change of the bytes alive: the storage's size, negative if it was freed; 0 for a mark."""
+    """Size of the storage in bytes, negative if it was freed; 0 for a mark."""
     width: int = 0
     """Size of the last dimension of the tensor for which the storage was allocated; 0 for other events."""
     mark: str = ""
@@ -34,7 +34,8 @@ class Event:
 
 @dataclass
 class Trace:
-    """The events of a pass in the order of time: tensor storages allocated and freed, and marks between them."""
+    """Events of a forward and backward pass in the order of time: tensor storages allocated and freed, and named marks
+    between them."""
 
     events: list[Event] = field(default_factory=list)
     gradients: dict[int, str] = field(default_factory=dict)

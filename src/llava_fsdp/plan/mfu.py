@@ -34,8 +34,8 @@ class Utilization:
     """Where the peak comes from (an entry of the table of GPUs), or the reason why it is unknown."""
 
     def of(self, facts: StepFacts, seconds: float) -> dict[str, float | None]:
-        """Return the `flops` of a step on all ranks together, and its `mfu` and `hfu` as shares of the peak (None if
-        the peak is unknown). The step took `seconds`."""
+        """Return the FLOPs of a training step on all ranks together (`flops`), and its MFU and HFU, from 0 to 1 (`mfu`,
+        `hfu`; None if the peak is unknown). The step took `seconds`."""
         pairs = pairs_in_windows(self.language, facts.tokens, facts.pairs)
         counts = facts.tokens, pairs, facts.label_tokens, facts.tiles
         needed = self.flops.of(*counts)
@@ -54,17 +54,16 @@ def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: 
     everything = count_flops(model, activation_checkpointing=True, compiled=compiled)
     share = recomputed_flops_share(cfg.activation_checkpointing)
     recomputed = Flops(*(share * (more - less) for more, less in zip(everything, needed, strict=True)))
-    recomputed = recomputed._replace(
-        label=everything.label - needed.label
-    )  # in fp16 the loss runs again, under any activation checkpointing
+    # in fp16 the loss runs again, under any activation checkpointing
+    recomputed = recomputed._replace(label=everything.label - needed.label)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     peak, source = peak_of(name, cfg.precision.param_dtype)
     return Utilization(needed, model.parts.language, recomputed, None if peak is None else peak * world_size, source)
 
 
 def recomputed_flops_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:
-    """Share of a block's matrix-product FLOPs that run again in the backward pass; 0 with `selective` activation
-    checkpointing, which keeps the results of all matrix products."""
+    """Return the share of a block's matrix-product FLOPs that run again in the backward pass; 0 with `selective`
+    activation checkpointing, which keeps the results of all matrix products."""
     if activation_checkpointing.mode is ActivationCheckpointing.selective:
         return 0.0
     return recomputed_share(activation_checkpointing)

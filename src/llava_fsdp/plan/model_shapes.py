@@ -23,9 +23,8 @@ def shapes_of(cfg: ModelConfig) -> Parts:
     Raises:
         ConfigError: there is neither a folder nor a shipped copy. A plan downloads nothing.
     """
-    if (
-        cfg.checkpoint is not None and Path(cfg.checkpoint).is_dir()
-    ):  # the original's folders only name their vision tower
+    if cfg.checkpoint is not None and Path(cfg.checkpoint).is_dir():
+        # a folder of the original LLaVA names its vision tower but does not contain it
         return find_parts(replace(cfg, vision=str(folder_of(cfg.vision, "model.vision"))))
     language, vision = folder_of(cfg.language, "model.language"), folder_of(cfg.vision, "model.vision")
     return Parts(

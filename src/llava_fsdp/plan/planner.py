@@ -52,7 +52,7 @@ class Choice:
 
     @property
     def zero(self) -> str:
-        """The strategy's name on the command line, such as zero3."""
+        """Name of the sharding strategy on the command line, such as zero3."""
         return SHARD_PLANS[self.strategy].zero
 
 
@@ -77,7 +77,7 @@ class PlanRow:
     bytes: dict[str, int]
     """Bytes on the device at the memory peak of a step, by category; `total` is their sum."""
     moment: str
-    """Name of the moment in a step at which the most device memory is used."""
+    """Description of the moment in a step at which the most device memory is used."""
     at_rest: dict[str, int]
     """Bytes of parameters, gradients and optimizer state after an optimizer step, on the device or offloaded."""
     host: int
@@ -99,7 +99,7 @@ class PlanRow:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the largest micro-batch."""
+        """Number of tokens of the largest micro-batch, padding included."""
         return max(micro.tokens for micro in self.micro_batches)
 
 
@@ -156,8 +156,12 @@ class Planner:
     def passes(
         self, mode: ActivationCheckpointing, micros: Sequence[MicroBatch], between: Sequence[MicroBatch]
     ) -> list[Pass]:
-        """Return the memory of the forward and backward passes of a step's micro-batches, without repeated sizes. It is
-        measured if `between` is empty; else it is interpolated between the two micro-batches in `between`."""
+        """Return the memory of the forward and backward pass of each of a step's micro-batches. Repeated micro-batches
+        of one size are left out.
+
+        Args:
+            between: two micro-batches that are measured to interpolate the others; if empty, each is measured.
+        """
         get = self.segments if not between else lambda mode, micro: self.between(mode, micro, between)
         return [get(mode, micro) for micro in without_repeats(micros)]
 
@@ -236,8 +240,8 @@ class Planner:
         )
 
     def offloads_activations(self, choice: Choice) -> bool:
-        """Whether this choice offloads the inputs of blocks to host memory; false on a CPU machine, whose device memory
-        is host memory."""
+        """Return whether this way to train offloads the inputs of blocks to host memory; false on a CPU machine, whose
+        device memory is host memory."""
         return choice.activation_checkpointing.mode is ActivationCheckpointing.offload and self.machine.device != "cpu"
 
     def simulate(
@@ -284,7 +288,7 @@ class Planner:
 
     def on_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes, buffers: int) -> States:
         """Return the bytes of parameters, gradients, optimizer state and buffers that stay on the device under this
-        mode of offload. On a CPU machine only files are off the device."""
+        mode of offload. On a CPU machine host memory counts as the device, so only files are off the device."""
         if offload is OffloadMode.none or (self.machine.device == "cpu" and offload is not OffloadMode.nvme):
             return States(stored.parameters, stored.gradients, stored.optimizer, buffers)
         if offload is OffloadMode.optimizer:
@@ -292,7 +296,7 @@ class Planner:
         return States(self.frozen_whole(plan), 0, 0, buffers)
 
     def frozen_whole(self, plan: ShardPlan) -> int:
-        """Bytes of the frozen weights that are not sharded, so that every rank holds all of them."""
+        """Return the bytes of the frozen weights that are not sharded, so that every rank holds all of them."""
         return sum(
             w.numel * w.item_size(self.cfg.precision)
             for w in self.weights
@@ -334,7 +338,8 @@ class Planner:
 
 
 def without_repeats(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Keep the micro-batches that can decide a step's memory peak: the first, and one of each size after it."""
+    """Return the micro-batches that can decide a step's memory peak: the first one, and one of each size that
+    follows."""
     return [micros[0], *dict.fromkeys(micros[1:])]
 
 

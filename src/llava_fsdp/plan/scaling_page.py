@@ -63,7 +63,8 @@ def node_counts(nodes: int) -> list[int]:
 
 
 def shown(value: object) -> object:
-    """Format a float with four significant digits, from 1000 on as a whole number; return other values unchanged."""
+    """Return a float as text with four significant digits, or rounded to a whole number from 1000 on. Other values are
+    returned unchanged."""
     return value if not isinstance(value, float) else f"{value:.4g}" if abs(value) < 1000 else round(value)
 
 

@@ -60,7 +60,7 @@ def checkpointing_modes(cfg: Config, device: str) -> list[ActivationCheckpointin
 
 
 def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
-    """Whether the configuration's checks accept this sharding strategy together with this mode of offload."""
+    """Return whether the configuration's checks accept this sharding strategy together with this mode of offload."""
     sharding, offload = ShardingConfig(strategy=strategy, shard_size=None), OffloadConfig(mode=mode, folder=None)
     try:
         replace(cfg, sharding=sharding, offload=offload)
@@ -70,24 +70,24 @@ def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
 
 
 def plan_rows(
-    planner: Planner, found: Sequence[Choice], ranks: Ranks, splits: Sequence[Sequence[MicroBatch]]
+    planner: Planner, ways: Sequence[Choice], ranks: Ranks, splits: Sequence[Sequence[MicroBatch]]
 ) -> list[PlanRow]:
     """Predict memory and time of each way to train, and sort: ways that fit into memory come first, then the fastest.
 
     Args:
-        found: the ways to train (sharding strategy, activation checkpointing, offload).
+        ways: the ways to train (sharding strategy, activation checkpointing, offload).
         splits: ways to split a rank's samples of a step into micro-batches. Each row uses the first of them that fits.
     """
     ends = [splits[-1][0], splits[0][0]] if len(splits) > 1 else []
-    rows = [largest_that_fits(planner, choice, ranks, splits, ends) for choice in found]
-    # of two that are equally fast, the one with less recomputation and fewer bytes comes first
+    rows = [largest_that_fits(planner, choice, ranks, splits, ends) for choice in ways]
+    # if two are equally fast, the one with less recomputation comes first, then the one with fewer bytes
     modes = list(ActivationCheckpointing)
     rows.sort(
         key=lambda r: (
             not r.fits, -r.samples_per_second, modes.index(r.choice.activation_checkpointing.mode), r.bytes["total"]
         )
     )  # fmt: skip
-    best = rows[0]  # measured, as interpolated bytes may be a little too high
+    best = rows[0]  # its memory is measured below, as interpolated bytes may be a little too high
     rows[0] = planner.row(best.choice, ranks, best.micro_batches)
     return rows
 
@@ -96,9 +96,8 @@ def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool)
     """Return the ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches
     first. If `is_free` is false, return only the split that the configuration sets."""
     args = cfg, planner.samples, world_size
-    is_fixed = (
-        cfg.packs and cfg.sampler.name is SamplerName.llava_v1_5
-    )  # each of this sampler's rows has micro_batch_size samples
+    # each packed row of this sampler has micro_batch_size samples
+    is_fixed = cfg.packs and cfg.sampler.name is SamplerName.llava_v1_5
     return possible_splits(*args) if is_free and not is_fixed else [configured_split(*args)]
 
 
@@ -109,8 +108,13 @@ def largest_that_fits(
     splits: Sequence[Sequence[MicroBatch]],
     ends: Sequence[MicroBatch],
 ) -> PlanRow:
-    """Return the predicted memory and time with the first of `splits` that fits into memory, found by bisection.
-    `splits` begins with the fewest and largest micro-batches. If none of them fits, its last entry is used."""
+    """Predict memory and time of one way to train, with the largest micro-batches that fit into memory.
+
+    Args:
+        splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first.
+            The first one that fits is found by bisection; if none fits, the last one is used.
+        ends: two micro-batches that are measured to interpolate the others; if empty, all are measured.
+    """
 
     def row(split: Sequence[MicroBatch]) -> PlanRow:
         return planner.row(choice, ranks, split, ends)

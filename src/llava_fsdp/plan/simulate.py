@@ -24,8 +24,12 @@ class Ledger:
     most: int = 0
 
     def compare(self, moment: str, **more: int) -> None:
-        """Record the current moment, named `moment`, if it uses the most memory so far. `more` are bytes, by category,
-        that exist only at this moment."""
+        """Record the current moment of the simulated step if it uses more memory than all moments before.
+
+        Args:
+            moment: description of the moment.
+            more: bytes, by category, that exist only at this moment.
+        """
         total = sum(self.held.values()) + sum(more.values())
         if total > self.most:
             self.most, self.moment = total, moment
@@ -37,7 +41,7 @@ class Ledger:
         self.compare(moment)
 
     def set_live(self, level: Live) -> None:
-        """Set the bytes of activations and logits that are alive at the current moment."""
+        """Set the bytes of the activations and logits that exist at the current moment of the simulated step."""
         self.held["activations"], self.held["logits"] = level.activations, level.logits
 
     def drop(self, **sizes: int) -> None:
@@ -71,7 +75,8 @@ class States:
         return ledger
 
     def begin_pass(self, ledger: Ledger, number: int) -> None:
-        """Replace the input tensors of the pass before by those of pass `number`, which counts from 0."""
+        """Replace the bytes of the previous micro-batch's input tensors by those of micro-batch `number`, counted from
+        0."""
         ledger.held["buffers"] = self.buffers + self.inputs[number]
 
 
@@ -121,8 +126,8 @@ def simulate_step(
 
 
 class FsdpRank:
-    """Simulates FSDP on one rank: the bytes of gathered weights, buffers and gradients that it holds while the segments
-    of a pass run."""
+    """Simulates FSDP on one rank: the bytes of gathered weights, buffers and gradients that the rank holds while the
+    segments (parts of a forward or backward pass) run."""
 
     def __init__(
         self, ledger: Ledger, units: dict[str, Unit], plan: ShardPlan, unit_names: dict[str, str], prefetch: int | None
@@ -146,7 +151,7 @@ class FsdpRank:
         """Bytes, by FSDP unit, of gradients of this rank's shards; in the reduction dtype until they are all-reduced
         over replicas."""
         self.root_made = 0
-        """Bytes of the gradients so far of the root unit's weights, which FSDP reduces last."""
+        """Bytes of the gradients that exist of the root unit's weights, which FSDP reduces last."""
 
     def run_micro_batch(self, segments: Sequence[Segment], is_last: bool) -> None:
         forward = [s for s in segments if not s.backward]
@@ -198,7 +203,8 @@ class FsdpRank:
         self.drop_buffers()
 
     def order(self, segments: Sequence[Segment]) -> tuple[dict[str, list[str]], list[str]]:
-        """Return the blocks of each FSDP unit, and the units' names, both in the order in which the segments run."""
+        """Return the names of the blocks of each FSDP unit, and the names of the units, in the order in which the
+        segments (parts of a forward or backward pass) run."""
         blocks: dict[str, list[str]] = {}
         for segment in segments:
             unit = self.unit_names.get(segment.unit, "")
@@ -207,20 +213,21 @@ class FsdpRank:
         return blocks, list(blocks)
 
     def run(self, segment: Segment) -> None:
-        """Simulate one segment and record its peak of device memory, with the bytes that FSDP holds at that moment."""
+        """Simulate one segment (a block, or everything between two blocks), and record its peak of device memory with
+        the bytes that FSDP holds at that moment."""
         worst = segment.worst_later if self.adds_in_place(self.unit_names.get(segment.unit, ROOT)) else segment.worst
         self.ledger.set_live(worst)
         self.ledger.compare(describe(segment), reducing=worst.gradients)
         self.ledger.set_live(segment.end)
 
     def adds_in_place(self, name: str) -> bool:
-        """Whether autograd adds a unit's new gradients in place to those of earlier micro-batches, because both have
-        the same dtype."""
+        """Return whether autograd adds the new gradients of the FSDP unit `name` in place to those of earlier
+        micro-batches, because both have the same dtype."""
         return name in self.waiting and self.units[name].widened == self.units[name].narrow
 
     def gather(self, name: str, moment: str) -> None:
-        """Gather an FSDP unit's weights in the forward pass. Once they are copied out of this unit's all-gather buffer,
-        free the buffer of the unit that was gathered before."""
+        """Simulate the all-gather of an FSDP unit's weights in the forward pass. Once the weights are copied out of its
+        all-gather buffer, the buffer of the unit that was gathered before is freed."""
         if name in self.gathered or name not in self.units:
             return
         self.prefetch(name)
@@ -230,7 +237,7 @@ class FsdpRank:
         self.copied = name
 
     def prefetch(self, name: str) -> None:
-        """Start the all-gather of an FSDP unit, unless it is gathered already."""
+        """Simulate the start of an FSDP unit's all-gather, unless the unit is gathered already."""
         unit = self.units.get(name)
         if unit is None or name in self.gathered or name in self.buffers:
             return
@@ -258,8 +265,13 @@ class FsdpRank:
             self.ledger.drop(gathered=self.units[name].gathered)
 
     def finish(self, name: str, made: int, is_last: bool, moment: str) -> None:
-        """Reduce an FSDP unit's gradients after its backward pass, or keep them until a later micro-batch. The pass
-        added `made` bytes of gradients."""
+        """Simulate how an FSDP unit's gradients are reduced after its backward pass, or kept until a later micro-batch.
+
+        Args:
+            made: bytes of gradients that the backward pass has produced.
+            is_last: whether this is the last micro-batch of the step.
+            moment: description of this moment of the step.
+        """
         unit = self.units.get(name)
         if unit is None:
             return
@@ -283,7 +295,8 @@ class FsdpRank:
         self.ledger.add(moment, gradients=self.shards[name] - held)
 
     def widen(self, name: str, added: int, moment: str) -> None:
-        """Cast `added` bytes of a unit's gradients from the compute to the reduction dtype, one weight at a time."""
+        """Simulate the cast of an FSDP unit's gradients (`added` bytes) from the compute dtype to the reduction dtype,
+        one weight at a time."""
         unit = self.units[name]
         if name in self.waiting:
             self.ledger.drop(reducing=added)
@@ -308,8 +321,8 @@ def describe(segment: Segment) -> str:
 
 
 def interpolate(first: Segment, second: Segment, share: float) -> Segment:
-    """Estimate a segment of a micro-batch by linear interpolation of the bytes between the same segment of two other
-    micro-batches. `share` is 0 for the size of `first` and 1 for that of `second`."""
+    """Estimate the memory of a segment (part of a forward or backward pass) by linear interpolation between the same
+    segment of two other micro-batches. With `share` 0 the result is that of `first`, with 1 that of `second`."""
 
     def between(a: Live, b: Live) -> Live:
         return Live(*(round(x + share * (y - x)) for x, y in zip(astuple(a), astuple(b), strict=True)))
@@ -326,8 +339,9 @@ def inputs_of_blocks(segments: Pass) -> dict[str, int]:
 
 
 def inputs_on_host(segments: Pass) -> Pass:
-    """Return a copy of the pass without the device memory of blocks' inputs, which are offloaded to host memory. The
-    last two inputs still count, because they are still being copied."""
+    """Return a copy of the memory of a forward and backward pass in which the inputs of blocks take no device memory,
+    because they are offloaded to host memory. The two most recent inputs still count, as they are still being
+    copied."""
     inputs = inputs_of_blocks(segments)
     moved, entered = [], []
     for segment in segments:

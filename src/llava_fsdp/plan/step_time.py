@@ -25,7 +25,8 @@ LINK_EFFICIENCY = 0.78
 """Share of a link's bandwidth that collectives reach: NCCL's large rings reach 230 of 300 GB/s on A100 and 370 of 450
 on H100 (nccl-tests, bus bandwidth)."""
 OVERLAP = 0.9
-"""Share of the computation during which collectives can run: not the first all-gather and the last reduction."""
+"""Share of the computation with which collectives can overlap. The first all-gather and the last reduction overlap with
+nothing."""
 LATENCY = 20e-6
 """Seconds to start a collective."""
 HOP, HOP_BETWEEN = 3e-6, 8e-6
@@ -35,7 +36,9 @@ COPIED = 38
 UPDATED = 28
 """Bytes of memory traffic of AdamW's update for each parameter of a rank's shards: it reads 16 and writes 12."""
 CPU_LINK = 2e9
+"""Bytes per second between two ranks on a CPU machine."""
 CPU_BANDWIDTH = 10e9
+"""Bytes per second of a CPU machine's memory."""
 RECOMPUTED = {
     ActivationCheckpointing.none: 0.0,
     ActivationCheckpointing.full: 1.0,
@@ -51,7 +54,7 @@ DISK = 2e9
 
 
 def recomputed_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:
-    """Share of the blocks' forward time that activation checkpointing runs again in the backward pass."""
+    """Return the share of the blocks' forward time that activation checkpointing spends again in the backward pass."""
     if activation_checkpointing.mode is ActivationCheckpointing.budget:
         return 1 - (activation_checkpointing.budget or 0.0)
     return RECOMPUTED[activation_checkpointing.mode]
@@ -108,15 +111,15 @@ def volume(
     node_size: int,
     micro_batches: int,
 ) -> Volume:
-    """Count the bytes that a rank receives in a step. Over n ranks, these are (n - 1) / n of a tensor that is
-    all-gathered or reduce-scattered, and twice as much of one that is all-reduced."""
+    """Count the bytes that a rank receives in a step. With n ranks, a rank receives (n - 1) / n of the bytes of a
+    tensor that is all-gathered or reduce-scattered, and twice as many if it is all-reduced."""
     if world_size == 1:
         return Volume()
     plan = SHARD_PLANS[strategy]
     replicas, shards = mesh_shape(plan, world_size, shard_size)
     taking_part = [w for w in weights if w.trainable or (plan.shards_frozen and not w.whole)]
     trainable = [w for w in taking_part if w.trainable]
-    others = shards - 1  # every rank's part of a ring is as long as the longest
+    others = shards - 1  # shards are padded to the largest one
 
     def gathered(weights: Sequence[Weight]) -> int:
         return others * sum(w.padded(shards) * w.gathered_size(precision) for w in weights)
@@ -187,7 +190,7 @@ def step_time(
     if offload is OffloadMode.optimizer:
         update += 16 * local / pcie
     elif offload.moves_weights:
-        # fp32 weights to the device for every gather (two a micro-batch), gradients back; the update on the CPU
+        # each micro-batch copies fp32 weights to the device for two gathers, and gradients back; the CPU updates
         exposed += micro_batches * 12 * local / pcie
         update = UPDATED * local / HOST_UPDATE
         if offload is OffloadMode.nvme:
@@ -196,6 +199,6 @@ def step_time(
 
 
 def sample_flops(flops: Flops, samples: Samples) -> float:
-    """FLOPs of an average sample. The spread of the lengths counts too, because attention's FLOPs grow with the square
-    of the length."""
+    """Return the mean FLOPs of a sample. The spread of the lengths counts too, because attention's FLOPs grow with the
+    square of the length."""
     return flops.of(samples.tokens, samples.tokens**2 + samples.spread**2, samples.labels, samples.tiles)

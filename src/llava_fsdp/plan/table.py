@@ -58,9 +58,10 @@ def names(row: PlanRow) -> str:
 
 
 def off_device(row: PlanRow) -> str:
-    """Text with the bytes that a plan row needs in host memory and on disk. No check is made that they are there."""
-    places = {"host memory": row.host, "files": row.disk}
-    return "".join(f"; {size / GB:.1f} GB of {place} a rank" for place, size in places.items() if size)
+    """Return a text with the gigabytes that a plan row needs in host memory and in files, for printing. Whether this
+    machine has them is not checked."""
+    needs = {"host memory": row.host, "files": row.disk}
+    return "".join(f"; {size / GB:.1f} GB of {where} a rank" for where, size in needs.items() if size)
 
 
 def rows_table(rows: Sequence[PlanRow]) -> Table:
@@ -100,7 +101,8 @@ def formula_table(planner: Planner, world_size: int) -> Table:
 
 
 def as_object(planner: Planner, rows: Sequence[PlanRow], command: str | None, more: dict[str, Any]) -> dict[str, Any]:
-    """Convert the plan to a JSON object with the entries of `more`; units are bytes, seconds and rates per second."""
+    """Return the plan as a JSON object, with the entries of `more` added. Units are bytes, seconds and rates per
+    second."""
     machine, samples, world_size = planner.machine, planner.samples, rows[0].world_size
     return {
         "model": planner.cfg.model.name,

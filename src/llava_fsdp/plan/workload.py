@@ -1,4 +1,5 @@
-"""Mean sizes of samples, and the ways to split the samples of a step into micro-batches."""
+"""Estimate the mean sizes of a dataset's samples, and list the ways to split the samples of a step into
+micro-batches."""
 
 import contextlib
 import math
@@ -36,8 +37,8 @@ class Samples:
     """Standard deviation of the number of tokens of a sample."""
     source: str
     tile_tokens: float
-    """Mean number of image tokens for each tile. It is the number of features of a tile, unless features of padding are
-    left out, ends of lines added, or a grid of many tiles shrunk."""
+    """Mean number of image tokens for each tile. It differs from the number of features of a tile if features of
+    padding are left out, tokens for ends of lines added, or a grid of many tiles shrunk."""
 
     @property
     def image_tokens(self) -> float:
@@ -48,22 +49,23 @@ class Samples:
 def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
     """Return mean sample sizes: from the dataset's report if there is one, else those of LLaVA's own data.
 
-    LLaVA's instructions: 840 tokens per sample, 300 of text and the others of 0.94 images with 576 tokens each. 624,610
-    of llava_v1_5_mix665k's 665,298 records have an image (LLaVA #657); NeMo's packed run of the same file implies at
-    most 847 tokens (docs/source/multimodal/mllm/sequence_packing.rst). Label tokens and spread are estimates. LLaVA's
-    captions: an image and some 20 tokens. If the tokens of an image depend on its size, it is a photo of PHOTO pixels.
+    LLaVA's instructions have 840 tokens per sample: 300 of text, and 0.94 images of 576 tokens. 624,610 of the 665,298
+    records of llava_v1_5_mix665k have an image (LLaVA #657); NeMo's packed run of the same file implies at most 847
+    tokens (docs/source/multimodal/mllm/sequence_packing.rst). The numbers of label tokens and the spread are estimates.
+    A caption of LLaVA has an image and about 20 tokens of text. Where the tokens of an image depend on its size, images
+    are assumed to have PHOTO pixels.
 
     Args:
-        rule: the tokens of an image.
+        rule: gives the number of tiles and tokens of an image from its size.
     """
     path = Path(cfg.data.index_folder) / REPORT
     if cfg.data.source is not Source.shapes:
-        # a plan needs no report: one that is missing or says something else is ignored
+        # a plan needs no report, so a report that is missing or has another structure is ignored
         with contextlib.suppress(ArithmeticError, ValueError, KeyError, TypeError):
             return samples_of_report(read_object(path, {"kept": (int,)}, SMALL), path, cfg.data.max_length, rule)
     instructs = Part.language in cfg.model.train
     text, images, labels, spread = (300.0, 0.94, 180.0, 350.0) if instructs else (20.0, 1.0, 20.0, 15.0)
-    tiles, each = size_of_photo(rule)
+    tiles, each = tiles_and_tokens_of_photo(rule)
     tokens = min(text + images * each, cfg.data.max_length)
     source = f"LLaVA's {'instructions' if instructs else 'captions'}, on average"
     if rule.needs_size(1):
@@ -71,8 +73,8 @@ def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
     return Samples(tokens, images * tiles, min(labels, text), min(spread, tokens), source, each / tiles)
 
 
-def size_of_photo(rule: ImageTokens) -> tuple[int, int]:
-    """Return the numbers of tiles and of tokens of a photo of PHOTO pixels."""
+def tiles_and_tokens_of_photo(rule: ImageTokens) -> tuple[int, int]:
+    """Return the numbers of tiles and of tokens of an image of PHOTO pixels (width and height)."""
     return rule.count_tiles(PHOTO, 1), len(rule.of(PHOTO, 1))
 
 
@@ -80,7 +82,7 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
     """Return mean sample sizes from the report of a dataset's index. Raises KeyError, TypeError or ValueError if the
     report has another structure.
 
-    Reports of older versions do not count tiles and image tokens: their images count as photos of PHOTO pixels.
+    Reports of older versions do not count tiles and image tokens: their images are assumed to have PHOTO pixels.
     """
     kept, bars, sources = report["kept"], report["lengths"]["histogram"], report["sources"]
     sums = {name: sum(source[name] for source in sources) for name in ("tokens", "pictures", "label_tokens")}
@@ -91,17 +93,17 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
     mean = sums["tokens"] / kept
     middles = [(min((bar["from"] + bar["to"]) / 2, max_length), bar["records"]) for bar in bars]
     variance = sum(n * (middle - mean) ** 2 for middle, n in middles) / max(1, sum(n for _, n in middles))
-    tiles = sums["pictures"] * size_of_photo(rule)[0] if counts[0] is None else counts[0]
+    tiles = sums["pictures"] * tiles_and_tokens_of_photo(rule)[0] if counts[0] is None else counts[0]
     each = tokens_of_a_tile(tiles, counts[1], rule)
     labels = sums["label_tokens"] / kept
     return Samples(mean, tiles / kept, labels, math.sqrt(variance), f"{kept:,} samples of {path}", each)
 
 
 def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageTokens) -> float:
-    """Return the mean number of tokens for each image tile, given a dataset's tiles and image tokens; that of a photo
-    of PHOTO pixels if the image tokens are unknown, or if there are none."""
+    """Return the mean number of tokens for each image tile of a dataset with so many tiles and image tokens. If the
+    image tokens are unknown, or if there are none, the number for an image of PHOTO pixels is returned."""
     if not tiles or not image_tokens:
-        tiles, image_tokens = size_of_photo(rule)
+        tiles, image_tokens = tiles_and_tokens_of_photo(rule)
     return image_tokens / tiles
 
 
@@ -109,7 +111,7 @@ def samples_in(records: Records, rule: ImageTokens) -> Samples:
     """Return the mean sizes of the samples that a training makes from these records.
 
     Args:
-        rule: the tokens of an image, for an index that does not count image tokens.
+        rule: gives the tokens of an image, for an index that does not count image tokens.
     """
     count, image_tokens = len(records), records.image_tokens
     tokens, tiles, labels = (total_of(column) for column in (records.lengths, records.tiles, records.labels))
@@ -126,8 +128,8 @@ def total_of(column: np.ndarray) -> int:
 
 
 def most_tokens(samples: Samples, count: float) -> int:
-    """Estimate the most tokens that `count` random samples have together: three standard deviations above the mean,
-    which few steps exceed."""
+    """Estimate the greatest number of tokens that `count` random samples have together, as three standard deviations
+    above the mean. Few steps exceed it."""
     return math.ceil(count * samples.tokens + 3 * samples.spread * math.sqrt(count))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from llava_fsdp.config import Format, PrepareConfig
-from llava_fsdp.config.paths import check_places
+from llava_fsdp.config.paths import check_paths
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.bad_records import refuse_bad_records, same_files
 from llava_fsdp.data.index.build import Plan, open_index
@@ -39,7 +39,7 @@ def prepare(cfg: PrepareConfig) -> None:
     and raise no error. Validation records, if there are any, are indexed and reported too. With `cfg.verify`, only
     compare the existing indexes with the files of the dataset."""
     draw_shapes(cfg.data)
-    check_places(cfg)
+    check_paths(cfg)
     typed, parts = cfg, find_parts(cfg.model)
     cfg = with_template(cfg, parts)
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only

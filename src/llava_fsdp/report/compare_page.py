@@ -30,7 +30,7 @@ def comparison_page(runs: list[Run]) -> str:
         figures(charts(runs[:MOST_DRAWN])),
     ]
     if len(runs) > MOST_DRAWN:
-        parts.append(f"<p class='note'>Drawn are the first {MOST_DRAWN} runs.</p>")
+        parts.append(f"<p class='note'>Only the first {MOST_DRAWN} runs are drawn.</p>")
     return whole_page(f"{len(runs)} runs", "".join([*parts, *differences(runs)]))
 
 
@@ -45,9 +45,12 @@ def results_table(runs: list[Run]) -> str:
 
 
 def best_of(runs: list[Run]) -> tuple[int | None, str]:
-    """Return the index of the best run, and the metric by which the runs are compared: the metric of their sweep; for
-    other runs the loss of the last validation, or of the last steps if a run has no validation. The index is None if no
-    run has a value, or if runs that are not of one sweep all have the same value."""
+    """Return the index of the best run, and the name of the metric by which the runs are compared.
+
+    The metric is that of their sweep. Runs that are not of one sweep are compared by the loss of the last validation,
+    or by the loss of their last steps if a run has no validation. The index is None if no run has a value, or if such
+    runs all have the same value.
+    """
     metric, values = runs[0].metric or "", [run.value for run in runs]
     if not metric or any(run.metric != metric for run in runs):
         results = [one for run in runs if (one := results_of(run)).loss is not None]
@@ -60,8 +63,8 @@ def best_of(runs: list[Run]) -> tuple[int | None, str]:
 
 
 def charts(runs: list[Run]) -> Iterator[Chart]:
-    """Yield a chart for each metric, with one line for each run. The lines have no bands (least to greatest value),
-    which would cover the lines of other runs."""
+    """Yield a chart for each metric, with one line for each run. The bands between least and greatest value are left
+    out, because they would cover the lines of other runs."""
     curves = [(chart, names, key) for chart, names in CURVES for key in names]
     most = points_each(len(runs) * (len(curves) + 2))
     for chart, names, key in curves:
@@ -83,8 +86,8 @@ def differences(runs: list[Run]) -> Iterator[str]:
     without = ", ".join(run.name for run in runs if not run.config)
     note = f"<p class='note'>No config.yaml, only overrides are shown: {escape(without)}</p>" if without else ""
     yield section("What differs", note, table(names, keys) if keys else "<p>No key of their configurations.</p>")
-    if places := differing([surroundings(run) for run in runs]):
-        yield section("Where they ran", table(names, places))
+    if environments := differing([environment(run) for run in runs]):
+        yield section("Where they ran", table(names, environments))
     if reasons := [[run.name, run.reason] for run in runs if run.reason]:
         yield section("Why they ended", table(["run", "reason"], reasons))
 
@@ -92,9 +95,13 @@ def differences(runs: list[Run]) -> Iterator[str]:
 def differing(
     trees: list[dict[str, Any]], overrides: list[dict[str, Any]] | None = None, ignored: tuple[str, ...] = ()
 ) -> list[list[str]]:
-    """Return a table row (key, its value in each run) for each key whose value is not the same in all runs. `trees` are
-    the runs' values by key. If a run's tree is empty, because its configuration is unknown, its entry in `overrides`,
-    the values set by its sweep, is compared instead."""
+    """Return a table row (key, its value in each run) for each key whose value is not the same in all runs.
+
+    Args:
+        trees: for each run, its values by key; empty if they are unknown.
+        overrides: for each run, the values that its sweep sets, which are compared if its values are unknown.
+        ignored: keys that are not compared.
+    """
     overrides = overrides or [{} for _ in trees]
     rows = []
     for key in dict.fromkeys(key for tree in trees for key in tree if key not in ignored):
@@ -107,7 +114,7 @@ def differing(
     return rows
 
 
-def surroundings(run: Run) -> dict[str, Any]:
+def environment(run: Run) -> dict[str, Any]:
     about = run.about
     plain = {key: about[key] for key in ("ranks", "nodes", "device", "commit") if key in about}
     return {**plain, **{f"version of {name}": value for name, value in (about.get("versions") or {}).items()}}

@@ -1,5 +1,5 @@
-"""Report page of a dataset: its sources and files, the lengths of its samples, what various maximum lengths would cut
-off, which records have problems, and some records as a model is trained on them."""
+"""Build the report page of a dataset. It shows the dataset's sources and files, the lengths of its samples, how much
+various maximum lengths would truncate, records with problems, and some records as a model is trained on them."""
 
 from collections.abc import Iterable, Iterator
 from html import escape
@@ -11,15 +11,16 @@ from llava_fsdp.report.html import heading, section, table, whole_page
 from llava_fsdp.report.svg import Bar, draw_bars
 
 FIRST = 5
-"""Number of records with a problem of one kind that are shown at once, with the reasons; LISTED are behind a fold."""
+"""Number of records with a problem of one kind that are shown without unfolding."""
 LISTED = 100
+"""Number of records with a problem of one kind that are on the page, including those that must be unfolded."""
 WORST, FOLDED = 20, 1000
-"""Number of files that are shown at once, those with the most skipped records first, and number of files behind a
-fold."""
+"""Number of files that are shown without unfolding, those with the most skipped records first; and number of further
+files that must be unfolded."""
 NAMED = 3
 """Number of kinds of problems, and of sources with a problem, that a table cell names."""
 SPACE = "\u00a0"
-"""A space at which no line is broken."""
+"""Non-breaking space."""
 COLUMNS = ("records", "skipped", "problems", "images", "tokens", "median", "longest", "with labels")
 
 
@@ -27,8 +28,8 @@ def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
     """Return the report page of a dataset as HTML.
 
     Args:
-        report: the content of its report.json.
-        examples: records that are trained on.
+        report: content of the dataset's report.json.
+        examples: some records as a model is trained on them.
     """
     out = report["left_out"]
     counts = f"{report['records']:,} records, {report['kept']:,} kept, {out['wrong']:,} skipped as wrong, "
@@ -76,14 +77,18 @@ def sources(report: dict[str, Any]) -> Iterator[str]:
 
 
 def counted(own: dict[str, Any]) -> list[object]:
-    """Return the cells of a source or a file in the columns COLUMNS."""
+    """Return the table cells of a data source or a file of records, for the columns COLUMNS.
+
+    Args:
+        own: counts of the source or file, from report.json.
+    """
     share = f"{100 * label_share(own):.1f} %" if own["tokens"] else None
     lengths = [own["pictures"], own["tokens"], own["median"], own["longest"], share]
     return [own["records"], own["left_out"], most_of(own["problems"]), *lengths]
 
 
 def most_of(counts: dict[str, int]) -> str:
-    """Return the greatest counts with their names, and how many counts more there are."""
+    """Return a text with the greatest counts and their names, and how many more counts there are."""
     first = sorted(counts, key=lambda name: -counts[name])[:NAMED]
     more = [f"{len(counts) - NAMED}{SPACE}more"] if len(counts) > NAMED else []
     return ", ".join([*(f"{name}{SPACE}{counts[name]:,}" for name in first), *more])
@@ -94,7 +99,13 @@ def label_share(own: dict[str, Any]) -> float:
 
 
 def badness(own: dict[str, Any], sources: list[dict[str, Any]]) -> tuple[float, ...]:
-    """Return a key by which the files that differ most from the others are sorted first."""
+    """Return a sort key that puts files with the most skipped records first, then those with the most problems, then
+    those whose share of label tokens differs most from that of their source.
+
+    Args:
+        own: counts of the file, from report.json.
+        sources: counts of all data sources.
+    """
     share = next(label_share(source) for source in sources if source["name"] == own["name"])
     problems = sum(own["problems"].values()) / own["records"]
     return -own["left_out"] / own["records"], -problems, -abs(label_share(own) - share)
@@ -118,7 +129,7 @@ def truncation(report: dict[str, Any]) -> Iterator[str]:
     samples = max(1, report["lengths"]["samples"])
     if not any(row[name] for row in report["truncation"] for name in names):
         least = min((row["max_length"] for row in report["truncation"]), default=0)
-        yield f"<p>Nothing is cut off, also with data.max_length={least}.</p>\n"
+        yield f"<p>No record would be truncated, even with data.max_length={least}.</p>\n"
         return
     labels = {"records_cut": "truncated", "left_without_labels": "left without label tokens"}
     bars = []
@@ -139,7 +150,7 @@ def problems(report: dict[str, Any]) -> Iterator[str]:
         kind: {own["name"]: own["problems"][kind] for own in sources if kind in own["problems"]} for kind in kinds
     }
     yield table(
-        ["kind", "records", "sources" if len(sources) > 1 else "", "what becomes of them", "meaning"],
+        ["kind", "records", "sources" if len(sources) > 1 else "", "kept or skipped", "meaning"],
         (
             [
                 kind,

@@ -37,8 +37,8 @@ class Curve:
         self.most = most
         self.width = 1
         self.stretches: dict[int, list[float]] = {}
-        """Stretches of steps by `step // width`: [number of values, sum of their steps, sum of the values, least,
-        greatest]."""
+        """Values of a stretch of `width` steps, by `step // width`: [number of values, sum of their steps, sum of the
+        values, least value, greatest value]."""
 
     def __len__(self) -> int:
         return len(self.stretches)
@@ -53,7 +53,7 @@ class Curve:
             self.stretches = halved(self.stretches)
 
     def points(self, most: int | None = None) -> list[Point]:
-        """Return the points of the curve in the order of steps. If there are more than `most`, neighbours are
+        """Return the points of the curve in the order of steps. If there are more than `most`, neighbouring points are
         merged."""
         stretches = self.stretches
         while most is not None and len(stretches) > max(1, most):
@@ -69,8 +69,8 @@ def put(stretches: dict[int, list[float]], number: int, values: list[float]) -> 
     if held is None:
         stretches[number] = values
         return
-    for place in range(3):
-        held[place] += values[place]
+    for index in range(3):
+        held[index] += values[index]
     held[3], held[4] = min(held[3], values[3]), max(held[4], values[4])
 
 
@@ -152,30 +152,31 @@ class History:
 
     @property
     def step(self) -> int:
-        """Number of the last step that was added."""
+        """Number of the last training step that was added."""
         return int(self.last.get("step", 0))
 
     @property
     def loss(self) -> float | None:
-        """Mean loss of the last `window` steps; None if no step has a loss."""
+        """Mean loss of the run's last `window` steps; None if no step has a loss."""
         return mean_loss(self.recent) if self.recent else None
 
     def source_loss(self, name: str) -> float | None:
-        """Mean loss of the data source `name` in the last `window` steps."""
+        """Return the mean loss of the data source `name` in the last `window` steps; None if it has no loss there."""
         found = [steps[name] for steps in self.recent_sources if name in steps]
         values = [(loss, labels) for loss, labels in found if loss is not None]
         return mean_loss(values) if values else None
 
     @property
     def lowest_loss(self) -> tuple[float, int] | None:
-        """(loss, step): the lowest mean loss of `window` consecutive steps, and the last of these steps. While there
-        are fewer than `window` steps: the mean loss of all steps so far."""
+        """(loss, step): the lowest mean loss of `window` consecutive steps, and the last of these steps. If there are
+        fewer than `window` steps, the loss is the mean of all steps."""
         if self.lowest is None and self.loss is not None:
             return self.loss, self.step
         return self.lowest
 
     def mean(self, name: str) -> float | None:
-        """Mean of the second half of a curve. The first half is left out, because it includes loading and compiling."""
+        """Return the mean of the second half of the curve `name`; None without values. The first half is left out,
+        because it includes loading and compiling."""
         points = self.curves[name].points() if name in self.curves else []
         rest = points[len(points) // 2 :]
         return sum(point.mean for point in rest) / len(rest) if rest else None
@@ -191,7 +192,7 @@ class History:
 
 
 def mean_loss(steps: Iterable[tuple[float, float]]) -> float:
-    """Return the mean loss of several steps (loss, label tokens), weighted by label tokens as within a step. If all
+    """Return the mean loss of several steps, each given as (loss, label tokens), weighted by label tokens. If all
     losses are equal, the result is exactly that loss. If no step has label tokens, all steps have the same weight."""
     losses, tokens = zip(*steps, strict=True)
     if len(set(losses)) == 1:

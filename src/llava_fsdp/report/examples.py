@@ -1,4 +1,4 @@
-"""Examples of records on the report page of a dataset, shown as a model is trained on them."""
+"""Build the part of a dataset's report page that shows some records as a model is trained on them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from llava_fsdp.runtime.terminal_text import shown_name, shown_text
 
 NAME_LENGTH = 200
 NEWLINE = "\u23ce"
-"""Character that is shown for a line break of the text, before the break itself."""
+"""Character that is shown at the end of a line, so that a line break of the text can be seen."""
 EXPLAINED = (
     "Drawn at random from all sources, and the same at each call. Each is shown as a training reads it: its text "
     "after the template and the tokenizer, token by token, and its images as the vision tower gets them. The loss is "
@@ -21,23 +21,23 @@ EXPLAINED = (
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens of text in a row that all have labels, or all have none."""
+    """Consecutive text tokens of an example, of which all have labels, or none has one."""
 
     role: str
-    """Whose text it is; empty if that is not known."""
+    """Who wrote the text, such as `human`; empty if not known."""
     has_labels: bool
     count: int
     """Number of tokens."""
     pieces: list[tuple[str, bool]]
-    """The text of each token, and whether it is the name of a special token instead."""
+    """For each token: its text, and whether it is a special token."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """The tokens of one image, or of one video."""
+    """Tokens of one image or one video in an example, with thumbnails."""
 
     title: str
-    """Such as `image 1`."""
+    """Title of the block, such as `image 1`."""
     name: str
     count: int
     """Number of tokens."""
@@ -46,14 +46,14 @@ class Images:
     tiles: list[str]
     """Thumbnails of the tiles as data: URLs, in order."""
     note: str = ""
-    """Why there are no thumbnails, or not all."""
+    """Reason why thumbnails are missing; empty if there are all."""
     side: int = 160
     """Width and height of a thumbnail in pixels; it is shown smaller, for screens of high resolution."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Tokens in the middle of a long sample, which are not shown."""
+    """Number of tokens in the middle of a long example that are not shown, and of labels and images among them."""
 
     count: int
     labels: int
@@ -68,19 +68,21 @@ class Example:
     index: int
     id: str | None
     length: int = 0
-    """Number of tokens, image tokens included. All fields below this one are of the sample after truncation, too."""
+    """Number of tokens after truncation, including image tokens."""
     labels: int = 0
     parts: tuple[Text | Images | Gap, ...] = ()
     cut: int = 0
-    """Number of tokens that truncation has cut off, and of labels and images among them."""
+    """Number of tokens that truncation has removed."""
     labels_cut: int = 0
+    """Number of labels that truncation has removed."""
     images_cut: int = 0
+    """Number of images that truncation has removed."""
     error: str = ""
-    """Why the record cannot be shown."""
+    """Error message if the record cannot be shown; else empty."""
 
 
 def examples_body(examples: list[Example]) -> Iterator[str]:
-    """Yield the HTML of all examples, with a text before them that explains the marks."""
+    """Yield the HTML of the examples of a dataset's records, after a text that explains how they are marked."""
     if not examples:
         yield "<p>There are no samples.</p>\n"
         return
@@ -116,7 +118,7 @@ def part_body(part: Text | Images | Gap) -> str:
             tiles = len(part.tiles)
             total = f", {plural(tiles, part.tile)}" if tiles else ""
             size = f"width={part.side * 7 // 10}"
-            names = [f"{part.tile} {place} of {tiles}" for place in range(1, tiles + 1)]
+            names = [f"{part.tile} {number} of {tiles}" for number in range(1, tiles + 1)]
             shown = "".join(
                 f"<img src='{url}' {size} alt='{tile} of {part.title}' title='{tile}'>"
                 for tile, url in zip(names, part.tiles, strict=True)

@@ -47,8 +47,13 @@ def section(title: str, *body: str) -> str:
 
 
 def table(names: Iterable[str], rows: Iterable[Iterable[object]], best: int | None = None) -> str:
-    """Return an HTML table with the column names `names`. Columns that are empty in every row are left out. The row
-    with index `best` is marked as the best."""
+    """Return an HTML table. Columns that are empty in every row are left out.
+
+    Args:
+        names: names of the columns.
+        rows: values of the cells, row by row.
+        best: index of a row that is marked as the best; None: no row is marked.
+    """
     texts = [[cell_text(value) for value in row] for row in rows]
     columns = [column for column in zip(names, *texts, strict=True) if any(column[1:]) or not texts]
     if not columns:

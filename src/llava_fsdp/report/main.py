@@ -1,6 +1,6 @@
 """Write an HTML report of one run or a comparison of several: `llava-fsdp report outputs/finetune`.
 
-Reads the files in a training's output folder, whether the training is going on, has ended or was killed. Imports
+Reads the files in a training's output folder, whether the training is running, has ended or was killed. Imports
 neither torch nor transformers.
 """
 
@@ -39,7 +39,8 @@ def main() -> None:
 
 
 def write(words: list[str]) -> Path:
-    """Write the report page that a command line asks for, and return its path. Raises LlavaFsdpError."""
+    """Write the report page that a command line asks for, and return its path. Raises
+    LlavaFsdpError if a folder cannot be read or the page cannot be written."""
     folders, out = parse(words)
     runs = [run for folder in folders for run in runs_in(folder)]
     is_one = len(runs) == 1 and runs[0].folder == folders[0]
@@ -67,7 +68,7 @@ def parse(words: list[str]) -> tuple[list[Path], Path | None]:
 
 
 def uniquely_named(runs: list[Run]) -> list[Run]:
-    """Return the runs. If two runs have the same name, the whole path of its folder is put into every run's name."""
+    """Return the runs. If two runs have the same name, the path of each run's folder is first added to its name."""
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = f"{run.name} ({run.folder.resolve()})" if run.name != name_of(run.folder) else str(run.folder)

@@ -1,4 +1,4 @@
-"""Report page of a profile: where the time of the recorded steps went."""
+"""Build the report page of a profile: how the time of the recorded training steps is divided."""
 
 from llava_fsdp.report.html import heading, section, table, whole_page
 from llava_fsdp.report.profile_trace import CATEGORIES, Times
@@ -17,7 +17,7 @@ LONGEST = {
     False: "Each without the operations it calls, and without waiting for a collective, which is communication above. "
     "autograd::... is autograd's own work around an operation, FSDP's hooks among it.",
 }
-"""Note above the table of the kernels or operations that took longest. True: with a GPU; False: without one."""
+"""Whether the profile was recorded on a GPU -> note above the table of kernels or operations that took longest."""
 NAME_LENGTH = 100
 
 

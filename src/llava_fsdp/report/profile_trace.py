@@ -34,9 +34,10 @@ Spans = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Times:
-    """Times of the recorded steps, of which there is at least one."""
+    """Times of the training steps in a profile, which has at least one step."""
 
     on_device: bool
+    """Whether the times are those of a GPU; if not, of the main thread."""
     steps: list[dict[str, float]]
     """For each step the seconds of each category; their sum is the step's time."""
     longest: list[tuple[str, float]]
@@ -45,12 +46,12 @@ class Times:
 
 
 class TraceError(Exception):
-    """Raised if a profiler trace is incomplete or holds no step."""
+    """Error: a profiler trace is incomplete or contains no step."""
 
 
 def times_of(path: Path) -> Times:
-    """Compute the times of the steps from a gzipped trace of PyTorch's profiler (`export_chrome_trace`). Raises
-    OSError, and TraceError if the trace is incomplete or holds no step."""
+    """Compute how the time of training steps is divided, from a gzipped trace of PyTorch's profiler
+    (`export_chrome_trace`). Raises OSError, and TraceError if the trace is incomplete or contains no step."""
     try:
         with gzip.open(path, "rt") as file:
             events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
@@ -97,7 +98,7 @@ def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans])
             collectives.append(kernel)
             continue
         launched = launches.get(kernel.get("args", {}).get("correlation"), kernel["ts"])
-        # what is launched between two parts (a report, a save) belongs to neither
+        # a kernel that was launched between two parts, by a report or a save, belongs to neither
         part = next((n for n in COMPUTING if any(begin <= launched <= end for begin, end in parts[n])), None)
         if part is not None:
             ran[part].append(kernel)
@@ -165,11 +166,11 @@ def within(spans: Spans, others: Spans) -> Spans:
 
 
 def without(spans: Spans, others: Spans) -> Spans:
-    """The parts of `spans` that no span of `others` covers."""
+    """Return the parts of the time spans `spans` that no span of `others` covers."""
     edges = [float("-inf"), *(edge for span in others for edge in span), float("inf")]
     return within(spans, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def length(spans: Spans) -> float:
-    """Total length of time spans, in seconds."""
+    """Return the total length of time spans, in seconds."""
     return sum(end - begin for begin, end in spans) / 1e6

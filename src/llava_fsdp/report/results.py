@@ -1,4 +1,4 @@
-"""The results of a run (final loss, speed, memory ...), with their names for tables, report pages and a sweep's
+"""Compute the results of a run (final loss, speed, memory ...), and format them for tables, report pages and a sweep's
 results.json."""
 
 from collections.abc import Callable, Collection
@@ -14,7 +14,8 @@ from llava_fsdp.runtime.humanize import duration, readable
 
 @dataclass(frozen=True)
 class Results:
-    """What a run measured, over all its starts (the first one and those that resumed it). None: not measured."""
+    """Results of a run, over all its starts (the first one and those that resumed it). A result that was not measured
+    is None."""
 
     steps: int = 0
     loss: float | None = None
@@ -75,8 +76,13 @@ def number(value: float | None, form: str) -> str | None:
 
 
 def columns(results: list[Results], windows: Collection[int], wanted: Collection[str] = TEXTS) -> dict[str, list[str]]:
-    """Return the columns of a table of results: name -> a text for each run. Only those of `wanted` are included, and
-    only if at least one run has a value. `windows` is explained at `loss_name`."""
+    """Return the columns of a table of runs' results: name of the result -> its text for each run. A column is left out
+    if no run has a value.
+
+    Args:
+        windows: for each run, the number of steps over which its last loss is averaged.
+        wanted: names of the results to include.
+    """
     texts_by_column = {name: [TEXTS[name](one) or "" for one in results] for name in wanted}
     names = {"loss": loss_name(windows)}
     return {names.get(name, name): texts for name, texts in texts_by_column.items() if any(texts)}

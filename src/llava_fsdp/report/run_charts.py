@@ -1,4 +1,4 @@
-"""Charts of a run's metrics, for the report page of one run and the comparison of several runs."""
+"""Make the charts of a run's metrics, for the report page of one run and the comparison of several runs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -30,7 +30,7 @@ CURVES = (
 
 
 def figures(charts: Iterable[Chart]) -> str:
-    """Return the HTML of those charts that have values to draw; an empty text if none has."""
+    """Return the HTML of those charts that have values to draw; an empty text if no chart has any."""
     drawn = "".join(map(draw, charts))
     return f"<p class='help'>{HELP}</p><div class='charts'>{drawn}</div>\n" if drawn else ""
 
@@ -67,7 +67,7 @@ def width_note(run: Run) -> str:
     curve = run.history.curves.get("loss")
     if curve is None or curve.width == 1:
         return ""
-    return f"A point is the mean of {curve.width:,} steps or more, the band their least and their greatest value."
+    return f"A point is the mean of {curve.width:,} or more steps; the band shows their least and greatest value."
 
 
 def validation_charts(rows: list[dict[str, Any]], marks: list[int]) -> Iterator[Chart]:

@@ -1,6 +1,7 @@
-"""Read a training's output folder: its metrics, how it was started, how it ended. Imports no torch.
+"""Read a training's output folder: metrics, configuration, how the training was started and how it ended. Imports no
+torch.
 
-The training may be going on, may have been killed, or may run on another machine. Incomplete lines are counted and
+The training may still be running, may have been killed, or may run on another machine. Incomplete lines are counted and
 skipped. A folder that is not the output folder of a training is refused.
 """
 
@@ -77,8 +78,7 @@ class Run:
 
     @property
     def num_lost(self) -> int:
-        """Number of steps that were taken but have no row in metrics.jsonl, because the file was truncated or
-        damaged."""
+        """Number of the run's steps that have no row in metrics.jsonl, because the file was truncated or damaged."""
         first = min((start["step"] for start in self.starts), default=0)
         return max(0, self.history.step - first - self.history.steps) if self.starts else 0
 
@@ -121,8 +121,8 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
     known = (METRICS_FILE, STARTS_FILE, "run_status.json")
     if not any((folder / file).is_file() for file in known):
         raise ConfigError(
-            f"{folder} is not a training's: it has none of {', '.join(known)}; give the output_dir of one, or the "
-            "folder of a sweep"
+            f"{folder} is not the output_dir of a training: it has none of {', '.join(known)}; give such a folder, or "
+            "that of a sweep"
         )
     run = Run(folder, name or name_of(folder), History(window))
     read_metrics(run)
@@ -136,8 +136,8 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
 
 
 def status_or_why(folder: Path) -> dict[str, Any]:
-    """Return the status of a run. If its status file cannot be read, the status is `unknown` with the reason; if there
-    is no status file, an empty dict."""
+    """Return the status of a run from its status file. If the file cannot be read, the status is `unknown` with the
+    reason; if there is no file, it is an empty dict."""
     try:
         return status_of(folder)
     except MissingJson:
@@ -158,7 +158,7 @@ def runs_in(folder: Path) -> list[Run]:
 
 
 def job_files(folder: Path) -> Iterator[Path]:
-    """The paths of job.json of all jobs of a sweep, which may be several folders deep (hydra.sweep.subdir)."""
+    """Return the paths of job.json of all jobs of a sweep, which may be several folders deep (hydra.sweep.subdir)."""
     return folder.glob(f"**/{JOB_FILE}")
 
 
@@ -192,8 +192,8 @@ def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
 
 
 def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
-    """Return names for a sweep's jobs. A name consists of the job's number and those of its overrides that not all jobs
-    have."""
+    """Return a name for each of a sweep's jobs, given as (number, overrides). The name consists of the number and those
+    overrides that not all jobs have."""
     differing = own_overrides([overrides for _, overrides in jobs])
     return [
         f"{number}: {' '.join(words) or 'as the others'}" for (number, _), words in zip(jobs, differing, strict=True)
@@ -229,8 +229,8 @@ def value_typed(text: str) -> int | float | bool | str | None:
 
 
 def name_of(folder: Path) -> str:
-    """Return a name for a run: the last two parts of its folder's path, by which runs of one stage can be told
-    apart."""
+    """Return a name for a run: the last two parts of its folder's path. One part would often be the same for several
+    runs."""
     return "/".join(folder.resolve().parts[1:][-2:])
 
 
@@ -252,8 +252,8 @@ def read_metrics(run: Run) -> None:
 
 
 def read_validations(run: Run) -> list[dict[str, Any]]:
-    """Return the last row for each step in validation.jsonl, up to the run's last step. Call `read_metrics` first,
-    which finds this step."""
+    """Return the last row for each step in validation.jsonl, up to the run's last step. `read_metrics` must be
+    called first, as it sets that step."""
     return validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step)
 
 

@@ -1,5 +1,5 @@
-"""The parts of a run's report page below the charts: sample answers, which parts of the model are trained, how the
-configuration differs from the files in conf/, environment."""
+"""Build the parts of a run's report page below the charts: sample answers, trained parts of the model, differences
+between the configuration and the files in conf/, and environment."""
 
 from collections.abc import Callable, Iterator
 from html import escape
@@ -19,7 +19,7 @@ MOST_TEXT = 1200
 MOST_ROWS = 1000
 MOST_COMMAND = 20_000
 Thumbnail = Callable[[str], str | None]
-"""Function: path of an image -> data URL of a thumbnail, or None."""
+"""Type of a function that returns the data URL of a thumbnail for the path of an image, or None if there is none."""
 
 
 def answers(run: Run, thumbnail: Thumbnail) -> Iterator[str]:
@@ -52,8 +52,8 @@ def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
 
 
 def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Return (step, text) of earlier answers to the question of `answer`. An answer equal to the one before it is left
-    out."""
+    """Return (step, text) of the answers in earlier validations to the question of `answer`. An answer that equals the
+    previous one is left out."""
     key = answer.get("record"), answer.get("question")
     texts: list[tuple[int, str]] = []
     for row in rows[:-1]:

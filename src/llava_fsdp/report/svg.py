@@ -21,7 +21,7 @@ LEFT, RIGHT, TOP, BELOW = 58, 10, 10, 24
 COLOURS = 8
 """Number of line colours in the style sheet; further lines are dashed."""
 DASH = 12
-"""Length of the dashes with which lines are drawn that lie on each other."""
+"""Length in pixels of the dashes of lines that lie on each other."""
 DIGITS = 6
 """Number of significant digits of the values that are stored in a page."""
 PAGE_POINTS = 40_000
@@ -30,8 +30,8 @@ NAME_LENGTH = 80
 FLAT = 1e-12
 """Relative difference below which the values of a chart differ only by rounding; they are then drawn as one value."""
 RARE = 3
-"""Percentage of a line's points whose band (least to greatest value) may lie outside of the chart. Otherwise a spike of
-one step would flatten all the rest."""
+"""Percentage of a line's points whose band (least to greatest value) may lie outside of the chart. If none may, a spike
+of one step would make the rest of the line flat."""
 WIDEST_BAR = 90
 
 
@@ -86,8 +86,8 @@ def draw(chart: Chart) -> str:
     if not lines:
         return ""
     scale, groups = Scale.of(chart, lines), equal_lines(lines)
-    taking_turns = {place: turns(n, len(group)) for group in groups for n, place in enumerate(group)}
-    dashes = [taking_turns.get(place, "") for place in range(len(lines))]
+    taking_turns = {index: turns(n, len(group)) for group in groups for n, index in enumerate(group)}
+    dashes = [taking_turns.get(index, "") for index in range(len(lines))]
     body = [*grid(scale, chart.share), *ticks_along(scale), *level(scale, chart), *marks(scale, chart)]
     body += [shape for line, dash in zip(lines, dashes, strict=True) for shape in shapes(scale, line, dash)]
     names = [(line.name, colour_class(line.colour)) for line in lines]
@@ -100,14 +100,19 @@ def draw(chart: Chart) -> str:
 def equal_lines(lines: Sequence[Line]) -> list[list[int]]:
     """Return groups of lines that lie on each other, because their points are equal. A line is given by its index."""
     groups: dict[tuple[object, ...], list[int]] = {}
-    for place, line in enumerate(lines):
-        groups.setdefault(tuple((p.step, rounded(p.mean)) for p in line.points), []).append(place)
+    for index, line in enumerate(lines):
+        groups.setdefault(tuple((p.step, rounded(p.mean)) for p in line.points), []).append(index)
     return [group for group in groups.values() if len(group) > 1]
 
 
 def turns(number: int, lines: int) -> str:
-    """Return the CSS for one of several curves of a chart that lie on top of each other. Each has its dashes in the
-    gaps of the others, so that all of them can be seen."""
+    """Return the CSS of one of several curves that lie on top of each other in a chart. It is dashed, with its dashes
+    in the gaps of the others, so that all can be seen.
+
+    Args:
+        number: index of the curve among them.
+        lines: number of these curves.
+    """
     size = min(lines, COLOURS)
     return f"stroke-dasharray:{DASH} {DASH * (size - 1)};stroke-dashoffset:{-DASH * (number % size)}"
 
@@ -115,7 +120,7 @@ def turns(number: int, lines: int) -> str:
 def equal_note(lines: Sequence[Line], groups: list[list[int]]) -> str:
     if [len(lines)] == [len(group) for group in groups]:
         return "These curves are equal."
-    named = "; ".join(" = ".join(shortened(lines[place].name, NAME_LENGTH) for place in group) for group in groups)
+    named = "; ".join(" = ".join(shortened(lines[index].name, NAME_LENGTH) for index in group) for group in groups)
     return f"Equal curves: {shortened(named)}" if groups else ""
 
 
@@ -134,8 +139,8 @@ def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] =
 def bar_shapes(scale: "Scale", bars: Sequence[Bar], stacked: bool) -> list[str]:
     room = (scale.x(1) - scale.x(0)) / (8 * max(len(text) for bar in bars for text in (bar.label, bar.sum, "00000")))
     body, every = grid(scale), math.ceil(1 / room)
-    for place, bar in enumerate(bars):
-        middle, beside = scale.x(place + 0.5), 1 if stacked else len(bar.values)
+    for index, bar in enumerate(bars):
+        middle, beside = scale.x(index + 0.5), 1 if stacked else len(bar.values)
         width = min(WIDEST_BAR, (scale.x(1) - scale.x(0)) * 0.9 / beside)
         low = 0.0
         for number, (value, text) in enumerate(zip(bar.values, bar.texts, strict=True)):
@@ -146,7 +151,7 @@ def bar_shapes(scale: "Scale", bars: Sequence[Bar], stacked: bool) -> list[str]:
                 f"<rect class='bar {colour_class(number)}' x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' "
                 f"height='{bottom - y:.1f}'><title>{escape(text)}</title></rect>"
             )
-        if place % every == 0:
+        if index % every == 0:
             body.append(text_at(middle, scale.height - 6, bar.label, "middle"))
             body += [text_at(middle, scale.y(sum(bar.values)) - 4, bar.sum, "middle")] if bar.sum else []
     return body
@@ -210,8 +215,8 @@ class Scale:
 
 
 def extent(line: Line) -> tuple[float, float]:
-    """Return the least and greatest value of a line that a chart must show. These cover all means, and all bands (least
-    to greatest value) but the few that reach farthest (RARE)."""
+    """Return the least and greatest value of a line that a chart must show. All means are shown, and all bands (least
+    to greatest value) except the few percent (RARE) that reach farthest."""
     means = [point.mean for point in line.points]
     spare = len(means) * RARE // 100
     low, high = sorted(p.least for p in line.points)[spare], sorted(p.most for p in line.points)[-1 - spare]
@@ -294,7 +299,7 @@ def line_data(line: Line) -> dict[str, Any]:
 
 
 def rounded(value: float) -> float | int:
-    """A value rounded so that it takes few characters in JSON."""
+    """Return the value rounded, so that it takes few characters in JSON."""
     if value == int(value) and abs(value) < 1e7:
         return int(value)
     return float(f"{value:.{DIGITS}g}") if abs(value) < 1e6 else round(value, 1)
@@ -312,7 +317,8 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def digits(values: list[float]) -> int:
-    """Return the number of significant digits with which neighbouring values of an axis look different, at least 4."""
+    """Return the number of significant digits (at least 4) that an axis needs to show its neighbouring `values` as
+    different texts."""
     if len(values) < 2 or not values[1] > values[0]:
         return 4
     return max(4, 1 + math.ceil(math.log10(max(map(abs, values)) / (values[1] - values[0]))))

@@ -1,7 +1,7 @@
 """Run a command that gets SIGTERM when its parent process ends: `python -m llava_fsdp.sweep.exec_child PARENT
 COMMAND...`.
 
-PARENT is the parent's process id. First restores the default handling of SIGINT and SIGTERM: a worker of a Hydra
+PARENT is the parent's process id. The default handling of SIGINT and SIGTERM is restored first: a worker of a Hydra
 launcher ignores both signals, and a command that it starts would inherit this.
 """
 

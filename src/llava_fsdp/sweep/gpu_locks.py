@@ -56,7 +56,7 @@ def list_devices(listed: str, visible: str | None) -> list[Device]:
 
 
 def devices_here() -> list[Device]:
-    """The GPUs of this machine that this process may use; empty if nvidia-smi fails."""
+    """Return the GPUs of this machine that this process may use; empty if nvidia-smi fails."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -65,8 +65,8 @@ def devices_here() -> list[Device]:
 
 
 def check_devices(devices: list[Device], count: int) -> None:
-    """Raise ConfigError if a training with `count` ranks needs more GPUs than `devices` has, or several MIG
-    instances."""
+    """Raise ConfigError if a training with `count` ranks needs more GPUs than are in `devices`, or several MIG
+    instances, between which ranks cannot communicate."""
     if devices and count > len(devices):
         raise ConfigError(
             f"launch.nproc_per_node={count}: a job needs as many GPUs, and there are {len(devices)}; "
@@ -83,10 +83,11 @@ def check_devices(devices: list[Device], count: int) -> None:
 def locked(
     devices: list[Device], count: int, name: str, level: Callable[[], int]
 ) -> Iterator[tuple[list[Device], list[int]]]:
-    """Context manager that locks `count` of the GPUs in `devices` for one job; first waits until so many are free.
+    """Context manager that waits until `count` of the GPUs in `devices` are free, and locks them for one job.
 
     Args:
-        level: returns the level of the sweep's stop request; above 0, waiting ends and no GPU is locked.
+        name: name of the job, for log messages.
+        level: returns the level of the sweep's stop request. Above 0, waiting ends, and no GPU is locked.
 
     Yields:
         The locked GPUs, and the file descriptors of their locks.
@@ -111,13 +112,13 @@ def locked(
 
 
 def take(devices: list[Device], count: int, folder: Path) -> list[tuple[Device, int]]:
-    """Lock the first `count` free GPUs and return them with their locks; return an empty list if fewer are free. Only
-    one process at a time can do this: otherwise two jobs could each lock half of the GPUs and wait for the other
-    half."""
+    """Lock the first `count` free GPUs, and return them with the file descriptors of their locks; return an empty list
+    if fewer are free. Only one process at a time can do this: otherwise two jobs could each lock half of the GPUs and
+    wait for the other half."""
     with contextlib.ExitStack() as stack:
-        door = open_lock(folder / "door")
-        stack.callback(os.close, door)
-        fcntl.flock(door, fcntl.LOCK_EX)
+        entry = open_lock(folder / "door")
+        stack.callback(os.close, entry)
+        fcntl.flock(entry, fcntl.LOCK_EX)
         taken: list[tuple[Device, int]] = []
         for device in devices:
             handle = open_lock(folder / re.sub(r"[^\w-]", "_", device.key))

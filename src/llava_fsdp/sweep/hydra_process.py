@@ -1,5 +1,4 @@
-"""The process of a sweep that runs Hydra with its launcher and sweeper, a child of the process that the user
-started."""
+"""Run Hydra with its launcher and sweeper in a child process of the sweep's main process, which the user started."""
 
 import contextlib
 import io
@@ -23,7 +22,8 @@ from llava_fsdp.sweep.torchrun import JobFailed
 
 def main() -> None:
     """Run all jobs of a sweep, write and print their results, and exit with the exit code of the first job that failed.
-    In `sys.argv`, the stop file's path and the sweep's folder (empty for a single job) precede Hydra's arguments."""
+    The first two arguments in `sys.argv` are the path of the stop file and the sweep's folder (empty for a single job);
+    Hydra's arguments follow."""
     setup_logging()
     stop, folder = StopRequest(Path(sys.argv[1])), sys.argv[2]
     del sys.argv[1:3]
@@ -37,8 +37,12 @@ def main() -> None:
 
 
 def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
-    """Run all jobs with Hydra. Returns the jobs that ran in this process (Hydra's launcher may start others), whether
-    all jobs succeeded, and Hydra's error messages."""
+    """Run all jobs of a sweep with Hydra.
+
+    Returns:
+        The jobs that ran in this process (Hydra's launcher may run others elsewhere), whether all jobs succeeded, and
+        Hydra's error messages.
+    """
     jobs: list[Job] = []
     errors = io.StringIO()
 
@@ -54,9 +58,9 @@ def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
 
 
 def run_hydra(program: Callable[[], object], errors: io.StringIO) -> bool:
-    """Run Hydra's main function `program` and collect its error messages in `errors`; return whether all jobs
-    succeeded. If a job fails, Hydra still runs the other jobs of its batch, and then raises the error, which is printed
-    already."""
+    """Run Hydra's main function `program`, and collect its error messages in `errors`. Return whether all jobs
+    succeeded. If a job fails, Hydra still runs the other jobs of its batch before it raises the error, which is not
+    printed again."""
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
         with contextlib.nullcontext() if full else contextlib.redirect_stderr(errors):
@@ -69,15 +73,15 @@ def run_hydra(program: Callable[[], object], errors: io.StringIO) -> bool:
 
 
 def end(jobs: list[Job], succeeded: bool, was_stopped: bool, errors: str) -> None:
-    """Exit with the exit code of the first job that failed. If none failed, exit with 75 if the sweep was stopped (the
-    same command continues it), with another code if Hydra itself failed, and else return."""
+    """Exit with the exit code of the first job that failed. If no job failed, exit with 75 if the sweep was stopped
+    (the same command continues it), exit with another code if Hydra itself failed, and return otherwise."""
     failed = [job.exit_code for job in jobs if job.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)]
     if failed:
         sys.exit(failed[0])
     if was_stopped or any(job.exit_code == ExitCode.STOPPED for job in jobs):
         log().error("stopped; the same command with the same hydra.sweep.dir continues")
         sys.exit(ExitCode.STOPPED)
-    if not succeeded:  # before the first job, between two, or in the launcher
+    if not succeeded:  # Hydra failed before the first job, between two jobs, or in the launcher
         is_mistake = not jobs and "Traceback" not in errors
         log().error("%s", f"ConfigError: {shorten(errors, SweepConfig)}" if is_mistake else errors)
         sys.exit(ExitCode.USER if is_mistake else ExitCode.BUG)

@@ -1,4 +1,4 @@
-"""One training of a sweep (a job), from its configuration to its result."""
+"""Run a job, which is one training of a sweep, and record its result."""
 
 import json
 import os
@@ -35,8 +35,8 @@ RUNNING = "running"
 
 @dataclass(kw_only=True)
 class Job:
-    """One training of a sweep and how it ended. Written to `job.json`, because a Hydra launcher may run the job in
-    another process or on another machine."""
+    """One training of a sweep and how it ended. It is written to `job.json`, because a Hydra launcher may run the job
+    in another process or on another machine."""
 
     number: int
     overrides: list[str]
@@ -49,7 +49,7 @@ class Job:
     reason: str = ""
     metric: str = SweepMetric.loss.value
     value: float | None = None
-    """The value that Hydra's sweeper minimises (see `value_of`); None until the job is done."""
+    """Value that Hydra's sweeper minimises (see `value_of`); None until the job is done."""
     last_steps: int = WINDOW
     """Number of steps, at the end of the training, over which the loss is averaged."""
     numbers: Results = field(default_factory=Results)
@@ -69,7 +69,7 @@ class Job:
         return 0o600 if self.private else 0o666
 
     def write(self) -> None:
-        """Replace job.json atomically, because other processes read it."""
+        """Write this job to its job.json. The file is replaced atomically, because other processes read it."""
         content = json.dumps(asdict(self), indent=2) + "\n"
         replace_file(Path(self.folder) / JOB_FILE, content.encode(), self.file_mode)
 
@@ -83,7 +83,7 @@ def read_jobs(folder: Path) -> list[Job]:
             fields = {"has_own_run": True, "last_steps": WINDOW, **read_object(path, JOB)}
             fields["numbers"] = Results(**require_kinds(fields.get("numbers"), kinds_of(Results)))
             job = Job(**require_kinds(fields, kinds_of(Job)))
-        except (BadJson, TypeError) as error:  # a TypeError: keys of another version
+        except (BadJson, TypeError) as error:  # TypeError: the file has keys of another version
             log().warning("%s is skipped in the results: %s", path, error)
             continue
         if job.status == RUNNING:
@@ -95,12 +95,12 @@ def read_jobs(folder: Path) -> list[Job]:
 def run_job(node: DictConfig, stop: StopRequest) -> Job:
     """Run one training of a sweep to its end. If it fails, the failure is logged and recorded in the returned job, not
     raised."""
-    if not log().handlers:  # a launcher has started a process for the job
+    if not log().handlers:  # this is a new process that Hydra's launcher started for the job
         setup_logging()
     settings = HydraConfig.get()
     is_sweep = settings.mode == RunMode.MULTIRUN
     folder = Path(settings.runtime.output_dir if is_sweep else str(node.output_dir))
-    private = node.get("private") is not False  # another value is refused by load() below
+    private = node.get("private") is not False  # `load` below refuses values that are no booleans
     make_job_folder(folder, private, is_sweep)
     job = Job(
         number=settings.job.num if is_sweep else 0,
@@ -142,8 +142,8 @@ def value_of(results: Results, metric: SweepMetric) -> float | None:
 
 
 def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
-    """Create a job's folder. In a sweep, Hydra has created it already, with default permissions, which are corrected.
-    If `private`, only its owner can read it. A folder that already holds a run is not changed."""
+    """Create the folder of a sweep's job; if `private`, only its owner can read it. In a sweep, Hydra has created the
+    folder already, with default permissions, which are corrected. A folder that already has a run is not changed."""
     has_run = any((folder / name).exists() for name in (LOG_FILE, STATUS_FILE))
     make_run_folder(folder, private)
     if is_sweep and private and not has_run:
@@ -151,8 +151,8 @@ def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
 
 
 def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
-    """Record in `job` why it did not finish, and its results so far if it took a step in the current start of the
-    sweep.
+    """Record in `job` why it did not finish. If it took a step in the current start of the sweep, its results so far
+    are recorded too.
 
     Args:
         is_stopping: whether a stop of the sweep was requested. If the job had not begun by then, it is recorded as
@@ -170,8 +170,8 @@ def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
 
 
 def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
-    """Run a job's training with torchrun on free GPUs. Raises JobFailed if the training fails, or if the stop request
-    (its level is `level()`, 0 for none) came before the training began."""
+    """Run a job's training with torchrun on free GPUs. Raises JobFailed if the training fails, or if a stop was
+    requested before it began: `level()` returns the level of the request, 0 for none."""
     folder, count, name = Path(job.folder), config.launch.nproc_per_node, f"job {job.number}"
     devices = devices_here() if config.launch.devices is Devices.own else []
     check_devices(devices, count)
@@ -199,7 +199,8 @@ def report_end(job: Job) -> None:
 
 
 def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None:
-    """Raise ConfigError if a configuration is not possible in a job of a sweep, such as several machines."""
+    """Raise ConfigError if a job of a sweep cannot have this configuration, for example because it names several
+    machines."""
     at_least("launch.nproc_per_node", config.launch.nproc_per_node, 1)
     if config.launch.nnodes != 1:
         raise ConfigError(
@@ -220,8 +221,13 @@ def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None
 
 
 def train_command(config: SweepConfig, overrides: list[str], folder: Path, config_folders: list[str]) -> list[str]:
-    """Return the torchrun command of a job, with the job's `overrides` except the sweep's own (launch.*, sweep.*), and
-    with `folder` as output_dir. `config_folders` are the folders that the user gave with `--config-dir`."""
+    """Return the torchrun command of a sweep's job.
+
+    Args:
+        overrides: the job's overrides. Those of the sweep itself (launch.*, sweep.*) are left out of the command.
+        folder: the job's folder, which becomes output_dir.
+        config_folders: folders that the user gave with `--config-dir`.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(config.launch.nproc_per_node), "-m", "llava_fsdp.train"]
     for path in config_folders:

@@ -37,7 +37,7 @@ def main() -> None:
         words = ["llava_fsdp.sweep.hydra_process", str(stop.path), str(sweep or ""), *sys.argv[1:]]
         code = supervise(words, stop)
         stop.clear()
-    if code < 0 and sweep is not None:  # it was killed before it could report anything
+    if code < 0 and sweep is not None:  # the child process was killed before it could report anything
         log().error("the process that ran Hydra was ended by signal %d", -code)
         jobs = read_jobs(sweep)
         write_results(sweep, jobs)
@@ -46,8 +46,9 @@ def main() -> None:
 
 
 def sweep_folder() -> Path | None:
-    """Return the sweep's output folder; None for a single job (without `-m`). Removes an earlier sweep's results from
-    it. If the user gave no folder, one is chosen here, before Hydra starts, so that every launcher uses the same."""
+    """Return the output folder of the sweep; None for a single job (without `-m`). Results of an earlier sweep in it
+    are removed. If the user gave no folder, one is chosen here, before Hydra starts, so that every launcher uses the
+    same."""
     if not {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(sys.argv[1:]):
         return None
     given = [a.partition("=")[2].strip("'\"") for a in sys.argv[1:] if a.startswith("hydra.sweep.dir=")]
@@ -63,10 +64,11 @@ def sweep_folder() -> Path | None:
 
 
 def refuse_maximizing(words: list[str]) -> None:
-    """Raise ConfigError if the command line tells a Hydra sweeper to maximise: jobs return a value to be minimised."""
+    """Raise ConfigError if the command line tells Hydra's sweeper to maximise the jobs' values, which must be
+    minimised."""
     for word in words:
         key, _, value = word.partition("=")
         if re.fullmatch(r"[+~]*hydra\.sweeper\.direction", key) and "maximize" in value.lower():
             raise ConfigError(
-                f"{word}: of what a sweeper is handed less is better; sweep.metric=val_score is handed over negated"
+                f"{word}: the sweeper must minimize; with sweep.metric=val_score it gets the negative of the score"
             )

@@ -1,4 +1,4 @@
-"""Results of a sweep: a printed table, `results.json` and a report page. Imports no torch."""
+"""Write and print the results of a sweep: a table, `results.json` and a report page. Imports no torch."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> None:
 
 
 def write_page(folder: Path) -> None:
-    """Write the report page that compares all jobs. An error is only logged."""
+    """Write the report page that compares all jobs of the sweep in `folder`. An error is only logged."""
     path = folder / REPORT_FILE
     try:
         put_page(path, comparison_page(runs_in(folder)), folder)
@@ -58,7 +58,7 @@ def write_page(folder: Path) -> None:
 
 
 def best_of(jobs: Sequence[Job]) -> Job | None:
-    """Return the finished job with the lowest `value`, the first one if several have it; None if no job has
+    """Return the finished job of a sweep with the lowest `value`, the first one if several have it; None if no job has
     finished."""
     done = [job for job in jobs if job.is_done and job.value is not None]
     return min(done, key=lambda job: job.value or 0.0, default=None)
@@ -69,7 +69,7 @@ def differing(jobs: Sequence[Job]) -> list[list[str]]:
 
 
 def show(jobs: Sequence[Job]) -> None:
-    """Print the table of all jobs, the best job, and why jobs failed."""
+    """Print a table of all jobs of a sweep, the best job, and why jobs failed."""
     if not jobs:
         return
     best, differences = best_of(jobs), differing(jobs)
@@ -79,9 +79,9 @@ def show(jobs: Sequence[Job]) -> None:
     for column in table.columns:
         column.overflow = "fold"  # a folder must stay whole to be copied
         column.justify = "right" if column.header in texts_by_column else "left"
-    for place, job in enumerate(jobs):
-        values = [texts[place] or "-" for texts in texts_by_column.values()]
-        table.add_row(f"{job.number}", " ".join(differences[place]), status(job, job is best), *values, job.folder)
+    for index, job in enumerate(jobs):
+        values = [texts[index] or "-" for texts in texts_by_column.values()]
+        table.add_row(f"{job.number}", " ".join(differences[index]), status(job, job is best), *values, job.folder)
     console = TextConsole(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     if best is not None and len(jobs) > 1:

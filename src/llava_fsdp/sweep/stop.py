@@ -24,6 +24,7 @@ from llava_fsdp.runtime.log import log
 STOP_FILE = ".stop"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAVE, NOW = 1, 2
+"""Levels of a stop request: save a checkpoint and end; end at once."""
 MEANING = {
     SAVE: "running jobs are stopped after their step, with a checkpoint; others do not begin",
     NOW: "running jobs are ended at once",
@@ -43,7 +44,7 @@ class StopRequest:
         return self.main == (socket.gethostname(), os.getpid())
 
     def is_abandoned(self) -> bool:
-        """Return whether the process that runs Hydra has ended; False if that process is on another machine."""
+        """Return whether the process that runs Hydra has ended. If it is on another machine, return False."""
         host, pid = self.main
         with contextlib.suppress(PermissionError):
             try:
@@ -53,7 +54,7 @@ class StopRequest:
         return False
 
     def level(self) -> int:
-        """Return the level of the stop request: 0 none, 1 save a checkpoint and end, 2 end at once."""
+        """Return the level of the sweep's stop request: 0: none, 1: save a checkpoint and end, 2: end at once."""
         with contextlib.suppress(OSError, ValueError):
             return int(self.path.read_text())
         return SAVE if self.is_abandoned() else 0
@@ -67,7 +68,7 @@ class StopRequest:
         self.path.unlink(missing_ok=True)
 
     def take_signals(self) -> None:
-        """Install handlers that ask all jobs to stop on SIGINT or SIGTERM; called in the process that runs Hydra."""
+        """Install handlers in this process, which runs Hydra, that request a stop of all jobs on SIGINT or SIGTERM."""
         for number in SIGNALS:
             signal.signal(number, lambda *_: self.raise_to(SAVE))
 
@@ -80,16 +81,22 @@ def ignore_signals() -> None:
 
 
 def supervise(words: Sequence[str], stop: StopRequest) -> int:
-    """Run a Python module (`words`: its name and arguments) in a session of its own and wait for it. Each SIGINT or
-    SIGTERM raises the level of the stop request. Returns the module's exit code, or minus the number of the signal that
-    killed it."""
+    """Run a Python module in a session of its own and wait for it. Each SIGINT or SIGTERM raises the level of the
+    sweep's stop request.
+
+    Args:
+        words: name and arguments of the module.
+
+    Returns:
+        The module's exit code, or minus the number of the signal that killed it.
+    """
     start = [sys.executable, "-m", "llava_fsdp.sweep.exec_child", str(os.getpid()), sys.executable, "-m", *words]
     child = subprocess.Popen(start, start_new_session=True)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         level = stop.level() + 1
         if level > NOW:
-            child.kill()  # the processes that it has started end with it
+            child.kill()  # processes that the child has started end with it
             os._exit(ExitCode.INTERRUPTED)
         stop.raise_to(level)
         log().warning("%s: %s", signal.Signals(number).name, MEANING[level])

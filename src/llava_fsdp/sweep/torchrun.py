@@ -27,8 +27,12 @@ class JobFailed(LlavaFsdpError):
     """Error: one training of a sweep did not finish."""
 
     def __init__(self, reason: str, code: ExitCode = ExitCode.BUG, took_steps: bool = False):
-        """`code` is the exit code of the rank that failed first. `took_steps`: whether this start of the job took a
-        step; if not, the job's folder may hold an earlier run."""
+        """Create the error.
+
+        Args:
+            code: exit code of the rank that failed first.
+            took_steps: whether this start of the job took a step; if not, the job's folder may have an earlier run.
+        """
         super().__init__(reason)
         self.code = code
         self.took_steps = took_steps
@@ -42,16 +46,16 @@ def run_torchrun(
     visible: str | None = None,
     held: Sequence[int] = (),
 ) -> None:
-    """Run a job's torchrun command to its end. Its output goes to `train.log` in `folder`. Every 10 seconds this
-    process logs the latest step.
+    """Run the torchrun command of a sweep's job to its end. Its output is written to `train.log` in `folder`. This
+    process logs the latest step every 10 seconds.
 
     The ranks write to the file directly: with a pipe, this process would wait for a rank that outlives torchrun. The
     command runs in a session of its own, so that a Ctrl-C reaches it only once, through this process.
 
     Args:
-        level: returns the level of the stop request: 0 none, 1 save a checkpoint and end, 2 end at once.
+        level: returns the level of the sweep's stop request: 0: none, 1: save a checkpoint and end, 2: end at once.
         visible: value of CUDA_VISIBLE_DEVICES for the command; None: unchanged.
-        held: file descriptors of GPU locks that the command inherits.
+        held: file descriptors of GPU locks, which the command inherits.
 
     Raises:
         JobFailed: the command failed; the message is the reason that a rank recorded, if there is one.
@@ -107,14 +111,14 @@ def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, level: Cal
 
 
 def status_after(folder: Path, earlier: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the run status that the ended torchrun wrote; empty if there is none. `earlier` is the status before its
-    start."""
+    """Return the run status that a torchrun wrote before it ended; empty if it wrote none. `earlier` is the status
+    before its start."""
     status = read_status(folder)
     return {} if status is None or status == earlier else status_of_latest_start(status)
 
 
 def failure_code(status: dict[str, Any]) -> ExitCode:
-    """Return the exit code in a run status, that of the rank that failed first; BUG if none is recorded."""
+    """Return the exit code of the rank that failed first, from a run status; BUG if the status has none."""
     try:
         return ExitCode(status.get("exit_code") or ExitCode.BUG)
     except ValueError:

@@ -17,8 +17,14 @@ from llava_fsdp.config import Config, DType, FolderFormat, LinearKind, Quantizer
 from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank, rank_and_size
 from llava_fsdp.distributed.local_shards import whole
 from llava_fsdp.distributed.precision import DTYPES
-from llava_fsdp.export.adapter_folder import AdapterWriter, Base, adapter_tensors, prove_adapter, small_files
-from llava_fsdp.export.adapter_folder import whole as whole_rows
+from llava_fsdp.export.adapter_folder import (
+    AdapterWriter,
+    Base,
+    adapter_tensors,
+    prove_adapter,
+    small_files,
+    whole_rows,
+)
 from llava_fsdp.export.formats import history, source_of_run, write_folder
 from llava_fsdp.export.verify_logits import (
     CLOSE_FP8,
@@ -225,7 +231,7 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
         lora=cfg.model.lora,
         modules=sorted({module_of(name) for name in names if is_adapter(name)}),
         base=Base(cfg.model, cfg.seed, base_fingerprint(state.digests, names)),
-        small=small_files(source, next(iter(state.masters.named.values())).dtype),
+        small_files=small_files(source, next(iter(state.masters.named.values())).dtype),
     )
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from llava_fsdp.config import AUTO, Config, Parity, Source
-from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_places, exists
+from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.text.jinja_template import OWN, own_name, usable_name
 from llava_fsdp.distributed.precision import DTYPES
@@ -66,7 +66,7 @@ def warn_if_refused(cfg: Config) -> None:
     Raises:
         ConfigError: a path that the configuration names does not exist.
     """
-    check_places(cfg)
+    check_paths(cfg)
     names = [cfg.model.checkpoint] if cfg.model.checkpoint else [cfg.model.language, cfg.model.vision]
     if any(PACKAGED_OR_HUB.fullmatch(name) and not name.startswith("package:") and not exists(name) for name in names):
         return
@@ -86,7 +86,7 @@ def check_run(cfg: Config) -> None:
     Raises:
         ConfigError: one of these checks failed.
     """
-    check_places(cfg)
+    check_paths(cfg)
     check_installed(cfg.track)
     check_settings(cfg)
 

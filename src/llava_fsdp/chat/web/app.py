@@ -1,4 +1,4 @@
-"""The web page for chatting, built with Gradio. Gradio reads its settings from the environment when it is imported, so
+"""Build the web page for chatting with Gradio. Gradio reads its settings from the environment when it is imported, so
 `server.py` sets them before it imports this module."""
 
 import html
@@ -98,9 +98,9 @@ def make_page(sessions: Sessions, cfg: ChatConfig) -> gr.Blocks:
             ask, [box, temperature, top_p, tokens], [chat, box], concurrency_limit=1, api_visibility="private",
             show_progress="minimal", show_progress_on=[chat],
         )  # fmt: skip
-        # None of these waits behind the questions: no queue.
+        # these events use no queue, so that they need not wait behind questions
         at_once: dict[str, Any] = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
-        # after cancelled answers too: the browser may show their last pieces over what other events have shown
+        # also after a cancelled answer, whose last pieces the browser may show over the result of other events
         answering.then(show, None, [chat, box], **at_once)
         # `cancels` takes a waiting question out of the queue
         stop.click(stop_answer, None, None, cancels=[answering], **at_once)
@@ -130,7 +130,7 @@ def answer(sessions: Sessions, key: str, box: dict[str, Any], settings: tuple[fl
     except Exception as error:
         yield history(session), box_with(text, files)
         if not isinstance(error, (DataError, OutOfMemory)):
-            raise  # our fault: Gradio prints it, and the page can still be used
+            raise  # a bug: Gradio prints it, and the page can still be used
         gr.Warning(html.escape(str(error)), duration=None)
 
 

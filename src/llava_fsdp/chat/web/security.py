@@ -33,7 +33,8 @@ READ = re.compile(
     r"|/gradio_api/(startup-events|app_id|info|queue/data|upload_progress|heartbeat/\w+|file=.+)"
 )
 WRITTEN = re.compile(r"/gradio_api/(queue/join|run/predict|upload|cancel|reset)/?")
-# Nothing is loaded from elsewhere, and no other site shows the page in a frame. Gradio's scripts are inline, with eval.
+# Nothing is loaded from other sites, and no other site may show the page in a frame. Gradio's scripts are inline and
+# use eval.
 HEADERS = {
     "content-security-policy": (
         "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
@@ -48,7 +49,7 @@ HEADERS = {
 
 
 class RequestRefused(Exception):
-    """Raised for a request that is answered with an HTTP error instead of being passed to the page."""
+    """Error: a request to the chat page is answered with an HTTP error instead of being passed on."""
 
     def __init__(self, status: int, why: str):
         super().__init__(why)
@@ -59,11 +60,9 @@ class RequestRefused(Exception):
 class Guard:
     """ASGI application that checks requests and passes the accepted ones on to another ASGI application.
 
-    Attributes:
-        host: name or address that the page is served at.
-        uploads: folder of the uploaded files; files are served from no other folder.
-        largest_request: maximum size in bytes of a request that uploads files.
-        incoming: sizes in bytes of the uploads that are being received.
+    Attributes: host: name or address that the page is served at.
+        uploads: folder of the uploaded files; files are served from no other folder. largest_request: maximum size in
+        bytes of a request that uploads files. incoming: sizes in bytes of the uploads that are being received.
     """
 
     app: ASGIApp
@@ -76,7 +75,7 @@ class Guard:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
-            return  # the page uses no WebSocket: it is closed before it opens
+            return  # a WebSocket, which the page does not use, is not opened
         headers, send = Headers(scope=scope), with_headers(send)
         try:
             check_names(headers, self.host)
@@ -99,10 +98,12 @@ class Guard:
             await PlainTextResponse(str(refusal), refusal.status)(scope, receive, send)
 
     def check_upload(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestRefused if an upload is too large by its Content-Length. The server reads no more than that
+        """Raise RequestRefused if the Content-Length of an upload is too large. The server reads no more than that
         length."""
         length = headers.get("content-length", "")
-        if not length.isdecimal() or "transfer-encoding" in headers:  # with both, the length does not count
+        if (
+            not length.isdecimal() or "transfer-encoding" in headers
+        ):  # with a Transfer-Encoding, Content-Length is ignored
             raise RequestRefused(411, "files need a Content-Length, and no Transfer-Encoding")
         if int(length) > self.largest_request:
             raise RequestRefused(413, f"more than {self.largest_request // MiB} MiB at once")
@@ -119,7 +120,8 @@ def bytes_in(folder: Path) -> int:
 
 
 def check_names(headers: Mapping[str, str], host: str) -> None:
-    """Raise RequestRefused if a request's headers show that another site, open in the user's browser, has made it.
+    """Raise RequestRefused if a request's headers show that it comes from another site that is open in the user's
+    browser.
 
     Another site can make its name resolve to this machine (DNS rebinding), so the Host must be a name of this machine
     or an IP address.
@@ -148,7 +150,7 @@ def is_address(name: str) -> bool:
 
 
 def check_route(method: str, path: str) -> None:
-    """Raise RequestRefused for routes that the page does not use; Gradio has many others."""
+    """Raise RequestRefused for a route that the chat page does not use; Gradio has many such routes."""
     routes = {"GET": READ, "HEAD": READ, "POST": WRITTEN}.get(method)
     if routes is None or routes.fullmatch(path) is None:
         raise RequestRefused(404, "not found")
@@ -208,8 +210,8 @@ async def whole_body(receive: Receive) -> bytes:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI `receive` function that first gives `body`, which was already read, and then what `receive`
-    gives."""
+    """Return an ASGI `receive` function that returns `body`, which was already read, at its first call, and calls
+    `receive` afterwards."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def again() -> Message:

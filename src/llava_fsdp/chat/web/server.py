@@ -47,7 +47,7 @@ def serve(cfg: ChatConfig) -> None:
 
             class Server(uvicorn.Server):
                 def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-                    sessions.end()  # first: else questions that wait would be answered as those before them end
+                    sessions.end()  # called first, so that no waiting question is answered anymore
                     super().handle_exit(sig, frame)
 
             server = Server(settings)
@@ -63,7 +63,8 @@ def serve(cfg: ChatConfig) -> None:
 
 
 def prepare_environment(folder: str) -> None:
-    """Set Gradio's environment variables before it is imported: uploaded files go to `folder`, telemetry is off."""
+    """Set the environment variables that Gradio reads when it is imported: uploaded files are stored in `folder`, and
+    telemetry is off."""
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
         del os.environ[name]
     os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}

@@ -1,4 +1,4 @@
-"""Conversations of the chat page: one for every browser tab, kept on the server only."""
+"""Keep the conversations of the chat page, one for every browser tab. They are stored on the server only."""
 
 import threading
 from collections import OrderedDict
@@ -18,7 +18,7 @@ MAX_QUESTION_LENGTH = 20_000
 
 
 class Session(Conversation):
-    """The conversation of a browser tab, and the generator that yields its latest answer."""
+    """Conversation of a browser tab, and the generator that yields its latest answer."""
 
     answer: Generator[str, None, None] | None = None
 
@@ -30,7 +30,7 @@ class Sessions:
         self.assistant = assistant
         self.cfg = cfg
         self._sessions: OrderedDict[str, Session] = OrderedDict()
-        # Held while a token is computed: Gradio gives a stopped answer's turn away before that token is done.
+        # held while a token is computed, because Gradio starts the next answer before a stopped one has ended
         self._model_lock = threading.RLock()
         self._has_ended = False
 
