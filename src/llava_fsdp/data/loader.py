@@ -19,7 +19,7 @@ from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import num_micro_batches
 from llava_fsdp.data.batching.sampler import Sampler, open_sampler
 from llava_fsdp.data.batching.step_dataset import Steps
-from llava_fsdp.data.batching.workers import Watch, from_workers
+from llava_fsdp.data.batching.workers import WorkerStatus, from_workers
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, read_preprocessor
 from llava_fsdp.data.images.video import VideoSampling
@@ -92,7 +92,7 @@ def build_loader(
     workers = cfg.data.workers
     if workers is None:
         workers = read_host().data_workers(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    watched = replace(image_reader, watch=Watch(workers))
+    watched = replace(image_reader, status=WorkerStatus(workers))
     return Loader(Steps(records, sampler, encoder, watched, cfg, rank, world_size, shape.cost), cfg, device, gather)
 
 
@@ -216,7 +216,7 @@ class Loader:
         self.broken: set[int] = set()
         """Numbers of the records that were found broken during training, on any rank."""
         self.device = device
-        self.watch = steps.image_reader.watch or Watch()
+        self.status = steps.image_reader.status or WorkerStatus()
         self.data = cfg.data
         self.total_steps = cfg.max_steps or cfg.epochs * steps.sampler.per_epoch
         self.table = pixel_table(steps.image_reader.preprocessor, device)
@@ -242,7 +242,7 @@ class Loader:
             self.steps.facts(first, self.steps.sampler.samples(first))
         numbers, pin_memory = range(first, self.total_steps), self.device.type == "cuda"
         prefetch, stall = self.data.prefetch, self.data.stall
-        for step in from_workers(self.steps, numbers, self.watch, prefetch, stall, pin_memory, give_up):
+        for step in from_workers(self.steps, numbers, self.status, prefetch, stall, pin_memory, give_up):
             if isinstance(step, LlavaFsdpError):
                 raise step
             assert step is None or isinstance(step, Step)

@@ -135,8 +135,8 @@ class Steps(Dataset):
 
     def load(self, number: int) -> Row:
         record = self.parse(number)
-        if self.image_reader.watch is not None:
-            self.image_reader.watch.at(record.where)
+        if self.image_reader.status is not None:
+            self.image_reader.status.at(record.where)
         sample = self.encoder(record)
         length, labels = int(self.records.lengths[number]), int(self.records.labels[number])
         if sample is None or (len(sample.input_ids), sample.num_labels) != (length, labels):
@@ -197,8 +197,8 @@ class Steps(Dataset):
         pixels of its images.
 
         It has step 0's first sample with an image and the first one without, if possible such that are not truncated.
-        Samples with a video are left out.
-        Its `label_positions` are all tokens, so that the outputs at each of them are compared; it has no labels.
+        Samples with a video are left out. Its `label_positions` are all tokens, so that the outputs at each of them are
+        compared; it has no labels.
         """
         rows: dict[bool, Row] = {}
         sizes: list[Size] = []

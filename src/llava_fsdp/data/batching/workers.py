@@ -43,7 +43,7 @@ CURES = {
 """Advice for error messages about workers that cannot be started, by the errno of the OSError."""
 
 
-class Watch:
+class WorkerStatus:
     """Memory shared with data workers, in which each notes its process id, current step, and current record or image.
 
     Workers call `begin`, `at` and `end`; in the main process these do nothing.
@@ -113,22 +113,22 @@ def shared(kind: Any) -> Any:
 
 
 class WatchedSteps(Dataset):
-    """Wraps the dataset of steps for use in data workers. It notes in a Watch when a worker begins and ends a step, and
-    hands the step over through the worker's memory files."""
+    """Wraps the dataset of steps for use in data workers. It notes in a WorkerStatus when a worker begins and ends a
+    step, and hands the step over through the worker's memory files."""
 
-    def __init__(self, steps: Dataset, watch: Watch, prefetch: int):
+    def __init__(self, steps: Dataset, watch: WorkerStatus, prefetch: int):
         """Create the memory files of each worker; raise OSError if the process has too many files open."""
         self.steps = steps
-        self.watch = watch
+        self.status = watch
         # one more than is prefetched: the rank requests the next step before it has received this one
         self.outboxes = [Outbox(prefetch + 1) for _ in range(watch.workers)] if HAS_MEMORY_FILES else []
 
     def __getitem__(self, step: int) -> object:
-        self.watch.begin(step)
+        self.status.begin(step)
         prepared, worker = self.steps[step], get_worker_info()
         if isinstance(prepared, Step) and worker is not None and self.outboxes:
             prepared = self.send(prepared, worker.id)
-        self.watch.end()
+        self.status.end()
         return prepared
 
     def send(self, step: Step, worker: int) -> Sent | OutOfMemory:
@@ -141,8 +141,8 @@ class WatchedSteps(Dataset):
 class StartWorker:
     """Initialises a data worker process; passed to torch's DataLoader as worker_init_fn."""
 
-    def __init__(self, watch: Watch):
-        self.watch = watch
+    def __init__(self, watch: WorkerStatus):
+        self.status = watch
         self.parent = os.getpid()
 
     def __call__(self, worker: int) -> None:
@@ -152,13 +152,13 @@ class StartWorker:
             signal.signal(number, signal.SIG_IGN)
         end_with(self.parent)
         gc.enable()  # the main process turned it off and collects at chosen times
-        self.watch.pids[worker] = os.getpid()
+        self.status.pids[worker] = os.getpid()
 
 
 def from_workers(
     steps: Dataset,
     numbers: range,
-    watch: Watch,
+    watch: WorkerStatus,
     prefetch: int,
     stall: float,
     pin_memory: bool,
@@ -212,7 +212,7 @@ def end_workers_at_exit(arriving: Any) -> None:
 
 
 def start_workers(
-    steps: Dataset, numbers: range, watch: Watch, prefetch: int, stall: float, pin_memory: bool
+    steps: Dataset, numbers: range, watch: WorkerStatus, prefetch: int, stall: float, pin_memory: bool
 ) -> Iterator[object] | None:
     """Start worker processes and return an iterator over the steps that they prepare. If they cannot be started, log a
     warning and return None."""
@@ -255,7 +255,7 @@ def lock_bytes(workers: int) -> int:
 
 
 def next_step(
-    arriving: Iterator[object], number: int, watch: Watch, stall: float, give_up: Callable[[], bool]
+    arriving: Iterator[object], number: int, watch: WorkerStatus, stall: float, give_up: Callable[[], bool]
 ) -> object:
     seen, since = watch.late(number), time.monotonic()
     while True:

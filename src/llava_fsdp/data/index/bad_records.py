@@ -80,7 +80,7 @@ def report(records: Records, cfg: Config, plan: Plan) -> None:
 def same_files(records: Records) -> str:
     """Return a warning about data sources that are the same file; empty if there are none."""
     names: dict[str, list[str]] = {}
-    for part in records.index.texts.parts:
+    for part in records.index.store.parts:
         names.setdefault(os.path.realpath(part.file.path), []).append(part.file.name)
     found = [f"sources {' and '.join(own)} are the same file, {path}" for path, own in names.items() if len(own) > 1]
     return "; ".join(found)
@@ -95,7 +95,7 @@ def remarks(records: Records) -> str:
     ]
     found = [f"of {len(records.index):,} records, {'; '.join(said)} (llava-fsdp prepare lists them)"] if said else []
     ends = itertools.accumulate(records.source_counts)
-    for source, count, end in zip(records.index.texts.sources, records.source_counts, ends, strict=True):
+    for source, count, end in zip(records.index.store.sources, records.source_counts, ends, strict=True):
         if source.images is not None and count and not records.pictures[end - count : end].any():
             found.append(
                 f"no record of {source.path} has an image, but {source.images} is set: is the key called image?"
@@ -118,11 +118,11 @@ def refuse_bad_records(records: Records, cfg: DataConfig) -> None:
         how = f"fix them, or raise data.max_bad_records={cfg.max_bad_records}, which allows {budget}"
         raise DataError(describe(records, kinds, "wrong", how, report))
     if not len(records):
-        raise DataError(f"{records.index.texts.sources[0].path}: no record is left to train on; see {report}")
+        raise DataError(f"{records.index.store.sources[0].path}: no record is left to train on; see {report}")
 
 
 def describe(records: Records, kinds: list[Kind], what: str, how: str, report: Path) -> str:
-    files = ", ".join(source.path for source in records.index.texts.sources)
+    files = ", ".join(source.path for source in records.index.store.sources)
     total = records.counts[Kind.too_long] if kinds == [Kind.too_long] else records.out
     lines = [f"{files}: {total} of {len(records.index)} records are {what}"]
     lines += [f"  {kind}: {records.counts[kind]} ({PROBLEMS[kind].meaning})" for kind in kinds]

@@ -6,7 +6,7 @@
     digests.json             the digest of each file of records, by its size and time
     chunks/PASS/KEY-N.npz    columns of N and the following records of one file of records; KEY depends on its content
     rows/KEY                 the records of a Parquet file, a tar, or a compressed or remote file, as JSON
-    KEY/texts                positions of the records (`Texts`); KEY depends on the content of all files of records
+    KEY/texts                positions of the records (`RecordStore`); KEY depends on the content of all their files
     KEY/records              columns with properties of the records; KEY/records-videos if their videos are read
     KEY/pictures-KEY.N       columns with properties of the records' images; a new N when a bad image was fixed
     KEY/encoded-KEY          columns for one tokenizer, template and maximum length
@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llava_fsdp.config import DataConfig, Examine, Pixels, TooLong
-from llava_fsdp.data.containers.open_shards import CacheFolder
+from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.duplicate_ids import DUPLICATES, read_facts
 from llava_fsdp.data.index.examine_passes import ExaminePictures, Pass, ReadRecords
@@ -41,12 +41,12 @@ from llava_fsdp.data.index.integrity import DONE, check_part, damaged, read_json
 from llava_fsdp.data.index.record_store import (
     DataSource,
     FindRecords,
-    Shard,
+    RecordStore,
     SourceFile,
-    Texts,
+    TextFile,
     files_of,
-    join_texts,
-    shards_of,
+    join_positions,
+    open_data_files,
     sources_of,
 )
 from llava_fsdp.data.index.source_state import check_unchanged, find_state, read_known, short, stamp
@@ -127,7 +127,7 @@ class Index:
 
     folder: Path
     """Folder of the whole index, with a subfolder for each state of the dataset's files."""
-    texts: Texts
+    store: RecordStore
     records: Path
     pictures: Path
     encoded: Path
@@ -139,7 +139,7 @@ class Index:
     """With `data.examine=sample` and `lazy`, how many images were decoded; None with others."""
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self.store)
 
     def flags(self, begin: int, end: int) -> np.ndarray:
         """Return the problems of the records [begin, end) as bits (`problems.BITS`), uint32 [end - begin]."""
@@ -266,7 +266,7 @@ def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path)
     records = state / plan.records_name
     for part in (state / "texts", records, pictures, encoded):
         check_part(part, whole=False)
-    texts = Texts(state / "texts", plan.reader.sampling is not None, plan.cache)
+    store = RecordStore(state / "texts", plan.reader.sampling is not None, plan.cache)
     facts, counts = read_json(encoded / DONE), read_json(pictures / DONE).get(EXAMINED)
     try:
         limits, losses = facts["limits"], np.array(facts["losses"], dtype=np.int64)
@@ -276,7 +276,7 @@ def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path)
         examined = None if counts is None else Examined(**require_kinds(counts, kinds_of(Examined)))
     except (BadJson, TypeError) as error:
         raise damaged(pictures / DONE, "it is not what was written") from error
-    return Index(folder, texts, records, pictures, encoded, limits, losses, examined)
+    return Index(folder, store, records, pictures, encoded, limits, losses, examined)
 
 
 def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
@@ -295,12 +295,12 @@ def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, loo
         check_unchanged(sources, most, begun, lambda: undo(folder, state, before))
 
     if not (state / "texts").is_dir():
-        shards = write_texts(files_of(sources), known.shards, plan, watch)
-        finding = FindRecords(shards, chunks_of(plan, "texts"), most)
-        with watch("finding records", len(shards)) as advance:
+        texts = write_record_texts(files_of(sources), known.file_keys, plan, watch)
+        finding = FindRecords(texts, chunks_of(plan, "texts"), most)
+        with watch("finding records", len(texts)) as advance:
             run_chunks(finding, finding.files(), plan.workers, advance)
-        join_texts(sources, finding, state / "texts", known.fingerprint, check)
-        if len(shards) == 1:
+        join_positions(sources, finding, state / "texts", known.fingerprint, check)
+        if len(texts) == 1:
             clear(finding.folder)
     records, sampling = state / plan.records_name, plan.reader.sampling
     reading = ReadRecords(state / "texts", CHUNKS["records"], sampling, plan.cache)
@@ -341,7 +341,7 @@ def undo(folder: Path, state: Path, before: set[Path]) -> None:
         clear(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def write_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Watch) -> tuple[Shard, ...]:
+def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Watch) -> tuple[TextFile, ...]:
     """Write the records of Parquet files and tars as JSON Lines files, unpack compressed files and copy remote ones.
     Local text files stay as they are.
 
@@ -352,7 +352,7 @@ def write_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Wat
         For each file, the text file with its records.
     """
     folders = [plan.cfg.index_folder / ROWS_FOLDER / key for key in keys]
-    shards = shards_of(files, None)
+    data_files = open_data_files(files, None)
     rows = {
         number: RowsFile(file.path, folder, file.keys)
         for number, (file, folder) in enumerate(zip(files, folders, strict=True))
@@ -362,20 +362,20 @@ def write_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Wat
     for file in {*rows.values()} - {*unwritten}:
         file.delete_groups()  # a process that was killed may have left them
     if unwritten:
-        writing = WriteRows(unwritten, plan.cfg.max_record_bytes, shards)
+        writing = WriteRows(unwritten, plan.cfg.max_record_bytes, data_files)
         with watch("reading Parquet files and tars", len(writing.groups)) as advance:
             run_chunks(writing, writing.chunks(), plan.workers, advance)
         writing.gather()
     both = zip(files, folders, strict=True)
     copies = [(file.path, folder / copy_name(file.path)) for file, folder in both if is_copied(file.path)]
     if copies:
-        unpack = Unpack(tuple(path for path, _ in copies), tuple(target for _, target in copies), shards)
+        unpack = Unpack(tuple(path for path, _ in copies), tuple(target for _, target in copies), data_files)
         with watch("unpacking", len(copies)) as advance:
             run_chunks(unpack, unpack.files(), plan.workers, advance)
     found = []
     for number, (file, folder, key) in enumerate(zip(files, folders, keys, strict=True)):
         text = folder / copy_name(file.path) if is_copied(file.path) else Path(file.path)
-        found.append(Shard(file, rows[number].whole if number in rows else text, key))
+        found.append(TextFile(file, rows[number].whole if number in rows else text, key))
     return tuple(found)
 
 
@@ -401,8 +401,8 @@ def make(
     files = task.files(chunks)
     with watch(label, len(files)) as advance:
         run_chunks(task, files, workers, advance)
-    join(files, task.firsts, target, lambda staged: finish(task, staged))
-    if not keep and len(task.texts.parts) == 1:
+    join(files, task.file_begins, target, lambda staged: finish(task, staged))
+    if not keep and len(task.store.parts) == 1:
         clear(chunks)
 
 
@@ -503,8 +503,8 @@ def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
 
 def encoded_facts(task: EncodeRecords, staged: Path) -> dict[str, Any]:
     shape = len(task.limits), len(LOSSES)
-    losses = np.zeros((len(task.texts.sources), *shape), dtype=np.int64)
-    sources = [task.texts.part(first).source for first in task.firsts]
+    losses = np.zeros((len(task.store.sources), *shape), dtype=np.int64)
+    sources = [task.store.part(first).source for first in task.file_begins]
     np.add.at(losses, sources, open_column(staged, "losses").reshape(-1, *shape))
     (staged / "losses.npy").unlink()
     return {"limits": task.limits, "losses": losses.tolist()}

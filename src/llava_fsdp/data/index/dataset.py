@@ -84,7 +84,7 @@ class Records:
 
     def __getitem__(self, number: int) -> Record:
         at = self.at(number)
-        return self._sizes.put(self.index.texts.record(at), at)
+        return self._sizes.put(self.index.store.record(at), at)
 
     def is_decoded(self, number: int, place: int) -> bool:
         """Return whether an image was decoded before training.
@@ -101,11 +101,11 @@ class Records:
 
     def fetch_ahead(self, numbers: Iterable[int]) -> None:
         """Begin to fetch the images of records that lie in remote files, and return at once."""
-        self.index.texts.fetch_ahead([self.at(number) for number in sorted(numbers)])
+        self.index.store.fetch_ahead([self.at(number) for number in sorted(numbers)])
 
     def where(self, number: int) -> str:
         """Return the name of a record for messages, whether or not it can be parsed."""
-        return self.index.texts.name(self.at(number))
+        return self.index.store.name(self.at(number))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
         values = open_column(folder, name)
@@ -161,14 +161,14 @@ class Records:
     @cached_property
     def source_counts(self) -> list[int]:
         """For each source, the number of its records that are trained on."""
-        firsts = self.index.texts.firsts
-        bounds = firsts if self.numbers is None else np.searchsorted(self.numbers, firsts).tolist()
-        return [end - begin for begin, end in itertools.pairwise(bounds)]
+        bounds = self.index.store.source_bounds
+        begins = bounds if self.numbers is None else np.searchsorted(self.numbers, bounds).tolist()
+        return [end - begin for begin, end in itertools.pairwise(begins)]
 
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the sources' content and of which records are trained on."""
-        whole = self.index.texts.fingerprint
+        whole = self.index.store.fingerprint
         if self.numbers is None:
             return whole
         digest = hashlib.sha256(whole.encode())
@@ -181,5 +181,5 @@ class Records:
         reason."""
         for row in self.index.rows():
             if row["kind"] in self.dropping:
-                where = self.index.texts.name(row["record"])
+                where = self.index.store.name(row["record"])
                 yield {"record": where, "kind": row["kind"], "reason": row["reason"]}

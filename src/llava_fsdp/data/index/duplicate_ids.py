@@ -26,12 +26,12 @@ def read_facts(task: ReadRecords, staged: Path) -> dict[str, Any]:
     flags = np.load(staged / "flags.npy", mmap_mode="r+")
     hashes = open_column(staged, "id_hash")
     with (staged / f"{DUPLICATES}.jsonl").open("w") as file:
-        for begin, end in itertools.pairwise(task.texts.firsts):
+        for begin, end in itertools.pairwise(task.store.source_bounds):
             for number, first in duplicates(hashes, begin, end).tolist():
-                record = task.texts.record(number)
-                (other, earlier), line = task.texts.place(first), task.texts.line(first)
+                record = task.store.record(number)
+                (other, earlier), line = task.store.locate(first), task.store.line(first)
                 at = "" if line is None else f" on line {line}"
-                at += "" if other == task.texts.place(number)[0] else f" of {other.path}"
+                at += "" if other == task.store.locate(number)[0] else f" of {other.path}"
                 reason = f"{record.where}: record {earlier}{at} has the same id; give each its own"
                 row = {"record": number, "id": record.id, "kind": Kind.duplicate_id, "reason": reason}
                 file.write(json.dumps(row) + "\n")

@@ -17,12 +17,12 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from llava_fsdp.config import Examine
-from llava_fsdp.data.containers.open_shards import CacheFolder
-from llava_fsdp.data.containers.place import Place
+from llava_fsdp.data.containers.data_files import CacheFolder
+from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.images.check import ImageFacts, ImageFile, check_links, examine, head_of, inline_images
 from llava_fsdp.data.images.video import VideoSampling, examine_video
 from llava_fsdp.data.index.image_sample import ImageSample, ends_of
-from llava_fsdp.data.index.record_store import Texts
+from llava_fsdp.data.index.record_store import RecordStore
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
 from llava_fsdp.data.records.problems import BITS, Kind
 from llava_fsdp.data.records.record import INLINE, Record, is_video, unread_reason
@@ -93,22 +93,22 @@ class Pass(ABC):
     """Where ranges of remote files are kept."""
 
     @cached_property
-    def texts(self) -> Texts:
-        return Texts(self.folder, self.sampling is not None, self.cache)
+    def store(self) -> RecordStore:
+        return RecordStore(self.folder, self.sampling is not None, self.cache)
 
     @cached_property
     def chunks(self) -> list[range]:
         """The numbers of the records of each chunk."""
         return [
             range(begin, min(begin + self.size, part.first + part.count))
-            for part in self.texts.parts
+            for part in self.store.parts
             for begin in range(part.first, part.first + part.count, self.size)
         ]
 
     @property
-    def firsts(self) -> list[int]:
+    def file_begins(self) -> list[int]:
         """For each chunk, the number of the first record of its file of records."""
-        return [self.texts.part(numbers.start).first for numbers in self.chunks]
+        return [self.store.part(numbers.start).first for numbers in self.chunks]
 
     def chunk_of(self, number: int) -> int:
         """Return which chunk a record belongs to."""
@@ -117,12 +117,12 @@ class Pass(ABC):
     def files(self, folder: Path) -> list[Path]:
         """Return the file of each chunk in a folder of the index."""
         return [folder / f"{self.key_of(numbers)}-{numbers.start - first:09d}.npz"
-                for numbers, first in zip(self.chunks, self.firsts, strict=True)]  # fmt: skip
+                for numbers, first in zip(self.chunks, self.file_begins, strict=True)]  # fmt: skip
 
     def key_of(self, numbers: range) -> str:
         """Return a text that changes with everything, except the settings of the pass, that the columns of a chunk
         depend on."""
-        return self.texts.part(numbers.start).key
+        return self.store.part(numbers.start).key
 
     def __reduce__(self) -> tuple:
         return type(self), tuple(getattr(self, f.name) for f in fields(self))
@@ -132,7 +132,7 @@ class Pass(ABC):
 
     def of(self, numbers: range) -> Columns:
         """Return the columns of consecutive records of one file of records."""
-        found = Findings(numbers, self.texts.part(numbers.start).first)
+        found = Findings(numbers, self.store.part(numbers.start).first)
         return {**self.columns(numbers, found), **found.columns}
 
     @abstractmethod
@@ -144,7 +144,7 @@ class Pass(ABC):
         """Yield the valid records, with their numbers. Invalid records are left out, because ReadRecords reports
         them."""
         for number in numbers:
-            record = attempt(partial(self.texts.record, number), lambda *_: None)
+            record = attempt(partial(self.store.record, number), lambda *_: None)
             if record is not None:
                 yield number, record
 
@@ -164,13 +164,13 @@ class ReadRecords(Pass):
         names: list[bytes] = []
         for number in numbers:
             try:
-                text = self.texts.read(number)
+                text = self.store.read(number)
                 digests[number - numbers.start] = xxh3_64_intdigest(text)
-                record = self.texts.record(number, text)
+                record = self.store.record(number, text)
             except DataError as error:
                 if error.kind is None:
                     raise
-                found.of(number, self.texts.id_of(number))(error.kind, str(error))
+                found.of(number, self.store.id_of(number))(error.kind, str(error))
                 continue
             at = number - numbers.start
             hashes[at] = id_hash(record.id) if record.has_id else 0
@@ -249,13 +249,13 @@ class ExaminePictures(Pass):
 
     @cached_property
     def real_folders(self) -> dict[str, str]:
-        folders = {part.file.images for part in self.texts.parts}
+        folders = {part.file.images for part in self.store.parts}
         return {folder: os.path.realpath(folder) for folder in folders if folder is not None}
 
     @cached_property
     def sample(self) -> ImageSample:
         """With `sample`, the images that are decoded."""
-        ends = ends_of(self.names.first, [part.first for part in self.texts.parts])
+        ends = ends_of(self.names.first, [part.first for part in self.store.parts])
         return ImageSample(ends, self.sample_size)
 
     def key_of(self, numbers: range) -> str:
@@ -281,19 +281,19 @@ class ExaminePictures(Pass):
         opened = self.opened(numbers, decoded)
         for at, number in enumerate(opened):
             if at % AHEAD == 0:
-                self.texts.fetch_ahead(opened[at : at + AHEAD], partial(self.needed, decoded))
+                self.store.fetch_ahead(opened[at : at + AHEAD], partial(self.needed, decoded))
             names = self.names.of(number)
             inline = self.inline_of(number, names)
             record: Record | None = None  # read once: a hostile record names many missing images
             for row, name in enumerate(names, int(self.names.first[number])):
-                key = self.texts.place(number)[0].images, name, row in decoded
+                key = self.store.locate(number)[0].images, name, row in decoded
                 if not (self.opens_all or row in decoded):
                     continue
                 if key not in seen:
                     seen[key] = self.look(*key, inline.get(name))
                 picture = seen[key]
                 if isinstance(picture, Wrong):
-                    record = record or self.texts.record(number)
+                    record = record or self.store.record(number)
                     reason = f"{record.where}: {picture.reason.removeprefix(f'{shown_name(name)}: ')}"
                     found.of(number, record.known_id)(picture.kind, reason)
                     picture = ImageFacts(0, 0, 0)
@@ -316,9 +316,9 @@ class ExaminePictures(Pass):
         own = self.names.first[numbers.start : numbers.stop + 1]
         return (np.unique(np.searchsorted(own, rows, side="right")) - 1 + numbers.start).tolist()
 
-    def needed(self, decoded: Collection[int], number: int, name: str, place: Place) -> Place | None:
+    def needed(self, decoded: Collection[int], number: int, name: str, place: ImageLocation) -> ImageLocation | None:
         """Return the part of an image in a file among others that is read when it is examined; None if it is not
-        opened. See `Texts.fetch_ahead`."""
+        opened. See `RecordStore.fetch_ahead`."""
         rows = range(*self.rows_of(range(number, number + 1)))
         if rows[self.names.of(number).index(name)] in decoded:
             return place
@@ -328,7 +328,7 @@ class ExaminePictures(Pass):
         """Return those of a record's images that are in the record itself or in its file."""
         if not any(name.startswith(INLINE) for name in names):
             return {}
-        return inline_images(self.texts.record(number))
+        return inline_images(self.store.record(number))
 
     def look(self, folder: str | None, name: str, full: bool, file: ImageFile | None) -> ImageFacts | Wrong:
         """Check an image, which is `file` or, if that is None, in the image folder. With `full` it is decoded."""

@@ -53,9 +53,9 @@ def draw(counts: list[int], most: int) -> list[int]:
 
 def make_example(records: Records, number: int, encoder: Encoder, reader: ImageReader) -> Example:
     """Encode a record as training does, and return what the page shows of it."""
-    texts, at = records.index.texts, records.at(number)
-    file, index = texts.place(at)
-    place = file.name, file.path, texts.line(at), index, texts.id_of(at)
+    store, at = records.index.store, records.at(number)
+    file, index = store.locate(at)
+    place = file.name, file.path, store.line(at), index, store.id_of(at)
     try:
         record = records[number]
         sample = encoder(record)

@@ -122,11 +122,11 @@ def at_most(bad: int, drawn: int, share: float) -> float:
     return math.fsum(map(math.exp, terms))
 
 
-def ends_of(first_picture: np.ndarray, firsts: Sequence[int]) -> tuple[int, ...]:
+def ends_of(first_picture: np.ndarray, file_begins: Sequence[int]) -> tuple[int, ...]:
     """Return for each file of records the index after its last image.
 
     Args:
         first_picture: the index of each record's first image, and the number of all images, int64 [records + 1].
-        firsts: the number of each file's first record.
+        file_begins: the number of each file's first record.
     """
-    return tuple(first_picture[[*firsts[1:], len(first_picture) - 1]].tolist())
+    return tuple(first_picture[[*file_begins[1:], len(first_picture) - 1]].tolist())

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.data.records.record import reading
+from llava_fsdp.data.containers.file_reader import reading
 from llava_fsdp.runtime.errors import DamagedError
 from llava_fsdp.runtime.small_json import parse_object
 

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -17,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import DataConfig, is_remote, paths_in
-from llava_fsdp.data.containers.open_shards import CacheFolder, OpenShards
-from llava_fsdp.data.containers.place import Place
+from llava_fsdp.data.containers.data_files import CacheFolder, DataFiles
+from llava_fsdp.data.containers.file_reader import reading
+from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.containers.remote_file import SHA256, RemoteFile
 from llava_fsdp.data.index.find_files import find_files
 from llava_fsdp.data.index.integrity import DONE, damaged, read_column, read_json, seal
@@ -34,7 +34,6 @@ from llava_fsdp.data.records.record import (
     name_place,
     name_record,
     parse_text,
-    reading,
 )
 from llava_fsdp.data.records.rows import has_rows
 from llava_fsdp.runtime.durable_files import replacing
@@ -44,13 +43,11 @@ from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
 COMMIT = re.compile(r"^(hf://datasets/[^@]+)@[^/]+")
 """Finds the commit in the URL of a file of the Hugging Face hub."""
 SPAN = "offset", "size", "line"
-OPEN_FILES = 64
-"""Number of text files that a process keeps open."""
 PIECE = 65_536
 """Number of records per file of positions. A search for records that was interrupted continues after the last such
 file."""
 
-Needed = Callable[[int, str, Place], Place | None]
+Needed = Callable[[int, str, ImageLocation], ImageLocation | None]
 """Function that returns which part of an image in a remote file is fetched, or None; its arguments are the record's
 number, and the image's name and place."""
 
@@ -78,7 +75,7 @@ class SourceFile:
         return None if self.size is None or self.pin is None else RemoteFile(self.path, self.size, self.pin)
 
     @property
-    def place(self) -> list[Any]:
+    def identity(self) -> list[Any]:
         """What the records depend on beside the file's content. The commit in a URL of the Hugging Face hub is left
         out: a new commit does not change the files that it leaves alone."""
         images = self.images and os.path.realpath(self.images)
@@ -164,9 +161,9 @@ def files_of(sources: Sequence[DataSource]) -> list[SourceFile]:
     return [file for source in sources for file in source.files]
 
 
-def shards_of(files: Iterable[SourceFile], cache: CacheFolder | None) -> OpenShards:
+def open_data_files(files: Iterable[SourceFile], cache: CacheFolder | None) -> DataFiles:
     """Return a reader of files of records and of the images in them."""
-    return OpenShards({file.path: file.remote for file in files if file.remote is not None}, cache)
+    return DataFiles({file.path: file.remote for file in files if file.remote is not None}, cache)
 
 
 def digest(file: SourceFile) -> str:
@@ -181,11 +178,11 @@ def digest(file: SourceFile) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-class Texts:
+class RecordStore:
     """Reads the records of all sources by number. The records of all sources are numbered in one sequence, in the order
     of the sources and of their files.
 
-    The columns `offset` (int64), `size` and `line` (int32) say where the bytes of a record are. When a Texts is
+    The columns `offset` (int64), `size` and `line` (int32) say where the bytes of a record are. When a RecordStore is
     pickled, only its arguments are.
 
     Args:
@@ -208,31 +205,30 @@ class Texts:
         except (KeyError, TypeError, BadJson) as error:
             raise damaged(folder / DONE, "it is not what was written") from error
         self.offset, self.size, self.lines = (open_column(folder, name) for name in SPAN)
-        self._firsts = [p.first for p in self.parts]
-        self._open: OrderedDict[str, int] = OrderedDict()
-        self.shards = shards_of((part.file for part in self.parts), cache)
+        self._part_begins = [p.first for p in self.parts]
+        self.data_files = open_data_files((part.file for part in self.parts), cache)
 
     def __reduce__(self) -> tuple:
-        return Texts, (self.folder, self.videos, self.cache)
+        return RecordStore, (self.folder, self.videos, self.cache)
 
     def __len__(self) -> int:
         return len(self.offset)
 
     @cached_property
-    def firsts(self) -> list[int]:
+    def source_bounds(self) -> list[int]:
         """Number of each source's first record, followed by the number of all records."""
         counts = [0] * len(self.sources)
         for part in self.parts:
             counts[part.source] += part.count
         return list(itertools.accumulate(counts, initial=0))
 
-    def place(self, number: int) -> tuple[SourceFile, int]:
+    def locate(self, number: int) -> tuple[SourceFile, int]:
         """Return the file of a record, and the record's index within that file."""
         part = self.part(number)
         return part.file, number - part.first
 
     def part(self, number: int) -> Part:
-        return self.parts[bisect.bisect_right(self._firsts, number) - 1]
+        return self.parts[bisect.bisect_right(self._part_begins, number) - 1]
 
     @cached_property
     def _folders(self) -> dict[SourceFile, Path | None]:
@@ -250,31 +246,14 @@ class Texts:
         text, size, offset = self.part(number).text, int(self.size[number]), int(self.offset[number])
         if size <= 0 or offset < 0:
             raise damaged(self.folder / "offset.npy", f"a record of {size} bytes at {offset} is impossible")
-        source, index = self.place(number)
+        source, index = self.locate(number)
         check_bytes(size, self.most, name_place(source.path, index, self.line(number)))
-        with reading(Path(text)):
-            try:
-                descriptor = self.open(text)
-            except FileNotFoundError as error:
-                if text == source.path:
-                    raise
+        try:
+            return self.data_files.open(text).read(offset, size)
+        except SourceError as error:
+            if text != source.path and isinstance(error.__cause__, FileNotFoundError):
                 raise damaged(Path(text), "it is missing") from error
-            found = os.pread(descriptor, size, offset)
-        if len(found) < size:
-            raise SourceError(
-                f"{text} ends before byte {offset + size}, where a record should; it has changed, or its index is "
-                "damaged: run llava-fsdp prepare, which checks both"
-            )
-        return found
-
-    def open(self, text: str) -> int:
-        """Return an open file descriptor of a text file. The latest OPEN_FILES ones are kept."""
-        if text not in self._open:
-            self._open[text] = os.open(text, os.O_RDONLY | os.O_CLOEXEC)
-            if len(self._open) > OPEN_FILES:
-                os.close(self._open.popitem(last=False)[1])
-        self._open.move_to_end(text)
-        return self._open[text]
+            raise
 
     def raw(self, number: int) -> Any:
         """Return a record as parsed JSON."""
@@ -282,7 +261,7 @@ class Texts:
 
     def parse(self, number: int, text: bytes) -> Any:
         """Parse the bytes of a record as JSON."""
-        source, index = self.place(number)
+        source, index = self.locate(number)
         return parse_text(source.path, index, text, self.line(number))
 
     def line(self, number: int) -> int | None:
@@ -299,7 +278,7 @@ class Texts:
 
     def name(self, number: int) -> str:
         """Return the name of a record for messages, whether or not it can be parsed."""
-        source, index = self.place(number)
+        source, index = self.locate(number)
         with contextlib.suppress(DataError):
             raw = self.raw(number)
             if isinstance(raw, dict):
@@ -312,14 +291,14 @@ class Texts:
         Args:
             needed: returns the part of an image that is fetched.
         """
-        if not self.shards.remote:
+        if not self.data_files.remote:
             return
         places = []
         for number in numbers:
             with contextlib.suppress(DataError):  # reported where the record is read
                 held = self.record(number).inline.items() if self.part(number).file.remote else ()
-                places += [needed(number, name, place) for name, place in held if isinstance(place, Place)]
-        self.shards.fetch_ahead(place for place in places if place is not None)
+                places += [needed(number, name, place) for name, place in held if isinstance(place, ImageLocation)]
+        self.data_files.fetch_ahead(place for place in places if place is not None)
 
     def record(self, number: int, text: bytes | None = None) -> Record:
         """Read and parse a record.
@@ -330,11 +309,11 @@ class Texts:
         Raises:
             DataError: the record is invalid; the error has a `kind`.
         """
-        source, index = self.place(number)
+        source, index = self.locate(number)
         folder = self._folders[source]
         raw = self.raw(number) if text is None else self.parse(number, text)
         record = parse_record(source.path, index, raw, self.line(number), source.keys, self.videos)
-        return replace(record, folder=folder or record.folder, shards=self.shards if record.inline else None)
+        return replace(record, folder=folder or record.folder, data_files=self.data_files if record.inline else None)
 
 
 def source_from(raw: dict[str, Any]) -> DataSource:
@@ -350,51 +329,53 @@ def part_from(raw: dict[str, Any]) -> Part:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A file of records whose records are to be found."""
+class TextFile:
+    """A text file of records, in which each record is still to be found."""
 
     file: SourceFile
-    text: Path
-    """The text file with its records."""
+    """The file of records that the configuration names."""
+    path: Path
+    """Path of the text file: `file` itself, or the file in the index to which its records were written."""
     key: str
+    """Text that changes with the path and content of `file`."""
 
 
 @dataclass(frozen=True)
 class FindRecords:
     """Finds the records in text files. Each call finds those of one file, and writes their positions in pieces."""
 
-    shards: tuple[Shard, ...]
+    texts: tuple[TextFile, ...]
     folder: Path
     """Folder of the pieces."""
     most: int
     """Largest number of bytes of a record."""
 
     def __call__(self, chunk: int) -> Columns:
-        shard = self.shards[chunk]
-        if has_rows(shard.file.path) and not shard.text.stat().st_size:
-            raise no_records(shard.file.path)
-        split_file(shard.text, self.pieces(chunk), self.most, shard.file.path)
+        text = self.texts[chunk]
+        if has_rows(text.file.path) and not text.path.stat().st_size:
+            raise no_records(text.file.path)
+        split_file(text.path, self.pieces(chunk), self.most, text.file.path)
         return {"count": np.zeros(0, dtype=np.int64)}
 
     def pieces(self, chunk: int) -> Path:
-        return self.folder / self.shards[chunk].key
+        return self.folder / self.texts[chunk].key
 
     def files(self) -> list[Path]:
-        return [self.folder / f"{shard.key}.npz" for shard in self.shards]
+        return [self.folder / f"{text.key}.npz" for text in self.texts]
 
 
 def no_records(file: str) -> DataError:
     return DataError(f"{file} holds no records; take it out, or take it from its source again").about(file=file)
 
 
-def join_texts(
+def join_positions(
     sources: Sequence[DataSource],
     found: FindRecords,
     folder: Path,
     fingerprint: str,
     check: Callable[[], None],
 ) -> None:
-    """Join the positions of the records of all files, and write them into a folder that `Texts` opens.
+    """Join the positions of the records of all files, and write them into a folder that `RecordStore` opens.
 
     Args:
         found: the files of all sources in order; their records have been found.
@@ -408,12 +389,12 @@ def join_texts(
     parts: list[Part] = []
     pieces: list[Path] = []
     first = 0
-    for chunk, (source, shard) in enumerate(zip(numbers, found.shards, strict=True)):
+    for chunk, (source, text) in enumerate(zip(numbers, found.texts, strict=True)):
         own = sorted(found.pieces(chunk).glob("*.npy"))
         count = sum(len(read_column(p)) for p in own)
         if not count:
-            raise no_records(shard.file.path)
-        parts.append(Part(source, shard.file, str(shard.text), shard.key, first, count))
+            raise no_records(text.file.path)
+        parts.append(Part(source, text.file, str(text.path), text.key, first, count))
         pieces += own
         first += count
     staged = folder.with_name(f"{folder.name}.tmp")

@@ -7,17 +7,17 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from llava_fsdp.data.containers.file_reader import reading
 from llava_fsdp.data.index.record_store import DataSource, SourceFile, digest, files_of
-from llava_fsdp.data.records.record import reading
 from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import SourceError
 from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.progress import Watch
-from llava_fsdp.runtime.small_json import BadJson, kinds_of, parse_object, require_kinds
+from llava_fsdp.runtime.small_json import BadJson, Kinds, parse_object, require_kinds
 
 FORMAT = 8
 """Version of the index format. It is increased whenever the columns change, or the values in them for the same
@@ -25,6 +25,8 @@ record."""
 STORED_EVERY = 100
 """Number of files after whose digests all digests are stored."""
 KNOWN, DIGESTS = "known.json", "digests.json"
+STORED: dict[str, Kinds] = {"key": (str,), "fingerprint": (str,), "shards": (list,)}
+"""Keys under which `known.json` stores the fields of a State, in their order, and the types of the values."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class State:
     """Text that changes with the content and the places of the files, and with the largest size of a record."""
     fingerprint: str
     """Digest of the content of all files."""
-    shards: list[str]
+    file_keys: list[str]
     """For each file, a text that changes with its content and its place, and with the largest size of a record."""
 
 
@@ -55,10 +57,13 @@ def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch,
         digests = digests_of(files, folder, watch, look_again)
         check_unchanged(sources, most, now)
         whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-        places = [file.place for file in files]
-        shards = [short(FORMAT, most, own, place) for own, place in zip(digests, places, strict=True)]
-        known[now] = State(short(FORMAT, most, digests, places), whole[:32], shards)
-        replace_file(folder / KNOWN, json.dumps({key: asdict(own) for key, own in known.items()}).encode())
+        identities = [file.identity for file in files]
+        keys = [short(FORMAT, most, own, identity) for own, identity in zip(digests, identities, strict=True)]
+        known[now] = State(short(FORMAT, most, digests, identities), whole[:32], keys)
+        replace_file(
+            folder / KNOWN,
+            json.dumps({key: dict(zip(STORED, astuple(own), strict=True)) for key, own in known.items()}).encode(),
+        )
     return known[now]
 
 
@@ -107,7 +112,7 @@ def read_known(folder: Path) -> dict[str, State]:
     path = folder / KNOWN
     try:
         known = parse_object(path.read_bytes()) if path.is_file() else {}
-        return {key: State(**require_kinds(own, kinds_of(State))) for key, own in known.items()}
+        return {key: State(*(require_kinds(own, STORED)[name] for name in STORED)) for key, own in known.items()}
     except (ValueError, TypeError, KeyError, AttributeError, BadJson):
         return {}
 

@@ -89,24 +89,24 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
 
 def count_sources(records: Records) -> list[Counts]:
     """Return the counts of each data source, without problems."""
-    texts, ends = records.index.texts, list(itertools.accumulate(records.source_counts, initial=0))
-    ranges = zip(texts.sources, itertools.pairwise(texts.firsts), itertools.pairwise(ends), strict=True)
+    store, ends = records.index.store, list(itertools.accumulate(records.source_counts, initial=0))
+    ranges = zip(store.sources, itertools.pairwise(store.source_bounds), itertools.pairwise(ends), strict=True)
     return [count(records, Counts(s.name, s.path, s.images, e - b, e - b), kept) for s, (b, e), kept in ranges]
 
 
 def count_files(records: Records) -> list[Counts]:
     """Return the counts of each file of records of all sources, without problems."""
-    parts = records.index.texts.parts
-    bounds = first_numbers(records)
+    parts = records.index.store.parts
+    bounds = file_bounds(records)
     kept = bounds if records.numbers is None else np.searchsorted(records.numbers, bounds)
     ranges = zip(parts, itertools.pairwise(kept.tolist()), strict=True)
     return [count(records, Counts(p.file.name, p.file.path, p.file.images, p.count, p.count), own) for p, own in ranges]
 
 
-def first_numbers(records: Records) -> np.ndarray:
+def file_bounds(records: Records) -> np.ndarray:
     """Return the number in the index of each file's first record, followed by the number of all records, int64
     [files + 1]."""
-    return np.array([*(part.first for part in records.index.texts.parts), len(records.index)], dtype=np.int64)
+    return np.array([*(part.first for part in records.index.store.parts), len(records.index)], dtype=np.int64)
 
 
 def count(records: Records, counts: Counts, kept: tuple[int, int]) -> Counts:
@@ -145,19 +145,19 @@ def median(lengths: np.ndarray, begin: int, end: int, longest: int) -> int:
 
 def count_problems(records: Records) -> list[dict[str, int]]:
     """Return for each file of records the number of its records with each kind of problem."""
-    firsts, files = first_numbers(records), len(records.index.texts.parts)
+    bounds, files = file_bounds(records), len(records.index.store.parts)
     found = {kind: np.zeros(files, dtype=np.int64) for kind, number in records.counts.items() if number}
     for begin, flags in records.index.blocks():
         for kind, counts in found.items():
             numbers = np.flatnonzero(flags & BITS[kind]) + begin
-            counts += np.bincount(np.searchsorted(firsts, numbers, side="right") - 1, minlength=files)
+            counts += np.bincount(np.searchsorted(bounds, numbers, side="right") - 1, minlength=files)
     return [{str(kind): int(counts[file]) for kind, counts in found.items() if counts[file]} for file in range(files)]
 
 
 def with_problems(records: Records) -> tuple[list[Counts], list[Counts]]:
     """Return the counts of each data source, and those of each file, with their problems."""
     sources, files = count_sources(records), count_files(records)
-    for part, own, problems in zip(records.index.texts.parts, files, count_problems(records), strict=True):
+    for part, own, problems in zip(records.index.store.parts, files, count_problems(records), strict=True):
         own.problems, whole = problems, sources[part.source].problems
         whole |= {kind: whole.get(kind, 0) + number for kind, number in problems.items()}
     return sources, files
@@ -198,7 +198,7 @@ def bar_width(longest: int) -> int:
 
 def describe_losses(index: Index) -> list[dict[str, Any]]:
     """Return for each maximum length how much is lost by truncation, in all sources together and in each source."""
-    names = [source.name for source in index.texts.sources]
+    names = [source.name for source in index.store.sources]
     return [
         {
             "max_length": limit,
@@ -233,13 +233,13 @@ def list_problems(records: Records) -> dict[str, Any]:
 
 def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
     for row in records.index.rows():
-        file, index = records.index.texts.place(row["record"])
+        file, index = records.index.store.locate(row["record"])
         yield {
             "kind": row["kind"],
             "kept": row["kind"] not in records.dropping,
             "source": file.name,
             "file": file.path,
-            "line": records.index.texts.line(row["record"]),
+            "line": records.index.store.line(row["record"]),
             "index": index,
             "id": row["id"],
             "reason": row["reason"],

@@ -174,7 +174,7 @@ def do(task: Task, files: Sequence[Path], chunk: int) -> None:
         np.savez(file, **columns)  # pyright: ignore[reportArgumentType]
 
 
-def join(files: Sequence[Path], firsts: Sequence[int], target: Path, finish: Callable[[Path], dict[str, Any]]) -> None:
+def join(files: Sequence[Path], offsets: Sequence[int], target: Path, finish: Callable[[Path], dict[str, Any]]) -> None:
     """Concatenate the columns of all chunks: each column becomes a .npy file in `target`, the text column becomes
     `rows.jsonl`.
 
@@ -182,7 +182,7 @@ def join(files: Sequence[Path], firsts: Sequence[int], target: Path, finish: Cal
 
     Args:
         files: the file of each chunk.
-        firsts: for each chunk, what is added to the number `record` of its rows: a chunk counts the records of its own
+        offsets: for each chunk, what is added to the number `record` of its rows: a chunk counts the records of its own
             file of records.
         finish: called with the folder of the joined columns; may add files to it, and returns facts to store in
             `done.json`.
@@ -197,7 +197,7 @@ def join(files: Sequence[Path], firsts: Sequence[int], target: Path, finish: Cal
         pieces = (column(file, name) for file in files)
         if name == ROWS:
             with (staged / f"{ROWS}.jsonl").open("wb") as file:
-                for piece, first in zip(pieces, firsts, strict=True):
+                for piece, first in zip(pieces, offsets, strict=True):
                     file.write(renumbered(piece.tobytes(), first))
         else:
             write_column(staged / f"{name}.npy", pieces, dtype)

@@ -13,12 +13,12 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from llava_fsdp.config import DataConfig
-from llava_fsdp.data.containers.place import Place, place_from
+from llava_fsdp.data.containers.location import ImageLocation, location_from
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import (
     INLINE,
     JSON_NAMES,
-    PLACE,
+    LOCATION,
     TOO_LARGE,
     Record,
     Turn,
@@ -110,7 +110,7 @@ class RecordReader:
     """The file of records."""
     reads_videos: bool = False
     """Whether videos are read; if not, a video is one of the media that are not read."""
-    inline: dict[str, bytes | Place] = field(default_factory=dict)
+    inline: dict[str, bytes | ImageLocation] = field(default_factory=dict)
     """Images that are in the record itself or in its file, by the names that `image` gives them."""
     in_parts: list[str] = field(default_factory=list)
     """Names of the images, and of videos that are read, that the parts of turns give."""
@@ -129,10 +129,10 @@ class RecordReader:
         Args:
             what: name of the value in error messages.
             value: a path, a data URL, or an object with one of the keys GIVEN_AS; in an object, `bytes` may be bytes or
-                base64 text. In a row of a Parquet file or a tar also an object with the key PLACE.
+                base64 text. In a row of a Parquet file or a tar also an object with the key LOCATION.
         """
-        if isinstance(value, dict) and PLACE in value and is_shard(self.file):
-            return self.place(what, value[PLACE])
+        if isinstance(value, dict) and LOCATION in value and is_shard(self.file):
+            return self.place(what, value[LOCATION])
         given = given_images(value) if isinstance(value, dict) else {}
         if len(given) == 1:
             ((key, inner),) = given.items()
@@ -186,7 +186,7 @@ class RecordReader:
     def place(self, what: str, values: Any) -> str:
         """Return a name for an image that lies in the file of records."""
         try:
-            place = place_from(self.file, values)
+            place = location_from(self.file, values)
         except ValueError:
             raise self.bad(what, values, "a path") from None
         page = "" if place.page is None else f"@{place.page.offset}"

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import is_remote
-from llava_fsdp.data.containers.open_shards import OpenShards
-from llava_fsdp.data.containers.parquet_shard import ReaderFile
-from llava_fsdp.data.containers.place import Reader
+from llava_fsdp.data.containers.data_files import DataFiles
+from llava_fsdp.data.containers.file_reader import Reader
+from llava_fsdp.data.containers.parquet_container import ReaderFile
 from llava_fsdp.data.index.worker_pool import BLOCK, Columns
 from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import ConfigError, DataError
@@ -55,13 +55,13 @@ class Unpack:
     paths: tuple[str, ...]
     targets: tuple[Path, ...]
     """For each file, the text file to write."""
-    shards: OpenShards
+    data_files: DataFiles
 
     def __call__(self, chunk: int) -> Columns:
         target = self.targets[chunk]
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target, durable=True) as file:
-            for block in blocks(self.shards.open(self.paths[chunk])):
+            for block in blocks(self.data_files.open(self.paths[chunk])):
                 file.write(block)
         log().info("%s: wrote %d bytes into the index", self.paths[chunk], target.stat().st_size)
         return {"bytes": np.array([target.stat().st_size], dtype=np.int64)}

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.data.containers.parquet_shard import ParquetShard
-from llava_fsdp.data.containers.place import Place, Reader
+from llava_fsdp.data.containers.file_reader import Reader
+from llava_fsdp.data.containers.location import ImageLocation
+from llava_fsdp.data.containers.parquet_container import ParquetContainer
 from llava_fsdp.data.records.forms import ENTRY_KEYS, FORMS, NO_KEYS, TOOL_KEYS, TURN_KEYS, VIDEO_KEYS, RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
-from llava_fsdp.data.records.record import HELD, PARQUET, PLACE, TOO_LARGE, is_empty, names_media, without_places
+from llava_fsdp.data.records.record import HELD, LOCATION, PARQUET, TOO_LARGE, is_empty, names_media, without_locations
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.terminal_text import shown_name
 
@@ -27,8 +28,6 @@ PARTS = "content"
 """Field of a turn that may be a list of parts."""
 TURN = tuple(key for keys in (*TURN_KEYS, ENTRY_KEYS) for key in keys)
 """Fields of the structs in a column of turns that are read."""
-ROWS_AT_ONCE = 256
-"""Number of rows in a batch read from a Parquet file."""
 NOT_UTF8 = b"\xff"
 """Placeholder line for a Parquet row whose text is not UTF-8. It is not UTF-8 itself, so the checks of text files
 report the row."""
@@ -62,7 +61,7 @@ def has_paths(schema: Any, name: str) -> bool:
     return is_text(kind.value_type if is_list(kind) else kind)
 
 
-def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetShard:
+def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetContainer:
     """Open a Parquet file of records.
 
     Raises:
@@ -74,9 +73,9 @@ def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetShard:
     head = file.read(0, min(64, file.size))
     if not head.startswith(b"PAR1"):
         check_head(head, file.name)
-    shard = ParquetShard(file)
+    parquet = ParquetContainer(file)
     try:
-        schema = shard.file.schema_arrow
+        schema = parquet.arrow.schema_arrow
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
             f"{file.name} is no whole Parquet file ({shown_name(error)}); take it from its source again"
@@ -87,7 +86,7 @@ def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetShard:
             f"{', '.join(turn_columns(keys))}, or the two that data.question and data.answer name"
         )
     check_types(file.name, schema, keys)
-    return shard
+    return parquet
 
 
 def check_types(path: str, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
@@ -176,9 +175,9 @@ class ParquetRows:
 
     def __init__(self, file: Reader, keys: RecordKeys = NO_KEYS):
         """Open the file; raises what `open_file` raises."""
-        self.shard = open_file(file, keys)
+        self.parquet = open_file(file, keys)
         self.keys = keys
-        schema = self.shard.file.schema_arrow
+        schema = self.parquet.arrow.schema_arrow
         self.read = read_columns(keys, schema)
         """Names of the columns that are read."""
         self.unread = [n for n in schema.names if n not in self.read and (names_media(n) or n in TOOL_KEYS)]
@@ -186,7 +185,7 @@ class ParquetRows:
         self.leaves = {name: leaf for name in keys.images if (leaf := self.leaf_with_images(name)) is not None}
         """For each column of images, the path of its leaf column with bytes, if it has one."""
         self.unread_leaves = [
-            leaf for leaf in self.shard.binary_leaves() if any(is_below(leaf, name) for name in self.unread)
+            leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.unread)
         ]
         """The paths of leaf columns with the bytes of media that are not read."""
         self.page_bytes = np.zeros(2, dtype=np.int64)
@@ -197,19 +196,19 @@ class ParquetRows:
     @property
     def groups(self) -> int:
         """Number of row groups."""
-        return self.shard.groups
+        return self.parquet.groups
 
     def leaf_with_images(self, name: str) -> str | None:
         """Return the path of the leaf column with the bytes of images in a column; None if it has paths alone."""
-        schema = self.shard.file.schema_arrow
+        schema = self.parquet.arrow.schema_arrow
         if name not in schema.names or not is_embedded(schema, name):
             return None
-        leaves = [leaf for leaf in self.shard.binary_leaves() if is_below(leaf, name)]
+        leaves = [leaf for leaf in self.parquet.binary_leaves() if is_below(leaf, name)]
         kind = schema.field(name).type
         if fields_of(kind.value_type if is_list(kind) else kind):
             leaves = [leaf for leaf in leaves if leaf.endswith(".bytes")]
         if len(leaves) > 1:
-            raise DataError(f"{self.shard.shard.name}: several columns hold {name}: {leaves}; keep one")
+            raise DataError(f"{self.parquet.reader.name}: several columns hold {name}: {leaves}; keep one")
         return leaves[0] if leaves else None
 
     def lines(self, group: int, most: int = MOST_BYTES) -> Iterator[bytes]:
@@ -223,14 +222,14 @@ class ParquetRows:
             DataError: the row group is damaged, or stored in a way that leaves images no place.
             SourceError: the file cannot be read.
         """
-        places = {name: self.shard.places(leaf, group) for name, leaf in self.leaves.items()}
-        unread = {leaf: self.shard.places(leaf, group) for leaf in self.unread_leaves}
+        places = {name: self.parquet.places(leaf, group) for name, leaf in self.leaves.items()}
+        unread = {leaf: self.parquet.places(leaf, group) for leaf in self.unread_leaves}
         wanted = self.read + self.unread
-        left_out = {leaf for leaf in self.shard.binary_leaves() if any(is_below(leaf, name) for name in self.leaves)}
+        left_out = {leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.leaves)}
         left_out |= {*self.unread_leaves}
-        left_out |= {leaf for leaf in self.shard.footer.leaves if not any(is_below(leaf, name) for name in wanted)}
+        left_out |= {leaf for leaf in self.parquet.footer.leaves if not any(is_below(leaf, name) for name in wanted)}
         number = 0
-        for batch in self.shard.batches(group, left_out, ROWS_AT_ONCE):
+        for batch in self.parquet.batches(group, left_out):
             for row in range(batch.num_rows):
                 held = {name: own.row(number) for name, own in places.items()}
                 paged = [
@@ -245,7 +244,7 @@ class ParquetRows:
                 yield self.line(batch.slice(row, 1), held, more, most)
                 number += 1
 
-    def line(self, row: Any, held: dict[str, list[Place | None]], more: Collection[str], most: int) -> bytes:
+    def line(self, row: Any, held: dict[str, list[ImageLocation | None]], more: Collection[str], most: int) -> bytes:
         """Return a row as a JSON record.
 
         Args:
@@ -273,7 +272,7 @@ class ParquetRows:
             elif name in (*self.keys.images, *VIDEO_KEYS):
                 value = self.images(name, value, own)
             elif name in FORMS and value is not None:
-                value = [plain_turn(without_places(turn)) for turn in value]
+                value = [plain_turn(without_locations(turn)) for turn in value]
             if value is not None:
                 record[name] = value
         made = json_line(record)
@@ -281,7 +280,7 @@ class ParquetRows:
             return made
         return json.dumps({"id": record.get("id"), TOO_LARGE: [len(made), most]}).encode()
 
-    def images(self, name: str, value: Any, held: list[Place | None]) -> Any:
+    def images(self, name: str, value: Any, held: list[ImageLocation | None]) -> Any:
         """Return the images of a row in a column: for each the JSON of its place, or its path.
 
         Args:
@@ -315,12 +314,12 @@ def is_below(leaf: str, column: str) -> bool:
     return leaf == column or leaf.startswith(f"{column}.")
 
 
-def one_image(value: Any, place: Place | None) -> Any:
+def one_image(value: Any, place: ImageLocation | None) -> Any:
     """Return the JSON value of an image: an object with its place in the file if its bytes are there, or its path."""
     path = value.get("path") if isinstance(value, dict) else value
     if place is None:
         return path
-    return {PLACE: replace(place, name=path).to_json()}
+    return {LOCATION: replace(place, name=path).to_json()}
 
 
 def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:

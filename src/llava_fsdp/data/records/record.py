@@ -1,31 +1,21 @@
 """One record of a dataset, and what its parts must be; `forms` reads records of all forms."""
 
-import contextlib
-import errno
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.data.containers.open_shards import OpenShards
-from llava_fsdp.data.containers.place import Place
+from llava_fsdp.data.containers.data_files import DataFiles
+from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.runtime.errors import DataError, SourceError
+from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.terminal_text import shown_name
 
 ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://|data:)", re.IGNORECASE)
-CURES = {
-    errno.EACCES: "let this user read it: chmod, chown, or run as one who may",
-    errno.EPERM: "let this user read it: chmod, chown, or run as one who may",
-    errno.ENOENT: "put it back, or name another file",
-    errno.EISDIR: "name a file",
-}
-"""Advice for the message about a file that cannot be read, by errno. These are errors that trying again would not
-fix."""
 WORD = re.compile(r"(?i:md5)|[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 """Pattern of one word in a JSON key: finds `image` and `url` in `image_url`, `imageUrl2` and `IMAGE-URL`."""
 MEDIA = frozenset(
@@ -51,7 +41,7 @@ the row, limit], both in bytes."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 INLINE = "data:"
 """Beginning of the name of an image that is in the record itself or in its file; no path begins so."""
-PLACE = "llava_fsdp place"
+LOCATION = "llava_fsdp place"
 """JSON key of an object in place of an image's path: the value says where the image lies in the file of records."""
 HELD = "..."
 """Placeholder in a record's JSON for a value that is not read: of a column with media (video, audio, ...), or of a call
@@ -98,10 +88,10 @@ class Record:
     unread: str | None = None
     """Description, for error messages, of a media key or tag in the record that is not read; None if the record has
     none."""
-    inline: Mapping[str, bytes | Place] = field(default_factory=dict, compare=False, repr=False)
+    inline: Mapping[str, bytes | ImageLocation] = field(default_factory=dict, compare=False, repr=False)
     """Images that are in the record itself or in its file, by names that differ if the images do: their bytes, or
     where the bytes lie."""
-    shards: OpenShards | None = field(default=None, compare=False, repr=False)
+    data_files: DataFiles | None = field(default=None, compare=False, repr=False)
     """Reads the images whose places are in `inline`."""
 
     @property
@@ -185,23 +175,15 @@ def is_deep(value: Any) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Context manager that converts an OSError while a file is read into a SourceError with advice."""
-    try:
-        yield
-    except OSError as error:
-        cure = CURES.get(error.errno or 0, "does its file system answer? run it again")
-        raise SourceError(f"{path} cannot be read: {error.strerror or error}; {cure}") from error
-
-
-def without_places(value: Any) -> Any:
-    """Return a JSON value of unknown origin with a placeholder for the value of each key PLACE: only this program may
-    tell where an image lies."""
+def without_locations(value: Any) -> Any:
+    """Return a JSON value of unknown origin with a placeholder for the value of each key LOCATION: only this program
+    may tell where an image lies."""
     if isinstance(value, list):
-        return [without_places(own) for own in value]
+        return [without_locations(own) for own in value]
     if isinstance(value, dict):
-        return {key: HELD if key == PLACE and not is_empty(own) else without_places(own) for key, own in value.items()}
+        return {
+            key: HELD if key == LOCATION and not is_empty(own) else without_locations(own) for key, own in value.items()
+        }
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from llava_fsdp.data.containers.open_shards import OpenShards
+from llava_fsdp.data.containers.data_files import DataFiles
 from llava_fsdp.data.index.worker_pool import BLOCK, Columns, column
 from llava_fsdp.data.records.forms import RecordKeys
 from llava_fsdp.data.records.parquet import ParquetRows, is_parquet
@@ -47,15 +47,15 @@ class Rows(Protocol):
         ...
 
 
-def open_rows(path: str, keys: RecordKeys, shards: OpenShards) -> Rows:
+def open_rows(path: str, keys: RecordKeys, data_files: DataFiles) -> Rows:
     """Open a Parquet file or a tar; errors as for `Rows.lines`."""
-    file = shards.open(path)
+    file = data_files.open(path)
     return ParquetRows(file, keys) if is_parquet(path) else TarRows(file, keys)
 
 
-def all_lines(path: str, keys: RecordKeys, most: int, shards: OpenShards) -> Iterator[bytes]:
+def all_lines(path: str, keys: RecordKeys, most: int, data_files: DataFiles) -> Iterator[bytes]:
     """Yield all records of a file as JSON; arguments and errors as for `Rows.lines`."""
-    rows = open_rows(path, keys, shards)
+    rows = open_rows(path, keys, data_files)
     for group in range(rows.groups):
         yield from rows.lines(group, most)
 
@@ -91,12 +91,12 @@ class WriteRows:
     files: tuple[RowsFile, ...]
     most: int
     """Largest size of a record in bytes."""
-    shards: OpenShards
+    data_files: DataFiles
 
     @cached_property
     def groups(self) -> list[tuple[int, int]]:
         """(number of the file, group in the file) of each chunk."""
-        counts = (open_rows(file.path, file.keys, self.shards).groups for file in self.files)
+        counts = (open_rows(file.path, file.keys, self.data_files).groups for file in self.files)
         return [(number, group) for number, count in enumerate(counts) for group in range(count)]
 
     def chunks(self) -> list[Path]:
@@ -117,7 +117,7 @@ class WriteRows:
         if number not in self._last:
             self._last.clear()
             file = self.files[number]
-            self._last[number] = open_rows(file.path, file.keys, self.shards)
+            self._last[number] = open_rows(file.path, file.keys, self.data_files)
         return self._last[number]
 
     @cached_property

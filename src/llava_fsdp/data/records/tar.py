@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.data.containers.place import Place, Reader
-from llava_fsdp.data.containers.tar_shard import TarSample, samples
+from llava_fsdp.data.containers.file_reader import Reader
+from llava_fsdp.data.containers.location import ImageLocation
+from llava_fsdp.data.containers.tar_container import TarSample, samples
 from llava_fsdp.data.records.forms import GIVEN_AS, NO_KEYS, RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES
 from llava_fsdp.data.records.parquet import json_line
-from llava_fsdp.data.records.record import ADDRESS, HELD, PLACE, TAR, TOO_LARGE, decode, is_empty, without_places
+from llava_fsdp.data.records.record import ADDRESS, HELD, LOCATION, TAR, TOO_LARGE, decode, is_empty, without_locations
 from llava_fsdp.runtime.log import log
 
 RECORD = "json"
@@ -56,7 +57,7 @@ class TarRows:
         """Yield the samples; those larger than `most` bytes are replaced by a placeholder.
 
         Raises:
-            DataError: the tar is compressed, truncated or damaged; see `tar_shard.samples`.
+            DataError: the tar is compressed, truncated or damaged; see `tar_container.samples`.
             SourceError: the tar cannot be read.
         """
         skipped: Counter[str] = Counter()
@@ -71,8 +72,8 @@ class TarRows:
 class SampleReader:
     """Reads a sample of a tar as a record."""
 
-    def __init__(self, shard: Reader, sample: TarSample, keys: RecordKeys, most: int):
-        self.shard = shard
+    def __init__(self, file: Reader, sample: TarSample, keys: RecordKeys, most: int):
+        self.file = file
         self.sample = sample
         self.keys = keys
         self.most = most
@@ -98,7 +99,7 @@ class SampleReader:
                 return self.invalid(data)
         if not isinstance(raw, dict):
             return json_line(raw)
-        made = json_line(self.record(without_places(raw)))
+        made = json_line(self.record(without_locations(raw)))
         if len(made) > self.most:
             return json.dumps({"id": self.sample.key, TOO_LARGE: [len(made), self.most]}).encode()
         return made
@@ -181,7 +182,7 @@ class SampleReader:
 
     def place(self, extension: str) -> dict[str, Any]:
         offset, size = self.sample.members[extension]
-        return {PLACE: Place(self.shard.name, offset, size, name=f"{self.sample.key}.{extension}").to_json()}
+        return {LOCATION: ImageLocation(self.file.name, offset, size, name=f"{self.sample.key}.{extension}").to_json()}
 
     def read(self, extension: str) -> bytes:
-        return self.shard.read(*self.sample.members[extension])
+        return self.file.read(*self.sample.members[extension])
