@@ -66,7 +66,7 @@ def main() -> None:
 def write_index(folder: Path, count: int, left_out: int) -> None:
     """Write the folders of an index of `count` records with an image each; the middle one of them has no labels if
     `left_out` is 1."""
-    from llava_fsdp.data.index.integrity import seal
+    from llava_fsdp.data.index.integrity import write_done
     from llava_fsdp.data.index.record_store import DataSource, Part, SourceFile
     from llava_fsdp.data.index.worker_pool import write_column
     from llava_fsdp.data.records.problems import BITS, Kind
@@ -113,7 +113,7 @@ def write_index(folder: Path, count: int, left_out: int) -> None:
             write_column(part / "flags.npy", flags(), np.dtype(np.uint32))
         for column in empty.get(name, []):
             np.save(part / f"{column}.npy", np.zeros(1, dtype=np.int64))
-        seal(part, facts)
+        write_done(part, facts)
 
 
 def measure(folder: Path, count: int, sampler: str) -> dict[str, Any]:

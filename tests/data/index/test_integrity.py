@@ -13,7 +13,7 @@ from test_build import FITS, open_again, plan_of
 
 from llava_fsdp.data.index import integrity
 from llava_fsdp.data.index.build import Index, Plan, open_index
-from llava_fsdp.data.index.integrity import check_part, check_sum, read_column, read_json, read_rows, seal
+from llava_fsdp.data.index.integrity import check_part, check_sum, read_column, read_json, read_rows, write_done
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.runtime.errors import DamagedError, DataError
 from llava_fsdp.runtime.exit_codes import ExitCode
@@ -125,7 +125,7 @@ def test_every_byte_of_a_large_file_is_in_its_checksum(
     path, content = tmp_path / "column.npy", bytes(range(1, size + 1))
     path.write_bytes(content)
     assert check_sum(path) == zlib.crc32(content)
-    seal(tmp_path, {})
+    write_done(tmp_path, {})
     check_part(tmp_path, whole=True)
     for at in range(size):
         path.write_bytes(content[:at] + b"\0" + content[at + 1 :])
