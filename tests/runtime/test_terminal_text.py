@@ -176,8 +176,8 @@ def test_a_start_that_fails(hostile: Path, parts: Path) -> None:
 def test_what_a_rank_waits_for() -> None:
     watch = WorkerStatus(1)
     watch.steps[0] = 2
-    watch.places[0].value = shown_name(ODD).encode()[:100]
-    check(watch.place(0))
+    watch.current[0].value = shown_name(ODD).encode()[:100]
+    check(watch.describe_worker(0))
 
 
 def test_a_status_and_a_page(

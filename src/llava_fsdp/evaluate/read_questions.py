@@ -22,7 +22,7 @@ from llava_fsdp.data.records.record import (
     unread_media,
     unread_tag,
 )
-from llava_fsdp.data.records.record_file import RecordFile, texts
+from llava_fsdp.data.records.record_file import RecordFile, read_records
 from llava_fsdp.data.text.conversation import opening_question
 from llava_fsdp.evaluate.pope_files import annotate_yes_no
 from llava_fsdp.evaluate.question import (
@@ -118,7 +118,7 @@ def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuest
             )
         yield from read_vqa_questions(path, whole)
         return
-    for number, (content, line) in enumerate(texts(str(path), max_bytes)):
+    for number, (content, line) in enumerate(read_records(str(path), max_bytes)):
         raw = parse_text(path, number, content, line)
         if not isinstance(raw, dict):
             raise DataError(f"{name_place(path, number, line)} is {shown(raw)}, not an object")

@@ -54,7 +54,8 @@ from llava_fsdp.data.index.source_state import check_unchanged, find_state, read
 from llava_fsdp.data.index.token_pass import LOSSES, EncodeRecords
 from llava_fsdp.data.index.worker_pool import BLOCK, ROWS, join, open_column, run_chunks
 from llava_fsdp.data.records.packed_text import Unpack, copy_name, is_copied
-from llava_fsdp.data.records.rows import RowsFile, WriteRows, has_rows
+from llava_fsdp.data.records.record import is_container
+from llava_fsdp.data.records.rows import RowsFile, WriteRows
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder
 from llava_fsdp.runtime.errors import BuildError, LlavaFsdpError, SourceError
 from llava_fsdp.runtime.log import log
@@ -368,7 +369,7 @@ def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, wat
     rows = {
         number: RowsFile(file.path, folder, file.keys)
         for number, (file, folder) in enumerate(zip(files, folders, strict=True))
-        if has_rows(file.path)
+        if is_container(file.path)
     }
     unwritten = tuple(file for file in rows.values() if not file.whole.is_file())
     for file in {*rows.values()} - {*unwritten}:

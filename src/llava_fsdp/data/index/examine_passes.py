@@ -72,8 +72,8 @@ class Findings:
 
 
 def attempt(make: Callable[[], T], tell: Tell) -> T | None:
-    """Return the result of `make`. If it raises a DataError with a kind, which is a problem of the record, pass the
-    error's kind and message to `tell` and return None."""
+    """Call `make` and return its result. If it raises a DataError with a kind, which means that a record is bad, pass
+    the error's kind and message to `tell` and return None."""
     try:
         return make()
     except DataError as error:
@@ -85,12 +85,14 @@ def attempt(make: Callable[[], T], tell: Tell) -> T | None:
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """Base class of a pass over all records of a dataset. Each call processes one chunk of at most `size` records of
-    one file of records. What a chunk's columns contain depends on this file alone, so that they can be used again when
-    other files are added to the dataset."""
+    """Base class of the passes over a dataset: computations for each record whose results become columns of the
+    dataset's index. Each call processes one chunk, which consists of at most `size` records of one file. Its columns
+    depend on this file alone, so that they can be used again when other files are added to the dataset."""
 
     folder: Path
+    """Folder of the index that a RecordStore opens."""
     size: int
+    """Greatest number of records in a chunk."""
     sampling: VideoSampling | None
     """Selects the frames of a video that are used; None if videos are not read."""
     cache: CacheFolder

@@ -30,11 +30,11 @@ from llava_fsdp.data.records.record import (
     Record,
     check_bytes,
     id_of,
+    is_container,
     name_place,
     name_record,
     parse_text,
 )
-from llava_fsdp.data.records.rows import has_rows
 from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
@@ -278,7 +278,7 @@ class RecordStore:
         """Return the number of the line on which a record begins in its file, from 1; None if that is not a text
         file."""
         part = self.part(number)
-        return None if has_rows(part.file.path) else int(self.lines[number])
+        return None if is_container(part.file.path) else int(self.lines[number])
 
     def id_of(self, number: int) -> str | None:
         """Return the id of a record, even if the record is invalid; None if it has no id."""
@@ -366,7 +366,7 @@ class FindRecords:
 
     def __call__(self, chunk: int) -> Columns:
         text = self.texts[chunk]
-        if has_rows(text.file.path) and not text.path.stat().st_size:
+        if is_container(text.file.path) and not text.path.stat().st_size:
             raise no_records(text.file.path)
         split_file(text.path, self.pieces(chunk), self.most, text.file.path)
         return {"count": np.zeros(0, dtype=np.int64)}

@@ -1,4 +1,4 @@
-"""Verify that the records and images that an index was made from are unchanged, by reading all of them again.
+"""Verify, by reading them again, that the records and images from which a dataset's index was made are unchanged.
 
 Training recognises unchanged files by size and modification time, and does not examine an image again that was once
 good. Only this check finds a change that leaves both size and time as they were.
@@ -30,8 +30,8 @@ from llava_fsdp.data.index.worker_pool import (
     rows_column,
     run_chunks,
 )
-from llava_fsdp.data.records.record import INLINE, is_video
-from llava_fsdp.data.records.rows import all_lines, has_rows
+from llava_fsdp.data.records.record import INLINE, is_container, is_video
+from llava_fsdp.data.records.rows import all_lines
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.progress import Watch
 
@@ -41,15 +41,20 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class CompareContent:
-    """Pass over a dataset that reads the records and images of a chunk again and compares them with the checksums in
-    the index. The column `rows` lists those that have changed. Records of Parquet files and tars are not compared, and
-    neither are images with problems and images that were not decoded when the index was made: they have no checksum."""
+    """Reads the records and images of a dataset again, in chunks, and compares them with the checksums in the dataset's
+    index. A call with the number of a chunk returns the column `rows`, which lists what has changed.
+
+    Records of Parquet files and tars are not compared here (see `changed_rows`). Images that have problems or were not
+    decoded when the index was made have no checksum and are not compared.
+    """
 
     store: RecordStore
     size: int
     """Number of records in a chunk."""
     records_folder: Path
+    """Folder of the columns about records."""
     pictures_folder: Path
+    """Folder of the columns about images."""
 
     @cached_property
     def names(self) -> PictureNames:
@@ -66,12 +71,12 @@ class CompareContent:
         records, images = self.digests
         for number in range(chunk * self.size, min(len(self.store), (chunk + 1) * self.size)):
             source, _ = self.store.locate(number)
-            in_text = not has_rows(source.path)  # other records are compared by `changed_rows`
+            in_text = not is_container(source.path)  # `changed_rows` compares other records
             if in_text and records[number] and xxh3_64_intdigest(self.store.read(number)) != records[number]:
                 changed.append(f"{self.store.name(number)} is not what it was")
             first = int(self.names.first[number])
             names = self.names.of(number)
-            inline = self.store.record(number).inline if has_rows(source.path) and names else {}
+            inline = self.store.record(number).inline if is_container(source.path) and names else {}
             for place, name in enumerate(names):
                 known, held = int(images[first + place]), inline.get(name)
                 if isinstance(held, ImageLocation):
@@ -100,11 +105,11 @@ def digest_of(path: Path | ImageInContainer) -> int | str:
 
 
 def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
-    """Check that all records and images of an index are unchanged; return the number of records and the number of
-    images that have been compared.
+    """Check that all records and images from which an index was made are unchanged. Return the number of records and
+    the number of images that were compared.
 
     Raises:
-        ConfigError: there is no complete index of these files.
+        ConfigError: there is no complete index of the present files.
         DataError: records or images have changed; the message names them.
         DamagedError: a file of the index is not what was written.
     """
@@ -129,8 +134,8 @@ def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
 
 
 def compare(index: Index, workers: int, watch: Watch) -> list[str]:
-    """Return a description of each image, and of each record from a text file, that has changed since it was
-    indexed."""
+    """Return a description of each image, and of each record in a text file, that has changed since the index was
+    made."""
     task = CompareContent(index.store, CHUNKS["pictures"], index.records, index.pictures)
     chunks = -(-len(index) // task.size)
     with tempfile.TemporaryDirectory(prefix="llava_fsdp_verify_") as made:
@@ -141,12 +146,12 @@ def compare(index: Index, workers: int, watch: Watch) -> list[str]:
 
 
 def changed_rows(index: Index) -> list[str]:
-    """Return a description of each record of a Parquet file or a tar that has changed since it was indexed."""
+    """Return a description of each record in a Parquet file or a tar that has changed since the index was made."""
     known, store = open_column(index.records, "digest"), index.store
     changed = []
     for part in store.parts:
         path, begin, end = part.file.path, part.first, part.first + part.count
-        if not has_rows(path):
+        if not is_container(path):
             continue
         digests = [xxh3_64_intdigest(line) for line in all_lines(path, part.file.keys, store.most, store.data_files)]
         if len(digests) != end - begin:
