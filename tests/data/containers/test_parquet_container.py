@@ -150,12 +150,13 @@ def test_images_are_those_that_were_written(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_other_columns_come_without_images(name: str) -> None:
+def test_other_columns_come_without_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_container, "ROWS_AT_ONCE", 7)
     rows = make_rows()
     shard = ParquetContainer(Memory(write(rows, **LAYOUTS[name])))
     found = []
     for group in range(shard.groups):
-        for batch in shard.batches(group, list(LEAVES), rows=7):
+        for batch in shard.batches(group, list(LEAVES)):
             assert batch.num_rows <= 7
             found += batch.to_pylist()
     assert [(row["id"], row["text"]) for row in found] == [(row["id"], row["text"]) for row in rows]
@@ -198,9 +199,10 @@ def test_few_rows_and_only_nulls(count: int) -> None:
             )
 
 
-def test_a_file_of_images_alone() -> None:
+def test_a_file_of_images_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_container, "ROWS_AT_ONCE", 3)
     shard = ParquetContainer(Memory(write([{"raw": b"x"}] * 7, pyarrow.schema([("raw", pyarrow.binary())]), 4)))
-    assert [batch.num_rows for group in (0, 1) for batch in shard.batches(group, ["raw"], rows=3)] == [3, 1, 3]
+    assert [batch.num_rows for group in (0, 1) for batch in shard.batches(group, ["raw"])] == [3, 1, 3]
 
 
 def test_a_struct_in_a_list_in_a_struct() -> None:

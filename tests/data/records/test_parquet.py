@@ -11,12 +11,12 @@ from pyarrow import parquet
 from small import make_config
 from test_build import FITS, open_again
 
+from llava_fsdp.data.containers import parquet_container
 from llava_fsdp.data.containers.data_files import DataFiles
 from llava_fsdp.data.images.check import inline_images, read_file
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.worker_pool import run_chunks
 from llava_fsdp.data.loader import build_loader
-from llava_fsdp.data.records import parquet as records_parquet
 from llava_fsdp.data.records import rows as records_rows
 from llava_fsdp.data.records.forms import NO_KEYS
 from llava_fsdp.data.records.json_stream import MOST_BYTES
@@ -61,7 +61,7 @@ def test_rows_are_read_a_few_at_a_time(
     rows: int, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of any row groups, which are then laid end to end a block at a time."""
-    monkeypatch.setattr(records_parquet, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(parquet_container, "ROWS_AT_ONCE", at_once)
     monkeypatch.setattr(records_rows, "BLOCK", 7)
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     made = [{"id": f"r{n}", "conversations": turns} for n in range(rows)]

@@ -31,6 +31,7 @@ from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.terminal_text import shown_name
 
 ROWS_AT_ONCE = 256
+"""Greatest number of rows that are read of the columns without images at a time."""
 REPEATED_BYTES = 256 << 20
 """Greatest number of bytes that a batch of rows may take because its rows repeat values of a dictionary."""
 BUFFER = 1 << 20
@@ -144,13 +145,12 @@ class ParquetContainer:
         first = np.append(0, np.cumsum(exists))[np.append(starts, len(exists))]
         return GroupPlaces(self.reader.name, first, values[exists], pages)
 
-    def batches(self, group: int, leave_out: Collection[str], rows: int = ROWS_AT_ONCE) -> Iterator[Any]:
+    def batches(self, group: int, leave_out: Collection[str]) -> Iterator[Any]:
         """Yield the rows of a row group as pyarrow RecordBatches, without the leaf columns in `leave_out`, which are
-        not read.
+        not read. A batch has at most ROWS_AT_ONCE rows, and fewer if rows repeat long values.
 
         Args:
             leave_out: paths of leaf columns, such as `image.bytes`. A struct keeps its other fields.
-            rows: greatest number of rows of a batch. Batches are smaller if rows repeat long values.
         """
         chunks = {path: self.footer.chunk(path, group) for path in self.footer.leaves}
         kept = [path for path in chunks if path not in leave_out]
@@ -158,7 +158,7 @@ class ParquetContainer:
             if any(out.startswith(f"{path}.") for out in leave_out):  # pyarrow would read both
                 chunks[path].refuse("another column's path begins with its own", "give it another name")
         longest = max((self.check_pages(chunks[path]) for path in kept), default=0)
-        rows, left = max(1, min(rows, REPEATED_BYTES // max(1, longest))), self.rows(group)
+        rows, left = max(1, min(ROWS_AT_ONCE, REPEATED_BYTES // max(1, longest))), self.rows(group)
         with self.reading(group):
             batches = self.arrow.iter_batches(rows, row_groups=[group], columns=kept, use_threads=False)
         while True:

@@ -347,7 +347,7 @@ def undo(folder: Path, state: Path, before: set[Path]) -> None:
 
     Args:
         folder: folder of the whole index.
-        state: its subfolder for one state of the files.
+        state: its subfolder for the present content of the files.
         before: the parts that existed before; they are not deleted.
     """
     for path in {*state.iterdir(), *chunk_parts(folder)} - before:

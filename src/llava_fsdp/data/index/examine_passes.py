@@ -222,7 +222,7 @@ def check_pictures_named(record: Record, tell: Tell) -> None:
 
 
 @dataclass(frozen=True)
-class Wrong:
+class ImageProblem:
     """A problem of an image. It is stored instead of the exception, which would keep the file's bytes in memory."""
 
     kind: str
@@ -288,7 +288,7 @@ class ExaminePictures(Pass):
             kinds |= {"frames": np.int32, "rate": np.float64}
         columns = {name: np.zeros(end - begin, dtype=kind) for name, kind in kinds.items()}
         decoded = self.decoded(begin, end)
-        seen: dict[tuple[str | None, str, bool], ImageFacts | Wrong] = {}
+        seen: dict[tuple[str | None, str, bool], ImageFacts | ImageProblem] = {}
         opened = self.opened(numbers, decoded)
         for at, number in enumerate(opened):
             if at % AHEAD == 0:
@@ -303,7 +303,7 @@ class ExaminePictures(Pass):
                 if key not in seen:
                     seen[key] = self.look(*key, inline.get(name))
                 picture = seen[key]
-                if isinstance(picture, Wrong):
+                if isinstance(picture, ImageProblem):
                     record = record or self.store.record(number)
                     reason = f"{record.where}: {picture.reason.removeprefix(f'{shown_name(name)}: ')}"
                     found.of(number, record.known_id)(picture.kind, reason)
@@ -358,7 +358,7 @@ class ExaminePictures(Pass):
             return {}
         return inline_images(self.store.record(number))
 
-    def look(self, folder: str | None, name: str, full: bool, file: ImageFile | None) -> ImageFacts | Wrong:
+    def look(self, folder: str | None, name: str, full: bool, file: ImageFile | None) -> ImageFacts | ImageProblem:
         """Check that an image or video can be read, and return its size, or its problem.
 
         Args:
@@ -379,7 +379,7 @@ class ExaminePictures(Pass):
         except DataError as error:
             if error.kind is None:
                 raise
-            return Wrong(error.kind, str(error))
+            return ImageProblem(error.kind, str(error))
 
 
 class PictureNames:
