@@ -106,6 +106,7 @@ def test_a_training_that_fails_is_named(curves: ModuleType, tmp_path: Path) -> N
         curves.launch([str(script)], "seed 0: deepspeed fp32", tmp_path / "log.txt", 120, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_training_that_hangs_is_ended(curves: ModuleType, tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"

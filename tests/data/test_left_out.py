@@ -13,6 +13,7 @@ from harness import CPU, RankPool, single_world
 from loaders import agreed_steps
 from reference import EXPORTED, TOLERANCE, difference, outcome, plain_loop, run_ranks, vocabulary
 from small import make_config, write_json
+from tiers import slow_after
 
 from llava_fsdp.config import Config, Normalize
 from llava_fsdp.data.batching.batch import SkippedSample, Step
@@ -124,7 +125,7 @@ def test_every_sample_once_an_epoch(
     [
         ((1, 2), "decode"),
         pytest.param((1, 2, 4), "decode", marks=pytest.mark.slow),
-        ((2,), "lazy"),
+        pytest.param((2,), "lazy", marks=pytest.mark.slow),
         pytest.param((1, 2), "sample", marks=pytest.mark.slow),
     ],
 )
@@ -161,7 +162,7 @@ def test_training_continues_without_what_broke(
     assert all(json.loads(line)["kind"] == "image_truncated" for line in lists[0])
 
 
-@pytest.mark.parametrize(("missing", "budget", "wrong"), [((), 1, 2), (("5.png",), 3, 4)])
+@pytest.mark.parametrize(("missing", "budget", "wrong"), slow_after(1, [((), 1, 2), (("5.png",), 3, 4)]))
 def test_the_budget_stops_every_rank_alike(
     missing: tuple[str, ...],
     budget: int,

@@ -71,7 +71,7 @@ def test_a_step_computes_on_aligned_memory(case: str, configure: Configure) -> N
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", slow_after(1, ["zero3", "zero2"]))
 def test_ranks_compute_on_aligned_memory(strategy: str, configure: Configure, pools: dict[int, RankPool]) -> None:
     stage = "pretrain" if strategy == "zero2" else "finetune"
     cfg = configure("max_steps=2", f"sharding={strategy}", "precision=bf16", stage=stage)

@@ -116,6 +116,7 @@ def sent(world: World, cfg: Config) -> dict[str, Any]:
     return {"bytes": sum(counted), "losses": losses, "in_fp8": len(prepared)}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_weights_travel_in_fp8(wide: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path) -> None:
     """A block's gather is half of bf16's; training comes near to bf16's."""

@@ -110,6 +110,7 @@ CASES += [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("stage", "precision", "rows"), CASES)
 def test_bytes_equal_the_formulas(

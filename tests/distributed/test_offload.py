@@ -37,6 +37,7 @@ PAIRS = {  # by ranks: row of the table and mode, against the first one's outcom
 ALL = {size: [(row, mode) for row in ("zero2", "zero3") for mode in MODES] for size in (1, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("world_size", "pairs"),

@@ -54,6 +54,7 @@ def steps(world: World, cfg: Config) -> Trace:
     return Trace(losses, digest_of_state(state))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("preset", [*QUICK, *(pytest.param(preset, marks=pytest.mark.slow) for preset in SLOW)])
 def test_trains_repeats_and_continues_on_two_ranks(

@@ -53,6 +53,7 @@ def settings(configure: Configure, variant: str, folder: str, *more: str) -> Con
     return configure(f"global_batch_size={SAMPLES}", *given, *own, *more, to=folder, stage=stage)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("variant", "cases"),

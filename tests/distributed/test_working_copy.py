@@ -182,6 +182,7 @@ OTHER_PRECISIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", slow_after(1, OTHER_PRECISIONS))
 def test_one_rank_equals_fully_shard_in_other_precisions(name: str, configure: Configure, tmp_path: Path) -> None:

@@ -248,6 +248,7 @@ def test_a_model_is_asked_as_it_was_trained(noise: Path, keys: list[str], tmp_pa
         evaluate(config(*words, "data.template=v1"))
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_makes_the_same_file(
     keys: list[str],
     tmp_path: Path,

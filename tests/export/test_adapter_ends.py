@@ -112,6 +112,7 @@ def test_tiles_end_with_an_adapter_where_nothing_is_merged(
     assert torch.equal(hf["image_newline"], of_run["model.image_newline"])
 
 
+@pytest.mark.slow
 def test_checkpoints_from_before_adapters_continue(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Their configuration has no keys for what they had not."""
     values = [*SMALL[: len(EXPORTED)], *SMALL[len(EXPORTED) + 3 :], "checkpoint.every=1"]

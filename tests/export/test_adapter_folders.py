@@ -55,7 +55,7 @@ KINDS = {
     "biases of adapted layers": ["model.lora.bias=lora_only"],
     "all biases": ["model.lora.bias=all", "model.lora.alpha=12.5"],
 }
-COVERING = ["plain", "dora", "rslora", "all biases", pytest.param("biases of adapted layers", marks=pytest.mark.slow)]
+COVERING = slow_after(2, ["plain", "all biases", "dora", "rslora", "biases of adapted layers"])
 ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 OTHERS = ("non_lora_trainables.safetensors", "non_lora_trainables.bin")
 
@@ -151,7 +151,7 @@ def test_peft_loads_and_merges_it_as_we_do(kind: str, made: Callable[[str], Made
         assert len(biases) == 9 and all(t.abs().max() > 0 for t in biases), "they have trained, and were loaded"
 
 
-@pytest.mark.parametrize("kind", ["dora", "all biases"])
+@pytest.mark.parametrize("kind", slow_after(1, ["dora", "all biases"]))
 def test_what_peft_writes_has_our_names_and_keys(kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     """Of the same model, loaded by peft and saved by it again: the same tensors under the same names."""
     own = load_file(made(kind).adapter / ADAPTER_FILE)
@@ -164,7 +164,8 @@ def test_what_peft_writes_has_our_names_and_keys(kind: str, made: Callable[[str]
     assert not changed - {"auto_mapping", "inference_mode"}, changed
 
 
-@pytest.mark.parametrize("kind", slow_after(1, ["dora", "all biases"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dora", "all biases"])
 def test_run_checkpoint_and_folder_give_one_model(kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     """The run's own export, and what is made of its last checkpoint and of both folders, to the bit."""
     run = made(kind).run
@@ -241,6 +242,7 @@ def test_checkpoints_of_several_ranks_hold_what_they_trained(
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_merged_after_a_stop_is_merged_without_one(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
     run = made("plain")
     folder = interrupted(run.run, tmp_path / "run", 1)

@@ -193,6 +193,7 @@ def test_transformers_folders_as_users_have_them(kind: str, like_the_hub: tuple[
     assert same(weights(export(conversion(made, tmp_path / "back", "verify=false"))), weights(hub))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", pytest.param("mlp3x_gelu", marks=pytest.mark.slow), "identity"])
 def test_projectors_that_transformers_has_not(kind: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     folder = tmp_path / "parts"
@@ -220,6 +221,7 @@ def test_projectors_that_transformers_has_not(kind: str, parts: Path, dataset: P
     assert sorted(n for n in torch.load(made / "mm_projector.bin", weights_only=True) if n.endswith("weight")) == names
 
 
+@pytest.mark.slow
 def test_dtypes(llava: Path, tmp_path: Path) -> None:
     rounded = export(conversion(llava, tmp_path / "a", "format=llava", "dtype=bf16"))
     assert all(torch.equal(t.bfloat16(), weights(rounded)[n]) for n, t in weights(llava).items())
@@ -411,6 +413,7 @@ def test_command(llava: Path, tmp_path: Path) -> None:
     assert (tmp_path / "a, b" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merge", ["flat", "spatial"])
 def test_tiles_that_transformers_does_not_join_so(merge: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """They go to the original's format alone."""
@@ -424,6 +427,7 @@ def test_tiles_that_transformers_does_not_join_so(merge: str, parts: Path, datas
     assert json.loads((made / "config.json").read_text())["mm_patch_merge_type"] == merge
 
 
+@pytest.mark.slow
 def test_a_model_of_tiles_goes_to_the_original(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """The original's folder has their grids and the end of a line."""
     tiled = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad", "max_steps=2"]

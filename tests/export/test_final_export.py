@@ -256,6 +256,7 @@ def qwen_and_siglip(parts: Path, folder: Path) -> Path:
 OTHER = ["model.select_feature=auto"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("tower", [pytest.param("frozen", marks=pytest.mark.slow), "trainable"])
 def test_another_language_model_and_tower(
@@ -303,6 +304,7 @@ def test_weights_from_another_model(noise: Path, parts: Path, dataset: Path, tmp
         train.train(make_config(parts, dataset, tmp_path / "run", *start(folder)))
 
 
+@pytest.mark.slow
 def test_export_in_several_files(
     noise: Path, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +347,7 @@ def test_rows_that_were_not_trained_are_the_mean_of_those_that_were() -> None:
     assert torch.equal(weights_writer.with_rows(held, 2, 4), expected)
 
 
+@pytest.mark.slow
 def test_vocabulary_without_a_row_to_spare(dataset: Path, tmp_path: Path) -> None:
     """The image tag and the padding token of an export are left out on the way back, with our notes or without."""
     parts = write_parts(tmp_path / "parts", spare_rows=0)

@@ -124,6 +124,7 @@ def test_transformers_computes_what_was_trained(run: Path, tower: Path, dataset:
     assert shown > 3
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_equal_on_two_ranks_and_padded(
     run: Path, tower: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
@@ -208,6 +209,7 @@ def whole(folder: Path) -> list[str]:
     return [f"model.checkpoint={folder}", "model.projector=auto", "model.random_weights=false"]
 
 
+@pytest.mark.slow
 def test_stage_2_starts_from_the_projector_of_stage_1(tower: Path, dataset: Path, tmp_path: Path) -> None:
     """The run's folder and a folder with the projector alone have the same projector."""
     values = [*RUN, "model.train=[projector]"]
@@ -226,6 +228,7 @@ def test_stage_2_starts_from_the_projector_of_stage_1(tower: Path, dataset: Path
 VISION = "vision=some/tower"
 
 
+@pytest.mark.slow
 def test_the_projector_alone_beside_a_language_model_that_the_original_lacks(
     tower: Path, dataset: Path, tmp_path: Path
 ) -> None:

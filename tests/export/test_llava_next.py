@@ -71,7 +71,7 @@ def theirs(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", slow_after(2, ["clip_llama", "siglip_qwen3", "clip_mistral"]))
+@pytest.mark.parametrize("kind", slow_after(1, ["siglip_qwen3", "clip_llama", "clip_mistral"]))
 def test_trains_on_tiles_and_exports(kind: str, pictures: Path, tmp_path: Path) -> None:
     """transformers' processor makes training's pixels and ids to the bit, and its model training's logits."""
     parts = parts_of(kind, tmp_path / "parts")
@@ -224,6 +224,7 @@ def test_a_missing_end_of_a_line_is_not_drawn(theirs: Path, tmp_path: Path) -> N
         export(conversion(folder, tmp_path / "made"))
 
 
+@pytest.mark.slow
 def test_to_the_original_and_back(run: Path, theirs: Path, tmp_path: Path) -> None:
     """The original has sizes as (width, height)."""
     to_llava = ["format=llava", "vision=some/tower"]

@@ -99,7 +99,7 @@ def fuzz(name: str, folder: Path, count: int) -> None:
     assert not READERS[name].raises or any(said != "read" for _, said, _ in rows), "some of it must be noticed"
 
 
-@pytest.mark.parametrize("name", slow_after(8, READERS))
+@pytest.mark.parametrize("name", slow_after(4, READERS))
 def test_damaged_files(name: str, tmp_path: Path) -> None:
     fuzz(name, tmp_path, FAST)
 

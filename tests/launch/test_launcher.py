@@ -85,9 +85,9 @@ def answered(*words: str) -> subprocess.CompletedProcess[str]:
         (("train", "-m", "seed=1,2"), 2, "llava-fsdp sweep"),
         (("train", "++model.language=mine", "model.vision=package:tiny-clip", "optim.lr=x"), 2, "optim.lr"),
         (("status", "--help"), 0, "exit code"),
-        (("plan", "gpu=h10"), 2, ""),
         (("evaluate", "task=many"), 2, "task=many"),
-        (("export", "nothing"), 2, ""),
+        pytest.param(("plan", "gpu=h10"), 2, "", marks=pytest.mark.slow),
+        pytest.param(("export", "nothing"), 2, "", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_answered_without_torch(words: tuple[str, ...], code: int, said: str) -> None:

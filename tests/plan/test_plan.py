@@ -263,6 +263,7 @@ def test_auto_leaves_out_strategies_that_offload_refuses(wide_parts: Path, datas
     assert decision.applied(cfg).sharding.strategy not in (Strategy.NO_SHARD, Strategy.SHARD_OPTIMIZER)
 
 
+@pytest.mark.slow
 def test_auto_takes_what_fits_and_keeps_it(
     wide_parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ FAST = [(CASES[n], "finetune") for n in (5,)]
 SLOW = [(case, stage) for case in CASES for stage in ("pretrain", "finetune")]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "stage"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW if each not in FAST)]

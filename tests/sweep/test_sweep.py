@@ -64,6 +64,7 @@ def hydra_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StopRequest, "take_signals", lambda self: None)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_job_that_fails_does_so_alone(tmp_path: Path, dataset: Path) -> None:
     """The first job is refused before its launch, and the second trains to its end."""

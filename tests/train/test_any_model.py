@@ -98,7 +98,7 @@ def vocabulary(parts: Path) -> int:
     return json.loads((parts / "language" / "config.json").read_text())["vocab_size"]
 
 
-@pytest.mark.parametrize("kind", slow_after(2, [*VISION]) + slow_after(3, [*LANGUAGE]))
+@pytest.mark.parametrize("kind", slow_after(1, [*VISION]) + slow_after(2, [*LANGUAGE]))
 def test_trains_and_exports(kind: str, saved: Callable[[str], Path], dataset: Path, tmp_path: Path) -> None:
     """Packed, if the model can be. `export.verify` loads the export with transformers and compares logits."""
     folder = saved(kind)
@@ -112,7 +112,7 @@ def test_trains_and_exports(kind: str, saved: Callable[[str], Path], dataset: Pa
         assert names >= {name.removeprefix("vision_model.") for name in before}
 
 
-@pytest.mark.parametrize(("kind", "base"), slow_after(2, itertools.product(LANGUAGE, ("nf4", "none"))))
+@pytest.mark.parametrize(("kind", "base"), slow_after(1, itertools.product(LANGUAGE, ("nf4", "none"))))
 def test_trains_adapters_and_exports_them_merged(
     kind: str, base: str, saved: Callable[[str], Path], dataset: Path, tmp_path: Path
 ) -> None:
@@ -249,6 +249,7 @@ def test_quantized_files_are_refused(saved: Callable[[str], Path], dataset: Path
         train.train(make_config(folder, dataset, tmp_path / "run", *BOTH, "max_steps=1"))
 
 
+@pytest.mark.slow
 def test_a_planner_that_cannot_compute_a_model_stops_no_training(
     saved: Callable[[str], Path], dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,7 @@ from harness import RankPool, single_world
 from loaders import agreed_steps
 from small import Configure
 from steps import begin
+from tiers import slow_after
 from torch._inductor.exc import InductorError
 
 from llava_fsdp.checkpoint.commit import Committer
@@ -98,7 +99,7 @@ def skipped_or_left_out(world: World, cfg: Config, poison: Callable, at: int) ->
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "poison"),
-    [("zero1", poison_gradient), ("zero3", poison_loss)],
+    slow_after(1, [("zero1", poison_gradient), ("zero3", poison_loss)]),
     ids=["zero1-poison_gradient", "zero3-poison_loss"],
 )
 def test_a_step_that_is_skipped_never_was(

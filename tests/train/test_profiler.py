@@ -25,6 +25,7 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_with_and_without(configure: Configure, tmp_path: Path) -> None:
     """The same run to the bit, and a folder more."""
     for name, overrides in (("on", PROFILE), ("off", PROFILE[2:])):

@@ -212,6 +212,7 @@ def test_checkpoint_that_is_none(configure: Configure, tmp_path: Path) -> None:
         train.train(cfg)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     [

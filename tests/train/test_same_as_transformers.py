@@ -124,6 +124,7 @@ def check(pair: Pair, steps: int, sizes: tuple[int, ...], parts: Path, dataset: 
         assert difference(got.weights, outcome(folder / "start").weights, vocabulary) > 1e-3, "nothing was trained"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_models_on_two_ranks(parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]) -> None:
     check(PAIRS["qwen3_moe, dinov2"], 3, (2,), parts, dataset, tmp_path, pools)

@@ -153,6 +153,7 @@ def test_numbers_are_those_of_transformers(
 LORA = ["stage=finetune_lora", "model.lora.r=4", "model.lora.alpha=8", "model.lora.dropout=0.3"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("size", "overrides"),
@@ -246,6 +247,7 @@ def test_a_model_in_the_middle_of_its_training_is_only_looked_at() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_leaves_nothing_behind(configure: Configure, held: Path, pools: dict[int, RankPool]) -> None:
     """Where it is cut short by a stop too."""

@@ -43,6 +43,7 @@ def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parts_of("siglip_qwen3", tmp_path_factory.mktemp("siglip"))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_any_number_of_ranks_trains_the_same(
     siglip: Path, mixed: Path, pools: dict[int, RankPool], tmp_path: Path
@@ -171,6 +172,7 @@ def test_broken_videos_are_found_before_training(siglip: Path, tmp_path: Path) -
     assert len(again) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["gone", "shorter"])
 def test_a_video_that_changes_during_training_is_skipped(change: str, siglip: Path, tmp_path: Path) -> None:
     """On a worker, too; the message names the video."""

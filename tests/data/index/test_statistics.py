@@ -155,6 +155,7 @@ def test_the_same_keys_as_training(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (own.data, own.model, own.labels) == (train.data, train.model, train.labels)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_as_a_user_runs_it(parts: Path, tmp_path: Path) -> None:
     path, planted = write_planted(tmp_path, lines=False)
