@@ -106,7 +106,7 @@ def file(
 def images(data: bytes) -> list[bytes | None]:
     shard = Memory(data)
     opened = ParquetContainer(shard)
-    places = opened.places("raw", 0)
+    places = opened.locations("raw", 0)
     rows = [own for row in range(opened.rows(0)) for own in places.row(row)]
     return [None if own is None else read_image(shard, own, PageCache()) for own in rows]
 
@@ -272,7 +272,7 @@ def test_a_legacy_list() -> None:
     body = levels(b"\x03\x02") + levels(b"\x03\x03") + plain(b"a", b"b")
     data = file(page(body, 3), 2, REPEATED, _5=3)
     shard = Memory(data)
-    places = ParquetContainer(shard).places("raw", 0)
+    places = ParquetContainer(shard).locations("raw", 0)
     assert [[read_image(shard, own, PageCache()) for own in places.row(row) if own] for row in (0, 1)] == [
         [b"a", b"b"],
         [],

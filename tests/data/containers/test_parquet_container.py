@@ -114,7 +114,7 @@ def images(shard: Any, path: str) -> list[list[bytes | None]]:
     pages, rows = PageCache(), []
     opened = ParquetContainer(shard)
     for group in range(opened.groups):
-        places = opened.places(path, group)
+        places = opened.locations(path, group)
         for row in range(opened.rows(group)):
             rows.append([None if own is None else read_image(shard, own, pages) for own in places.row(row)])
     return rows
@@ -139,7 +139,7 @@ def test_images_are_those_that_were_written(name: str, tmp_path: Path) -> None:
             found = [[digest(one) for one in row] for row in images(file, leaf)]
             assert found == [[digest(one) for one in expected(row, column)] for row in rows], leaf
         for leaf in LEAVES:
-            places = itertools.chain.from_iterable(shard.places(leaf, 0).row(row) for row in range(20))
+            places = itertools.chain.from_iterable(shard.locations(leaf, 0).row(row) for row in range(20))
             packed = [own.page is not None for own in places if own is not None]
             if shard.footer.chunk(leaf, 0).codec == "UNCOMPRESSED":
                 assert not any(packed)
@@ -179,7 +179,7 @@ def test_of_uncompressed_images_only_their_lengths_are_read() -> None:
     rows = [{"image": {"bytes": random.Random(n).randbytes(20_000), "path": "a"}, "text": f"t{n}"} for n in range(50)]
     memory = Memory(write(rows, schema, compression="none", use_dictionary=False))
     shard = ParquetContainer(memory)
-    places = shard.places("image.bytes", 0)
+    places = shard.locations("image.bytes", 0)
     assert [row["text"] for row in rows[:25]] == [
         row["text"] for batch in shard.batches(0, ["image.bytes"]) for row in batch.to_pylist()
     ]

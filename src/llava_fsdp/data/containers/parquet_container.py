@@ -70,7 +70,7 @@ class ReaderFile(io.RawIOBase):
 
 
 @dataclass(frozen=True)
-class GroupPlaces:
+class GroupLocations:
     """Locations of the images in one column of one row group of a Parquet file.
 
     A row has one element, or if the column has lists, as many as its list.
@@ -87,9 +87,9 @@ class GroupPlaces:
 
     def row(self, row: int) -> list[ImageLocation | None]:
         """Return the locations of the images of a row; None for each null."""
-        return [self.place(index) for index in range(self.first[row], self.first[row + 1])]
+        return [self.location(index) for index in range(self.first[row], self.first[row + 1])]
 
-    def place(self, index: int) -> ImageLocation | None:
+    def location(self, index: int) -> ImageLocation | None:
         """Return the location of an element of `values`; None if it is null."""
         offset, size, page = (int(own[index]) for own in (self.values.offset, self.values.size, self.values.page))
         return ImageLocation(self.file, offset, size, None if page < 0 else self.pages[page]) if size >= 0 else None
@@ -121,7 +121,7 @@ class ParquetContainer:
         as text."""
         return [path for path, leaf in self.footer.leaves.items() if leaf.binary]
 
-    def places(self, path: str, group: int) -> GroupPlaces:
+    def locations(self, path: str, group: int) -> GroupLocations:
         """Locate the images in a leaf column of a row group.
 
         Args:
@@ -143,7 +143,7 @@ class ParquetContainer:
             chunk.refuse(f"it has {len(starts)} rows, and the row group has {rows}")
         exists = definition >= leaf.element
         first = np.append(0, np.cumsum(exists))[np.append(starts, len(exists))]
-        return GroupPlaces(self.reader.name, first, values[exists], pages)
+        return GroupLocations(self.reader.name, first, values[exists], pages)
 
     def batches(self, group: int, leave_out: Collection[str]) -> Iterator[Any]:
         """Yield the rows of a row group as pyarrow RecordBatches, without the leaf columns in `leave_out`, which are

@@ -301,23 +301,20 @@ class RecordReader:
                 turns.append(Turn(role, self.text(f"{key}, entry {number}, {name}", own[name])))
         return turns
 
-    def videos(self, raw: dict[str, Any], keys: Iterable[str]) -> dict[str, list[str]]:
-        """Return the paths of the videos in each of the given keys of a record; a value is a path or a list of
-        paths."""
-        found = {}
-        for key in keys:
-            value = raw.get(key)
-            if value is not None and (key == VIDEO or not is_empty(value)):
-                found[key] = [self.video(key, own) for own in (value if isinstance(value, list) else [value])]
-        return found
+    def listed(self, raw: dict[str, Any], keys: Iterable[str], main: str) -> dict[str, list[str]]:
+        """Return {key: names} of the images or videos of a record. The value of a key is one of them, or a list.
 
-    def images(self, raw: dict[str, Any], keys: Iterable[str]) -> dict[str, list[str]]:
-        """Return the names of the images in each of the given keys of a record."""
+        Args:
+            raw: the record as a JSON object.
+            keys: the keys to read. Keys without a value are left out.
+            main: `image` or `video`: what is read, and the one of `keys` whose value must not be empty.
+        """
+        read = self.video if main == VIDEO else self.image
         found = {}
         for key in keys:
             value = raw.get(key)
-            if value is not None and (key == "image" or not is_empty(value)):
-                found[key] = [self.image(key, own) for own in (value if isinstance(value, list) else [value])]
+            if value is not None and (key == main or not is_empty(value)):
+                found[key] = [read(key, own) for own in (value if isinstance(value, list) else [value])]
         return found
 
 
@@ -392,9 +389,9 @@ def parse_record(
         found, most = raw[TOO_LARGE]
         check_bytes(found, most, where)
     reader = RecordReader(where, str(path), videos)
-    listed = reader.images(raw, keys.images)
+    listed = reader.listed(raw, keys.images, "image")
     video_keys = tuple(key for key in VIDEO_KEYS if key not in keys.images) if videos else ()
-    shows = one_list(where, reader.videos(raw, video_keys), "videos")
+    shows = one_list(where, reader.listed(raw, video_keys, VIDEO), "videos")
     reader.note_unread(raw, (*keys.images, *video_keys, *(keys.pair or ())))
     form = form_of(where, raw, keys)
     if form in FORMS:

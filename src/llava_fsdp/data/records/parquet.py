@@ -231,8 +231,8 @@ class ParquetRows:
             DataError: the row group is damaged, or stored in a way that is not supported.
             SourceError: the file cannot be read.
         """
-        places = {name: self.parquet.places(leaf, group) for name, leaf in self.leaves.items()}
-        unread = {leaf: self.parquet.places(leaf, group) for leaf in self.unread_leaves}
+        locations = {name: self.parquet.locations(leaf, group) for name, leaf in self.leaves.items()}
+        unread = {leaf: self.parquet.locations(leaf, group) for leaf in self.unread_leaves}
         wanted = self.read + self.unread
         left_out = {leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.leaves)}
         left_out |= {*self.unread_leaves}
@@ -240,9 +240,12 @@ class ParquetRows:
         number = 0
         for batch in self.parquet.batches(group, left_out):
             for row in range(batch.num_rows):
-                held = {name: own.row(number) for name, own in places.items()}
+                held = {name: own.row(number) for name, own in locations.items()}
                 paged = [
-                    place for own in held.values() for place in own if place is not None and place.page is not None
+                    location
+                    for own in held.values()
+                    for location in own
+                    if location is not None and location.page is not None
                 ]
                 self.page_bytes += [
                     sum(own.size or 0 for own in paged),
@@ -301,8 +304,8 @@ class ParquetRows:
         if name not in self.lists:
             return one_image(value, held[0] if held else None)
         if value is None:  # a null, or a list whose elements consist of bytes only
-            return [one_image(None, place) for place in held] or None
-        return [one_image(own, place) for own, place in zip(value, held or [None] * len(value), strict=True)]
+            return [one_image(None, location) for location in held] or None
+        return [one_image(own, location) for own, location in zip(value, held or [None] * len(value), strict=True)]
 
 
 def json_line(record: Any) -> bytes:
@@ -327,17 +330,17 @@ def is_below(leaf: str, column: str) -> bool:
     return leaf == column or leaf.startswith(f"{column}.")
 
 
-def one_image(value: Any, place: ImageLocation | None) -> Any:
+def one_image(value: Any, location: ImageLocation | None) -> Any:
     """Return the JSON value of an image: an object with its location if the file contains its bytes, else its path.
 
     Args:
         value: the path, or a struct with the field `path`.
-        place: location of the bytes; None if there are none.
+        location: location of the bytes; None if there are none.
     """
     path = value.get("path") if isinstance(value, dict) else value
-    if place is None:
+    if location is None:
         return path
-    return {LOCATION: replace(place, name=path).to_json()}
+    return {LOCATION: replace(location, name=path).to_json()}
 
 
 def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -131,7 +131,7 @@ class SampleReader:
             made = self.placed(made)
         elif self.images:
             made = {key: value for key, value in made.items() if key not in self.keys.images}
-            made["images"] = [self.place(extension) for extension in self.images]
+            made["images"] = [self.location(extension) for extension in self.images]
         media = [extension for extension in self.sample.members if extension.rpartition(".")[2] in OTHER_MEDIA]
         return made | {f"media {extension}": HELD for extension in media}
 
@@ -165,7 +165,7 @@ class SampleReader:
             return value
         self.given.append(value)
         extension = self.extension_of(value)
-        return value if extension is None else self.place(extension)
+        return value if extension is None else self.location(extension)
 
     def extension_of(self, name: str) -> str | None:
         """Return the extension of the member that an image's name in the record means; None if it means no member."""
@@ -183,7 +183,7 @@ class SampleReader:
             found.setdefault(f"{key}.{extension}", extension)
         return found
 
-    def place(self, extension: str) -> dict[str, Any]:
+    def location(self, extension: str) -> dict[str, Any]:
         """Return the JSON object with the location of the member with the given extension."""
         offset, size = self.sample.members[extension]
         return {LOCATION: ImageLocation(self.file.name, offset, size, name=f"{self.sample.key}.{extension}").to_json()}
