@@ -66,7 +66,7 @@ def main() -> None:
 def write_index(folder: Path, count: int, left_out: int) -> None:
     """Write the folders of an index of `count` records with an image each; the middle one of them has no labels if
     `left_out` is 1."""
-    from llava_fsdp.data.index.integrity import seal
+    from llava_fsdp.data.index.integrity import write_done
     from llava_fsdp.data.index.record_store import DataSource, Part, SourceFile
     from llava_fsdp.data.index.worker_pool import write_column
     from llava_fsdp.data.records.problems import BITS, Kind
@@ -113,7 +113,7 @@ def write_index(folder: Path, count: int, left_out: int) -> None:
             write_column(part / "flags.npy", flags(), np.dtype(np.uint32))
         for column in empty.get(name, []):
             np.save(part / f"{column}.npy", np.zeros(1, dtype=np.int64))
-        seal(part, facts)
+        write_done(part, facts)
 
 
 def measure(folder: Path, count: int, sampler: str) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def take_steps(folder: Path, count: int, name: str) -> None:
     from llava_fsdp.data.batching.step_dataset import Steps
     from llava_fsdp.data.index.build import Index
     from llava_fsdp.data.index.dataset import Records
-    from llava_fsdp.data.index.record_store import Texts
+    from llava_fsdp.data.index.record_store import RecordStore
 
     words = f"sampler={name}", f"global_batch_size={GLOBAL_BATCH_SIZE}", "tokens_per_micro_batch=16384"
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
@@ -155,7 +155,7 @@ def take_steps(folder: Path, count: int, name: str) -> None:
     parts = state / "records", state / "pictures-0.0", state / "encoded-0"
     before = memory("self")
     begin = time.monotonic()
-    index = Index(folder, Texts(state / "texts"), *parts, [], np.zeros((1, 0, 0), dtype=np.int64))
+    index = Index(folder, RecordStore(state / "texts"), *parts, [], np.zeros((1, 0, 0), dtype=np.int64))
     records = Records(index, Parity.exact, TooLong.truncate)
     fingerprint = records.fingerprint
     sampler = open_sampler(records, cfg, RANKS)

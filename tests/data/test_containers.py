@@ -179,7 +179,7 @@ def test_a_bucket_that_is_away(
     skip = "data.bad_records=skip", "data.max_bad_records=100%"
     cfg = config(parts, dataset, tmp_path, "s3://bkt/away", True, "data.cache_gb=0", *skip)
     steps = build_loader(cfg, parts / "language", parts / "vision", FITS, 0, 1, CPU).steps
-    steps.records.index.texts.shards._ahead.storage.deadline = 0.5
+    steps.records.index.store.data_files._ahead.storage.deadline = 0.5
     proxy.spoil("503", 1 << 30)
     error = steps[0]
     assert isinstance(error, RemoteAway) and "s3://bkt/away/part-0000.tar could not be read" in str(error)

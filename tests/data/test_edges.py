@@ -19,8 +19,8 @@ from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, Step
 from llava_fsdp.data.batching.collate import Collator, dropout_seeds
 from llava_fsdp.data.batching.sampler import Shuffle, amounts, shares_of
 from llava_fsdp.data.batching.step_dataset import Steps
-from llava_fsdp.data.containers.open_shards import CacheFolder
-from llava_fsdp.data.containers.place import LocalFile
+from llava_fsdp.data.containers.data_files import CacheFolder
+from llava_fsdp.data.containers.file_reader import LocalFile
 from llava_fsdp.data.images import check, preprocess
 from llava_fsdp.data.images.fast_resize import Decoded
 from llava_fsdp.data.images.image_tokens import ImageTokens
@@ -29,7 +29,14 @@ from llava_fsdp.data.index import build, duplicate_ids, statistics
 from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.integrity import read_rows
-from llava_fsdp.data.index.record_store import DataSource, FindRecords, Shard, SourceFile, Texts, join_texts
+from llava_fsdp.data.index.record_store import (
+    DataSource,
+    FindRecords,
+    RecordStore,
+    SourceFile,
+    TextFile,
+    join_positions,
+)
 from llava_fsdp.data.index.statistics import describe_lengths
 from llava_fsdp.data.index.token_pass import EncodeRecords
 from llava_fsdp.data.records.parquet import ParquetRows, check_types
@@ -274,8 +281,8 @@ def test_sources_are_counted_a_block_at_a_time(block: int, monkeypatch: pytest.M
     names = "lengths", "labels", "pictures", "tiles", "image_tokens"
     columns = {name: dice.integers(0, 3, 11).astype(np.int32) for name in names}
     sources = [SourceFile("a", "a.json", None), SourceFile("b", "b.json", "images")]
-    texts = SimpleNamespace(sources=sources, firsts=[0, 9, 13])
-    records: Any = SimpleNamespace(index=SimpleNamespace(texts=texts), source_counts=[7, 4], **columns)
+    store = SimpleNamespace(sources=sources, source_bounds=[0, 9, 13])
+    records: Any = SimpleNamespace(index=SimpleNamespace(store=store), source_counts=[7, 4], **columns)
     found = statistics.count_sources(records)
     assert [(own.records, own.left_out) for own in found] == [(9, 2), (4, 0)]
     for own, part in zip(found, (slice(0, 7), slice(7, 11)), strict=True):
@@ -329,21 +336,21 @@ def test_a_record_of_exactly_the_most_bytes_is_read(tmp_path: Path) -> None:
     for most, fits in ((8, False), (9, True)):
         folder = tmp_path / str(most)
         source = SourceFile("a", str(tmp_path / "a.json"), None)
-        finding = FindRecords((Shard(source, tmp_path / "a.json", "k"),), tmp_path / f"pieces{most}", most)
+        finding = FindRecords((TextFile(source, tmp_path / "a.json", "k"),), tmp_path / f"pieces{most}", most)
         finding(0)
-        join_texts([DataSource("a", source.path, (source,))], finding, folder, "f", lambda: None)
-        texts = Texts(folder)
-        assert texts.read(0) == b'{"a": 1}'
+        join_positions([DataSource("a", source.path, (source,))], finding, folder, "f", lambda: None)
+        store = RecordStore(folder)
+        assert store.read(0) == b'{"a": 1}'
         if fits:
-            assert texts.read(1) == b'{"b": 23}'
+            assert store.read(1) == b'{"b": 23}'
             continue
         with pytest.raises(DataError) as caught:
-            texts.read(1)
+            store.read(1)
         assert caught.value.kind == Kind.record_too_large
-    texts = Texts(folder)
-    texts.size = np.array([0, 9], dtype=np.int32)
+    store = RecordStore(folder)
+    store.size = np.array([0, 9], dtype=np.int32)
     with pytest.raises(DamagedError):
-        texts.read(0)
+        store.read(0)
 
 
 def test_a_row_of_exactly_the_most_bytes_is_made_json(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rich.table import Table
 from small import config_of, make_config
 
 from llava_fsdp import status
-from llava_fsdp.data.batching.workers import Watch
+from llava_fsdp.data.batching.workers import WorkerStatus
 from llava_fsdp.data.records.record import name_record
 from llava_fsdp.prepare.main import prepare
 from llava_fsdp.report import main as report
@@ -174,10 +174,10 @@ def test_a_start_that_fails(hostile: Path, parts: Path) -> None:
 
 
 def test_what_a_rank_waits_for() -> None:
-    watch = Watch(1)
+    watch = WorkerStatus(1)
     watch.steps[0] = 2
-    watch.places[0].value = shown_name(ODD).encode()[:100]
-    check(watch.place(0))
+    watch.current[0].value = shown_name(ODD).encode()[:100]
+    check(watch.describe_worker(0))
 
 
 def test_a_status_and_a_page(

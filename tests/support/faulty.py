@@ -52,7 +52,7 @@ def main() -> None:
 
     def prepare_slowly(steps, number):
         if here and kind == "stall" and number == int(step):
-            steps.image_reader.watch.at("data.json, record 7")
+            steps.image_reader.status.at("data.json, record 7")
             time.sleep(FOREVER)
         return prepare(steps, number)
 

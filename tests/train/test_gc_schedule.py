@@ -7,7 +7,7 @@ from harness import single_world
 from small import Configure
 from torch.utils.data import Dataset
 
-from llava_fsdp.data.batching.workers import Watch, from_workers
+from llava_fsdp.data.batching.workers import WorkerStatus, from_workers
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.gc_schedule import scheduled_gc
@@ -64,4 +64,4 @@ class Enabled(Dataset):
 
 def test_data_workers_keep_pythons_own_way() -> None:
     with scheduled_gc(3):
-        assert list(from_workers(Enabled(), range(2), Watch(1), 1, 10, False)) == [True, True]
+        assert list(from_workers(Enabled(), range(2), WorkerStatus(1), 1, 10, False)) == [True, True]

@@ -134,7 +134,7 @@ def test_several_files_of_records_with_videos(siglip: Path, tmp_path: Path) -> N
     np.save(tmp_path / "changed" / "frames.npy", frames + (frames == 24))
     keys = [
         EncodeRecords(
-            index.texts.folder, 9, plan.reader.sampling, plan.cache, index.records, pictures, plan.encoder, plan.reader
+            index.store.folder, 9, plan.reader.sampling, plan.cache, index.records, pictures, plan.encoder, plan.reader
         ).key_of(range(4, 6))
         for pictures in (index.pictures, tmp_path / "changed")
     ]

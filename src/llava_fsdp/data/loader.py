@@ -1,6 +1,6 @@
 """Open a dataset for one model, and iterate over its training steps.
 
-A data worker prepares whole steps. So a run can be resumed from the number of a step alone, on any number of ranks and
+A data worker prepares whole steps. So a run can be resumed given only the number of a step, on any number of ranks and
 workers.
 """
 
@@ -19,7 +19,7 @@ from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import num_micro_batches
 from llava_fsdp.data.batching.sampler import Sampler, open_sampler
 from llava_fsdp.data.batching.step_dataset import Steps
-from llava_fsdp.data.batching.workers import Watch, from_workers
+from llava_fsdp.data.batching.workers import WorkerStatus, from_workers
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, read_preprocessor
 from llava_fsdp.data.images.video import VideoSampling
@@ -37,8 +37,9 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch, watch_silently
 
 PAD_OF_V0 = "[PAD]"
+"""Padding token that LLaVA adds to the tokenizer with its option `--version v0`."""
 Gather = Callable[[list[SkippedSample]], list[SkippedSample]]
-"""Collective function that takes this rank's skipped samples and returns those of all ranks, in rank order."""
+"""Collective operation that takes the skipped samples of this rank and returns those of all ranks, in rank order."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,10 @@ class ModelShape:
     """Greatest number of tokens in a sequence of the language model."""
     vocab_size: int
     grid_pinpoints: list[list[int]] | None = None
-    """Sizes [width, height] in pixels that images of several tiles must be fitted into; None: any."""
+    """Sizes [width, height] in pixels to which the model requires images to be resized before they are cut into tiles;
+    None: any."""
     max_tiles: int | None = None
-    """With LLaVA-OneVision, the required `data.max_tiles`; None: any."""
+    """Value of `data.max_tiles` that a LLaVA-OneVision model requires; None: any."""
     cost: CostModel = field(default_factory=CostModel)
     """Estimates the cost of training on a sample, so that all ranks get about equal cost. By default, the cost is the
     number of tokens."""
@@ -72,13 +74,12 @@ def build_loader(
     gather: Gather = list,
     choose: Callable[[Records], Sampler] | None = None,
 ) -> Loader:
-    """Open the dataset and what encodes its records for one model (tokenizer, conversation template, image
-    preprocessor), and return a Loader of training steps.
+    """Open the dataset, and what encodes its records for one model (tokenizer, conversation template, image
+    preprocessor). Return a Loader of training steps.
 
     Args:
-        gather: collects the skipped samples of all ranks.
-        choose: function that makes the sampler from the opened records; None: use the sampler that the setting
-            `sampler` selects.
+        gather: collective operation that collects the skipped samples of all ranks.
+        choose: function that makes the sampler from the opened records; None: the setting `sampler` selects it.
 
     Raises:
         ConfigError: the dataset, the model and the configuration do not fit together.
@@ -92,15 +93,15 @@ def build_loader(
     workers = cfg.data.workers
     if workers is None:
         workers = read_host().data_workers(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    watched = replace(image_reader, watch=Watch(workers))
+    watched = replace(image_reader, status=WorkerStatus(workers))
     return Loader(Steps(records, sampler, encoder, watched, cfg, rank, world_size, shape.cost), cfg, device, gather)
 
 
 def open_encoding(
     cfg: Config, language_folder: Path, vision_folder: Path, shape: ModelShape
 ) -> tuple[Encoder, ImageReader]:
-    """Build what turns records into the input of one model: the encoder (tokenizer with conversation template) and the
-    image reader (image preprocessing).
+    """Build the two objects that convert records to the input of one model: the encoder (tokenizer and conversation
+    template) and the image reader.
 
     Raises:
         ConfigError: the model and the configuration do not fit together.
@@ -119,8 +120,12 @@ def open_encoding(
 
 
 def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: ImageReader) -> Encoder:
-    """Build the encoder that turns records into token ids and labels. The setting `labels` selects it: `exact`, or
+    """Build the encoder, which converts records to token ids and labels. The setting `labels` selects it: `exact`, or
     `llava_v1_5`, which gives LLaVA's own token ids and labels.
+
+    Args:
+        folder: folder of the language model.
+
 
     Raises:
         ConfigError: `data.template` does not exist or cannot be trained with, or the tokenizer lacks tokens that the
@@ -159,6 +164,11 @@ def has_padding_token(cfg: Config) -> bool:
 
 
 def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader: ImageReader, folder: Path) -> None:
+    """Raise ConfigError if the model, its tokenizer, its image preprocessing and the configuration do not fit together.
+
+    Args:
+        folder: folder of the vision tower, for error messages.
+    """
     preprocessor, rule = image_reader.preprocessor, image_reader.tokens
     tiled = rule.needs_size(1)
     if tiled and rule.side**2 != shape.image_tokens:
@@ -214,9 +224,9 @@ class Loader:
         self.steps = steps
         self.gather = gather
         self.broken: set[int] = set()
-        """Numbers of the records that were found broken during training, on any rank."""
+        """Numbers of the records that any rank could not read during training."""
         self.device = device
-        self.watch = steps.image_reader.watch or Watch()
+        self.status = steps.image_reader.status or WorkerStatus()
         self.data = cfg.data
         self.total_steps = cfg.max_steps or cfg.epochs * steps.sampler.per_epoch
         self.table = pixel_table(steps.image_reader.preprocessor, device)
@@ -227,30 +237,30 @@ class Loader:
         return num_micro_batches(self.steps.global_batch_size, self.steps.world_size, self.steps.micro_batch_size)
 
     def prepared(self, first: int, give_up: Callable[[], bool] = lambda: False) -> Iterator[Step | None]:
-        """Yield this rank's part of each step from `first` to `total_steps` - 1. The caller must call `agree` on a step
-        before using it.
+        """Yield this rank's part of each step from `first` to `total_steps` - 1. The caller must pass each step to
+        `agree` before using it.
 
         Args:
             give_up: called while waiting for a step. Once it returns True, None is yielded and the iteration ends.
 
         Raises:
             DataError: a record or an image of the step is invalid; or a worker died or stalled (WorkerError).
-            OutOfMemory: there is no memory for handing over a step from a worker.
+            OutOfMemory: there is no memory to transfer a step from a worker.
         """
         self.steps.sampler.draw(self.total_steps)
         if first < self.total_steps:  # fills caches before workers are forked, so that all workers share them
             self.steps.facts(first, self.steps.sampler.samples(first))
         numbers, pin_memory = range(first, self.total_steps), self.device.type == "cuda"
         prefetch, stall = self.data.prefetch, self.data.stall
-        for step in from_workers(self.steps, numbers, self.watch, prefetch, stall, pin_memory, give_up):
+        for step in from_workers(self.steps, numbers, self.status, prefetch, stall, pin_memory, give_up):
             if isinstance(step, LlavaFsdpError):
                 raise step
             assert step is None or isinstance(step, Step)
             yield step
 
     def agree(self, step: Step) -> Step:
-        """Return a step without the samples that any rank skipped. A collective operation: every rank must call it for
-        each step.
+        """Return a step without the samples that any rank skipped. This is a collective operation: every rank must call
+        it for each step.
 
         Raises:
             DataError: more records are bad than `data.max_bad_records` allows.
@@ -277,10 +287,10 @@ class Loader:
 
 
 def pixel_table(preprocessor: Preprocessor, device: torch.device) -> torch.Tensor:
-    """Return the normalised value of each byte value in each channel, float32 [3, 256], on a device.
+    """Return the normalised value of each byte value in each colour channel, float32 [3, 256], on a device.
 
-    The table is copied into memory that torch allocates, aligned to 64 bytes. In NumPy's memory, aligned to 16 bytes,
-    kernels may give results that differ in the last bits.
+    The table is copied into memory that torch allocates, which is aligned to 64 bytes. With NumPy's memory, which is
+    aligned to 16 bytes, kernels may give results that differ in the last bits.
     """
     return torch.tensor(preprocessor.pixel_table(), device=device)
 

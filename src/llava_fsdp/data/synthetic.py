@@ -1,4 +1,4 @@
-"""Make synthetic micro-batches of the largest size that the configuration allows, for a dry run without a dataset."""
+"""Make synthetic micro-batches of the greatest size that the configuration allows, for a dry run without a dataset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llava_fsdp.data.loader import Loader, ModelShape
 
 @dataclass(frozen=True)
 class Contents:
-    """How many samples, tokens, images, tiles, labels and image tokens a synthetic micro-batch has."""
+    """Numbers of samples, tokens, images, tiles, labels and image tokens of a synthetic micro-batch."""
 
     lengths: tuple[int, ...]
     """Number of tokens of each sample."""
@@ -35,9 +35,9 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
     """Return the largest numbers of tokens, images, tiles and labels that a micro-batch can have. A real micro-batch
     never reaches all of them at once.
 
-    Tokens: all rows are full. Images: as many as fit, each with a short caption, and of the size that makes the most
-    tiles; each fills its grid of tiles. Labels: samples of `data.max_length` tokens with one image each, one with the
-    fewest tokens, in which each token after the image is a label.
+    The rows are full of tokens. There are as many images as fit, each of the size that is cut into the most tiles, with
+    one token of text. The labels are those of samples with `data.max_length` tokens that begin with one image of the
+    fewest tokens; all other tokens are labels.
     """
     length = cfg.data.max_length
     tokens = cfg.row_tokens if cfg.packs else cfg.micro_batch_size * length
@@ -56,10 +56,12 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
 
 
 def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool, blends: bool = False) -> MicroBatch:
-    """Return a micro-batch with token ids 0 and black images. The first tokens are image tokens, and the first of all
-    tokens have labels.
+    """Return a micro-batch with token ids 0 and black images. The image tokens are at its beginning, and so are the
+    labels.
 
     Args:
+        contents: numbers of tokens, images, labels etc.
+        pack: whether the samples are packed into one row.
         blends: whether image tokens are weighted sums of four features.
     """
     places = torch.arange(contents.image_tokens)
@@ -82,13 +84,13 @@ def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool, ble
 
 
 def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
-    """Return how many micro-batches of a step a dry run computes. There are at most two, because each later one would
-    be like the second."""
+    """Return how many micro-batches of a step a dry run computes: at most two, because all later ones would be like the
+    second."""
     return min(2, math.ceil(cfg.global_batch_size / (len(contents.lengths) * world_size)))
 
 
 def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Config, world_size: int) -> Step:
-    """Return this rank's part of a synthetic training step."""
+    """Return this rank's part of a synthetic training step, whose micro-batches all have the given contents."""
     count = micro_batches_of(contents, cfg, world_size)
     times = count * world_size
     facts = StepFacts(
@@ -105,7 +107,7 @@ def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Conf
 
 
 class SyntheticLoader(Loader):
-    """Replaces Loader in a dry run without a dataset: it only copies micro-batches to the device."""
+    """Loader for a dry run without a dataset. It can only copy micro-batches to the device."""
 
     def __init__(self, device: torch.device, steps: int):
         self.device = device

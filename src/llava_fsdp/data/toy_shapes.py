@@ -1,6 +1,6 @@
 """The built-in data set: generated images of coloured shapes, with LLaVA JSON files of captions and questions.
 
-An image has one to four equal shapes, each in its own corner. An answer guessed without the image is seldom right: all
+An image has one to four equal shapes, each in a different corner. Answers cannot be guessed without the image: all
 kinds of questions but one have at least four answers, and no answer is much more frequent than the others.
 """
 
@@ -22,7 +22,7 @@ from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.small_json import parse_object
 
 FORMAT_VERSION = 1
-"""Increased whenever the generator changes so that the same seed gives other images or texts."""
+"""Version of the generator. It is increased whenever the same seed gives other images or texts."""
 TRAIN_PICTURES = 3000
 """Number of training images; each has one caption and one conversation."""
 HELDOUT_PICTURES = 300
@@ -30,7 +30,7 @@ HELDOUT_PICTURES = 300
 TEXT_ONLY_SHARE = 0.08
 """Fraction of the records of ``instructions.json`` that have no image."""
 MARKER = "shapes.json"
-"""Name of the file with the Recipe of a generated folder. It is written last and so marks the folder as complete."""
+"""Name of the file with the Recipe of a generated folder."""
 GROUND = (122, 116, 104)
 """Background colour (RGB): the mean of CLIP's normalisation, so that background pixels become about zero."""
 _DARK, _LIT = GROUND, (255, 255, 255)
@@ -42,8 +42,9 @@ COLOURS = {
     "purple": (_LIT[0], _DARK[1], _LIT[2]),
     "white": _LIT,
 }
-"""RGB of each colour name. No channel is darker than the background, so that a shape's difference from the background
-has the same sign in every colour. Then even randomly initialised patch features separate its outline linearly."""
+"""{name: RGB colour}. No channel is darker than the background, so that the difference between a shape and the
+background has the same sign in every colour. Then even randomly initialised patch features separate its outline
+linearly."""
 SHAPES = ("ring", "bar", "cross", "triangle")
 PLURALS = {"ring": "rings", "bar": "bars", "cross": "crosses", "triangle": "triangles"}
 SIZES = {"small": 0.1, "large": 0.155}
@@ -59,13 +60,13 @@ COUNT_WEIGHTS = (4, 2, 2, 2)
 """Relative frequencies of images with one, two, three and four shapes. Only an image with a single shape can have a
 question about the shape's place."""
 CAPTION_TURN_SHARE = 0.3
-"""Fraction of the conversations in which the caption is also asked for."""
+"""Fraction of the conversations with a question for the caption."""
 CAPTION_REQUEST = "Describe the picture."
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All parameters that determine a generated folder; equal recipes give equal folders."""
+    """Parameters of the generated data set. Equal recipes give equal files."""
 
     seed: int
     train_pictures: int
@@ -75,7 +76,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Scene:
-    """Content of an image: one to four equal shapes; ``places`` are indices into PLACES, in ascending order."""
+    """Content of an image: one to four equal shapes. ``places`` are their positions as indices into PLACES, in
+    ascending order."""
 
     shape: str
     colour: str
@@ -86,8 +88,8 @@ class Scene:
 def ensure_shapes(
     root: Path, *, seed: int = 0, train_pictures: int = TRAIN_PICTURES, heldout_pictures: int = HELDOUT_PICTURES
 ) -> None:
-    """Generate the data set in the folder ``root`` if it does not exist yet; otherwise check that it was generated with
-    the same parameters.
+    """Generate the built-in data set in the folder ``root``. If the folder exists, only check that it was generated
+    with the same parameters.
 
     Several processes may call this at once: each writes a temporary folder beside ``root`` and renames it to ``root``;
     only the first rename succeeds, and the other processes delete their folders.
@@ -153,8 +155,8 @@ def _dump(path: Path, value: object) -> None:
 
 
 def _record(name: str, image: str | None, turns: list[tuple[str, str]]) -> dict[str, object]:
-    """Return a LLaVA JSON record of questions and answers; an ``<image>`` tag is put before the first question if there
-    is an image."""
+    """Return a LLaVA JSON record of (question, answer) pairs. With an image, an ``<image>`` tag is put before the first
+    question."""
     record: dict[str, object] = {"id": name}
     if image is not None:
         record["image"] = f"{image}.png"
@@ -168,8 +170,8 @@ def _record(name: str, image: str | None, turns: list[tuple[str, str]]) -> dict[
 
 
 def _new_picture(root: Path, name: str, rng: random.Random, seen: set[bytes]) -> tuple[str, Scene]:
-    """Generate an image whose pixels differ from those of all images in ``seen``, save it, and return its name and
-    content."""
+    """Generate an image that differs from all images in ``seen`` (pixels as bytes), add it there, save it to a file,
+    and return its name and content."""
     while True:
         (count,) = rng.choices(range(1, len(PLACES) + 1), COUNT_WEIGHTS)
         places = tuple(sorted(rng.sample(range(len(PLACES)), count)))

@@ -1,4 +1,4 @@
-"""Make prompts from validation records; the model answers them during training."""
+"""Make prompts from validation records. The model answers them at each validation during training."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class HeldOutQuestion:
     question: str
     """Text of the question without image tags."""
     reference: str
+    """The answer in the record."""
     sample: Sample
-    """The tokens of the question up to the place where the answer begins, without labels."""
+    """The prompt: the tokens of the question up to the beginning of the answer, without labels."""
     images: tuple[ImageFile, ...]
 
 
@@ -45,7 +46,7 @@ class Prompts:
 
 
 def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config) -> HeldOutQuestion:
-    """Encode the first question of a validation record with the conversation template used in training.
+    """Encode the first question of a validation record with the conversation template that training uses.
 
     Raises:
         DataError: the record does not begin with a question and its answer, or the model's own template refuses it.
@@ -69,7 +70,7 @@ def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config) -> H
 
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
-    """Return a batch of the given prompts and their image tiles; without prompts, a batch of one row with one token."""
+    """Collate prompts and their image tiles into a batch. Without prompts, return a batch of one row with one token."""
     length = max((len(sample.input_ids) for sample, _ in rows), default=1)
     ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
     mask = np.zeros(ids.shape, dtype=bool)

@@ -1,4 +1,4 @@
-"""The validation set: its records, their order, and the questions that the model answers at each validation."""
+"""Open the validation set, and choose the questions that the model answers at each validation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.log import log
 
 Choose = Callable[[Records], "HeldOutSampler"]
+"""Function that makes the sampler of the validation set from its records."""
 
 
 @dataclass(frozen=True)
 class HeldOutSampler:
-    """Sampler of the validation set. It takes one data source after the other, so that all records of a step are from
-    one source."""
+    """Sampler of the validation set. It goes through the data sources one after the other, so that all records of a
+    step are from the same source."""
 
     steps: tuple[tuple[int, list[int]], ...]
     """For each step: (index of its data source, numbers of its records)."""
@@ -35,6 +36,7 @@ class HeldOutSampler:
         return self.steps[step][1]
 
     def source(self, step: int) -> int:
+        """Return the index of the data source of a step's records."""
         return self.steps[step][0]
 
     def draw(self, steps: int) -> None:
@@ -46,8 +48,7 @@ class HeldOutSampler:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The opened validation set of a training run: its loader, its sampler, and the questions that the model
-    answers."""
+    """The opened validation set of a training run, and the questions that the model answers at each validation."""
 
     loader: Loader
     sampler: HeldOutSampler
@@ -73,8 +74,8 @@ def held_out_sampler(counts: Sequence[int], limit: int | None, samples: int) -> 
 
 
 def spread(count: int, most: int | None) -> list[int]:
-    """Return `most` evenly spaced numbers below `count`, or all of them if there are no more. Evenly spaced, because
-    the records of a file may be sorted."""
+    """Return at most `most` numbers below `count` (None: all). They are evenly spaced, because the records of a file
+    may be sorted."""
     if most is None or most >= count:
         return list(range(count))
     return [number * count // most for number in range(most)]
@@ -85,7 +86,7 @@ def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], 
 
     Args:
         cfg: the configuration of the training run.
-        open_loader: function (configuration, function that makes the sampler from the opened records) -> Loader.
+        open_loader: function (configuration, function that makes the sampler from the records) -> Loader.
         max_tokens: greatest number of tokens in a sequence of the language model.
 
     Raises:
@@ -107,7 +108,7 @@ def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], 
 
 
 def warn_of_trained(cfg: Config) -> None:
-    """Log a warning if a file of the validation set is also trained on. This is useful only to see a model overfit."""
+    """Log a warning if a file of the validation set is also used for training."""
     trained = {os.path.realpath(file.path) for file in files_of(sources_of(cfg.data))}
     for file in files_of(sources_of(cfg.held_out.data, "val")):
         if os.path.realpath(file.path) in trained:
@@ -115,8 +116,8 @@ def warn_of_trained(cfg: Config) -> None:
 
 
 def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_tokens: int) -> list[HeldOutQuestion]:
-    """Choose and encode the questions that the model answers at each validation; the images of the questions are read
-    later.
+    """Choose and encode the questions that the model answers at each validation. Their images are not read yet.
+
 
     Raises:
         DataError: a chosen record does not begin with a question and its answer.

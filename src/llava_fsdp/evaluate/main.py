@@ -17,7 +17,7 @@ from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.chat.open_model import open_model
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE
 from llava_fsdp.config import AUTO, EvaluateConfig, Format, Task
-from llava_fsdp.data.records.record import reading
+from llava_fsdp.data.containers.file_reader import reading
 from llava_fsdp.data.text.conversation import asking
 from llava_fsdp.data.text.jinja_template import OWN, is_own
 from llava_fsdp.data.text.templates import IMAGE_TAG, template

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import EvaluateConfig, Task
-from llava_fsdp.data.containers.open_shards import CacheFolder
+from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.images.check import inline_images
-from llava_fsdp.data.index.record_store import files_of, shards_of, sources_of
+from llava_fsdp.data.index.record_store import files_of, open_data_files, sources_of
 from llava_fsdp.data.records.forms import FORMS
 from llava_fsdp.data.records.record import (
     BYTE_ORDER_MARK,
@@ -22,7 +22,7 @@ from llava_fsdp.data.records.record import (
     unread_media,
     unread_tag,
 )
-from llava_fsdp.data.records.record_file import RecordFile, texts
+from llava_fsdp.data.records.record_file import RecordFile, read_records
 from llava_fsdp.data.text.conversation import opening_question
 from llava_fsdp.evaluate.pope_files import annotate_yes_no
 from llava_fsdp.evaluate.question import (
@@ -80,8 +80,8 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
     if cfg.data.sources:
         raise ConfigError("evaluate asks the questions of one source: name it with data.path, without data.sources")
     found = files_of(sources_of(cfg.data))
-    shards = shards_of(found, CacheFolder(cfg.data.cache_folder / "images", cfg.data.cache_gb))
-    files = (RecordFile(file.path, cfg.data.max_record_bytes, file.keys, shards) for file in found)
+    data_files = open_data_files(found, CacheFolder(cfg.data.cache_folder / "images", cfg.data.cache_gb))
+    files = (RecordFile(file.path, cfg.data.max_record_bytes, file.keys, data_files) for file in found)
     records = itertools.islice((file[n] for file in files for n in range(len(file))), cfg.limit)
     return [first_question(record, number) for number, record in enumerate(records)]
 
@@ -118,7 +118,7 @@ def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuest
             )
         yield from read_vqa_questions(path, whole)
         return
-    for number, (content, line) in enumerate(texts(str(path), max_bytes)):
+    for number, (content, line) in enumerate(read_records(str(path), max_bytes)):
         raw = parse_text(path, number, content, line)
         if not isinstance(raw, dict):
             raise DataError(f"{name_place(path, number, line)} is {shown(raw)}, not an object")

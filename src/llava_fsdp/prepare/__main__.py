@@ -1,4 +1,4 @@
-"""Entry point of `python -m llava_fsdp.prepare`; see main.py for what it does."""
+"""Entry point of `python -m llava_fsdp.prepare`, which examines and indexes a dataset (main.py)."""
 
 from llava_fsdp.config import PrepareConfig, cli
 from llava_fsdp.runtime.log import leave_noise_out

@@ -1,6 +1,6 @@
 """Examine and index a dataset before training: `python -m llava_fsdp.prepare data=llava_json data.path=... model=...`.
 
-Takes the configuration keys of `train`. The reported lengths and labels are those of a training with the same keys.
+The command takes the configuration keys of `train`. It reports the lengths and labels of a training with the same keys.
 """
 
 import json
@@ -35,9 +35,9 @@ from llava_fsdp.train.preflight import warn_if_refused, with_template
 
 
 def prepare(cfg: PrepareConfig) -> None:
-    """Build or update the index of a dataset, then write and print a report about its records; bad records are reported
-    and raise no error. Validation records, if there are any, are indexed and reported too. With `cfg.verify`, only
-    compare the existing indexes with the files of the dataset."""
+    """Make or update the index of a dataset, then write and print a report about its records. Bad records are reported
+    and raise no error. If there is a validation set, it is indexed and reported, too. With `cfg.verify`, only check
+    that the existing indexes match the files of the dataset."""
     draw_shapes(cfg.data)
     check_paths(cfg)
     typed, parts = cfg, find_parts(cfg.model)
@@ -45,7 +45,9 @@ def prepare(cfg: PrepareConfig) -> None:
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
     encoding = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))
     sources_of(cfg.data)
-    warn_if_refused(typed)  # only now: it would also print the errors of the lines above, which end this command
+    warn_if_refused(
+        typed
+    )  # called last, because it would also print the errors of the lines above, which end this command
     if cfg.verify:
         return verify(cfg, encoding)
     folder = Path(cfg.report or cfg.data.index_folder)
@@ -64,11 +66,14 @@ def prepare(cfg: PrepareConfig) -> None:
 
 
 def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
-    """Compare the indexes of the training and validation data with the dataset's files; print a line for each if all
-    agree.
+    """Check that the indexes of the training and validation data match the files of the dataset; print a line for each.
+
+    Args:
+        encoding: (encoder, image reader).
+
 
     Raises:
-        DataError: an index and the files differ; the message names the records and images.
+        DataError: records or images have changed since an index was made; the message names them.
     """
     results, workers = {}, cfg.prepare.workers or read_host().usable_cores
     for name, dataset in {"": cfg, **({} if cfg.val.every is None else {"val": cfg.held_out})}.items():
@@ -83,7 +88,11 @@ def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
 
 
 def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: Path) -> dict[str, Any]:
-    """Index the records of `cfg.data`, write a report about them to `folder` and return the report."""
+    """Index the dataset of a configuration, write a report about its records to `folder`, and return the report.
+
+    Args:
+        encoding: (encoder, image reader).
+    """
     encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or read_host().usable_cores)
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)
@@ -103,6 +112,7 @@ def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: P
 
 
 def show(report: dict[str, Any], folder: Path) -> None:
+    """Print the tables of a report about a dataset; `folder` contains its files."""
     console = TextConsole(width=None if sys.stdout.isatty() else 120)
     names = ["records", "left_out", "text_only", "pictures", "tokens", "label_tokens"]
     title = "records; tokens after truncation to data.max_length, image tokens included"

@@ -68,10 +68,8 @@ def fit(
                 watchdog.at(Phase.DATA)
                 started = time.perf_counter()
     except RuntimeError as error:  # the DataLoader's signal handler raises it at any place when a worker dies
-        state.loader.watch.check()
-        if (
-            is_compiler_error(error) and watchdog.wants_stop_soon()
-        ):  # the signal to stop has also ended the C++ compiler
+        state.loader.status.check()
+        if is_compiler_error(error) and watchdog.wants_stop_soon():  # the signal also ended the C++ compiler
             raise Stopped(
                 f"{watchdog.stop}: stopped in step {state.step + 1}, while it compiled; the same command continues "
                 "from the last checkpoint"

@@ -68,7 +68,7 @@ class RunParts(Run):
         return self.count_collectives()
 
     def data_position(self) -> str:
-        return self.state.loader.watch.late(self.state.step) if self.state is not None else ""
+        return self.state.loader.status.describe_step(self.state.step) if self.state is not None else ""
 
     def report_end(self) -> None:
         if self.reporter is not None:

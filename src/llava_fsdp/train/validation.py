@@ -121,7 +121,7 @@ class Validation:
                 losses = self.losses()
                 answers = self.generator.answers()
         except RuntimeError:  # the DataLoader's signal handler raises it at any place when a worker dies
-            self.held_out.loader.watch.check()
+            self.held_out.loader.status.check()
             raise
         if own_rank() == 0:
             self.report(losses, answers, time.perf_counter() - started)

@@ -18,7 +18,7 @@ from small import make_config
 from test_loader import open_loader
 from torch.utils.data import _utils
 
-from llava_fsdp.data.batching.workers import StartWorker, Watch
+from llava_fsdp.data.batching.workers import StartWorker, WorkerStatus
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text.encode import Encoder, Sample
@@ -88,15 +88,15 @@ def test_a_death_that_reaches_the_loop_elsewhere(parts: Path, dataset: Path) -> 
     with pytest.raises(RuntimeError, match="killed by signal"):
         time.sleep(60)
     with pytest.raises(WorkerError) as caught:
-        loader.watch.check()
+        loader.status.check()
     assert where in str(caught.value)
     steps.close()
-    loader.watch.check()  # ended as they should: nothing to tell
+    loader.status.check()  # ended as they should: nothing to tell
 
 
 def test_a_worker_that_starts_when_the_others_have_ended() -> None:
     """It leaves no process number behind: once it has ended too, it would be taken for one that died."""
-    context, watch = multiprocessing.get_context("fork"), Watch(1)
+    context, watch = multiprocessing.get_context("fork"), WorkerStatus(1)
     start, may_start = StartWorker(watch), context.Event()
     late = context.Process(target=lambda: (may_start.wait(), start(0)))
     late.start()
@@ -167,9 +167,9 @@ _utils.MP_STATUS_CHECK_INTERVAL = 0.2
 loader, _ = trapped(Path(sys.argv[2]), Path(sys.argv[3]), hang)
 steps = agreed_steps(loader)
 next(steps)
-while not all(loader.watch.pids):
+while not all(loader.status.pids):
     time.sleep(0.01)
-print(*loader.watch.pids, flush=True)
+print(*loader.status.pids, flush=True)
 if sys.argv[4] == "after an error":
     try:
         steps.throw(ValueError())

@@ -7,9 +7,9 @@ from typing import Any
 import pyarrow
 import pytest
 
+from llava_fsdp.data.containers.parquet_container import ParquetContainer
 from llava_fsdp.data.containers.parquet_levels import MOST_DEPTH
-from llava_fsdp.data.containers.parquet_shard import ParquetShard
-from llava_fsdp.data.containers.read_place import PageCache, read_place
+from llava_fsdp.data.containers.read_image import PageCache, read_image
 from llava_fsdp.runtime.errors import DataError
 
 INT32_MAX = (1 << 31) - 1
@@ -105,10 +105,10 @@ def file(
 
 def images(data: bytes) -> list[bytes | None]:
     shard = Memory(data)
-    opened = ParquetShard(shard)
-    places = opened.places("raw", 0)
+    opened = ParquetContainer(shard)
+    places = opened.locations("raw", 0)
     rows = [own for row in range(opened.rows(0)) for own in places.row(row)]
-    return [None if own is None else read_place(shard, own, PageCache()) for own in rows]
+    return [None if own is None else read_image(shard, own, PageCache()) for own in rows]
 
 
 def levels(*runs: bytes) -> bytes:
@@ -213,7 +213,7 @@ def test_compressed_pages_that_claim_much(codec: int) -> None:
             images(data)
         if unpacked > 1 << 20:
             with pytest.raises(DataError):
-                list(ParquetShard(Memory(data)).batches(0, []))
+                list(ParquetContainer(Memory(data)).batches(0, []))
 
 
 NULLS = page(levels(varint(5_000_000 << 1) + b"\0"), 5_000_000)
@@ -272,8 +272,8 @@ def test_a_legacy_list() -> None:
     body = levels(b"\x03\x02") + levels(b"\x03\x03") + plain(b"a", b"b")
     data = file(page(body, 3), 2, REPEATED, _5=3)
     shard = Memory(data)
-    places = ParquetShard(shard).places("raw", 0)
-    assert [[read_place(shard, own, PageCache()) for own in places.row(row) if own] for row in (0, 1)] == [
+    places = ParquetContainer(shard).locations("raw", 0)
+    assert [[read_image(shard, own, PageCache()) for own in places.row(row) if own] for row in (0, 1)] == [
         [b"a", b"b"],
         [],
     ]

@@ -18,7 +18,7 @@ from s3 import SECRET, s3_server
 from tiers import slow_after
 
 from llava_fsdp.data.containers.range_cache import RangeCache
-from llava_fsdp.data.containers.read_ahead import ReadAhead
+from llava_fsdp.data.containers.read_ahead import ReadAhead, RemoteReader
 from llava_fsdp.data.containers.remote import RemoteStorage, shown_url, split_pattern
 from llava_fsdp.data.containers.remote_file import RemoteFile
 from llava_fsdp.runtime.errors import (
@@ -193,7 +193,7 @@ def test_a_version_is_read_after_the_file_was_replaced(bucket: Any, storage: Rem
     bucket.put_object(Key="v.tar", Body=b"the new content")
     (old,) = storage.list_files(f"s3://bkt/v.tar?versionId={version}")
     (new,) = storage.list_files("s3://bkt/v.tar")
-    assert storage.read_ranges([(old, 0, 11), (new, 4, 11)]) == [b"the old one", b"new content"]
+    assert storage.read_range(old, 0, 11) == b"the old one" and storage.read_range(new, 4, 11) == b"new content"
     assert old.content != new.content
     bucket.object_versions.filter(Prefix="v.tar").delete()
 
@@ -223,21 +223,21 @@ def test_ranges_are_read_at_once_and_in_order(file: RemoteFile, proxy: FaultyPro
     storage = RemoteStorage(deadline=30, in_flight=8)
     proxy.most_running = 0
     proxy.delay = 0.05
-    ranges = [(file, n * 777, 700 + n) for n in range(64)]
-    assert storage.read_ranges(ranges) == [CONTENT[offset : offset + size] for _, offset, size in ranges]
+    ranges = [(n * 777, 700 + n) for n in range(64)]
+    futures = [storage.submit(storage.read_range, file, *own) for own in ranges]
+    assert [future.result() for future in futures] == [CONTENT[offset : offset + size] for offset, size in ranges]
     assert 4 <= proxy.most_running <= 8
 
 
-def test_one_failed_range_fails_all(bucket: Any, file: RemoteFile, storage: RemoteStorage) -> None:
+def test_a_missing_file_is_named(bucket: Any, file: RemoteFile, storage: RemoteStorage) -> None:
     gone = RemoteFile("s3://bkt/gone.tar", 10, file.pin)
     with pytest.raises(RemoteGone) as caught:
-        storage.read_ranges([(file, 0, 10), (gone, 0, 10), (file, 5, 10)])
+        storage.read_range(gone, 0, 10)
     assert caught.value.culprit["file"] == gone.name
-    assert storage.read_ranges([]) == []
 
 
 def read_in_child(storage: RemoteStorage, file: RemoteFile, answers: multiprocessing.Queue) -> None:
-    answers.put(storage.read_ranges([(file, 10, 20), (file, 40, 5)]))
+    answers.put([storage.read_range(file, 10, 20), storage.read_range(file, 40, 5)])
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -281,7 +281,7 @@ def test_a_step_is_fetched_ahead_once(file: RemoteFile, proxy: FaultyProxy, stor
     deadline = time.monotonic() + 10
     while source.cache.misses < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    reader = source.open(file)
+    reader = RemoteReader(source, file)
     assert [reader.read(offset, size) for _, offset, size in ranges] == [CONTENT[o : o + n] for _, o, n in ranges]
     assert len(proxy.seen) == 3
     assert not source._ahead and not source._uses

@@ -115,7 +115,7 @@ def test_columns_without_skipped_records_are_files_of_the_index(
             values = getattr(records, name)
             assert isinstance(values, np.memmap) and values.dtype == whole.dtype
             assert values.tolist() == whole[numbers].tolist()
-        whole = hashlib.sha256(index.texts.fingerprint.encode() + numbers.tobytes())
+        whole = hashlib.sha256(index.store.fingerprint.encode() + numbers.tobytes())
         assert records.fingerprint == whole.hexdigest()[:32]
         before = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
         again = open_again(cfg, parts)

@@ -57,7 +57,7 @@ def workers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def content(index: Index) -> dict[str, bytes]:
     """Every file of the index by its name within."""
-    parts = index.texts.folder, index.records, index.pictures, index.encoded
+    parts = index.store.folder, index.records, index.pictures, index.encoded
     return {f"{part.name}/{p.name}": p.read_bytes() for part in parts for p in sorted(part.iterdir())}
 
 
@@ -411,7 +411,7 @@ def test_a_file_that_changes_meanwhile_leaves_nothing(
     path = tmp_path / "a.json"
     path.write_bytes((dataset / "text.json").read_bytes())
     cfg = make_config(parts, dataset, tmp_path, f"data.path={path}", "data.images=null")
-    for step in ("join_texts", "encoded_facts"):
+    for step in ("join_positions", "encoded_facts"):
         with monkeypatch.context() as patch:
             own = getattr(index_module, step)
             patch.setattr(index_module, step, lambda *a, own=own: (os.utime(path, (1, 1)), own(*a))[1])

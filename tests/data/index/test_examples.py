@@ -47,7 +47,7 @@ def test_what_is_marked_is_what_has_labels(labels: str, parts: Path, dataset: Pa
     shown = examples_of(cfg, parts)
     assert len(shown) == 20 and sum(own.cut > 0 for own in shown) > 2
     for own in shown:
-        sample = plan.encoder(records.index.texts.record(own.index))
+        sample = plan.encoder(records.index.store.record(own.index))
         assert sample is not None and (own.length, own.labels) == (len(sample.input_ids), sample.num_labels)
         at = 0
         for part in own.parts:
@@ -100,7 +100,7 @@ def test_images_are_shown_as_they_are_read(parts: Path, tmp_path: Path) -> None:
     assert len(shown) == len(records) > 8
     kinds = set()
     for own in shown:
-        record = records.index.texts.record(own.index)
+        record = records.index.store.record(own.index)
         pictures = [part for part in own.parts if isinstance(part, Images)]
         assert [part.name for part in pictures] == list(record.images)
         for number, part in enumerate(pictures):
@@ -147,8 +147,8 @@ def test_an_image_that_broke_since_is_named(parts: Path, dataset: Path, tmp_path
     cfg = make_config(parts, dataset, tmp_path)
     plan, records = plan_of(cfg, parts), open_again(cfg, parts)
     elsewhere = replace(plan.reader, folder=tmp_path)
-    texts = records.index.texts
-    texts._folders = dict.fromkeys(texts._folders, tmp_path)
+    store = records.index.store
+    store._folders = dict.fromkeys(store._folders, tmp_path)
     shown = draw_examples(records, plan.encoder, elsewhere)
     broken = [own for own in shown if own.error]
     assert broken and len(broken) < len(shown) and all(".jpg" in own.error or ".png" in own.error for own in broken)

@@ -14,7 +14,7 @@ from test_build import open_again
 from tiers import slow_after
 from within_limits import within_limits
 
-from llava_fsdp.data.records.record import MOST_DEPTH, PLACE, TOO_LARGE
+from llava_fsdp.data.records.record import LOCATION, MOST_DEPTH, TOO_LARGE
 
 TEXT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 ASKS = [{"from": "human", "value": "<image>\na"}, {"from": "gpt", "value": "b"}]
@@ -50,7 +50,7 @@ def forged(suffix: str) -> dict[str, bytes]:
     for number, place in enumerate(
         [["x", 0, 512, None], [None, 1 << 50, 9, None], [None, 0, 9, [0, 9, "ZSTD", 1 << 40]]]
     ):
-        held = {PLACE: place}
+        held = {LOCATION: place}
         made[f"bad_form {number}"] = json.dumps({"conversations": ASKS, "image": held})
         part = [{"type": "image", "image": held}, {"type": "text", "text": "a"}]
         turns = [{"role": "user", "content": part}, {"role": "assistant", "content": "b"}]
@@ -88,13 +88,16 @@ def test_places_in_parquet(parts: Path, tmp_path: Path) -> None:
     place = [None, 1 << 50, 9, None]
     row = {
         "messages": [
-            {"role": "user", "content": [{"type": "image", PLACE: place}, {"type": "text", "text": "a", PLACE: None}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "b", PLACE: None}]},
+            {
+                "role": "user",
+                "content": [{"type": "image", LOCATION: place}, {"type": "text", "text": "a", LOCATION: None}],
+            },
+            {"role": "assistant", "content": [{"type": "text", "text": "b", LOCATION: None}]},
         ],
-        PLACE: place,
+        LOCATION: place,
         TOO_LARGE: [9, 1],
     }  # fmt: skip
-    images = [{"image": {"bytes": None, "path": None, PLACE: place}, "conversations": ASKS}]
+    images = [{"image": {"bytes": None, "path": None, LOCATION: place}, "conversations": ASKS}]
     for name, rows, kind in (("a", [row], "tag_without_image"), ("b", images, "tag_without_image")):
         path = tmp_path / f"{name}.parquet"
         schema = pyarrow.Table.from_pylist(rows).schema
@@ -103,7 +106,7 @@ def test_places_in_parquet(parts: Path, tmp_path: Path) -> None:
                 [
                     ("bytes", pyarrow.binary()),
                     ("path", pyarrow.string()),
-                    (PLACE, schema.field("image").type.field(PLACE).type),
+                    (LOCATION, schema.field("image").type.field(LOCATION).type),
                 ]
             )
             schema = schema.set(0, pyarrow.field("image", own))

@@ -94,7 +94,7 @@ def config(parts: Path, shards: Path, how: str, *overrides: str) -> Config:
 
 def images_of(records: Records) -> list[str]:
     index = records.index
-    return [name for number in range(len(index)) for name in index.texts.record(number).images]
+    return [name for number in range(len(index)) for name in index.store.record(number).images]
 
 
 def sample_of(size: int = 5, ends: tuple[int, ...] = (10, 11, 21)) -> list[int]:
@@ -157,7 +157,7 @@ def test_a_sample_finds_what_is_in_it_and_nothing_else(parts: Path, shards: Path
         cut(shards / "images" / name)
     records = open_again(cfg, parts)
     bad = [row for row in sample_of() if row % 2 == 0]
-    found = [records.index.texts.record(row["record"]).images[0] for row in records.index.rows()]
+    found = [records.index.store.record(row["record"]).images[0] for row in records.index.rows()]
     assert sorted(found) == sorted(names[row] for row in bad) and 0 < len(bad) < len(names) // 2
     drawn = ImageSample((21,), 5).drawn
     own = records.index.examined
@@ -299,14 +299,14 @@ def test_of_a_remote_image_only_what_is_examined_is_fetched(how: Examine, parts:
     write_images(shards / "a.parquet", rows, shards / "images")
     cfg = config(parts, shards, how.value, f"data.path={shards / 'a.parquet'}")
     index = open_again(cfg, parts).index
-    folder, plan = index.texts.folder, plan_of(cfg, parts)
+    folder, plan = index.store.folder, plan_of(cfg, parts)
     task = ExaminePictures(folder, 7, None, plan.cache, index.records, how, plan.opens_all, 5, True, False)
     rows_of = sample_of(5, (21,))
     sizes: dict[int, list[int]] = {}
     for numbers in task.chunks:
         decoded = task.decoded(*task.rows_of(numbers))
         for number in task.opened(numbers, decoded):
-            held = index.texts.record(number).inline
+            held = index.store.record(number).inline
             needed = [task.needed(decoded, number, name, place) for name, place in held.items()]
             sizes[number] = [place.size for place in needed if place is not None]
     whole = {number: [(shards / "images" / row["image"]).stat().st_size] for number, row in enumerate(rows)}

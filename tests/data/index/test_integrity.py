@@ -13,7 +13,7 @@ from test_build import FITS, open_again, plan_of
 
 from llava_fsdp.data.index import integrity
 from llava_fsdp.data.index.build import Index, Plan, open_index
-from llava_fsdp.data.index.integrity import check_part, check_sum, read_column, read_json, read_rows, seal
+from llava_fsdp.data.index.integrity import check_part, check_sum, read_column, read_json, read_rows, write_done
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.runtime.errors import DamagedError, DataError
 from llava_fsdp.runtime.exit_codes import ExitCode
@@ -48,7 +48,7 @@ def refused(plan: Plan, look_again: bool) -> DamagedError:
 
 
 def files_of(index: Index) -> list[Path]:
-    parts = index.texts.folder, index.records, index.pictures, index.encoded
+    parts = index.store.folder, index.records, index.pictures, index.encoded
     found = [path for part in parts for path in sorted(part.iterdir())]
     assert len(found) > 20 and {path.suffix for path in found} == {".npy", ".jsonl", ".json"}
     return found
@@ -80,9 +80,9 @@ def test_what_can_be_found_out_again_is(plan: Plan) -> None:
     for content in (b"", b"\xff\xfe", b"[1]", b'{"a": 1}', known.read_bytes()[:-5]):
         known.write_bytes(content)
         looked.write_bytes(content)
-        assert open_index(plan, watch_silently).texts.folder == index.texts.folder
+        assert open_index(plan, watch_silently).store.folder == index.store.folder
     shutil.rmtree(index.records)
-    shutil.rmtree(index.texts.folder)
+    shutil.rmtree(index.store.folder)
     assert len(open_index(plan, watch_silently)) == len(index)
     shutil.rmtree(index.folder)
     assert len(open_index(plan, watch_silently)) == len(index)
@@ -91,9 +91,9 @@ def test_what_can_be_found_out_again_is(plan: Plan) -> None:
 def test_wrong_places_of_the_right_size(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """What only sums find is at least named as what it is where a training meets it."""
     cfg = make_config(parts, dataset, tmp_path, f"data.path={dataset / 'text.json'}", f"data.index={tmp_path / 'i'}")
-    texts = open_again(cfg, parts).index.texts
+    store = open_again(cfg, parts).index.store
     folders = parts / "language", parts / "vision"
-    column = texts.folder / "offset.npy"
+    column = store.folder / "offset.npy"
     whole = column.read_bytes()
     wrong = {-5: "is damaged", 1 << 50: r"ends before byte \d+", 7: "It was right when the dataset"}
     for value, message in wrong.items():
@@ -125,7 +125,7 @@ def test_every_byte_of_a_large_file_is_in_its_checksum(
     path, content = tmp_path / "column.npy", bytes(range(1, size + 1))
     path.write_bytes(content)
     assert check_sum(path) == zlib.crc32(content)
-    seal(tmp_path, {})
+    write_done(tmp_path, {})
     check_part(tmp_path, whole=True)
     for at in range(size):
         path.write_bytes(content[:at] + b"\0" + content[at + 1 :])

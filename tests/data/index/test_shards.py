@@ -91,7 +91,7 @@ def test_many_files_are_as_one(parts: Path, dataset: Path, tmp_path: Path) -> No
         records = open_again(config(parts, dataset, tmp_path, path), parts)
         assert samples(records) == samples(whole)
         assert all(np.array_equal(getattr(records, name), getattr(whole, name)) for name in COLUMNS)
-        assert records.source_counts == [len(whole)] and len(records.index.texts.parts) == len(files)
+        assert records.source_counts == [len(whole)] and len(records.index.store.parts) == len(files)
     last = records[len(records) - 1]
     assert last.file == str(files[-1]) and last.index == (len(whole) - 1) % 7
 
@@ -160,7 +160,7 @@ def test_sources_of_several_files(parts: Path, dataset: Path, tmp_path: Path) ->
     cfg = config(parts, dataset, tmp_path, None, *named)
     records = open_again(cfg, parts)
     counts = [len(json.loads(f.read_text())) if f.suffix == ".json" else 7 for f in files]
-    assert records.source_counts[0] == sum(counts[:half]) and [s.name for s in records.index.texts.sources] == [
+    assert records.source_counts[0] == sum(counts[:half]) and [s.name for s in records.index.store.sources] == [
         "a",
         "b",
     ]

@@ -106,7 +106,7 @@ def encoder_of(cfg, parts: Path):
 
 
 def all_records(records) -> list:
-    return [records.index.texts.record(n) for n in range(len(records.index))]
+    return [records.index.store.record(n) for n in range(len(records.index))]
 
 
 def test_every_problem_is_listed(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from llava_fsdp.data.containers.file_reader import reading as source_of
 from llava_fsdp.data.records import json_stream
 from llava_fsdp.data.records.forms import parse_record
 from llava_fsdp.data.records.json_stream import spans
 from llava_fsdp.data.records.record import Record, Turn, parse_text
-from llava_fsdp.data.records.record import reading as source_of
 from llava_fsdp.data.text.conversation import check_turns
 from llava_fsdp.runtime.errors import DataError, SourceError
 

@@ -11,12 +11,12 @@ from pyarrow import parquet
 from small import make_config
 from test_build import FITS, open_again
 
-from llava_fsdp.data.containers.open_shards import OpenShards
+from llava_fsdp.data.containers import parquet_container
+from llava_fsdp.data.containers.data_files import DataFiles
 from llava_fsdp.data.images.check import inline_images, read_file
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.worker_pool import run_chunks
 from llava_fsdp.data.loader import build_loader
-from llava_fsdp.data.records import parquet as records_parquet
 from llava_fsdp.data.records import rows as records_rows
 from llava_fsdp.data.records.forms import NO_KEYS
 from llava_fsdp.data.records.json_stream import MOST_BYTES
@@ -61,7 +61,7 @@ def test_rows_are_read_a_few_at_a_time(
     rows: int, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of any row groups, which are then laid end to end a block at a time."""
-    monkeypatch.setattr(records_parquet, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(parquet_container, "ROWS_AT_ONCE", at_once)
     monkeypatch.setattr(records_rows, "BLOCK", 7)
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     made = [{"id": f"r{n}", "conversations": turns} for n in range(rows)]
@@ -69,14 +69,14 @@ def test_rows_are_read_a_few_at_a_time(
         ("id", pyarrow.string()),
         ("conversations", pyarrow.list_(pyarrow.struct([("from", pyarrow.string()), ("value", pyarrow.string())]))),
     ])  # fmt: skip
-    path, shards = write(tmp_path / "a.parquet", made, kinds, row_group_size=4), OpenShards()
-    assert [json.loads(line) for line in all_lines(str(path), NO_KEYS, MOST_BYTES, shards)] == made
-    opened, groups = open_rows(str(path), NO_KEYS, shards), max(1, -(-rows // 4))
+    path, data_files = write(tmp_path / "a.parquet", made, kinds, row_group_size=4), DataFiles()
+    assert [json.loads(line) for line in all_lines(str(path), NO_KEYS, MOST_BYTES, data_files)] == made
+    opened, groups = open_rows(str(path), NO_KEYS, data_files), max(1, -(-rows // 4))
     assert opened.groups == groups
     for group in range(groups):
         assert [json.loads(line) for line in opened.lines(group, MOST_BYTES)] == made[4 * group : 4 * group + 4]
     file = RowsFile(str(path), tmp_path / "rows", NO_KEYS)
-    writing = WriteRows((file,), 1 << 20, shards)
+    writing = WriteRows((file,), 1 << 20, data_files)
     assert writing.groups == [(0, group) for group in range(groups)]
     run_chunks(writing, writing.chunks(), 1, lambda _: None)
     writing.gather()
@@ -195,7 +195,7 @@ def test_many_row_groups_are_one_open_file(parts: Path, dataset: Path, tmp_path:
     rows = json.loads((dataset / "text.json").read_text())
     records = opened(write(tmp_path / "a.parquet", rows, row_group_size=1), parts, dataset)
     assert len(records) == len({records[n].id for n in range(len(rows))}) == len(rows)
-    assert len({part.text for part in records.index.texts.parts}) == 1
+    assert len({part.text for part in records.index.store.parts}) == 1
     assert [path.name for path in tmp_path.rglob("*.jsonl") if "/rows/" in str(path)] == ["rows.jsonl"]
 
 

@@ -16,7 +16,7 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.find_files import find_files
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.records.forms import NO_KEYS, RecordKeys
-from llava_fsdp.data.records.record import PLACE
+from llava_fsdp.data.records.record import LOCATION
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.runtime.errors import DataError, SourceError
 
@@ -98,7 +98,7 @@ def opened(path: Path, parts: Path, dataset: Path, *overrides: str) -> Records:
 
 def test_hostile_samples_are_problems_of_their_kind(parts: Path, dataset: Path, tmp_path: Path) -> None:
     image = (dataset / "images" / "0.jpg").read_bytes()
-    outside = {PLACE: ["x", 0, 10**9, None]}
+    outside = {LOCATION: ["x", 0, 10**9, None]}
     members = {
         "good.jpg": image, "good.json": {"conversations": ASKS},
         "cut.jpg": image, "cut.json": '{"conversations": [\n',
@@ -106,7 +106,7 @@ def test_hostile_samples_are_problems_of_their_kind(parts: Path, dataset: Path, 
         "bytes.json": b'{"conversations": "\xff"}',
         "none.jpg": image,
         "list.json": [],
-        "wrong.json": {"conversations": ASKS, "image": {PLACE: [0]}},
+        "wrong.json": {"conversations": ASKS, "image": {LOCATION: [0]}},
         "large.json": {"conversations": ASKS, "more": "a" * 3000},
         "film.mp4": b"0", "film.json": {"conversations": TEXT},
         "broken.jpg": image[:-99], "broken.json": {"conversations": ASKS},

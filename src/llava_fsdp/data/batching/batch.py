@@ -13,7 +13,8 @@ from llava_fsdp.config import Normalize
 
 @dataclass
 class MicroBatch:
-    """Inputs and labels of one forward pass: one packed row, or rows padded on the right with id 0.
+    """Inputs and labels of one forward pass: one packed row (all samples one after the other), or one row per sample,
+    padded on the right with id 0.
 
     Positions are indices into the flattened rows: row * length + column.
     """
@@ -55,7 +56,7 @@ class MicroBatch:
 
     @property
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
-        """The boundaries of the samples of a packed row as (position_ids, cu_seqlens, lengths); None with padded
+        """The boundaries of the samples in a packed row, as (position_ids, cu_seqlens, lengths); None with padded
         rows."""
         return (self.position_ids, self.cu_seqlens, self.lengths) if self.lengths else None
 
@@ -78,16 +79,19 @@ class MicroBatch:
 
 
 TENSORS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("scale", "lengths"))
+"""Names of the fields of MicroBatch that are tensors."""
 
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample that is left out of a step because reading it showed that its record or an image is broken."""
+    """A sample that is left out of a step because its record or an image cannot be read."""
 
     number: int
+    """Number of the record in the dataset."""
     record: str
-    """The record's name in error messages (file, line, index and id)."""
+    """Name of the record in error messages (file, line, index and id)."""
     kind: str
+    """Kind of the problem (`problems.Kind`)."""
     reason: str
     lacks: StepFacts
     """Counts of this sample alone, to subtract from the counts of the step."""
@@ -112,7 +116,7 @@ class StepFacts:
     labels_cut: int = 0
     """Number of labels lost by truncation."""
     skipped: list[SkippedSample] = field(default_factory=list)
-    """Samples that are left out of the step because their record or an image proved to be broken when it was read."""
+    """Samples that are left out of the step because their record or an image cannot be read."""
     unlabelled: list[str] = field(default_factory=list)
     """Names of the records whose samples have no label: LLaVA's rules mask all labels, or the sample is truncated
     before its first answer."""
@@ -120,6 +124,7 @@ class StepFacts:
     """Number of label tokens of each data source, by the source's name."""
 
     def without(self, skipped: list[SkippedSample]) -> StepFacts:
+        """Return the counts of the step without the samples in `skipped`."""
         counts = {name: getattr(self, name) - sum(getattr(s.lacks, name) for s in skipped) for name in COUNTS}
         named = [record for sample in skipped for record in sample.lacks.unlabelled]
         unlabelled = [record for record in self.unlabelled if record not in named]
@@ -136,6 +141,8 @@ COUNTS = ("samples", "tokens", "pairs", "label_tokens", "images", "tiles", "trun
 
 @dataclass
 class Step:
+    """This rank's part of one training step."""
+
     facts: StepFacts
     """Counts of the step over all ranks. When a data worker returns the step, `skipped` lists only the samples skipped
     on this rank, and the counts still include them; `Step.without` corrects both."""
@@ -152,8 +159,8 @@ class Step:
         return Step(facts, [replace(m, scale=1 / max(1, facts.label_tokens)) for m in self.micro_batches])
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Step:
-        """Return a copy of the step with `function` applied to each tensor of its micro-batches, always in the same
-        order."""
+        """Return a copy of the step with `function` applied to each tensor of its micro-batches. The order of the
+        tensors is always the same."""
         return Step(self.facts, [micro.map(function) for micro in self.micro_batches])
 
     def pin_memory(self) -> Step:

@@ -17,7 +17,7 @@ from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import Sample
 
 Row = tuple[Sample, list[np.ndarray]]
-"""An encoded sample, and the tiles of each of its images, uint8 [tiles, 3, size, size]."""
+"""An encoded sample, and for each of its images the tiles, uint8 [tiles, 3, size, size]."""
 
 
 class Collator:
@@ -70,8 +70,12 @@ class Collator:
         )
 
     def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the concatenated tiles of all images, uint8 [tiles, 3, size, size], and for each image token the
-        indices and weights of its vision features among the features of these tiles (`join_tokens`)."""
+        """Concatenate the images of a micro-batch.
+
+        Returns:
+            (tiles of all images, uint8 [tiles, 3, size, size]; for each image token the indices of its vision features
+            among the features of all tiles; and their weights), the last two as `join_tokens` returns them.
+        """
         found = [pair for sample, images in rows for pair in zip(images, sample.image_rows, strict=True)]
         per_tile = self.image_reader.tokens.features
         joined = join_tokens([(tokens, len(tiles) * per_tile) for tiles, tokens in found])
@@ -79,8 +83,8 @@ class Collator:
 
 
 def aligned(values: np.ndarray) -> torch.Tensor:
-    """Return float32 values in memory that torch allocates, aligned to 64 bytes. In NumPy's memory, kernels may
-    give results that differ in the last bits."""
+    """Copy float32 values into memory that torch allocates, which is aligned to 64 bytes. With NumPy's memory, kernels
+    may give results that differ in the last bits."""
     made = torch.empty(values.shape)
     made.numpy()[...] = values
     return made
@@ -123,8 +127,12 @@ def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def dropout_seeds(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
-    """Return the MicroBatch fields `seeds` and `tile_seeds`; the seeds of a sample's tiles are made from the
-    sample's."""
+    """Return the MicroBatch fields `seeds` and `tile_seeds`. The seeds of a sample's tiles are derived from the seed of
+    the sample.
+
+    Args:
+        seeds: dropout seed of each row.
+    """
     tiles = [
         (seed + number) % 2**31
         for seed, (_, images) in zip(seeds, rows, strict=True)
@@ -134,8 +142,7 @@ def dropout_seeds(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
 
 
 def label_sources(sources: Sequence[int], rows: list[Row]) -> dict[str, Any]:
-    """Return the MicroBatch field `label_sources`: the index of the data source of each label, in the order of the
-    rows.
+    """Return the MicroBatch field `label_sources`: for each label of the rows, the index of its data source.
 
     Args:
         sources: index of the data source of each row.

@@ -1,4 +1,4 @@
-"""Sampler that chooses the same records for each step as LLaVA's training code does from the same seed."""
+"""Sampler that chooses the same records for each step as LLaVA's training code does with the same seed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class LlavaSampler:
     def __init__(
         self, lengths: list[int], batch_size: int, accumulation: int, world_size: int, seed: int, grouped: bool
     ):
-        """Make the sampler and draw the record order of the first epoch.
+        """Make the sampler, and draw the order of the records in the first epoch.
 
         Args:
             lengths: number of words of each record, negative for a record without image (LLaVA train.py:684-690).
             batch_size: number of rows of a micro-batch.
-            accumulation: number of micro-batches of a rank in a step.
+            accumulation: number of micro-batches of each rank in a step.
             grouped: whether LLaVA's `group_by_modality_length` is on.
         """
         self.lengths = lengths
@@ -66,16 +66,16 @@ class LlavaSampler:
         return [[self.epoch(epoch)[rank][at] for epoch, at in places] for rank in range(self.world_size)]
 
     def epoch(self, number: int) -> Assignment:
-        """Return the record numbers of an epoch by rank and micro-batch; drawing an epoch also draws all epochs before
-        it."""
+        """Return the record numbers of an epoch by rank and micro-batch. Its order can only be drawn after those of all
+        epochs before it."""
         while len(self.epochs) <= number:
             self.epochs.append(self.deal(self.flat_order()))
         return self.epochs[number]
 
     def flat_order(self) -> list[int]:
-        """Draw the order of the next epoch and return its record numbers in that order. LLaVA draws the same random
-        numbers."""
-        # the DataLoader draws the seed of its workers
+        """Draw the order of the next epoch, with the random numbers that LLaVA draws, and return the record numbers in
+        this order."""
+        # torch's DataLoader draws the seed of its workers
         torch.empty((), dtype=torch.int64).random_(generator=self.process_generator)
         alone = self.world_size == 1
         if self.grouped:
@@ -91,8 +91,8 @@ class LlavaSampler:
         return order
 
     def deal(self, order: list[int]) -> Assignment:
-        """Split the record numbers of an epoch into micro-batches by rank. With one rank, the last micro-batch may be
-        short; with several ranks, all micro-batches are full."""
+        """Split the record numbers of an epoch, given in order, into micro-batches by rank. With one rank, the last
+        micro-batch may be short; with several ranks, all micro-batches are full."""
         if self.world_size == 1:
             return [chunked(order, self.batch_size)]
         return even_batches(order, self.batch_size, self.world_size)
@@ -112,11 +112,11 @@ def even_batches(order: list[int], batch_size: int, world_size: int) -> Assignme
 def modality_grouped(
     lengths: list[int], batch_size: int, chunks: int, megabatches: torch.Generator, process: torch.Generator
 ) -> list[int]:
-    """Return record numbers in the order of LLaVA's `group_by_modality_length` (LLaVA llava_trainer.py:61-88).
+    """Return record numbers in the order of LLaVA's option `group_by_modality_length` (LLaVA llava_trainer.py:61-88).
 
-    The order consists of megabatches of chunks * batch_size records of similar length, in each only records with image
-    or only records without. The last megabatch of either kind, even if full, is not shuffled: these two are merged,
-    sorted by record number and put at the end.
+    The order consists of megabatches of chunks * batch_size records of similar length. All records of a megabatch have
+    an image, or none has. The megabatches are shuffled, except the last one of each kind: these two are merged, sorted
+    by record number and put at the end.
 
     Args:
         lengths: number of words of each record, negative for a record without image.
@@ -138,7 +138,7 @@ def modality_grouped(
 
 
 def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: torch.Generator) -> list[int]:
-    """Return record numbers ordered by similar length (LLaVA llava_trainer.py:91-100).
+    """Return record numbers in an order that groups records of similar length (LLaVA llava_trainer.py:91-100).
 
     The records are shuffled and cut into megabatches of chunks * batch_size records. Each megabatch is sorted by length
     and divided into chunks of nearly equal total length.

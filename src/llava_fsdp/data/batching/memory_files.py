@@ -1,4 +1,5 @@
-"""Transfer steps from data worker processes to the rank's process through anonymous files in memory (memfd_create).
+"""Transfer training steps from data worker processes to the rank's process through anonymous files in memory
+(memfd_create).
 
 torch transfers tensors through /dev/shm, which has 64 MiB in a Docker container by default: a worker that finds it full
 dies or hangs. Memory files are limited by the memory of the machine or container alone. They are opened before the
@@ -24,18 +25,21 @@ HAS_MEMORY_FILES = sys.platform.startswith("linux")
 
 
 class Outbox:
-    """The memory files of one data worker; each contains one step that is being transferred, or is empty."""
+    """The memory files of one data worker. Each contains a training step that is being transferred, or is empty."""
 
     def __init__(self, files: int):
-        """Create `files` memory files, one for each step that may be in transfer at the same time; raise OSError if the
-        process has too many files open."""
+        """Create memory files; raise OSError if the process has too many files open.
+
+        Args:
+            files: number of files, one for each step that may be in transfer at the same time.
+        """
         self.files: list[int] = []
         weakref.finalize(self, close, self.files).atexit = False  # not at exit: a thread may still be reading
         for _ in range(files):
             self.files.append(memory_file())
 
     def put(self, step: Step) -> Sent:
-        """Write the tensors of a step into an empty memory file; raise OSError if the system is out of memory."""
+        """Write the tensors of a step to an empty memory file; raise OSError if the system is out of memory."""
         file = next((file for file in self.files if not os.fstat(file).st_size), None)
         assert file is not None, "there are as many files as steps in transfer"
         size = 0
@@ -57,7 +61,7 @@ class Outbox:
 
 @dataclass(frozen=True)
 class Sent:
-    """A step whose tensors are in a memory file, each at a multiple of `ALIGNMENT` bytes."""
+    """A training step whose tensors are in a memory file, each at a multiple of ALIGNMENT bytes."""
 
     step: Step
     """The step with its tensors on the meta device, which have shapes and types but no values."""
@@ -67,8 +71,8 @@ class Sent:
     """Total size of the tensors in bytes, including padding."""
 
     def receive(self, pin_memory: bool = False) -> Step:
-        """Copy the step from its memory file into memory of this process and empty the file. Called once, in the rank's
-        process."""
+        """Copy the step from its memory file into memory of this process, and empty the file. This must be called once,
+        in the rank's process."""
         memory, begin = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin_memory), 0
         written = memory[: os.fstat(self.file).st_size]
         each_byte(written, lambda rest, done: os.preadv(self.file, [rest], done))
@@ -89,7 +93,7 @@ class Sent:
 
 
 def padded_size(values: torch.Tensor) -> int:
-    """Return the number of bytes that a tensor takes in a memory file, including the padding before the next tensor."""
+    """Return the number of bytes that a tensor takes in a memory file, including padding to a multiple of ALIGNMENT."""
     return -(-values.nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -107,8 +111,8 @@ def each_byte(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> N
 
 
 def memory_file() -> int:
-    """Create an anonymous file in memory and return its descriptor. Calls memfd_create in the C library, because
-    `os.memfd_create` is missing where Python was built against an old C library."""
+    """Create an anonymous file in memory and return its descriptor. It calls memfd_create of the C library, because
+    `os.memfd_create` is missing if Python was built with an old C library."""
     libc = ctypes.CDLL(None, use_errno=True)
     file = libc.memfd_create(b"llava_fsdp-step", 1)  # 1: closed on exec
     if file < 0:

@@ -1,4 +1,4 @@
-"""Assign the samples of a step to ranks and micro-batches."""
+"""Assign the samples of a training step to ranks and micro-batches."""
 
 import heapq
 import itertools
@@ -7,19 +7,19 @@ import math
 import numpy as np
 
 Assignment = list[list[list[int]]]
-"""Numbers of the samples of a step, as nested lists: [rank][micro-batch][sample]."""
+"""Numbers of the samples of a training step, as nested lists: [rank][micro-batch][sample]."""
 
 GOOD_ENOUGH = 1e-4
 """Balancing stops once the costliest micro-batch or rank is above the mean cost by no more than this fraction."""
 LIGHTEST = 8
-"""Balancing swaps samples of the costliest micro-batch or rank only with this many of the cheapest ones; if it tried
+"""Balancing moves samples from the costliest micro-batch or rank only to this number of the cheapest ones. If it tried
 all, a step of 4096 samples would take a second."""
 
 
 def split_step(lengths: list[int], world_size: int, micro_batch_size: int) -> Assignment:
-    """Assign the samples of a step to micro-batches of at most `micro_batch_size` padded rows.
+    """Assign the samples of a training step to ranks and micro-batches of at most `micro_batch_size` padded rows.
 
-    Samples are sorted by length, so that there is little padding and the ranks process rows of similar length at the
+    Samples are sorted by length, so that there is little padding, and all ranks process rows of similar length at the
     same time. Every rank gets the same number of micro-batches; with few samples some of them are empty.
 
     Args:
@@ -37,12 +37,13 @@ def split_step(lengths: list[int], world_size: int, micro_batch_size: int) -> As
 
 
 def num_micro_batches(samples: int, world_size: int, micro_batch_size: int) -> int:
-    """Return the number of micro-batches of each rank in a step of `samples` padded rows."""
+    """Return the number of micro-batches of each rank in a training step of `samples` padded rows."""
     return max(1, math.ceil(samples / (world_size * micro_batch_size)))
 
 
 def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens: int) -> Assignment:
-    """Assign the samples of a step to packed micro-batches of at most `most_tokens` tokens and of nearly equal cost.
+    """Assign the samples of a training step to ranks and packed micro-batches, which have at most `most_tokens` tokens
+    and nearly equal cost.
 
     Each sample, the costliest first, goes to the micro-batch of least cost (longest-processing-time rule). Then samples
     are swapped between the costliest micro-batch and the cheapest ones, and at last between ranks, to equalize the
@@ -72,8 +73,8 @@ def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens
 
 
 def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Return the bin (micro-batch) of each sample, int64 [samples], from `place_by_cost` or, if a sample finds no room
-    there, from `place_by_length`. None if both find no room for a sample."""
+    """Distribute samples over bins (micro-batches) with `place_by_cost` or, if that finds no room for a sample, with
+    `place_by_length`. Return the bin of each sample, int64 [samples]; None if neither finds room for all."""
     place = place_by_cost(tokens, work, bins, most_tokens)
     if place is None:
         place = place_by_length(tokens, bins, most_tokens)
@@ -81,8 +82,14 @@ def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int)
 
 
 def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Return the bin (micro-batch) of each sample, int64 [samples]. The costliest sample is placed first, each in the
-    bin of least cost among those with room for it. None if a sample finds no room in any bin."""
+    """Distribute samples over bins (micro-batches): each sample, the costliest first, goes to the bin of least cost
+    that has room for it. Return the bin of each sample, int64 [samples]; None if a sample fits into no bin.
+
+    Args:
+        tokens: number of tokens of each sample.
+        work: cost of each sample.
+        most_tokens: greatest number of tokens in a bin.
+    """
     place, room = np.zeros(len(tokens), dtype=np.int64), [most_tokens] * bins
     heap = [(0.0, number) for number in range(bins)]
     for sample in np.argsort(-work, kind="stable").tolist():
@@ -100,8 +107,13 @@ def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: 
 
 
 def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Return the bin (micro-batch) of each sample, int64 [samples]. The longest sample is placed first, each in the
-    fullest bin among those with room for it. None if a sample finds no room in any bin."""
+    """Distribute samples over bins (micro-batches): each sample, the longest first, goes to the fullest bin that has
+    room for it. Return the bin of each sample, int64 [samples]; None if a sample fits into no bin.
+
+    Args:
+        tokens: number of tokens of each sample.
+        most_tokens: greatest number of tokens in a bin.
+    """
     place, room = np.zeros(len(tokens), dtype=np.int64), np.full(bins, most_tokens, dtype=np.int64)
     for sample in np.argsort(-tokens, kind="stable").tolist():
         left = np.where(room >= tokens[sample], room - tokens[sample], most_tokens + 1)
@@ -114,8 +126,13 @@ def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarr
 
 
 def fill_empty(place: np.ndarray, work: np.ndarray, bins: int) -> np.ndarray:
-    """Move into each empty bin (micro-batch) the cheapest sample of the bin with the most samples, as long as that bin
-    has at least two. `place`, the bin of each sample, is changed and returned."""
+    """Move a sample to each empty bin (micro-batch): the cheapest one of the bin with the most samples, if that has at
+    least two.
+
+    Args:
+        place: bin of each sample, int64 [samples]; changed in place and returned.
+        work: cost of each sample.
+    """
     held = np.bincount(place, minlength=bins)
     for empty in np.flatnonzero(held == 0):
         fullest = int(held.argmax())
@@ -129,8 +146,8 @@ def fill_empty(place: np.ndarray, work: np.ndarray, bins: int) -> np.ndarray:
 
 
 def seats(load: np.ndarray, world_size: int) -> np.ndarray:
-    """Return the rank and the micro-batch that each bin becomes, int64 [bins], encoded as rank * (micro-batches per
-    rank) + micro-batch.
+    """Assign bins of samples to ranks as their micro-batches. Return for each bin rank * (micro-batches per rank) +
+    micro-batch, int64 [bins].
 
     The `world_size` costliest bins become the first micro-batch of the ranks, the next ones the second, and so on.
     Among the bins of one such group, the costliest goes to the rank with the least total cost so far.
@@ -148,8 +165,8 @@ def seats(load: np.ndarray, world_size: int) -> np.ndarray:
 
 
 def balance(place: np.ndarray, work: np.ndarray, tokens: np.ndarray, owner: np.ndarray, most_tokens: int) -> None:
-    """Even out the total cost of the owners of bins: swap samples between the costliest owner and cheap ones, or move
-    samples to them, as long as that helps.
+    """Even out the cost of micro-batches or ranks (the owners of the bins of samples): move samples from the costliest
+    owner to cheap ones, or swap them, as long as that helps.
 
     Args:
         place: the bin (micro-batch) of each sample, int64 [samples]; changed in place.

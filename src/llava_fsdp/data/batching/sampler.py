@@ -1,4 +1,4 @@
-"""Samplers, which choose the records that each step of a run trains on."""
+"""Samplers: they choose the records that each training step uses."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.seeds import derive
 
 ORDERS = "orders"
-"""Folder of the index with the record order of large epochs."""
+"""Name of the index's folder with the order of the samples of large epochs."""
 LARGE = 1 << 20
-"""Number of samples from which the order of an epoch is written to a file. A smaller one takes at most 4 MiB in each
-process."""
+"""From this number of samples on, the order of an epoch is written to a file. The order of a smaller epoch takes at
+most 4 MiB in each process."""
 
 
 class Sampler(Protocol):
-    """Interface of the classes that choose the records of each step."""
+    """Interface of the classes that choose the records of each training step."""
 
     @property
     def per_epoch(self) -> int:
@@ -40,8 +40,8 @@ class Sampler(Protocol):
 
     @property
     def shape(self) -> str:
-        """Text that must not change when a run is resumed. It has those of number of ranks, accumulation and
-        micro-batch size that affect which records a step gets; empty if none does."""
+        """Text that must not change when a run is resumed. It contains the settings (such as the number of ranks) that
+        affect which records a step gets; empty if there are none."""
         ...
 
     def samples(self, step: int) -> list[int]:
@@ -50,8 +50,8 @@ class Sampler(Protocol):
         ...
 
     def draw(self, steps: int) -> None:
-        """Choose the records of the first `steps` steps now. Called before data workers are forked, so that the workers
-        share the result."""
+        """Choose the records of the first `steps` steps now. This is called before data workers are forked, so that the
+        workers share the result."""
         ...
 
     def assignment(self, step: int) -> Assignment | None:
@@ -62,7 +62,7 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """One of several data sources, and how many samples it contributes to each epoch (`samples`)."""
+    """One of several data sources, and the number of samples that it contributes to each epoch (`samples`)."""
 
     name: str
     first: int
@@ -99,7 +99,8 @@ class EpochSampler(ABC):
 
     @abstractmethod
     def part(self, epoch: int, begin: int, end: int) -> np.ndarray:
-        """Return the record numbers at the positions [begin, end) of an epoch."""
+        """Return the record numbers of an epoch at the positions [begin, end) of its order, int64 or int32 [end -
+        begin]."""
 
     def draw(self, steps: int) -> None:  # noqa: B027  not abstract: right for all subclasses
         """Do nothing, because records are chosen when a step is needed."""
@@ -110,11 +111,11 @@ class EpochSampler(ABC):
 
 @dataclass(frozen=True)
 class Shuffle(EpochSampler):
-    """Sampler that draws the order of a whole epoch with torch."""
+    """Sampler that shuffles the records of each epoch with `torch.randperm`."""
 
     folder: Path | None = None
-    """Folder in which the order of a large epoch is written, so that all processes of a machine share it; None: each
-    process holds its own."""
+    """Folder to which the order of a large epoch is written, so that all processes of a machine share it; None: each
+    process has a copy."""
     _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache with one entry: the number of the epoch used last, and its record numbers in order."""
 
@@ -131,8 +132,8 @@ class Shuffle(EpochSampler):
         return self._drawn[number]
 
     def shared(self, number: int) -> np.ndarray:
-        """Return the record numbers of an epoch in order. Those of a large epoch are drawn by one process of a machine,
-        and mapped by the others."""
+        """Return the record numbers of an epoch in order. The order of a large epoch is drawn by one process of a
+        machine, and memory-mapped by the others."""
         samples = self.samples_per_epoch
         if self.folder is None or samples < LARGE:
             return self.drawn(number)
@@ -163,17 +164,17 @@ class Shuffle(EpochSampler):
 
 @dataclass(frozen=True)
 class ComputedShuffle(EpochSampler):
-    """Sampler that computes the records of a step from (seed, epoch, step) without drawing the epoch, so that it takes
-    no memory that grows with the number of records. Its order is another one than that of Shuffle."""
+    """Sampler that computes the records of a step from (seed, epoch, step), without computing the order of the whole
+    epoch. Its memory does not grow with the number of records. Its order differs from that of Shuffle."""
 
     shape = f"computed_shuffle, version {VERSION}"
 
     def part(self, epoch: int, begin: int, end: int) -> np.ndarray:
-        """Return the record numbers at the positions [begin, end) of an epoch.
+        """Return the record numbers of an epoch at the positions [begin, end) of its order, int64 [end - begin].
 
-        The samples of an epoch, one source after the other, are permuted. A source's samples are a stretch of an
-        endless sequence of permutations of the source, which continues from epoch to epoch. So each record is used once
-        before any record is used again, however small the share.
+        The samples of all data sources are permuted together. The samples of one source are the next part of an endless
+        sequence of permutations of the source, which continues from epoch to epoch. So each record is used once before
+        any record is used again, however small the share.
         """
         samples = permuted(np.arange(begin, end), self.samples_per_epoch, "computed order", self.seed, epoch)
         if not self.shares:
@@ -187,8 +188,8 @@ class ComputedShuffle(EpochSampler):
         return samples
 
     def members(self, share: Share, places: np.ndarray) -> np.ndarray:
-        """Return the records of a data source, numbered within it, at some places of its endless sequence of
-        permutations, int64 [places]."""
+        """Return the values at the given positions (`places`) of a data source's endless sequence of permutations:
+        numbers of records within the source, int64 [places]."""
         if share.samples % share.count == 0:  # an epoch uses each record equally often, and its samples are permuted
             return places % share.count
         passes, members = np.divmod(places, share.count)
@@ -199,7 +200,7 @@ class ComputedShuffle(EpochSampler):
 
 
 def permutation(count: int, *purpose: str | int) -> np.ndarray:
-    """Return a random permutation of range(count) that depends on `purpose` (words and numbers) alone, int32 or int64.
+    """Return a random permutation of range(count), int32 or int64 [count]. `purpose` (words and numbers) seeds it.
     torch draws the same values in both dtypes."""
     dtype = torch.int32 if smallest_dtype(count) == np.int32 else torch.int64
     return torch.randperm(count, generator=torch.Generator().manual_seed(derive(*purpose)), dtype=dtype).numpy()
@@ -211,7 +212,7 @@ def smallest_dtype(count: int) -> np.dtype:
 
 
 def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[Share, ...]:
-    """Return how many samples each data source contributes to an epoch; empty without `data.sources`.
+    """Return the Share of each data source (how many samples it contributes to an epoch); empty without `data.sources`.
 
     Args:
         counts: number of records of each source, in the order of `sources`.
@@ -221,9 +222,9 @@ def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[
     """
     if not sources:
         return ()
-    firsts = itertools.accumulate(counts, initial=0)
+    begins = itertools.accumulate(counts, initial=0)
     shares = []
-    columns = zip(sources.items(), counts, firsts, amounts(sources, counts), strict=False)
+    columns = zip(sources.items(), counts, begins, amounts(sources, counts), strict=False)
     for (name, source), count, first, samples in columns:
         if not count:
             raise ConfigError(f"data.sources.{name}: no record of {source.path} is left to train on; take it out")

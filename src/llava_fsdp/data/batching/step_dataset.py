@@ -1,4 +1,4 @@
-"""Dataset whose items are whole training steps: the samples of a step that belong to this rank, as tensors."""
+"""Dataset whose items are whole training steps: this rank's samples of the step, as tensors."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Steps(Dataset):
         self.ends = np.cumsum(records.source_counts)
 
     def fingerprints(self) -> dict[str, str]:
-        """Return fingerprints of the dataset, of its encoding and of the sample order, by which a resumed run checks
-        that they have not changed."""
+        """Return texts that change with the dataset, with its encoding and with the order of the samples. A resumed run
+        compares them with those of its checkpoint."""
         encoding = f"{self.encoder.tokenizer.fingerprint} {self.image_reader.fingerprint}"
         return {
             "dataset": self.records.fingerprint,
@@ -68,7 +68,7 @@ class Steps(Dataset):
     def __getitem__(self, step: int) -> Step | DataError:
         try:
             return self.prepare(step)
-        except DataError as error:  # returned, as a raised one would reach the main process as text with a traceback
+        except DataError as error:  # returned: a raised one would reach the main process as text with a traceback
             error.on_every_rank = False  # every rank reads its own samples
             return error
 
@@ -94,7 +94,8 @@ class Steps(Dataset):
         return np.searchsorted(self.ends, numbers, side="right")
 
     def facts(self, step: int, numbers: list[int]) -> StepFacts:
-        """Return the counts of a step made of the given records. They come from the dataset's index; no record is read.
+        """Return the counts of a step that consists of the given records. They come from the dataset's index; no record
+        is read.
 
         Args:
             step: number of the step.
@@ -135,8 +136,8 @@ class Steps(Dataset):
 
     def load(self, number: int) -> Row:
         record = self.parse(number)
-        if self.image_reader.watch is not None:
-            self.image_reader.watch.at(record.where)
+        if self.image_reader.status is not None:
+            self.image_reader.status.at(record.where)
         sample = self.encoder(record)
         length, labels = int(self.records.lengths[number]), int(self.records.labels[number])
         if sample is None or (len(sample.input_ids), sample.num_labels) != (length, labels):
@@ -147,7 +148,12 @@ class Steps(Dataset):
         return sample, [self.tiles(record, number, place) for place in range(len(sample.images))]
 
     def tiles(self, record: Record, number: int, place: int) -> np.ndarray:
-        """Read an image or a video of the record `number` as tiles; `place` is its index in the record."""
+        """Read an image or a video of a record as tiles, uint8 [tiles, 3, size, size].
+
+        Args:
+            number: number of the record.
+            place: index of the image in the record.
+        """
         try:
             return self.image_reader.tiles(record, record.images[place])
         except ImageError as error:
@@ -158,8 +164,8 @@ class Steps(Dataset):
             raise ImageError(f"{error}; {unknown}", error.kind).about(**error.culprit) from error
 
     def parse(self, number: int) -> Record:
-        """Parse a record. It was valid when it was indexed; if it is not now, raise a DataError without a kind, which
-        stops the run even if invalid records are skipped."""
+        """Parse a record, which was valid when the index was made. If it is not valid now, raise a DataError without a
+        kind, which stops the run even if bad records are skipped."""
         try:
             return self.records[number]
         except DataError as error:
@@ -171,8 +177,8 @@ class Steps(Dataset):
             ) from error
 
     def records_of(self, step: int, ranks: list[int]) -> list[str]:
-        """Return the names (for messages) of the records of a step on the given ranks; on all ranks if `ranks` is
-        empty."""
+        """Return the names, for messages, of the records that the given ranks process in a step; if `ranks` is empty,
+        those of all ranks."""
         numbers = self.sampler.samples(step)
         if ranks:
             by_rank = self.assignment(step, numbers)
@@ -180,7 +186,11 @@ class Steps(Dataset):
         return [self.records.where(n) for n in dict.fromkeys(numbers)]
 
     def assignment(self, step: int, numbers: list[int]) -> Assignment:
-        """Return the record numbers of a step by rank and micro-batch."""
+        """Distribute the records of a step: return their numbers by rank and micro-batch.
+
+        Args:
+            numbers: numbers of the records.
+        """
         if (by_rank := self.sampler.assignment(step)) is not None:
             return by_rank
         own = np.array(numbers, dtype=np.int64)
@@ -193,12 +203,12 @@ class Steps(Dataset):
         return [[[numbers[i] for i in micro] for micro in rank] for rank in by_rank]
 
     def probe(self) -> tuple[MicroBatch, list[Size]]:
-        """Return a padded micro-batch for comparing the outputs of two models, the same on all ranks, and the sizes in
-        pixels of its images.
+        """Return a padded micro-batch for comparing the outputs of two models, and the sizes in pixels of its images.
+        They are the same on all ranks.
 
-        It has step 0's first sample with an image and the first one without, if possible such that are not truncated.
-        Samples with a video are left out.
-        Its `label_positions` are all tokens, so that the outputs at each of them are compared; it has no labels.
+        The micro-batch has two samples of step 0: one with an image and one without, neither with a video, and if
+        possible not truncated. Its `label_positions` are all tokens, so that the outputs at all of them are compared.
+        It has no labels.
         """
         rows: dict[bool, Row] = {}
         sizes: list[Size] = []

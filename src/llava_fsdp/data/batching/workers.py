@@ -1,7 +1,8 @@
-"""Worker processes that prepare steps, and error messages that name the record that a worker was reading.
+"""Worker processes that prepare training steps, and error messages about them.
 
-Workers note their current record and image in memory that they share with the main process. So if a decoder crashes,
-the kernel kills a worker for memory, or a file system hangs, the message names the record and the image.
+Workers write the names of the record and image that they are reading to memory that they share with the main process.
+So if a decoder crashes, the kernel kills a worker for memory, or a file system hangs, the error message names the
+record and the image.
 """
 
 import atexit
@@ -27,10 +28,12 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.process_end import end_with
 from llava_fsdp.runtime.terminal_text import shown_name
 
-PLACE_BYTES = 2000
+CURRENT_BYTES = 2000
+"""Number of bytes that a worker has for the name of its current record and image."""
 POLL = 1
-"""While the main process waits for a step, it checks every this many seconds that the workers are alive."""
+"""While the main process waits for a step, it checks at intervals of this many seconds that the workers are alive."""
 IDLE = -1
+"""Stands for the step of a worker that prepares none."""
 LESS = "fewer data.workers or a smaller data.prefetch take less memory"
 KILLED = (
     f"the kernel kills processes when memory runs out (see dmesg): {LESS}; and a decoder may crash on a broken file"
@@ -40,98 +43,110 @@ CURES = {
     errno.EMFILE: "More open files: ulimit -n 65536",
     errno.EAGAIN: "More processes: ulimit -u, or docker run --pids-limit",
 }
-"""Advice for error messages about workers that cannot be started, by the errno of the OSError."""
+"""{errno: advice for the message about workers that cannot be started}."""
 
 
-class Watch:
-    """Memory shared with data workers, in which each notes its process id, current step, and current record or image.
+class WorkerStatus:
+    """Memory shared with data workers, in which each worker writes its process id, its current step, and its current
+    record or image.
 
-    Workers call `begin`, `at` and `end`; in the main process these do nothing.
+    Workers call `begin`, `at` and `end`. In the main process, these methods do nothing.
     """
 
     def __init__(self, workers: int = 0):
         self.pids = shared(ctypes.c_int64 * workers)
         self.steps = shared(ctypes.c_int64 * workers)
         self.steps[:] = [IDLE] * workers
-        self.places = [shared(ctypes.c_char * PLACE_BYTES) for _ in range(workers)]
+        self.current = [shared(ctypes.c_char * CURRENT_BYTES) for _ in range(workers)]
 
     @property
     def workers(self) -> int:
         return len(self.pids)
 
     def begin(self, step: int) -> None:
+        """Write that this worker begins to prepare a step."""
         worker = get_worker_info()
         if worker is not None and self.workers:
-            self.places[worker.id].value = b""
+            self.current[worker.id].value = b""
             self.steps[worker.id] = step
 
     def at(self, record: str, image: ImageFile | None = None) -> None:
-        """Note that this worker begins to read a record, or one of the record's images. The record is given by its name
-        in error messages."""
+        """Write that this worker begins to read a record, or one of the record's images.
+
+        Args:
+            record: name of the record in error messages.
+        """
         worker = get_worker_info()
         if worker is not None and self.workers:
-            place = record if image is None else f"{record}, image {image}"
-            self.places[worker.id].value = shown_name(place).encode()[: PLACE_BYTES - 1]
+            name = record if image is None else f"{record}, image {image}"
+            self.current[worker.id].value = shown_name(name).encode()[: CURRENT_BYTES - 1]
 
     def end(self) -> None:
+        """Write that this worker has finished its step."""
         self.begin(IDLE)
 
-    def place(self, worker: int) -> str:
+    def describe_worker(self, worker: int) -> str:
+        """Return text for an error message that says what a worker is reading."""
         if self.steps[worker] == IDLE:
             return "between two steps"
-        at = self.places[worker].value.decode(errors="replace")
+        at = self.current[worker].value.decode(errors="replace")
         return f"at {at or 'no record yet'} (for step {self.steps[worker] + 1})"
 
-    def late(self, step: int) -> str:
+    def describe_step(self, step: int) -> str:
         """Return text for an error message that says which worker prepares a step and what that worker is reading."""
         for worker in range(self.workers):
             if self.steps[worker] == step:
-                return f"data worker {worker} is {self.place(worker)}"
+                return f"data worker {worker} is {self.describe_worker(worker)}"
         return f"no data worker has begun step {step + 1}"
 
     def check(self) -> None:
-        """Raise WorkerError if a worker has died; the error names the record that it was reading. Raise WorkerLost if
-        the worker died between two steps."""
+        """Raise WorkerError if a worker has died while it prepared a step, or WorkerLost if it died between two steps.
+        The message names the record that the worker was reading."""
         alive = {child.pid for child in multiprocessing.active_children()}
         for worker, pid in enumerate(self.pids):
             if pid and pid not in alive:
-                message = f"data worker {worker} (process {pid}) died, {self.place(worker)}; {KILLED}"
+                message = f"data worker {worker} (process {pid}) died, {self.describe_worker(worker)}; {KILLED}"
                 if self.steps[worker] == IDLE:
                     raise WorkerLost(message)
-                raise WorkerError(message).about(record=self.place(worker))
+                raise WorkerError(message).about(record=self.describe_worker(worker))
 
     def forget(self) -> None:
         """Stop checking the workers. The array of process ids is replaced, because a worker that is still starting will
-        write its id to the old one."""
+        write its id to the old array."""
         self.pids = shared(ctypes.c_int64 * self.workers)
 
 
 def shared(kind: Any) -> Any:
-    """Return a ctypes array of zeros in memory that forked processes share; it is an anonymous mapping, which needs no
-    /dev/shm."""
+    """Return a ctypes array of zeros in memory that forked processes share. It is an anonymous mapping, which does not
+    need /dev/shm.
+
+    Args:
+        kind: type of the array.
+    """
     return kind.from_buffer(mmap.mmap(-1, max(1, ctypes.sizeof(kind))))
 
 
 class WatchedSteps(Dataset):
-    """Wraps the dataset of steps for use in data workers. It notes in a Watch when a worker begins and ends a step, and
-    hands the step over through the worker's memory files."""
+    """Wraps a dataset of training steps for use in data workers. It writes to a WorkerStatus when a worker begins and
+    ends a step, and transfers the step to the rank's process through the worker's memory files."""
 
-    def __init__(self, steps: Dataset, watch: Watch, prefetch: int):
+    def __init__(self, steps: Dataset, status: WorkerStatus, prefetch: int):
         """Create the memory files of each worker; raise OSError if the process has too many files open."""
         self.steps = steps
-        self.watch = watch
+        self.status = status
         # one more than is prefetched: the rank requests the next step before it has received this one
-        self.outboxes = [Outbox(prefetch + 1) for _ in range(watch.workers)] if HAS_MEMORY_FILES else []
+        self.outboxes = [Outbox(prefetch + 1) for _ in range(status.workers)] if HAS_MEMORY_FILES else []
 
     def __getitem__(self, step: int) -> object:
-        self.watch.begin(step)
+        self.status.begin(step)
         prepared, worker = self.steps[step], get_worker_info()
         if isinstance(prepared, Step) and worker is not None and self.outboxes:
             prepared = self.send(prepared, worker.id)
-        self.watch.end()
+        self.status.end()
         return prepared
 
     def send(self, step: Step, worker: int) -> Sent | OutOfMemory:
+        """Write a step to a memory file of a worker; return an OutOfMemory error if the system has no memory for it."""
         try:
             return self.outboxes[worker].put(step)
         except OSError as error:
@@ -141,24 +156,24 @@ class WatchedSteps(Dataset):
 class StartWorker:
     """Initialises a data worker process; passed to torch's DataLoader as worker_init_fn."""
 
-    def __init__(self, watch: Watch):
-        self.watch = watch
+    def __init__(self, status: WorkerStatus):
+        self.status = status
         self.parent = os.getpid()
 
     def __call__(self, worker: int) -> None:
         signal.set_wakeup_fd(-1)  # inherited: the main process would take this worker's signals for its own
-        # sent to the whole process group; the main process handles them
+        # these signals reach the whole process group, and the main process handles them
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         end_with(self.parent)
         gc.enable()  # the main process turned it off and collects at chosen times
-        self.watch.pids[worker] = os.getpid()
+        self.status.pids[worker] = os.getpid()
 
 
 def from_workers(
     steps: Dataset,
     numbers: range,
-    watch: Watch,
+    status: WorkerStatus,
     prefetch: int,
     stall: float,
     pin_memory: bool,
@@ -176,24 +191,28 @@ def from_workers(
     Raises:
         WorkerError: a worker died, or the worker that prepares the next step stayed at one record for `stall` seconds.
     """
-    arriving = start_workers(steps, numbers, watch, prefetch, stall, pin_memory) if watch.workers else None
+    arriving = start_workers(steps, numbers, status, prefetch, stall, pin_memory) if status.workers else None
     if arriving is None:
         yield from DataLoader(steps, batch_size=None, sampler=numbers, pin_memory=pin_memory)
         return
     end_workers_at_exit(arriving)
     try:
         for number in numbers:
-            step = next_step(arriving, number, watch, stall, give_up)
+            step = next_step(arriving, number, status, stall, give_up)
             yield step.receive() if isinstance(step, Sent) else step
             if step is None:
                 return
     finally:
-        watch.forget()
+        status.forget()
 
 
 def end_workers_at_exit(arriving: Any) -> None:
-    """Register a function that is called at exit and kills those workers of a DataLoader iterator that still run,
-    because multiprocessing would wait for them forever."""
+    """Register a function that kills the running workers of a DataLoader iterator when this process exits. Otherwise
+    multiprocessing would wait for them forever.
+
+    Args:
+        arriving: the iterator of torch's DataLoader.
+    """
     workers = arriving._workers  # torch/utils/data/dataloader.py
 
     def end() -> None:
@@ -212,64 +231,70 @@ def end_workers_at_exit(arriving: Any) -> None:
 
 
 def start_workers(
-    steps: Dataset, numbers: range, watch: Watch, prefetch: int, stall: float, pin_memory: bool
+    steps: Dataset, numbers: range, status: WorkerStatus, prefetch: int, stall: float, pin_memory: bool
 ) -> Iterator[object] | None:
     """Start worker processes and return an iterator over the steps that they prepare. If they cannot be started, log a
     warning and return None."""
     before = multiprocessing.active_children()
     try:
         loader = DataLoader(
-            WatchedSteps(steps, watch, prefetch),
+            WatchedSteps(steps, status, prefetch),
             batch_size=None,
             sampler=numbers,
-            num_workers=watch.workers,
+            num_workers=status.workers,
             prefetch_factor=prefetch,
             pin_memory=pin_memory,
-            worker_init_fn=StartWorker(watch),
+            worker_init_fn=StartWorker(status),
             timeout=min(POLL, stall),
         )
-        # tried here first, because if the DataLoader fails half-way, its destructor prints a traceback
-        del [multiprocessing.Queue() for _ in range(num_queues(watch.workers))][:]
+        # create queues on trial: if the DataLoader failed half-way, its destructor would print a traceback
+        del [multiprocessing.Queue() for _ in range(num_queues(status.workers))][:]
         return iter(loader)
     except OSError as error:
         for child in set(multiprocessing.active_children()).difference(before):
             child.kill()
-        watch.forget()
+        status.forget()
         log().warning(
             "data.workers=%d cannot be started (%s): steps are prepared between steps, as with data.workers=0. %s",
-            watch.workers, str(error), CURES.get(error.errno or 0, LESS),
+            status.workers, str(error), CURES.get(error.errno or 0, LESS),
         )  # fmt: skip
         return None
 
 
 def num_queues(workers: int) -> int:
-    """Return how many queues to create on trial before a DataLoader with this many workers is made. It creates workers
-    + 1 queues itself; as many more stand for the locks of its event and the handles of its processes."""
+    """Return how many queues to create on trial, before a DataLoader with this many workers is made. The DataLoader
+    itself creates workers + 1 queues; the other half stands for the locks of its event and the handles of its
+    processes."""
     return 2 * (workers + 1)
 
 
 def lock_bytes(workers: int) -> int:
-    """Return how many bytes in /dev/shm the locks of the data workers need, if training and validation each have
-    `workers`."""
+    """Return how many bytes of /dev/shm the locks of the data workers take, if training and validation have `workers`
+    each."""
     return 2 * 3 * num_queues(workers) * mmap.PAGESIZE if workers else 0
 
 
 def next_step(
-    arriving: Iterator[object], number: int, watch: Watch, stall: float, give_up: Callable[[], bool]
+    arriving: Iterator[object], number: int, status: WorkerStatus, stall: float, give_up: Callable[[], bool]
 ) -> object:
-    seen, since = watch.late(number), time.monotonic()
+    """Return the next step from the workers, step `number`; arguments and errors as for `from_workers`.
+
+    Args:
+        arriving: the iterator of torch's DataLoader.
+    """
+    seen, since = status.describe_step(number), time.monotonic()
     while True:
         try:
             return next(arriving)
         except RuntimeError as error:
-            watch.check()
+            status.check()
             if str(error).startswith("DataLoader worker (pid"):  # the worker died before it could note its process id
                 raise WorkerError(f"{error}; {KILLED}") from error
             if not str(error).startswith("DataLoader timed out"):  # an exception of the worker, with its traceback
                 raise
         if give_up():
             return None
-        now = watch.late(number)
+        now = status.describe_step(number)
         if now != seen:
             seen, since = now, time.monotonic()
         elif time.monotonic() - since >= stall:

@@ -1,5 +1,8 @@
-"""Client of datasets on the Hugging Face hub. The hub answers a request for a file with the address of a server that
-has it; that address is kept and used again, so that most ranges cost one request instead of two."""
+"""Client for datasets on the Hugging Face hub.
+
+The hub answers a request for a file with the address of a server that has the file. The address is used again, so that
+most byte ranges take one request instead of two.
+"""
 
 import re
 import time
@@ -23,14 +26,15 @@ URL = re.compile(
     r"hf://datasets/(?P<repo>[^/@?*\[]+/[^/@?*\[]+)(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(?P<path>.*))?",
     re.DOTALL,
 )
-KEPT = 600.0
-"""Seconds for which the address of a file is used again. The hub's addresses are valid for longer."""
+ADDRESS_SECONDS = 600.0
+"""Number of seconds for which the address of a file is used again. The hub's addresses are valid for longer."""
 REDIRECTS = 5
 
 
 class HubClient:
-    """A client of the hub's datasets (see `remote_file.Client`). A file is pinned by its commit; its pin is the sha256
-    of its content, or git's id of a small file. The hub's own variables give the endpoint and the token."""
+    """Client for datasets on the Hugging Face hub; a `remote_file.Client`. A file's URL has the commit in it; its `pin`
+    is the SHA-256 digest of the content or, of a small file, git's id. The environment variables of huggingface_hub
+    give the endpoint and the token."""
 
     def __init__(self, idle: float, in_flight: int):
         """Create the client; nothing is requested yet. The arguments are those of `S3Client`; `in_flight` is not used:
@@ -41,10 +45,10 @@ class HubClient:
         self.api = HfApi()
         self.idle = idle
         self.addresses: dict[str, tuple[str, float]] = {}
-        """{URL of a file at the hub: (address where it lies, time until which the address is used)}."""
+        """{URL of a file at the hub: (address of the file on a server, time until which the address is used)}."""
 
     def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
-        """See `Client.find`. The branch or tag in the URL is resolved to a commit."""
+        """List files as `Client.find` says. A branch or tag in the URL is resolved to its commit."""
         from huggingface_hub.hf_api import RepoFile
 
         end = time.monotonic() + seconds
@@ -77,7 +81,6 @@ class HubClient:
         return files
 
     def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
-        """See `Client.fetch`."""
         end = time.monotonic() + seconds
         repo, commit, path = split_url(file.name)
         assert commit is not None and path, file
@@ -96,13 +99,13 @@ class HubClient:
                 raise
             if data is not None:
                 if address != url and not is_kept:
-                    self.addresses[url] = (address, time.monotonic() + KEPT)
+                    self.addresses[url] = (address, time.monotonic() + ADDRESS_SECONDS)
                 return check_length(data, size)
             address = urljoin(address, target)
         raise Failure(RemoteAway, f"more than {REDIRECTS} redirects")
 
     def _get(self, url: str, file: RemoteFile, offset: int, size: int, end: float) -> tuple[bytes | None, str]:
-        """Make one request; return the bytes, or None and the address to which it was redirected."""
+        """Make one HTTP request for a byte range; return (bytes, '') or, if it was redirected, (None, address)."""
         from huggingface_hub import get_session
 
         headers = {"Range": f"bytes={offset}-{offset + size - 1}", "Accept-Encoding": "identity"}
@@ -132,7 +135,7 @@ class HubClient:
 
 
 def split_url(url: str) -> tuple[str, str | None, str]:
-    """Split a URL of the hub into repository, revision (None: the default branch) and path.
+    """Split the URL of a dataset on the hub into repository, revision (None: the default branch) and path.
 
     Raises:
         SourceError: the URL names no dataset.
@@ -146,15 +149,16 @@ def split_url(url: str) -> tuple[str, str | None, str]:
 
 
 def error_code(headers: Any) -> str:
-    """Return the hub's word for an error, such as `GatedRepo`; empty if it sends no such word."""
+    """Return the hub's code for an error, such as `GatedRepo`, from the headers of its answer; empty if there is
+    none."""
     code = headers.get("X-Error-Code", "")
     return code if re.fullmatch(r"[A-Za-z]{1,60}", code) else ""
 
 
 @contextmanager
 def failures() -> Iterator[None]:
-    """Context manager that raises `Failure` in place of the errors of the hub's library and its HTTP client. Their
-    texts are not used: they may hold a URL with a signature."""
+    """Context manager that converts errors of huggingface_hub and its HTTP client into Failure. Their messages are not
+    used, because they may contain a URL with a signature."""
     from huggingface_hub import errors
 
     try:

@@ -1,5 +1,5 @@
-"""Clients of S3 and of Google Cloud Storage, on s3fs and gcsfs. The libraries find endpoints and credentials in their
-own environment variables and files."""
+"""Clients for S3 and Google Cloud Storage, based on s3fs and gcsfs. These libraries take endpoints and credentials from
+their own environment variables and files."""
 
 import asyncio
 import re
@@ -20,11 +20,11 @@ from llava_fsdp.runtime.errors import RemoteAway, RemoteForbidden, RemoteGone, S
 T = TypeVar("T")
 
 EXPIRED = ("ExpiredToken", "InvalidToken")
-"""Codes with which S3 refuses credentials, although the HTTP status is 400."""
+"""Error codes by which S3 refuses credentials with HTTP status 400 instead of 403."""
 
 
 def finish(fs: Any, request: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """Run a coroutine on a file system's event loop, and cancel it after a time. Raises TimeoutError."""
+    """Run a coroutine on the event loop of an fsspec file system; after `seconds`, cancel it and raise TimeoutError."""
     from fsspec.asyn import sync
 
     async def bounded() -> T:
@@ -36,7 +36,7 @@ def finish(fs: Any, request: Callable[[], Awaitable[T]], seconds: float) -> T:
 
 
 def split_url(url: str) -> tuple[str, str, str | None]:
-    """Split a URL of an object into bucket, key and S3's version, which follows as `?versionId=`.
+    """Split the URL of an object into bucket, key and version (from `?versionId=`, which only S3 has; else None).
 
     Raises:
         SourceError: the URL has no bucket.
@@ -49,7 +49,12 @@ def split_url(url: str) -> tuple[str, str, str | None]:
 
 
 def found_files(folder: str, listed: dict[str, Any], pin: Callable[[dict[str, Any]], str]) -> dict[str, RemoteFile]:
-    """Convert a listing of fsspec; folders and the empty objects that stand for them are left out."""
+    """Convert a listing of fsspec to {path relative to `folder`: file}, without folders and the empty objects that
+    stand for them.
+
+    Args:
+        pin: returns the `RemoteFile.pin` of a file, given its entry in the listing.
+    """
     scheme = folder.partition("://")[0]
     files = {}
     for path, info in listed.items():
@@ -60,15 +65,15 @@ def found_files(folder: str, listed: dict[str, Any], pin: Callable[[dict[str, An
 
 
 class S3Client:
-    """A client of S3 and of storages with its interface (see `remote_file.Client`). An object is pinned by its ETag,
-    which every request sends as If-Match."""
+    """Client for S3 and storages with the same interface; a `remote_file.Client`. Every request sends the ETag of the
+    listed object as If-Match, so that a changed object is noticed."""
 
     def __init__(self, idle: float, in_flight: int):
         """Create the client; nothing is requested yet.
 
         Args:
-            idle: seconds without a byte after which a request has failed.
-            in_flight: number of requests at once.
+            idle: seconds without receiving a byte after which a request has failed.
+            in_flight: greatest number of simultaneous requests.
 
         Raises:
             ConfigError: s3fs is not installed.
@@ -88,7 +93,6 @@ class S3Client:
         self.fs.retries = 1  # RemoteStorage repeats requests, within its deadline
 
     def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
-        """See `Client.find`."""
         bucket, key, version = split_url(folder)
         path = f"{bucket}/{key}"
         if version is None:
@@ -98,7 +102,6 @@ class S3Client:
         return {"": RemoteFile(folder, info["ContentLength"], f"etag:{info['ETag']}")}
 
     def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
-        """See `Client.fetch`."""
         bucket, key, version = split_url(file.name)
 
         async def get() -> bytes:
@@ -129,8 +132,8 @@ class S3Client:
 
 
 def s3_failure(error: BaseException) -> Failure:
-    """Return what an error of s3fs, botocore or aiohttp means. Its text is not used: it may hold a URL with a
-    signature."""
+    """Convert an error of s3fs, botocore or aiohttp into a Failure. The error's message is not used, because it may
+    contain a URL with a signature."""
     from botocore.exceptions import (
         NoCredentialsError,
         ParamValidationError,
@@ -162,12 +165,12 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class GsClient:
-    """A client of Google Cloud Storage (see `remote_file.Client`). An object is pinned by its generation; if it was
-    replaced, the old generation is gone. Not tested against a server."""
+    """Client for Google Cloud Storage; a `remote_file.Client`. Every request names the generation of the listed object,
+    which is gone if the object was replaced. Not tested against a server."""
 
     def __init__(self, idle: float, in_flight: int):
-        """Create the client. gcsfs looks for credentials, also at the server of a virtual machine; without any, this
-        takes seconds. The arguments are those of `S3Client`; `in_flight` is not used.
+        """Create the client. Without credentials this takes seconds, because gcsfs also asks the metadata server of a
+        virtual machine. The arguments are those of `S3Client`; `in_flight` is not used.
 
         Raises:
             ConfigError: gcsfs is not installed.
@@ -182,13 +185,11 @@ class GsClient:
         )
 
     def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
-        """See `Client.find`."""
         bucket, key, _ = split_url(folder)
         listed = self._finish(lambda: self.fs._find(f"{bucket}/{key}", detail=True, prefix=start), seconds)
         return found_files(folder, listed, lambda info: f"generation:{info['generation']}")
 
     def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
-        """See `Client.fetch`."""
         bucket, key, _ = split_url(file.name)
         generation = file.pin.removeprefix("generation:")
         data = self._finish(

@@ -1,25 +1,26 @@
-"""Parse the footer of a Parquet file: its leaf columns, and where each row group keeps them.
+"""Parse the footer of a Parquet file: its leaf columns (columns without subcolumns), and which bytes of the file each
+row group stores them in.
 
-pyarrow is not used here: it ends the process when it is asked about an encrypted column without its key.
+pyarrow is not used here, because it aborts the process when it is asked about an encrypted column without its key.
 Source: `https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift`.
 """
 
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.parquet_levels import Cursor, Malformed, number_of
 from llava_fsdp.data.containers.parquet_pages import COPY_AGAIN, REWRITE, UNCOMPRESSED, Chunk
-from llava_fsdp.data.containers.place import Reader
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.terminal_text import shown_name
 
 MAGIC, ENCRYPTED = b"PAR1", b"PARE"
 MOST_FOOTER = 64 << 20
 MOST_FIELDS = 1 << 21
-"""Most fields of a footer: some 40 for each column of each row group."""
+"""Greatest number of fields in a footer. It has about 40 for each column of each row group."""
 MOST_NESTING = 64
 MOST_VALUES = 1 << 26
-"""Most rows of a row group, and most values of a column in it."""
+"""Greatest number of rows of a row group, and of values of a column in it."""
 DECRYPT = "decrypt it once: read it with its keys and write it without encryption"
 BYTE_ARRAY = 6
 TYPES = ("BOOLEAN", "INT32", "INT64", "INT96", "FLOAT", "DOUBLE", "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
@@ -29,30 +30,31 @@ OPTIONAL, REPEATED = 1, 2
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf column of a Parquet file."""
+    """A leaf column (one without subcolumns) of a Parquet file."""
 
     number: int
+    """Index of the column among all leaf columns."""
     kind: int
-    """Physical type: an index of `TYPES`."""
+    """Physical type, as an index into `TYPES`."""
     binary: bool
-    """Whether its values are bytes that are not said to be text, JSON or numbers."""
+    """Whether the values are bytes that the schema does not declare as text, JSON or numbers."""
     max_definition: int
     max_repetition: int
     element: int
-    """Definition level from which an element of the innermost list exists, even if it is null; 0 without a list."""
+    """Smallest definition level of an element of the innermost list, which may be null; 0 without a list."""
 
 
 class Footer:
-    """What the footer of a Parquet file says."""
+    """The parsed footer of a Parquet file: its row groups and leaf columns."""
 
-    def __init__(self, shard: Reader):
-        """Read the footer.
+    def __init__(self, file: Reader):
+        """Read the footer of a Parquet file.
 
         Raises:
             DataError: the file is not Parquet, or is truncated, damaged or encrypted.
             SourceError: the file cannot be read.
         """
-        self.shard = shard
+        self.file = file
         try:
             self.fields = Cursor(self.read_bytes(), most_fields=MOST_FIELDS).struct()
             if 8 in self.fields:
@@ -63,10 +65,10 @@ class Footer:
             self.refuse(f"its footer is damaged ({error})", COPY_AGAIN)
 
     def read_bytes(self) -> bytes:
-        size = self.shard.size
+        size = self.file.size
         if size < 12:
             self.refuse(f"{size} bytes are no Parquet file", COPY_AGAIN)
-        head, tail = self.shard.read(0, 4), self.shard.read(size - 8, 8)
+        head, tail = self.file.read(0, 4), self.file.read(size - 8, 8)
         if ENCRYPTED in (head, tail[4:]):
             self.refuse("it is encrypted", DECRYPT)
         if head != MAGIC:
@@ -76,11 +78,16 @@ class Footer:
         footer = int.from_bytes(tail[:4], "little")
         if footer > min(size - 12, MOST_FOOTER):
             self.refuse(f"its footer claims {footer} bytes, most are {min(size - 12, MOST_FOOTER)}", COPY_AGAIN)
-        return self.shard.read(size - 8 - footer, footer)
+        return self.file.read(size - 8 - footer, footer)
 
     def refuse(self, problem: str, cure: str) -> NoReturn:
-        """Raise a DataError that names the file and the cure."""
-        raise DataError(f"{self.shard.name}: {problem}; {cure}").about(file=self.shard.name)
+        """Raise a DataError about the file.
+
+        Args:
+            problem: what is wrong with the file.
+            cure: what the user should do.
+        """
+        raise DataError(f"{self.file.name}: {problem}; {cure}").about(file=self.file.name)
 
     def rows(self, group: int) -> int:
         """Return the number of rows of a row group."""
@@ -90,10 +97,14 @@ class Footer:
             self.refuse(f"the number of rows of row group {group} is damaged or too large ({error})", REWRITE)
 
     def chunk(self, path: str, group: int) -> Chunk:
-        """Return where a leaf column of a row group lies, checked against the file.
+        """Return the bytes of a leaf column in a row group, checked against the size of the file.
+
+        Args:
+            path: path of the leaf column, such as `image.bytes`.
+            group: index of the row group.
 
         Raises:
-            DataError: what the footer says is damaged, or the column is encrypted or in another file.
+            DataError: the footer is damaged, or the column is encrypted or in another file.
         """
         leaf = self.leaves[path]
         try:
@@ -112,20 +123,25 @@ class Footer:
                 raise Malformed("its path or type is not that of the schema")
             codec = CODECS[number_of(meta, 4, len(CODECS) - 1)]
             values = number_of(meta, 5, MOST_VALUES)
-            begin = number_of(meta, 9, self.shard.size)
-            if 0 < (dictionary := number_of(meta, 11, self.shard.size) if 11 in meta else 0) < begin:
+            begin = number_of(meta, 9, self.file.size)
+            if 0 < (dictionary := number_of(meta, 11, self.file.size) if 11 in meta else 0) < begin:
                 begin = dictionary
-            end = begin + number_of(meta, 7, self.shard.size - 8 - begin)
+            end = begin + number_of(meta, 7, self.file.size - 8 - begin)
         except (Malformed, UnicodeDecodeError) as error:
             self.refuse(
                 f"what its footer says of column {shown_name(path)} in row group {group} is damaged ({error})",
                 COPY_AGAIN,
             )
-        return Chunk(self.shard, path, group, codec, begin, end, values, leaf.max_definition, leaf.max_repetition)
+        return Chunk(self.file, path, group, codec, begin, end, values, leaf.max_definition, leaf.max_repetition)
 
 
 def structs(fields: dict[int, Any], field: int) -> list[dict[int, Any]]:
-    """Return a field that must be a list of structs."""
+    """Return a field of a Thrift struct; raise Malformed if it is not a list of structs.
+
+    Args:
+        fields: values of the struct by field number.
+        field: number of the field.
+    """
     found = fields.get(field)
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise Malformed(f"field {field} is no list of structs")
@@ -139,13 +155,13 @@ def names(value: Any) -> list[bytes]:
 
 
 def leaves(schema: list[dict[int, Any]]) -> dict[str, Leaf]:
-    """Return the leaf columns of a schema by their dotted paths.
+    """Return the leaf columns of a Parquet schema by their dotted paths, such as `image.bytes`.
 
     Args:
-        schema: its elements, depth first: a group is followed by its children.
+        schema: elements of the schema in depth-first order: each group is followed by its children.
     """
     found: dict[str, Leaf] = {}
-    # of each open group: children that are still to come, path, definition, repetition and element levels
+    # for each open group: number of children to come, path, definition level, repetition level, element level
     open_groups: list[tuple[int, tuple[str, ...], int, int, int]] = []
     for place, element in enumerate(schema):
         if place == 0:

@@ -1,4 +1,4 @@
-"""Decode two small formats inside Parquet files: Thrift's compact protocol, and runs of small numbers (RLE).
+"""Decode two formats inside Parquet files: Thrift's compact protocol, and run-length encoded small numbers (RLE).
 
 Sources: `https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md` and
 `https://parquet.apache.org/docs/file-format/data-pages/encodings/`.
@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 
 MOST_DEPTH = 16
-"""Deepest nesting of structs and lists; a footer needs 9."""
+"""Greatest nesting depth of structs and lists; a footer needs 9."""
 MOST_FIELDS = 10_000
-"""Most fields and list elements in a page header; Parquet's own has some 20."""
+"""Greatest number of fields and list elements in a page header. The format defines about 20."""
 GROUPS_AT_ONCE = 8192
-"""Groups of eight bit-packed numbers that are unpacked at a time, to bound the memory that this needs."""
+"""Number of groups (of eight bit-packed numbers) that are unpacked at a time, to bound the memory that this takes."""
 
 
 class Malformed(Exception):
-    """Bytes do not follow their format. The message is the reason."""
+    """Data does not follow its format. The message is the reason."""
 
 
 class EndsEarly(Malformed):
-    """More bytes are needed."""
+    """Data ends before the value that is being read."""
 
 
 class Cursor:
-    """A position in bytes, from which numbers and Thrift structs are read."""
+    """Reads numbers and Thrift structs from bytes, and keeps the position of the next byte to read."""
 
     def __init__(self, data: bytes, at: int = 0, most_fields: int = MOST_FIELDS):
         self.data, self.at = data, at
@@ -44,7 +44,7 @@ class Cursor:
         return self.data[self.at - 1]
 
     def varint(self) -> int:
-        """Read a number in base 128, least significant digit first, at most 64 bits long."""
+        """Read an unsigned number of at most 64 bits, stored as base-128 digits, the least significant one first."""
         number = shift = 0
         while (byte := self.byte()) > 127:
             number |= (byte & 127) << shift
@@ -58,13 +58,13 @@ class Cursor:
         return (number >> 1) ^ -(number & 1)
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """Read a Thrift struct; return its values by field number."""
+        """Read a Thrift struct and return its values by field number."""
         if depth > MOST_DEPTH:
             raise Malformed(f"structs are nested more than {MOST_DEPTH} deep")
         values, number = {}, 0
         while (head := self.byte()) != 0:
             number = number + (head >> 4) if head >> 4 else self.zigzag()
-            # a boolean of a struct is in the head of its field
+            # the value of a boolean field is in the head of the field
             values[number] = head & 15 == 1 if head & 15 in (1, 2) else self.value(head & 15, depth)
             self.count()
         return values
@@ -97,7 +97,12 @@ class Cursor:
 
 
 def number_of(fields: dict[int, Any], field: int, most: int = (1 << 31) - 1) -> int:
-    """Return a field of a Thrift struct that must be a number from 0 to `most`."""
+    """Return a field of a Thrift struct; raise Malformed if it is not a number from 0 to `most`.
+
+    Args:
+        fields: values of the struct by field number.
+        field: number of the field.
+    """
     value = fields.get(field)
     if type(value) is not int or not 0 <= value <= most:
         raise Malformed(f"field {field} is {str(value)[:40]}; 0 to {most} expected")
@@ -105,18 +110,19 @@ def number_of(fields: dict[int, Any], field: int, most: int = (1 << 31) - 1) -> 
 
 
 def small_numbers(data: bytes, width: int, count: int) -> np.ndarray:
-    """Decode Parquet's hybrid of runs and bit-packed groups: levels, and ids of dictionary values.
+    """Decode numbers in Parquet's hybrid of run-length encoding and bit-packing, which stores levels and the ids of
+    dictionary values.
 
     Args:
         data: the encoded bytes.
-        width: bits of a number, 0 to 32.
-        count: how many numbers are expected.
+        width: number of bits of each number, 0 to 32.
+        count: number of numbers to decode.
 
     Returns:
         int64 [count]
 
     Raises:
-        Malformed: the data do not hold `count` numbers.
+        Malformed: the data does not contain `count` numbers.
     """
     if not 0 <= width <= 32:
         raise Malformed(f"numbers of {width} bits")
@@ -128,7 +134,7 @@ def small_numbers(data: bytes, width: int, count: int) -> np.ndarray:
             groups = min(head >> 1, -(-(count - done) // 8), GROUPS_AT_ONCE)
             left = (head >> 1) - groups
             while groups:
-                # the last groups may be cut where no numbers are left
+                # the last groups may be truncated after the last number
                 packed = cursor.take(min(groups * width, len(data) - cursor.at))
                 found = unpack_bits(packed, width, groups)[: count - done]
                 numbers[done : done + len(found)] = found
@@ -145,8 +151,16 @@ def small_numbers(data: bytes, width: int, count: int) -> np.ndarray:
 
 
 def unpack_bits(packed: bytes, width: int, groups: int) -> np.ndarray:
-    """Return the numbers of bit-packed groups, least significant bit first: int64 [8 x groups, or fewer if the bytes
-    end early]."""
+    """Decode groups of eight bit-packed numbers, least significant bit first.
+
+    Args:
+        packed: the encoded bytes.
+        width: number of bits of each number.
+        groups: number of groups.
+
+    Returns:
+        int64 [8 * groups], or fewer if the bytes end early.
+    """
     if width == 0:
         return np.zeros(groups * 8, np.int64)
     bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")

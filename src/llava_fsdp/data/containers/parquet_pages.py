@@ -1,15 +1,15 @@
-"""Read the headers of the pages of one column chunk of a Parquet file.
+"""Read the page headers of a column chunk of a Parquet file.
 
-A column chunk is one column of one row group. Its values lie in pages, each with a header.
-Source: `https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift`.
+A column chunk is one column of one row group. It consists of pages with values, each with a header. Source:
+`https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift`.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
+from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.parquet_levels import Cursor, EndsEarly, Malformed, number_of
-from llava_fsdp.data.containers.place import Reader
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.terminal_text import shown_name
 
@@ -17,9 +17,10 @@ DATA, INDEX, DICTIONARY, DATA_V2 = range(4)  # kinds of pages
 PLAIN, PLAIN_DICTIONARY, RLE, DELTA_BYTE_ARRAY, RLE_DICTIONARY = 0, 2, 3, 7, 8
 UNCOMPRESSED = "UNCOMPRESSED"
 HEADER_SIZES = (1 << 8, 1 << 14, 1 << 20, 1 << 24)
-"""Bytes that are read for a page header: more where a header, which may hold statistics, does not fit."""
+"""Numbers of bytes that are read for a page header: the first one, and the next one if the header, which may contain
+statistics, is longer."""
 MOST_EMPTY = 100
-"""Most pages of a column chunk without values, a dictionary among them."""
+"""Greatest number of pages of a column chunk that have no values, such as a dictionary page."""
 COPY_AGAIN = "take it from its source again"
 REWRITE = (
     "rewrite the file once: pyarrow.parquet.write_table(pyarrow.parquet.read_table(OLD), NEW, row_group_size=1000, "
@@ -29,50 +30,63 @@ REWRITE = (
 
 @dataclass(frozen=True)
 class Chunk:
-    """A column chunk, as the footer describes it."""
+    """A column chunk (one leaf column of one row group) of a Parquet file, as the footer describes it."""
 
-    shard: Reader
+    file: Reader
     column: str
+    """Path of the leaf column, such as `image.bytes`."""
     group: int
+    """Index of the row group."""
     codec: str
+    """Name of the compression method."""
     begin: int
     end: int
-    """Its bytes in the file: from `begin` up to `end`."""
+    """The chunk is the bytes [begin, end) of the file."""
     values: int
-    """Number of its values, nulls and empty lists included."""
+    """Number of values, including nulls and empty lists."""
     max_definition: int
     max_repetition: int
 
     def refuse(self, problem: str, cure: str = COPY_AGAIN) -> NoReturn:
-        """Raise a DataError that names the file, the column and the cure."""
+        """Raise a DataError about the column chunk.
+
+        Args:
+            problem: what is wrong with the chunk.
+            cure: what the user should do.
+        """
         raise DataError(
-            f"{self.shard.name}, column {shown_name(self.column)}, row group {self.group}: {problem}; {cure}"
-        ).about(file=self.shard.name, key=self.column)
+            f"{self.file.name}, column {shown_name(self.column)}, row group {self.group}: {problem}; {cure}"
+        ).about(file=self.file.name, key=self.column)
 
 
 @dataclass(frozen=True)
 class PageHeader:
+    """Header of a page of a Parquet file."""
+
     kind: int
+    """DATA, INDEX, DICTIONARY or DATA_V2."""
     body: int
-    """Where the page's bytes begin in the file."""
+    """Offset in the file of the first byte after the header."""
     packed: int
-    """Number of these bytes."""
+    """Number of bytes of the page in the file, without the header."""
     unpacked: int
-    """Number of bytes of the page once decompressed."""
+    """Number of bytes of the decompressed page."""
     values: int
     encoding: int
     compressed: bool
     level_encodings: tuple[int, ...] = ()
     level_sizes: tuple[int, int] = (0, 0)
-    """Bytes of repetition and definition levels at the beginning of a page of version 2, which are never compressed."""
+    """With DATA_V2, numbers of bytes of the repetition levels and of the definition levels, with which the page begins.
+    They are never compressed."""
     crc: int | None = None
 
 
 def page_headers(chunk: Chunk) -> Iterator[PageHeader]:
-    """Yield the headers of a chunk's pages; sizes are checked against the chunk, and counts against its values.
+    """Yield the page headers of a column chunk. Their sizes are checked against the size of the chunk, and their
+    numbers of values against the chunk's.
 
     Raises:
-        DataError: a header is damaged.
+        DataError: a page header is damaged.
     """
     at, left, pages = chunk.begin, chunk.values, 0
     while left:
@@ -125,10 +139,11 @@ def page_header(chunk: Chunk, at: int) -> PageHeader:
 
 
 def read_struct(chunk: Chunk, at: int) -> tuple[Cursor, dict]:
-    """Read the Thrift struct at a place of the file; return it, and a cursor at its end."""
+    """Read the Thrift struct at byte `at` of the file of a column chunk. Return a cursor after the struct, and the
+    values of the struct by field number."""
     for size in HEADER_SIZES:
         size = min(size, chunk.end - at)
-        cursor = Cursor(chunk.shard.read(at, size))
+        cursor = Cursor(chunk.file.read(at, size))
         try:
             return cursor, cursor.struct()
         except EndsEarly:

@@ -1,7 +1,7 @@
-"""Find where the values of one column chunk of a Parquet file lie.
+"""Find the positions of the values of a column chunk (one column of one row group) of a Parquet file.
 
-Of pages that are stored as they are, only levels and the lengths of values are read; compressed pages are decompressed
-once. Source: `https://parquet.apache.org/docs/file-format/data-pages/`.
+Of uncompressed pages, only the levels and the lengths of the values are read. Compressed pages are decompressed once.
+Source: `https://parquet.apache.org/docs/file-format/data-pages/`.
 """
 
 import zlib
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from llava_fsdp.data.containers.location import Page
 from llava_fsdp.data.containers.parquet_levels import EndsEarly, Malformed, small_numbers
 from llava_fsdp.data.containers.parquet_pages import (
     DATA,
@@ -25,28 +26,31 @@ from llava_fsdp.data.containers.parquet_pages import (
     PageHeader,
     page_headers,
 )
-from llava_fsdp.data.containers.place import Page
-from llava_fsdp.data.containers.read_place import MOST_BYTES, MOST_RATIO, DamagedPage, unpack
+from llava_fsdp.data.containers.read_image import MOST_BYTES, MOST_RATIO, DamagedPage, unpack
 
 ENCODINGS = {
     4: "BIT_PACKED", 5: "DELTA_BINARY_PACKED", 6: "DELTA_LENGTH_BYTE_ARRAY", 7: "DELTA_BYTE_ARRAY",
     9: "BYTE_STREAM_SPLIT",
 }  # fmt: skip
 MOST_IMAGES = 1 << 22
-"""Most values of a column of images in one row group or dictionary; bounds memory to some 100 bytes for each."""
+"""Greatest number of values of a column of images in one row group or dictionary. Each takes about 100 bytes of
+memory."""
 
 
 @dataclass(frozen=True)
 class Body:
-    """The bytes of a page, in the file or decompressed: from `begin` up to `end` of what `read(offset, size)` reads."""
+    """The content of a page of a Parquet file, in the file itself or decompressed in memory."""
 
     read: Callable[[int, int], bytes]
+    """Function (offset, size) -> bytes that reads the file or the decompressed page."""
     begin: int
     end: int
+    """The content is the bytes [begin, end) of what `read` reads."""
     page: Page | None = None
+    """The compressed page; None if the content is in the file itself."""
 
     def take(self, size: int) -> tuple[bytes, "Body"]:
-        """Return the first bytes, and what follows them."""
+        """Return the first `size` bytes of the content, and the rest of the content."""
         if size > self.end - self.begin:
             raise EndsEarly(f"{size} bytes expected, {self.end - self.begin} are left in the page")
         return self.read(self.begin, size), replace(self, begin=self.begin + size)
@@ -54,14 +58,15 @@ class Body:
 
 @dataclass(frozen=True)
 class Values:
-    """Where values lie: arrays with an element for each value."""
+    """Positions of the values of a Parquet column, as arrays with one element per value."""
 
     offset: np.ndarray
-    """int64: first byte, in the file or in the decompressed page."""
+    """First byte of each value in the file or in a decompressed page, int64 [values]."""
     size: np.ndarray
-    """int64: bytes; -1 for a null."""
+    """Number of bytes of each value, int64 [values]; -1 for a null."""
     page: np.ndarray
-    """int64: number of the value's page in a list of `Page`; -1: it lies in the file as it is."""
+    """Index of each value's compressed page in a separate list of `Page`, int64 [values]; -1 if the value is in the
+    file itself."""
 
     def __getitem__(self, index: np.ndarray | slice) -> "Values":
         return Values(self.offset[index], self.size[index], self.page[index])
@@ -76,13 +81,14 @@ class Values:
 
 
 def chunk_values(chunk: Chunk) -> tuple[Values, list[Page], np.ndarray, np.ndarray]:
-    """Find where the values of a BYTE_ARRAY column chunk lie.
+    """Find the positions of the values of a BYTE_ARRAY column chunk.
 
     Returns:
-        The values in order, nulls included; the compressed pages; definition and repetition levels, int64 [values].
+        (positions of the values in order, nulls included; the compressed pages; definition levels, int64 [values];
+        repetition levels, int64 [values])
 
     Raises:
-        DataError: the chunk is damaged, too large, or compressed or encoded in a way that leaves values no place.
+        DataError: the chunk is damaged, too large, or compressed or encoded in a way that is not supported.
         SourceError: the file cannot be read.
     """
     if chunk.codec != UNCOMPRESSED and chunk.codec not in MOST_RATIO:
@@ -111,15 +117,21 @@ def chunk_values(chunk: Chunk) -> tuple[Values, list[Page], np.ndarray, np.ndarr
 def page_values(
     chunk: Chunk, header: PageHeader, dictionary: Values, pages: list[Page]
 ) -> tuple[np.ndarray, np.ndarray, Values]:
-    """Return the definition levels, the repetition levels and the values of a data page, nulls included."""
+    """Return the definition levels, the repetition levels and the positions of the values of a data page, nulls
+    included.
+
+    Args:
+        dictionary: positions of the values of the chunk's dictionary.
+        pages: the compressed pages found so far; this page is added if needed.
+    """
     plain = header.encoding == PLAIN
     if not plain and header.encoding not in (PLAIN_DICTIONARY, RLE_DICTIONARY):
         name = ENCODINGS.get(header.encoding, f"number {header.encoding}")
         chunk.refuse(f"images in the encoding {name} are not read", REWRITE)
     body, sizes = page_body(chunk, header), list(header.level_sizes)
     levels = []
-    # of version 2, levels are before the body
-    ahead = Body(chunk.shard.read, header.body, header.body + sum(sizes))
+    # in a page of version 2, the levels are before the compressed part
+    ahead = Body(chunk.file.read, header.body, header.body + sum(sizes))
     for kind, most in enumerate((chunk.max_repetition, chunk.max_definition)):
         if header.kind == DATA_V2:
             data, ahead = ahead.take(sizes[kind])
@@ -145,7 +157,7 @@ def page_values(
 
 
 def level(data: bytes, most: int, count: int) -> np.ndarray:
-    """Decode levels from 0 to `most`: int64 [count]."""
+    """Decode the definition or repetition levels of a page, which are from 0 to `most`, int64 [count]."""
     if most == 0:
         return np.zeros(count, np.int64)
     check_runs(len(data), count)
@@ -156,23 +168,25 @@ def level(data: bytes, most: int, count: int) -> np.ndarray:
 
 
 def check_runs(size: int, count: int) -> None:
-    """Raise Malformed if small numbers take more bytes than any encoder makes of them: a run of one takes nine."""
+    """Raise Malformed if `count` encoded small numbers take more bytes than any encoder uses (at most nine for
+    each)."""
     if size > 9 * count + 64:
         raise Malformed(f"{count} small numbers take {size} bytes")
 
 
 def page_body(chunk: Chunk, header: PageHeader) -> Body:
-    """Return the bytes of a page without the levels of version 2; decompress them if needed."""
+    """Return the content of a page, decompressed if it is compressed. The levels of a page of version 2 are left
+    out."""
     levels = sum(header.level_sizes)
     begin, end = header.body + levels, header.body + header.packed
     whole = header.compressed or (header.kind != DICTIONARY and header.encoding != PLAIN)
-    if not whole:  # images as they are, which are not read
-        return Body(chunk.shard.read, begin, end)
+    if not whole:  # uncompressed images, which are not read
+        return Body(chunk.file.read, begin, end)
     if header.packed > MOST_BYTES:
         chunk.refuse(f"the page at byte {header.body} has {header.packed} bytes, most are {MOST_BYTES}", REWRITE)
     if header.unpacked > MOST_BYTES:
         chunk.refuse(f"the page at byte {header.body} unpacks to more than {MOST_BYTES} bytes", REWRITE)
-    data = chunk.shard.read(header.body, header.packed)
+    data = chunk.file.read(header.body, header.packed)
     if header.crc is not None and zlib.crc32(data) != header.crc & 0xFFFFFFFF:
         raise DamagedPage("its checksum is wrong")
     data, page = data[levels:], None
@@ -183,8 +197,8 @@ def page_body(chunk: Chunk, header: PageHeader) -> Body:
 
 
 def plain_values(body: Body, count: int, pages: list[Page]) -> Values:
-    """Find `count` values that each follow their length (four bytes) and fill a page. A compressed page is added to
-    `pages`."""
+    """Find the positions of the `count` values that fill a page in the encoding PLAIN: each value is preceded by its
+    length in four bytes. A compressed page is added to `pages`."""
     if count > MOST_IMAGES:
         raise Malformed(f"it has {count} values, most are {MOST_IMAGES}")
     if 4 * count > body.end - body.begin:
@@ -205,7 +219,7 @@ def plain_values(body: Body, count: int, pages: list[Page]) -> Values:
 
 
 def dictionary_values(body: Body, count: int, dictionary: Values) -> Values:
-    """Find `count` values whose numbers in the dictionary are in a page."""
+    """Find the positions of the `count` values of a page that contains their indices in a dictionary."""
     if count == 0:
         return Values.nulls(0)
     width, body = body.take(1)

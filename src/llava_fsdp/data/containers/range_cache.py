@@ -1,8 +1,8 @@
-"""A folder on a local disk that keeps ranges of remote files. Several processes and several runs may share it.
+"""Cache byte ranges of remote files in a folder on a local disk. Several processes and runs may share the folder.
 
-An entry is a file that holds the bytes and their digest. It is written beside its place and renamed, and checked
-whenever it is read, so that a crash or a damaged disk costs a request and no wrong byte. Without fsync: an entry that a
-power failure has cut is found by its digest.
+An entry is a file with the bytes of a range and their digest. It is written under a temporary name and renamed. The
+digest is checked at each read, so that after a crash or on a damaged disk, bytes are requested again and never wrong.
+fsync is not needed: the digest also reveals an entry that a power failure has truncated.
 """
 
 import contextlib
@@ -23,30 +23,33 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
 
 DIGEST = 16
+"""Number of bytes of the digest at the end of an entry."""
 BLOCK = 4096
-"""Disks give space in blocks of this many bytes; an entry counts as whole blocks."""
-KEPT = 7 / 8
-"""Share of the bound that remains after old entries were deleted."""
+"""Number of bytes of a disk block. The size of an entry is counted in whole blocks."""
+REMAINING = 7 / 8
+"""Old entries are deleted until this fraction of the folder's greatest size is left."""
 REPORTED, WAITED_FOR = 1024, 256
-"""A process reports what it has written whenever that is 1/1024 of the bound, unless another process holds the lock
-(it may be deleting entries); from 1/256 on it waits for the lock. So the folder may exceed the bound by 1/256 of it for
-each process."""
+"""A process adds the bytes that it has written to the common total whenever they reach 1/1024 of the folder's greatest
+size, unless another process holds the lock (it may be deleting entries). From 1/256 on, it waits for the lock. So each
+process may exceed the greatest size by 1/256."""
 USED_AGAIN = 60.0
-"""An entry's time of use is renewed if it is older than this many seconds."""
+"""When an entry is read, its modification time (the time of its last use) is renewed if it is older than this many
+seconds."""
 LEFT_BEHIND = 3600.0
-"""Age in seconds at which an unfinished file counts as left by a killed process."""
+"""Age in seconds from which an unfinished entry is taken for one of a killed process, and deleted."""
 TMP = ".tmp"
 
 
 class RangeCache:
-    """Keeps ranges of bytes under (content, offset, size) in a folder of bounded size. Entries that were not used for
-    the longest time are deleted first."""
+    """LRU cache of byte ranges of remote files, in a folder of bounded size. The key of an entry is (content, offset,
+    size), where content identifies a version of a remote file (`RemoteFile.content`)."""
 
     def __init__(self, folder: Path, gib: float):
         """Open a cache, and create its folder if it does not exist.
 
         Args:
-            gib: bound of the folder's size in GiB. If runs with several bounds share a folder, the smallest counts.
+            gib: greatest size of the folder in GiB. If runs with different sizes share a folder, the smallest one
+                holds.
 
         Raises:
             ConfigError: the folder cannot be created or written.
@@ -54,8 +57,8 @@ class RangeCache:
         self.folder = folder
         self.bound = int(gib * 2**30)
         self.hits = self.misses = self.damaged = self.not_written = 0
-        """Numbers of reads by this process (hits, misses), of damaged entries, and of entries that could not be
-        written."""
+        """Counts of this process: reads that found an entry (hits) or did not (misses), damaged entries, and entries
+        that could not be written."""
         self._unreported = 0
         """Number of bytes written by this process and not yet added to the total of all processes."""
         try:
@@ -67,15 +70,15 @@ class RangeCache:
             ) from error
 
     def path(self, content: str, offset: int, size: int) -> Path:
-        """Return where an entry lies."""
+        """Return the file of the entry for a byte range; arguments as for `get`."""
         name = hashlib.sha256(f"{offset} {size} {content}".encode("utf-8", "surrogatepass")).hexdigest()
         return self.folder / name[:2] / name
 
     def get(self, content: str, offset: int, size: int) -> bytes | None:
-        """Return the bytes of a range, or None if the cache does not have them.
+        """Return the `size` bytes from byte `offset` on of a remote file; None if the cache does not have them.
 
         Args:
-            content: identifies the content of the remote file, see `RemoteFile.content`.
+            content: identifies the version of the remote file (`RemoteFile.content`).
         """
         path = self.path(content, offset, size)
         try:
@@ -89,7 +92,8 @@ class RangeCache:
         return data
 
     def put(self, content: str, offset: int, data: bytes) -> None:
-        """Keep the bytes of a range. If the disk is full or fails, nothing is kept, and a warning is logged once."""
+        """Add `data`, the bytes from byte `offset` on of a remote file, to the cache. If the disk is full or fails,
+        nothing is added, and a warning is logged once."""
         path = self.path(content, offset, len(data))
         staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TMP}")
         try:
@@ -116,7 +120,8 @@ class RangeCache:
             self._report()
 
     def _read(self, path: Path, size: int) -> bytes | None:
-        """Return an entry's bytes, None if it is damaged; then it is deleted. Raises OSError."""
+        """Return the `size` bytes of an entry, given its file. A damaged entry is deleted; then return None. Raises
+        OSError."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as file:
             status = os.fstat(descriptor)
@@ -132,8 +137,9 @@ class RangeCache:
         return None
 
     def _report(self) -> None:
-        """Add what this process has written to the total of all processes; delete old entries if that exceeds the
-        bound. If another process holds the lock, do it later, unless much has been written."""
+        """Add the number of bytes that this process has written to the total of all processes, and delete old entries
+        if the total is too large. If another process holds the lock, return, unless this process has written much since
+        its last report."""
         try:
             with (self.folder / "total").open("r+b", buffering=0) as file:
                 must_wait = self._unreported > self.bound // WAITED_FOR
@@ -154,13 +160,13 @@ class RangeCache:
             log().warning("data.cache: old entries cannot be deleted: %s", why(error, self.folder))
 
     def _evict(self) -> int:
-        """Delete the entries that were not used for the longest time, and unfinished files of killed processes; return
-        the bytes that remain."""
-        # in two passes, by the second of the last use: entries may be many millions, too many for a list
+        """Delete the entries whose last use is longest ago, and unfinished entries of killed processes. Return the
+        number of bytes that remain."""
+        # first add up sizes by the second of last use: a list of many millions of entries takes too much memory
         used: Counter[int] = Counter()
         for _, status in self._entries():
             used[int(status.st_mtime)] += on_disk(status.st_size)
-        total, most = used.total(), int(self.bound * KEPT)
+        total, most = used.total(), int(self.bound * REMAINING)
         surplus, last = total - most, -1
         for last in sorted(used):
             surplus -= used[last]
@@ -179,7 +185,7 @@ class RangeCache:
         return total
 
     def _entries(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the path and status of every entry, and delete old unfinished files."""
+        """Yield the path and status of every entry, and delete old unfinished ones."""
         for folder in [found for found in os.scandir(self.folder) if found.is_dir(follow_symlinks=False)]:
             with os.scandir(folder) as entries:
                 for entry in entries:
@@ -192,12 +198,13 @@ class RangeCache:
 
 
 def digest(name: str, data: bytes) -> bytes:
-    """Return the digest of an entry. It covers the entry's name too: an entry at a wrong place is damaged."""
+    """Return the digest of an entry from its file name and its bytes. It depends on the name, so that a wrongly named
+    entry counts as damaged."""
     return xxh3_128_digest(data, seed=int(name[:16], 16))
 
 
 def unlink(path: str, size: int) -> int:
-    """Delete an entry, if no other process has; return its size."""
+    """Delete an entry unless another process has deleted it; return `size`."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return size

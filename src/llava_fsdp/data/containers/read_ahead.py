@@ -1,4 +1,4 @@
-"""Fetch the ranges of the next step while the current one is prepared, through the cache."""
+"""Download byte ranges of remote files in the background before they are read, through a cache on disk."""
 
 import os
 from collections import Counter
@@ -11,18 +11,18 @@ from llava_fsdp.data.containers.remote import Range, RemoteStorage
 from llava_fsdp.data.containers.remote_file import RemoteFile
 
 MOST_AHEAD = 512 << 20
-"""Number of bytes that are fetched ahead at most; further ranges are fetched when they are read."""
+"""Greatest number of bytes that are downloaded in advance; further ranges are downloaded when they are read."""
 
 
 class ReadAhead:
-    """Reads ranges from what was fetched ahead, from the cache, or from the storage. Used by one thread of a process,
-    and after a fork by the child too, which fetches anew."""
+    """Reads byte ranges of remote files. A range comes from those downloaded in advance, else from the cache, else from
+    the storage. Not thread-safe; usable after a fork, when the child downloads anew."""
 
     def __init__(self, storage: RemoteStorage, cache: RangeCache | None = None, most_ahead: int = MOST_AHEAD):
         """Create the reader; nothing is requested yet.
 
         Args:
-            most_ahead: number of bytes that are fetched ahead at most.
+            most_ahead: greatest number of bytes that are downloaded in advance.
         """
         self.storage = storage
         self.cache = cache
@@ -30,11 +30,11 @@ class ReadAhead:
         self._process = os.getpid()
         self._ahead: dict[Range, Future[bytes]] = {}
         self._uses: Counter[Range] = Counter()
-        """How often each range that is fetched ahead will be read."""
+        """How often each range that is downloaded in advance will be read."""
 
     def fetch_ahead(self, ranges: Iterable[Range]) -> None:
-        """Begin to fetch ranges, and return at once. A range that is given twice is fetched once, and kept until it
-        was read twice."""
+        """Begin to download byte ranges, and return at once. A range that is given twice is downloaded once, and kept
+        until it was read twice."""
         self._forget_parent()
         total = sum(size for _, _, size in self._ahead)
         for wanted in ranges:
@@ -46,7 +46,7 @@ class ReadAhead:
             self._uses[wanted] += 1
 
     def read(self, file: RemoteFile, offset: int, size: int) -> bytes:
-        """Return exactly `size` bytes from `offset` of a file.
+        """Return exactly `size` bytes of a remote file, from byte `offset` on.
 
         Raises:
             SourceError: see `RemoteStorage.read_range`.
@@ -62,14 +62,11 @@ class ReadAhead:
         return future.result()
 
     def forget(self) -> None:
-        """Drop what was fetched ahead and not read."""
+        """Drop the ranges that were downloaded in advance and not read."""
         for future in self._ahead.values():
             future.cancel()
         self._ahead.clear()
         self._uses.clear()
-
-    def open(self, file: RemoteFile) -> "RemoteReader":
-        return RemoteReader(self, file)
 
     def _fetch(self, file: RemoteFile, offset: int, size: int) -> bytes:
         if self.cache is None:
@@ -81,7 +78,7 @@ class ReadAhead:
         return data
 
     def _forget_parent(self) -> None:
-        """After a fork, drop what the parent process is fetching: it never arrives here."""
+        """After a fork, drop the downloads of the parent process: their threads do not exist in this process."""
         if self._process != os.getpid():
             self._process = os.getpid()
             self._ahead.clear()
@@ -90,21 +87,18 @@ class ReadAhead:
 
 @dataclass(frozen=True)
 class RemoteReader:
-    """The bytes of one remote file (a `place.Reader`)."""
+    """Reads one remote file through a ReadAhead; a `file_reader.Reader`."""
 
     source: ReadAhead
     file: RemoteFile
 
     @property
     def name(self) -> str:
-        """URL of the file."""
         return self.file.name
 
     @property
     def size(self) -> int:
-        """Number of bytes of the file."""
         return self.file.size
 
     def read(self, offset: int, size: int, /) -> bytes:
-        """Return exactly `size` bytes from `offset`. Raises SourceError, see `RemoteStorage.read_range`."""
         return self.source.read(self.file, offset, size)

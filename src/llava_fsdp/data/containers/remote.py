@@ -1,15 +1,15 @@
-"""Read files of remote storages: list them, and read pinned ranges of bytes with a deadline.
+"""List the files of remote storages, and read byte ranges of them within a time limit.
 
-`s3://BUCKET/KEY`, `gs://BUCKET/KEY` and `hf://datasets/ORG/NAME[@REVISION]/PATH` are read. Credentials come from the
-environment variables and files of each storage's own library, and appear in no message.
+URLs have the form `s3://BUCKET/KEY`, `gs://BUCKET/KEY` or `hf://datasets/ORG/NAME[@REVISION]/PATH`. Credentials come
+from the environment variables and files of each storage's own library, and appear in no message.
 """
 
 import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from llava_fsdp.data.containers.hub_client import HubClient
@@ -22,15 +22,16 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 T = TypeVar("T")
 Range = tuple[RemoteFile, int, int]
-"""A file, the first byte, and the number of bytes."""
+"""A range of bytes of a remote file: (file, first byte, number of bytes)."""
 
 CLIENTS: dict[str, Callable[[float, int], Client]] = {"s3": S3Client, "gs": GsClient, "hf": HubClient}
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 8.0
-"""Seconds between two requests for the same bytes: at first, and at most."""
-TOLD_AT = 5
-"""After this many requests without success, about 3 seconds, a warning is logged."""
+"""Seconds of the first pause before a failed request is repeated, and of the longest one."""
+WARN_AFTER = 5
+"""Number of failed requests, about 3 seconds, after which a warning is logged."""
 JITTER = random.SystemRandom()
-"""Spreads the pauses. Not the functions of `random`, whose numbers a user may have seeded."""
+"""Source of random numbers that vary the pauses. The functions of `random` are not used, because a user may have seeded
+them."""
 MEANING: dict[type[SourceError], str] = {
     RemoteGone: "does not exist; was it deleted or renamed? Check the address, or prepare the data again",
     RemoteChanged: "was changed after the data was prepared; restore it, or prepare the data again",
@@ -41,34 +42,36 @@ MEANING: dict[type[SourceError], str] = {
 
 
 class RemoteStorage:
-    """Reads remote files. May be used by several threads, and after a fork or in a spawned process, where it makes
-    connections of its own."""
+    """Reads remote files. Several threads may use it. After a fork, or when it is pickled to another process, that
+    process makes connections of its own."""
 
     def __init__(self, deadline: float = 60.0, idle: float = 10.0, in_flight: int = 16):
         """Create the storage; nothing is requested yet.
 
         Args:
-            deadline: seconds in which a range must have been read, with all repetitions.
-            idle: seconds without a byte after which a request has failed and is repeated.
-            in_flight: number of requests at once.
+            deadline: seconds within which a range must be read, repeated requests included.
+            idle: seconds without receiving a byte after which a request is given up and repeated.
+            in_flight: greatest number of simultaneous requests.
         """
         assert deadline > 0 and idle > 0 and in_flight > 0
         self.deadline = deadline
         self.idle = idle
         self.in_flight = in_flight
         self._made: dict[tuple[int, str], Any] = {}
-        """What belongs to one process: {(process id, scheme or `pool`): client or pool of threads}."""
+        """{(process id, URL scheme or `pool`): the client of the scheme, or the thread pool}; a process uses only its
+        own."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteStorage, (self.deadline, self.idle, self.in_flight)
 
     def list_files(self, url: str) -> list[RemoteFile]:
-        """Return a file, all files below a folder, or the files that match a pattern, sorted bytewise by name.
+        """Return the remote file that a URL names, all files below a folder, or the files that match a pattern, sorted
+        by the bytes of their names.
 
         Args:
             url: URL of a file or a folder, or a pattern with `*`, `?`, `[...]` (within a name) or `**` (any folders). A
-                file of S3 may end with `?versionId=ID`. A branch or tag of the hub is resolved to its commit, and the
-                names that are returned hold the commit.
+                URL of a file of S3 may end with `?versionId=ID`. A branch or tag of the hub is resolved to its commit,
+                which is part of the returned names.
 
         Raises:
             RemoteGone: there is no such file.
@@ -85,8 +88,8 @@ class RemoteStorage:
         return sorted(found, key=lambda file: file.name)  # code points have the order of their bytes in UTF-8
 
     def read_range(self, file: RemoteFile, offset: int, size: int) -> bytes:
-        """Return exactly `size` bytes from `offset` of a file, with the content that it had when it was listed. The
-        caller asks for no byte past the end of the file.
+        """Return exactly `size` bytes of a remote file, from byte `offset` on, with the content that the file had when
+        it was listed. The range must not go past the end of the file.
 
         Raises:
             RemoteGone: the file does not exist any more.
@@ -101,32 +104,10 @@ class RemoteStorage:
         client = self._client(file.name)
         return self._repeat(file.name, lambda seconds: client.fetch(file, offset, size, seconds))
 
-    def read_ranges(self, ranges: Iterable[Range]) -> list[bytes]:
-        """Return the bytes of several ranges, in their order, with up to `in_flight` requests at once.
-
-        Raises:
-            SourceError: as `read_range`, for the first range that failed. Each range has the whole deadline.
-        """
-        futures = [self.submit(self.read_range, *own) for own in ranges]
-        try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in futures:
-                if future in done and (error := future.exception()) is not None:
-                    raise error
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
-
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Run a function in one of this process's `in_flight` threads."""
         pool = self._here("pool", lambda: ThreadPoolExecutor(self.in_flight, thread_name_prefix="remote"))
         return pool.submit(function, *arguments)
-
-    def close(self) -> None:
-        """Cancel what has not begun. Requests that run end at their deadline at the latest."""
-        if pool := self._made.pop((os.getpid(), "pool"), None):
-            pool.shutdown(wait=False, cancel_futures=True)
 
     def _client(self, url: str) -> Client:
         scheme = url.partition("://")[0]
@@ -137,14 +118,14 @@ class RemoteStorage:
         return self._here(scheme, lambda: CLIENTS[scheme](self.idle, self.in_flight))
 
     def _here(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return this process's own object of a name, and make it at the first call. Without a lock, which a fork could
-        copy while it is held: if two threads make one, the first is kept."""
+        """Return an object that this process keeps under a name; the first call makes it. There is no lock, because a
+        fork could copy a held one; if two threads make the object, the first is kept."""
         key = (os.getpid(), name)
         found = self._made.get(key)
         return found if found is not None else self._made.setdefault(key, make())
 
     def _repeat(self, url: str, request: Callable[[float], T]) -> T:
-        """Make a request, and repeat it until the deadline as long as the storage is away."""
+        """Make a request about a URL, and repeat it until the deadline as long as the storage does not answer."""
         begin = time.monotonic()
         end = begin + self.deadline
         number, kind, detail = 0, RemoteAway, ""
@@ -154,7 +135,7 @@ class RemoteStorage:
                 return request(end - time.monotonic())
             except Failure as failure:
                 kind, detail = failure.kind, failure.detail
-                if number == TOLD_AT and kind is RemoteAway:
+                if number == WARN_AFTER and kind is RemoteAway:
                     log().warning(
                         "%s does not answer (%s); asked again for %d s", shown_url(url), detail, self.deadline
                     )
@@ -169,11 +150,11 @@ class RemoteStorage:
 
 
 def split_pattern(url: str) -> tuple[str, str, re.Pattern[str] | None]:
-    """Split a URL that may be a pattern.
+    """Split the URL of remote files, which may be a pattern.
 
     Returns:
-        URL of the folder to list; the fixed beginning of the paths below it; the pattern of these paths, None if the
-        URL is no pattern.
+        URL of the folder to list; fixed beginning of the paths below that folder; regular expression for these paths
+        (None if the URL is no pattern).
     """
     from fsspec.utils import glob_translate
 

@@ -1,4 +1,4 @@
-"""Names and pins of remote files, and what is common to the clients of all remote storages."""
+"""A file in a remote storage, and the interface and checks that the clients of all remote storages share."""
 
 import logging
 import re
@@ -24,7 +24,7 @@ KINDS: dict[int, type[SourceError]] = {
 }
 """What an HTTP status of a failed request means. Every other status means RemoteAway."""
 SHA256 = "sha256:"
-"""Beginning of a pin that is the digest of the file's content."""
+"""Prefix of a `RemoteFile.pin` that is the SHA-256 digest of the file's content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +36,23 @@ class RemoteFile:
     size: int
     """Number of bytes."""
     pin: str
-    """Identifies the content: `etag:`, `generation:`, `sha256:` or `git:`, and the storage's own value."""
+    """Text that the storage gives to this version of the file: `etag:`, `generation:`, `sha256:` or `git:`, followed by
+    the storage's own value."""
 
     @property
     def content(self) -> str:
-        """Identifies the content among all files: two files with the same value have the same bytes."""
+        """Text that identifies the content of the file: two remote files with the same text have the same bytes."""
         return self.pin if self.pin.startswith(SHA256) else f"{self.name} {self.size} {self.pin}"
 
 
 class Failure(Exception):
-    """Internal: one request failed. Never seen outside of this package."""
+    """A single request to a remote storage failed. Internal to this package: callers get `kind`."""
 
     def __init__(self, kind: type[SourceError], detail: str):
         """Create the failure.
 
         Args:
-            kind: class of the error that a caller gets.
+            kind: class of the error that is raised to the caller if the request is not repeated.
             detail: a few words without secrets, such as `HTTP 503 SlowDown`.
         """
         super().__init__(detail)
@@ -60,15 +61,16 @@ class Failure(Exception):
 
 
 class Client(Protocol):
-    """Connections of one process to one kind of storage. Several threads may use it. It makes single requests and
-    repeats none."""
+    """Interface of the connections of one process to one kind of remote storage. Several threads may use a client. It
+    repeats no failed request."""
 
     def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
-        """Return the files below a folder whose relative paths begin with `start`, or the file `folder` itself.
+        """List the files below a folder of the storage whose relative paths begin with `start`. If `folder` is the URL
+        of a file, list this file.
 
         Args:
             folder: URL without a final slash.
-            seconds: how long this may take.
+            seconds: time limit.
 
         Returns:
             {path relative to `folder`: file}; the path is empty for the file `folder` itself.
@@ -80,10 +82,10 @@ class Client(Protocol):
         ...
 
     def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
-        """Return exactly `size` bytes from `offset` of the pinned content.
+        """Return exactly `size` bytes of a remote file, from byte `offset` on, as the file was when it was listed.
 
         Args:
-            seconds: how long this may take.
+            seconds: time limit.
 
         Raises:
             Failure: the request failed.
@@ -92,19 +94,19 @@ class Client(Protocol):
 
 
 def failure(status: int | None, detail: str) -> Failure:
-    """Return the failure for an HTTP status; None: there was no answer."""
+    """Return the Failure for the HTTP status of an answer; None if there was no answer."""
     return Failure(KINDS.get(status or 0, RemoteAway), detail if status is None else f"HTTP {status} {detail}".rstrip())
 
 
 def check_answer(file: RemoteFile, size: int, length: int | None, content_range: str | None) -> None:
-    """Check the headers of an answer to a request for a range, before its body is read.
+    """Check the HTTP headers of an answer to a request for a byte range, before the answer's body is read.
 
     Args:
         length: value of Content-Length.
         content_range: value of Content-Range, such as `bytes 0-9/300`.
 
     Raises:
-        Failure: the file has another size than its pin says, or the answer has another length than asked for.
+        Failure: the file has another size than when it was listed, or the answer another length than was asked for.
     """
     found = re.fullmatch(r"bytes \d+-\d+/(\d+)", content_range or "")
     if found and int(found[1]) != file.size:
@@ -114,7 +116,7 @@ def check_answer(file: RemoteFile, size: int, length: int | None, content_range:
 
 
 def check_length(data: bytes, size: int) -> bytes:
-    """Return the data, or raise Failure if it has not `size` bytes."""
+    """Return `data`, the body of an answer; raise Failure if it does not have `size` bytes."""
     if len(data) != size:
         raise Failure(RemoteAway, f"{len(data)} bytes came, {size} were asked for")
     return data
@@ -125,8 +127,8 @@ def is_missing(url: str, package: str) -> ConfigError:
 
 
 def quiet_loggers(*names: str) -> None:
-    """Let the loggers of libraries report warnings only. Below that level they log URLs with signatures, and headers
-    of requests."""
+    """Set the loggers of libraries to warnings. Below that level, they log URLs with signatures, and request
+    headers."""
     for name in names:
         logger = logging.getLogger(name)
         logger.setLevel(max(logger.level, logging.WARNING))

@@ -1,7 +1,7 @@
-"""Anyres: split an image of any resolution into tiles.
+"""Split an image of any resolution into square tiles (anyres).
 
-The first tile is the whole image. The others are cut from the image after it was resized to a grid of tiles. Of a few
-configured grids, the one that fits the image's shape best is used (LLaVA mm_utils.py:10-149; LLaVA-NeXT).
+The first tile is the whole image, shrunk. The others are cut from the image after it was resized to a grid of tiles. Of
+several configured grids, the one that fits the image's shape best is used (LLaVA mm_utils.py:10-149; LLaVA-NeXT).
 """
 
 import math
@@ -19,10 +19,11 @@ Size = tuple[int, int]
 
 
 def grid_sizes(pinpoints: list[list[int]], tile: int, aspect: AspectRatio = AspectRatio.anyres) -> list[Size]:
-    """Return the sizes in pixels that an image may be fitted into: `pinpoints`, or if they are empty the grids of tiles
-    of LLaVA-NeXT (anyres) or LLaVA-OneVision (anyres_max).
+    """Return the sizes in pixels to which an image may be resized before it is cut into tiles.
 
     Args:
+        pinpoints: configured sizes [width, height] in pixels, which are returned; if empty, the default grids of
+            LLaVA-NeXT (anyres) or LLaVA-OneVision (anyres_max) are.
         tile: width and height of a tile in pixels.
     """
     grids = MAX_GRIDS if aspect is AspectRatio.anyres_max else GRIDS
@@ -30,8 +31,8 @@ def grid_sizes(pinpoints: list[list[int]], tile: int, aspect: AspectRatio = Aspe
 
 
 def best_size(image: Size, sizes: list[Size]) -> Size:
-    """Return the one of `sizes` that keeps the most pixels of an image when the image is fitted into it. Of equal ones,
-    return the size with the least padding, then the first."""
+    """Return the one of `sizes` in which an image keeps the most pixels when it is resized to fit inside. Among equal
+    ones, the size with the least padding is returned, then the first."""
 
     def rank(size: Size) -> tuple[int, int]:
         scale = min(size[0] / image[0], size[1] / image[1])
@@ -53,7 +54,7 @@ def fit(image: Image.Image, size: Size) -> Image.Image:
 
 
 def fitted_shape(image: Size, size: Size) -> Size:
-    """Return the largest size within `size` that has the aspect ratio of the image."""
+    """Return the largest size within `size` that has the aspect ratio of `image` (a size, too)."""
     scale_w, scale_h = size[0] / image[0], size[1] / image[1]
     if scale_w < scale_h:
         return size[0], min(math.ceil(image[1] * scale_w), size[1])

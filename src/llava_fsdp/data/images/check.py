@@ -22,19 +22,21 @@ import numpy as np
 from PIL import ExifTags, Image
 from xxhash import xxh3_64_intdigest
 
-from llava_fsdp.data.containers.open_shards import OpenShards
-from llava_fsdp.data.containers.place import Place
+from llava_fsdp.data.containers.data_files import DataFiles
+from llava_fsdp.data.containers.file_reader import CURES
+from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.truncation import JPEG, ends_early
 from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.data.records.record import CURES, Record
+from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import ImageError
 
 T = TypeVar("T")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # only decoders that start no other program
 MAX_PIXELS = 50_000_000
 HEAD_BYTES = 1 << 16
-"""Number of bytes that are read of an image in a shard to find its size; if that is too few, all are read."""
+"""Number of bytes that are read of an image in a Parquet file or tar to find its size in pixels. If they are too few,
+the whole image is read."""
 MAX_BYTES = 16 * MAX_PIXELS  # a pixel has at most four values of four bytes
 # Errors of a network file system whose server does not answer for a moment.
 TRANSIENT = frozenset({
@@ -52,7 +54,7 @@ BROKEN = (
 
 @dataclass(frozen=True)
 class ImageBytes:
-    """An image file that is in memory; takes the place of a path."""
+    """The content of an image file in memory; used instead of a path."""
 
     name: str
     """Name of the image in error messages."""
@@ -63,44 +65,50 @@ class ImageBytes:
 
 
 @dataclass(frozen=True)
-class ImageInShard:
-    """An image in a file that holds many, as Parquet files and tars do; takes the place of a path."""
+class ImageInContainer:
+    """An image inside a Parquet file or a tar; used instead of a path."""
 
-    place: Place
-    shards: OpenShards
-    """Reads the file."""
+    location: ImageLocation
+    data_files: DataFiles
+    """Reads the Parquet file or tar."""
 
     def __str__(self) -> str:
-        return str(self.place)
+        return str(self.location)
 
 
-ImageFile = Path | ImageBytes | ImageInShard
+ImageFile = Path | ImageBytes | ImageInContainer
 
 
 def inline_images(record: Record) -> dict[str, ImageFile]:
-    """Return the images that are in a record itself or in its file, by their names."""
-    return {name: inline_image(name, held, record.shards) for name, held in record.inline.items()}
+    """Return the images that are embedded in a record or in its file (Parquet or tar), by their names in the record."""
+    return {name: inline_image(name, held, record.data_files) for name, held in record.inline.items()}
 
 
-def inline_image(name: str, held: bytes | Place, shards: OpenShards | None) -> ImageFile:
-    """Return one of the images of `Record.inline`; the arguments are its name and value, and `Record.shards`."""
+def inline_image(name: str, held: bytes | ImageLocation, data_files: DataFiles | None) -> ImageFile:
+    """Return an image that is embedded in a record or in its file.
+
+    Args:
+        name: name of the image in the record.
+        held: its bytes, or their location: its value in `Record.inline`.
+        data_files: `Record.data_files`, which reads the location.
+    """
     if isinstance(held, bytes):
         return ImageBytes(name, held)
-    assert shards is not None, "set wherever records of such files are read"
-    return ImageInShard(held, shards)
+    assert data_files is not None, "set by the reader of the records"
+    return ImageInContainer(held, data_files)
 
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Size of an image file in pixels, and checksum of the file's bytes."""
+    """Size of an image or video in pixels, the number of frames, and the checksum of the file."""
 
     width: int
     """Width in pixels after turning the image by its EXIF orientation; `height` likewise."""
     height: int
     stored_height: int
-    """Height in pixels before turning by the EXIF orientation, as LLaVA reads the image."""
+    """Height in pixels before turning by the EXIF orientation, which LLaVA ignores."""
     digest: int = 0
-    """xxh3 checksum of the file's bytes; 0 if the file was not read to its end."""
+    """xxh3 checksum of the file's bytes; 0 if the file was not read completely."""
     frames: int = 0
     """Number of frames of a video; 0 for an image."""
     rate: float = 0.0
@@ -116,9 +124,10 @@ def examine(path: ImageFile, where: str, full: bool, scaled: bool = True) -> Ima
 
     Args:
         where: name of the record in error messages.
-        full: decode the whole image. If false, only the beginning of the file is read, if that is enough; then a
-            truncated or broken rest is not noticed.
-        scaled: with `full`, also check that an image with more than 8 bits per value can be scaled to 8 bits.
+        full: whether to decode the whole image. If false, only the beginning of the file is read if that contains the
+            size; then a truncated or broken rest is not noticed.
+        scaled: with `full`, whether to also check that an image with more than 8 bits per value can be scaled to 8
+            bits.
 
     Raises:
         ImageError: the image cannot be read; its `kind` says why.
@@ -139,12 +148,17 @@ def examine(path: ImageFile, where: str, full: bool, scaled: bool = True) -> Ima
 
 
 def read_size(path: ImageFile, where: str) -> Size:
-    """Return an image's (width, height) after turning it by its EXIF orientation; reads only the beginning of the file
-    if that is enough."""
+    """Return (width, height) in pixels of an image after turning it by its EXIF orientation. If the beginning of the
+    file contains the size, only that is read.
+
+    Args:
+        where: name of the record in error messages.
+    """
     return examine(path, where, full=False).size
 
 
 def shown_size(image: Image.Image) -> Size:
+    """Return (width, height) in pixels of an image after turning it by its EXIF orientation."""
     if image.format == "TIFF":  # Pillow reports the size after turning
         return image.size
     turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
@@ -153,8 +167,8 @@ def shown_size(image: Image.Image) -> Size:
 
 @contextlib.contextmanager
 def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
-    """Context manager that opens an image with Pillow's warnings turned off. The callers check for the same faults
-    themselves, such as too many pixels, and raise errors that name the record."""
+    """Context manager that opens an image with Pillow without its warnings. The callers check for the same faults, such
+    as too many pixels, and raise errors that name the record."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Image.open(file, formats=FORMATS) as image:
@@ -163,8 +177,13 @@ def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
 
 @contextlib.contextmanager
 def decoded(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
-    """Context manager that opens an image from the bytes of its file; errors of Pillow in the `with` block become
-    ImageError."""
+    """Context manager that opens an image from the bytes of its file. Errors of Pillow in the `with` block become
+    ImageErrors.
+
+    Args:
+        path: the file, for error messages.
+        where: name of the record in error messages.
+    """
     try:
         # an interrupted copy may leave zeros at the end, which a JPEG decoder takes for data
         if data.startswith(JPEG) and data.endswith(bytes(64)) and ends_early(data):
@@ -195,19 +214,27 @@ def decoded(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
 
 
 def opened(path: ImageFile, where: str) -> contextlib.AbstractContextManager[Image.Image]:
-    """Context manager that reads and opens an image file; errors of Pillow in the `with` block become ImageError."""
+    """Context manager that reads an image file and opens the image. Errors of Pillow in the `with` block become
+    ImageErrors.
+
+    Args:
+        where: name of the record in error messages.
+    """
     return decoded(read_file(path, where), path, where)
 
 
 def read_file(path: ImageFile, where: str) -> bytes:
-    """Return the bytes of an image file; tries again after errors that a network file system may cause for a moment.
+    """Return the bytes of an image file. After errors that a network file system may cause for a short time, try again.
+
+    Args:
+        where: name of the record in error messages.
 
     Raises:
         ImageError: the file is missing, empty, too large or unreadable; its `kind` says which.
-        SourceError: the file that holds the image among others cannot be read, or has become shorter.
+        SourceError: the Parquet file or tar that contains the image cannot be read, or has become shorter.
     """
-    if isinstance(path, ImageInShard):
-        data = read_in_shard(path, where)
+    if isinstance(path, ImageInContainer):
+        data = read_in_container(path, where)
     else:
         data = path.data if isinstance(path, ImageBytes) else read_path(path, where)
     if not data:
@@ -215,13 +242,13 @@ def read_file(path: ImageFile, where: str) -> bytes:
     return data
 
 
-def read_in_shard(image: ImageInShard, where: str) -> bytes:
-    if (image.place.size or 0) > MAX_BYTES:
+def read_in_container(image: ImageInContainer, where: str) -> bytes:
+    if (image.location.size or 0) > MAX_BYTES:
         raise ImageError(
             f"{where}: image {image} is too large; most are {MAX_BYTES} bytes: make it smaller", Kind.image_bomb
         )
     try:
-        return image.shards.read(image.place)
+        return image.data_files.read(image.location)
     except ImageError as error:
         raise ImageError(f"{where}: {error}", error.kind) from error
 
@@ -240,8 +267,8 @@ def read_path(path: Path, where: str) -> bytes:
 
 
 def with_file(path: Path, what: str, read: Callable[[BinaryIO], T]) -> T:
-    """Return what `read` makes of an opened file; tries again after errors that a network file system may cause for a
-    moment.
+    """Open a file and return the result of `read` for it. After errors that a network file system may cause for a short
+    time, try again.
 
     Args:
         what: name of the file in error messages.
@@ -265,25 +292,21 @@ def with_file(path: Path, what: str, read: Callable[[BinaryIO], T]) -> T:
 
 
 def open_head(path: ImageFile) -> BinaryIO | io.BytesIO:
-    if isinstance(path, ImageInShard):
-        return io.BytesIO(image_head(path))
+    if isinstance(path, ImageInContainer):
+        return io.BytesIO(path.data_files.read(head_of(path.location)))
     return io.BytesIO(path.data) if isinstance(path, ImageBytes) else open_regular(path)
 
 
-def image_head(image: ImageInShard) -> bytes:
-    """Return the first bytes of an image in a shard, at most HEAD_BYTES; all of one in a compressed page."""
-    return image.shards.read(head_of(image.place))
-
-
-def head_of(place: Place) -> Place:
-    """Return the part of an image in a shard that is read to find its size."""
-    if place.page is not None or place.size is None:
-        return place
-    return replace(place, size=min(place.size, HEAD_BYTES))
+def head_of(location: ImageLocation) -> ImageLocation:
+    """Return the location of the beginning of an image in a Parquet file or tar, from which its size in pixels is read:
+    at most HEAD_BYTES bytes, or the whole image if it is in a compressed page."""
+    if location.page is not None or location.size is None:
+        return location
+    return replace(location, size=min(location.size, HEAD_BYTES))
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file; raise OSError for a pipe or a device, because reading it might never end."""
+    """Open a regular file. Raise OSError for a pipe or a device, because reading it might never end."""
     try:
         file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except IsADirectoryError:
@@ -304,16 +327,22 @@ def check_pixels(image: Image.Image, path: ImageFile, where: str) -> None:
 
 
 def check_values(image: Image.Image, what: str) -> None:
-    """Raise ImageError if an image has more than 8 bits per value and it is unknown which value means white."""
+    """Raise ImageError if an image with more than 8 bits per value cannot be scaled to 8 bits, because it is unknown
+    which value means white.
+
+    Args:
+        what: name of the image in the error message.
+    """
     if image.mode == "F" or image.mode.startswith("I"):
         white_of(image.mode, np.asarray(image).astype(np.float64), what)
 
 
 def to_rgb(image: Image.Image, what: str) -> Image.Image:
-    """Convert an image to RGB, with a white background where it is transparent, bit for bit as transformers'
-    `convert_to_rgb`.
+    """Convert an image to RGB, with a white background where it is transparent. The result is bit for bit that of
+    transformers' `convert_to_rgb`, except that values of more than 8 bits are scaled; Pillow would silently clip them.
 
-    Unlike transformers, values of more than 8 bits are scaled; Pillow would silently clip them.
+    Args:
+        what: name of the image in error messages.
     """
     if image.mode == "F" or image.mode.startswith("I"):
         values = np.asarray(image).astype(np.float64)
@@ -329,8 +358,14 @@ def to_rgb(image: Image.Image, what: str) -> Image.Image:
 
 
 def white_of(mode: str, values: np.ndarray, what: str) -> float:
-    """Return the pixel value that means white: 65535 for 16-bit images; otherwise the smallest of 1.0 (floats only),
-    255 and 65535 that no pixel exceeds. Raises ImageError if there is none."""
+    """Return the pixel value that means white in an image of more than 8 bits: 65535 for 16-bit images; otherwise the
+    smallest of 1.0 (floats only), 255 and 65535 that no pixel exceeds. Raise ImageError if there is none.
+
+    Args:
+        mode: mode of the image in Pillow.
+        values: its pixel values.
+        what: name of the image in the error message.
+    """
     least, most = values.min(initial=0), values.max(initial=0)
     known = (65535.0,) if mode.startswith("I;16") else (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
     for white in known:
@@ -343,8 +378,8 @@ def white_of(mode: str, values: np.ndarray, what: str) -> float:
 
 
 def check_links(path: Path, where: str, real_folder: str, allow_links: bool) -> None:
-    """Raise ImageError if a path leads, through symbolic links, out of the image folder; with `allow_links` nothing is
-    checked.
+    """Raise ImageError if the path of an image leads out of the image folder through symbolic links, unless
+    `allow_links`.
 
     Args:
         where: name of the record in error messages.

@@ -22,8 +22,9 @@ from llava_fsdp.data.images.anyres import Size, best_size, cut_grid, fitted_shap
 from llava_fsdp.data.images.check import shown_size, to_rgb
 
 GAP = 2.0
+"""Pillow's `reducing_gap`: an image is averaged over whole blocks down to this many times its final size."""
 NARROW = 1.25
-"""Least reduction factor at which the narrower (Hamming) filter is used; at smaller reductions it would blur the
+"""The Hamming filter is used if an image is shrunk by at least this factor; at smaller factors it would blur the
 image."""
 Box = tuple[float, float, float, float]
 """(left, top, right, bottom) in pixels."""
@@ -31,19 +32,24 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Decoded:
-    """A decoded image turned by its EXIF orientation, perhaps decoded at a fraction of its full size. Boxes are given
-    in pixels of the full size."""
+    """An image decoded at its full size or at a fraction of it, and turned by its EXIF orientation."""
 
     image: Image.Image
     full: Size
+    """Size of the image if it were decoded at full size."""
     scale: int
-    """Full size divided by decoded size. The edge pixels of the decoded image may lie partly outside the full image."""
+    """Full size divided by decoded size. The edge pixels of the decoded image may be partly outside the full image."""
     left: float
     top: float
     """`left` and `top` say where the full image begins, in pixels of the decoded image. They are not 0 if turning moved
     an edge pixel that lies partly outside the full image to the left or to the top."""
 
     def resize(self, shape: Size, resample: Resampling, box: Box | None = None) -> Image.Image:
+        """Return the image, or the part of it in `box`, resized to `shape`.
+
+        Args:
+            box: in pixels of the full size; None: the whole image.
+        """
         left, top, right, bottom = (n / self.scale for n in box or (0, 0, *self.full))
         reduction = min((right - left) / shape[0], (bottom - top) / shape[1])
         if reduction >= NARROW and resample is Resampling.BICUBIC:
@@ -53,7 +59,8 @@ class Decoded:
 
 
 def decode(file: Image.Image, needed: tuple[float, float], what: str) -> Decoded:
-    """Decode an image, at a reduced size if there is one that is no smaller than `needed` (width, height)."""
+    """Decode an image and turn it by its EXIF orientation. A JPEG is decoded at a half, a quarter or an eighth of its
+    size if that is at least `needed` (width, height)."""
     full, turn = shown_size(file), file.getexif().get(ExifTags.Base.Orientation, 1)
     wide, high = (math.ceil(n) for n in needed)
     stored = file.width
@@ -66,8 +73,8 @@ def decode(file: Image.Image, needed: tuple[float, float], what: str) -> Decoded
 
 
 def padded(file: Image.Image, size: int, resample: Resampling, colour: tuple[int, ...], what: str) -> Image.Image:
-    """Return a square of `size` pixels with the resized image in its middle, at the same place as with
-    `data.pixels=exact`, and padding of one colour around it."""
+    """Return a square of `size` x `size` pixels with the resized image in its middle and padding of one colour around
+    it."""
     width, height = shown_size(file)
     side = max(width, height)
     image = decode(file, (width * size / side, height * size / side), what)
@@ -81,10 +88,10 @@ def padded(file: Image.Image, size: int, resample: Resampling, colour: tuple[int
 
 
 def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, float]:
-    """Return which lines (rows or columns of pixels) an image fills completely after it is padded to a square and
-    resized, and which part of the image these lines show.
+    """Compute which lines (rows or columns of pixels) an image fills completely after padding to a square and resizing,
+    and which part of the image they show.
 
-    A line that the image fills only in part becomes padding; an image that would fill no line completely gets one line.
+    A line that the image fills only in part becomes padding. An image that fills no line completely gets one line.
 
     Args:
         length: width or height of the image, which is in the middle of a square of `side` pixels.
@@ -104,7 +111,7 @@ def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, fl
 
 
 def cut_square(file: Image.Image, size: int, resample: Resampling, what: str) -> Image.Image:
-    """Return an image with its short side resized to `size` pixels and its centre cropped to a square."""
+    """Return the central square of an image, resized to `size` x `size` pixels."""
     width, height = shown_size(file)
     short = min(width, height)
     shape = int(size * width / short), int(size * height / short)
@@ -120,8 +127,12 @@ def squeezed(file: Image.Image, size: int, resample: Resampling, what: str) -> I
 
 
 def tiles(file: Image.Image, tile: int, sizes: list[Size], what: str) -> list[Image.Image]:
-    """Return the anyres tiles of an image: the whole image, followed by the tiles of the best grid for its full
-    size."""
+    """Return the anyres tiles of an image, each of `tile` x `tile` pixels: the whole image, then the tiles of the grid
+    that fits the image best.
+
+    Args:
+        sizes: sizes in pixels of the grids.
+    """
     size = best_size(shown_size(file), sizes)
     shape = fitted_shape(shown_size(file), size)
     image = decode(file, (max(tile, shape[0]), max(tile, shape[1])), what)

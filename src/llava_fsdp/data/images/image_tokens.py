@@ -17,24 +17,23 @@ from llava_fsdp.config import AspectRatio, Config, PatchMerge
 from llava_fsdp.data.images.anyres import Size, best_size, grid_sizes
 
 NEWLINE_ROW = -1
-"""Stands for the learned "newline" vector, which ends a line of features, where other numbers are indices of
-features."""
+"""Value that stands, among indices of features, for the learned "newline" vector, which ends a line of features."""
 SHRUNK = 1.1
-"""A grid of features is shrunk if each of its sides is more than this many times too long (transformers
+"""A grid of features is shrunk if it has more than 1.1 ** 2 times as many features as allowed (transformers
 modeling_llava_onevision.py, `pack_image_features`)."""
 MAX_TILES = 9
-"""`data.max_tiles` of LLaVA-OneVision."""
+"""Value of `data.max_tiles` for LLaVA-OneVision."""
 BLENDED = np.dtype([("row", np.int64, 4), ("weight", np.float32, 4)])
-"""Type of an element that stands for a token which is a weighted sum of four features."""
+"""dtype of an image token that is a weighted sum of four features: their indices (`row`) and weights."""
 
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """Rule for the tokens of an image, for one model and one way to prepare images.
+    """Computes the tokens of images for one model and one setting of `data.image_aspect_ratio`.
 
-    The methods that return tokens return an array with one element for each token of the image: an int64 index of a
-    feature among the features of the image's tiles, or with `anyres_max` an element of type BLENDED. NEWLINE_ROW stands
-    for the newline vector.
+    Tokens are returned as an array with one element per token: the int64 index of a vision feature among the features
+    of all tiles of the image or, with `anyres_max`, an element of dtype BLENDED. NEWLINE_ROW stands for the newline
+    vector.
     """
 
     aspect: AspectRatio
@@ -46,18 +45,24 @@ class ImageTokens:
     """With anyres and anyres_max, the sizes in pixels that an image may be fitted into."""
     merge: PatchMerge = PatchMerge.flat
     max_tiles: int = MAX_TILES
-    """With anyres_max, a grid of more features than this many tiles have is shrunk to about that many."""
+    """With anyres_max, a grid with more features than this number of tiles has is shrunk to about that number of
+    features."""
 
     @classmethod
     def of_config(cls, cfg: Config, tile: int, features: int) -> "ImageTokens":
-        """Return the rule that a configuration describes; `tile` and `features` are properties of the model."""
+        """Create the ImageTokens that a configuration describes.
+
+        Args:
+            tile: width and height of a tile in pixels.
+            features: number of features of a tile.
+        """
         data, aspect = cfg.data, cfg.data.trained_aspect
         sizes = tuple(grid_sizes(data.grid_pinpoints, tile, aspect))
         return cls(aspect, tile, features, sizes, cfg.model.patch_merge, data.max_tiles)
 
     @property
     def blends(self) -> bool:
-        """Whether tokens are elements of type BLENDED."""
+        """Whether image tokens are elements of dtype BLENDED, weighted sums of four features."""
         return self.aspect is AspectRatio.anyres_max
 
     @property
@@ -66,15 +71,16 @@ class ImageTokens:
         return math.isqrt(self.features)
 
     def needs_size(self, images: int) -> bool:
-        """Return whether the tokens of an image depend on its size, in a sample with this many images."""
+        """Return whether the tokens of an image depend on its size, if its sample has `images` images."""
         return self.aspect is AspectRatio.anyres or (self.aspect is AspectRatio.anyres_max and images == 1)
 
     def of(self, size: Size | None, images: int) -> np.ndarray:
-        """Return the tokens of an image.
+        """Return the tokens of an image, as described in the docstring of this class.
 
         Args:
-            size: width and height of the image in pixels; only used if `needs_size`.
-            images: number of images of the sample. With anyres_max, only a sample's single image is cut into tiles.
+            size: width and height of the image in pixels; only used if `needs_size(images)`.
+            images: number of images of the sample. With anyres_max, an image is only cut into tiles if it is the only
+                one.
         """
         if self.needs_size(images):
             assert size is not None, "the tokens of an image of several tiles depend on its size"
@@ -83,11 +89,12 @@ class ImageTokens:
         return single(np.append(whole, NEWLINE_ROW)) if self.blends else whole
 
     def of_video(self, frames: int) -> np.ndarray:
-        """Return the tokens of a video: the grid of features of each frame, shrunk to half its sides (rounded up), and
-        NEWLINE_ROW after the last frame (transformers modeling_llava_onevision.py, `get_video_features`).
+        """Return the tokens of a video: for each frame its grid of features, shrunk to half its width and height
+        (rounded up), and NEWLINE_ROW after the last frame (transformers modeling_llava_onevision.py,
+        `get_video_features`).
 
         Args:
-            frames: number of frames that are taken, each of which is one tile.
+            frames: number of frames that are used, each of which is one tile.
         """
         half = math.ceil(self.side / 2)
         grid = np.arange(self.side**2).reshape(self.side, self.side)
@@ -96,11 +103,11 @@ class ImageTokens:
         return np.append(every.reshape(-1), single(np.array([NEWLINE_ROW])))
 
     def tiled(self, size: Size) -> np.ndarray:
-        """Return the tokens of an image of several tiles: first those of the whole image, then those of the grid of
-        tiles.
+        """Return the tokens of an image that is cut into tiles: first those of the whole image, then those of the grid
+        of tiles.
 
-        With `merge=spatial_unpad`, the grid's features that show only padding are left out, and each line ends with
-        NEWLINE_ROW.
+        With `merge=spatial_unpad`, features of the grid that show only padding are left out, and each line of the grid
+        ends with NEWLINE_ROW.
 
         Args:
             size: width and height of the image in pixels.
@@ -121,13 +128,13 @@ class ImageTokens:
         return np.concatenate([whole, lines.reshape(-1)])
 
     def grid(self, size: Size) -> Size:
-        """Return how many tiles lie beside and above each other in the grid for an image of a size in pixels."""
+        """Return (columns, rows) of the grid of tiles for an image of the given size in pixels."""
         width, height = best_size(size, list(self.sizes))
         return width // self.tile, height // self.tile
 
     def limited(self, lines: np.ndarray) -> np.ndarray:
-        """Return a grid of features, [rows, columns], as a grid of elements of type BLENDED that is shrunk if it has
-        too many features."""
+        """Return a grid of feature indices, [rows, columns], as a grid of elements of dtype BLENDED, which is smaller
+        if the grid has too many features."""
         high, wide = lines.shape
         ratio = math.sqrt(high * wide / (self.max_tiles * self.side**2))
         if ratio <= SHRUNK:
@@ -143,15 +150,19 @@ class ImageTokens:
 
     @cached_property
     def most(self) -> int:
-        """Largest number of tokens that an image can have; with several tiles, the number for an image that fills its
-        grid."""
+        """Greatest number of tokens that an image can have: that of an image which fills its grid of tiles without
+        padding."""
         sizes: Sequence[Size | None] = self.sizes if self.needs_size(1) else (None,)
         return max(len(self.of(size, 1)) for size in sizes)
 
 
 def unpad(lines: np.ndarray, image: Size) -> np.ndarray:
-    """Return a two-dimensional array of feature indices without the rows or columns for the black bars beside the image
-    (LLaVA llava_arch.py:104-130)."""
+    """Return a grid of feature indices, [rows, columns], without the rows or columns that show the black bars beside
+    the image (LLaVA llava_arch.py:104-130).
+
+    Args:
+        image: width and height of the image in pixels.
+    """
     high, wide = lines.shape
     if image[0] / image[1] > wide / high:
         kept = int(round(image[1] * (wide / image[0]), 7))
@@ -163,7 +174,11 @@ def unpad(lines: np.ndarray, image: Size) -> np.ndarray:
 
 
 def single(rows: np.ndarray) -> np.ndarray:
-    """Return the elements of type BLENDED for tokens that are one feature each, in the shape of `rows`."""
+    """Return elements of dtype BLENDED, in the shape of `rows`, each of which is a single feature with weight 1.
+
+    Args:
+        rows: indices of features.
+    """
     made = np.zeros(rows.shape, dtype=BLENDED)
     made["row"] = rows[..., None]
     made["weight"][..., 0] = 1
@@ -171,7 +186,7 @@ def single(rows: np.ndarray) -> np.ndarray:
 
 
 def shrink(lines: np.ndarray, high: int, wide: int) -> np.ndarray:
-    """Return the elements of type BLENDED, [high, wide], that make a grid of features smaller.
+    """Shrink a grid of features to `high` x `wide` elements of dtype BLENDED (bilinear interpolation).
 
     The weights are those of torch's `interpolate(mode="bilinear", align_corners=False)`, computed in float32 as there.
 
@@ -192,8 +207,8 @@ def shrink(lines: np.ndarray, high: int, wide: int) -> np.ndarray:
 
 
 def neighbours(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for each of `new` points spread over `old` points, the two old points beside it and the weight of the
-    second one, each [new]."""
+    """Return how `new` points are interpolated from `old` evenly spaced points in one dimension: for each new point the
+    indices of the two old points beside it, and the weight of the second one, each [new]."""
     scale = float(np.float32(old) / np.float32(new))
     # rounded once, as torch's kernels multiply and subtract in one instruction
     place = np.maximum((np.arange(new) + 0.5) * scale - 0.5, 0).astype(np.float32)
@@ -202,7 +217,7 @@ def neighbours(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def join_tokens(images: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of several images, as indices into the concatenated features of all their tiles.
+    """Concatenate the tokens of several images, with indices into the concatenated features of all their tiles.
 
     Args:
         images: for each image its tokens (as `ImageTokens` returns them), and the number of features of all its tiles.

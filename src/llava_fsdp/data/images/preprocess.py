@@ -1,6 +1,7 @@
-"""Read image files as square uint8 tiles, which are normalised later on the device.
+"""Read images and videos as square uint8 tiles. The values are normalised later, on the device.
 
-The arithmetic is that of transformers' CLIPImageProcessor with Pillow, as LLaVA uses it (LLaVA train.py:692-718).
+The resizing arithmetic is that of transformers' CLIPImageProcessor with Pillow, as LLaVA uses it (LLaVA
+train.py:692-718).
 """
 
 import math
@@ -33,12 +34,12 @@ from llava_fsdp.runtime.errors import ImageError, ModelError
 from llava_fsdp.runtime.safe_load import foreign, read_json, refuse_model_code
 
 if TYPE_CHECKING:  # workers.py imports torch, which is not imported while an index is made
-    from llava_fsdp.data.batching.workers import Watch
+    from llava_fsdp.data.batching.workers import WorkerStatus
 
 LARGEST_SQUARE = 1 << 13
 """Largest width and height in pixels that is accepted for a vision tower's input."""
 MISREAD = 3
-"""LLaVA's image processor misreads images of at most this height in pixels: it takes the height for the number of
+"""Greatest height in pixels of the images that LLaVA's image processor misreads: it takes the height for the number of
 channels."""
 
 
@@ -56,7 +57,7 @@ class Preprocessor:
 
     @property
     def mean_colour(self) -> tuple[int, ...]:
-        """The mean of the normalisation as an RGB colour from 0 to 255; it is the padding's colour (LLaVA
+        """The mean of the normalisation as an RGB colour with values 0 to 255. Padding has this colour (LLaVA
         train.py:711)."""
         return tuple(int(m * 255) for m in self.mean)
 
@@ -68,8 +69,8 @@ class Preprocessor:
 
 
 def preprocessor_fields(folder: Path) -> dict[str, Any]:
-    """Return the fields of a model folder's `preprocessor_config.json`. Without this file, return the image fields of
-    the `processor_config.json` that transformers 5 writes; empty without either file."""
+    """Return the content of `preprocessor_config.json` in a model folder. Without this file, return the section
+    `image_processor` of the `processor_config.json` that transformers 5 writes; empty without either file."""
     path, combined = folder / "preprocessor_config.json", folder / "processor_config.json"
     existing = next((file for file in (path, combined) if file.is_file()), None)
     if existing is None:
@@ -129,13 +130,14 @@ class ImageReader:
     """Folder that the image paths of records are relative to; used for records that have no folder of their own."""
     preprocessor: Preprocessor
     tokens: ImageTokens
-    """How images are cut into tiles, and what their tokens are."""
+    """Computes into how many tiles an image is cut, and its tokens."""
     pixels: Pixels
     sampling: VideoSampling | None = None
-    """Which frames of a video are taken; None if videos are not read."""
+    """Selects the frames of a video that are used; None if videos are not read."""
     allow_links: bool = True
     """Whether symbolic links in the folder may lead to images outside of it."""
-    watch: "Watch | None" = field(default=None, compare=False)
+    status: "WorkerStatus | None" = field(default=None, compare=False)
+    """Memory in which a data worker notes the image that it is reading, for error messages; None: it notes nothing."""
 
     @property
     def fingerprint(self) -> str:
@@ -149,14 +151,14 @@ class ImageReader:
 
     @property
     def one_tile(self) -> AspectRatio:
-        """How an image that is not cut into tiles becomes one tile. LLaVA-OneVision pads each of several images
-        (transformers image_processing_pil_llava_onevision.py)."""
+        """How an image that is not cut into tiles is made square. LLaVA-OneVision pads the images of a sample with
+        several (transformers image_processing_pil_llava_onevision.py)."""
         return AspectRatio.pad if self.tokens.aspect is AspectRatio.anyres_max else self.tokens.aspect
 
     @property
     def one_tile_preprocessor(self) -> Preprocessor:
-        """The preprocessor for an image that is not cut into tiles. LLaVA-OneVision resizes it with the filter with
-        which tiles are cut, whatever that of the vision tower is."""
+        """The preprocessor of an image that is not cut into tiles. LLaVA-OneVision resizes it with the bicubic filter,
+        as it resizes an image that is cut into tiles, even if the vision tower has another filter."""
         if self.tokens.aspect is not AspectRatio.anyres_max:
             return self.preprocessor
         return replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
@@ -165,24 +167,25 @@ class ImageReader:
         return np.zeros((0, 3, self.preprocessor.size, self.preprocessor.size), dtype=np.uint8)
 
     def path(self, record: Record, name: str) -> ImageFile:
-        """Return the file of one of a record's images: its path, or the image in the record or its file."""
+        """Return one of a record's images, given its name in the record: the path of its file, or the image that is
+        embedded in the record or in the record's file."""
         if name in record.inline:
-            return inline_image(name, record.inline[name], record.shards)
+            return inline_image(name, record.inline[name], record.data_files)
         folder = record.folder or self.folder
         assert folder is not None, "checked when the records were opened"
         return folder / name
 
     def checked_path(self, record: Record, name: str) -> ImageFile:
-        """Return the file of one of a record's images; raise ImageError if it is a link that is not allowed.
-        This is checked at each reading, because an image may not have been opened before training."""
+        """Return what `path` returns for an image of a record; raise ImageError if it is a symbolic link that is not
+        allowed. Links are checked at each reading, because an image may not have been opened before training."""
         path = self.path(record, name)
         if isinstance(path, Path):
             check_links(path, record.where, os.path.realpath(record.folder or str(self.folder)), self.allow_links)
         return path
 
     def image_rows(self, record: Record, number: int) -> np.ndarray:
-        """Return the tokens of an image of the record, as indices of vision features or weighted sums of them
-        (`ImageTokens.of`).
+        """Return the tokens of an image or video of a record, as `ImageTokens.of` returns them: indices of vision
+        features, or weighted sums of them.
 
         Args:
             number: index of the image in the record.
@@ -196,14 +199,18 @@ class ImageReader:
         return self.tokens.of(self.size(record, number) if self.tokens.needs_size(images) else None, images)
 
     def count_tiles(self, record: Record, number: int) -> int:
-        """Return the number of tiles of an image of the record; arguments and errors as for `image_rows`."""
+        """Return the number of tiles of an image or video of a record; arguments and errors as for `image_rows`."""
         if is_video(record.images[number]):
             return self.count_frames(record, number)
         images = record.num_images
         return self.tokens.count_tiles(self.size(record, number) if self.tokens.needs_size(images) else None, images)
 
     def count_frames(self, record: Record, number: int) -> int:
-        """Return how many frames are taken of one of a record's videos."""
+        """Return how many frames of a video of a record are used.
+
+        Args:
+            number: index of the video among the images and videos of the record.
+        """
         if record.frames is None:
             path = self.path(record, record.images[number])
             assert isinstance(path, Path), "a video is never in the record itself"
@@ -211,7 +218,11 @@ class ImageReader:
         return len(self.video_sampling(record.where).numbers(*record.frames[number]))
 
     def frames_of(self, path: Path, where: str) -> int:
-        """Return how many frames are taken of a video file; raise ImageError if it cannot be read."""
+        """Return how many frames of a video file are used; raise ImageError if it cannot be read.
+
+        Args:
+            where: name of the record in error messages.
+        """
         sampling = self.video_sampling(where)
         facts = examine_video(path, where, sampling, full=False)
         return len(sampling.numbers(facts.frames, facts.rate))
@@ -222,30 +233,34 @@ class ImageReader:
         return self.sampling
 
     def is_known(self, record: Record) -> bool:
-        """Return whether the dataset's index has what the number of tokens of each image depends on. False only
-        if that is the size of an image or the length of a video, and the image or video has a problem."""
+        """Return whether the number of tokens of each image and video of a record can be computed from the dataset's
+        index. This is not so if it depends on the size of an image or the length of a video that cannot be read."""
         assert record.sizes is not None and record.frames is not None
         tiled = self.tokens.needs_size(record.num_images)
         known = zip(record.images, record.sizes, record.frames, strict=True)
         return all(count > 0 if is_video(name) else min(size) > 0 or not tiled for name, size, (count, _) in known)
 
     def size(self, record: Record, number: int) -> Size:
-        """Return the width and height in pixels of one of a record's images, as it is shown. The image is read if the
-        dataset's index does not have them."""
+        """Return the width and height in pixels of an image of a record, after turning it by its EXIF orientation. They
+        come from the dataset's index or, if it does not have them, from the image file.
+
+        Args:
+            number: index of the image in the record.
+        """
         if record.sizes is not None and min(record.sizes[number]) > 0:
             return record.sizes[number]
         return read_size(self.path(record, record.images[number]), record.where)
 
     def tiles(self, record: Record, name: str) -> np.ndarray:
-        """Read one of the record's images or videos as tiles, uint8 [tiles, 3, size, size].
+        """Read an image or a video of a record, given its name in the record, as tiles, uint8 [tiles, 3, size, size].
 
         Raises:
             ImageError: the image cannot be read, or the video is not as long as when the dataset was examined; the
                 error's `kind` says why.
         """
         path = self.checked_path(record, name)
-        if self.watch is not None:
-            self.watch.at(record.where, path)
+        if self.status is not None:
+            self.status.at(record.where, path)
         tiles = self.load(path, record.where, record.num_images)
         if is_video(name) and len(tiles) != (known := self.count_frames(record, record.images.index(name))):
             raise ImageError(
@@ -262,6 +277,7 @@ class ImageReader:
         LlavaOnevisionVideoProcessor does, whatever the vision tower's own preprocessing is.
 
         Args:
+            where: name of the record in error messages.
             images: number of images of the sample, without videos.
         """
         if isinstance(path, Path) and is_video(path):
@@ -315,9 +331,11 @@ def load_fast(path: ImageFile, preprocessor: Preprocessor, aspect: AspectRatio, 
 
 
 def open_image(path: ImageFile, where: str, pixels: Pixels) -> Image.Image:
-    """Open an image as RGB, turned by its EXIF orientation, with a white background where it is transparent.
+    """Open an image as RGB, turned by its EXIF orientation, with a white background where it is transparent. With
+    Pixels.llava_v1_5, the image is not turned and its transparency is ignored, as in LLaVA.
 
-    With Pixels.llava_v1_5 the image is not turned and its transparency is ignored, as in LLaVA.
+    Args:
+        where: name of the record in error messages.
     """
     with opened(path, where) as image:
         if pixels is Pixels.llava_v1_5:
@@ -326,7 +344,7 @@ def open_image(path: ImageFile, where: str, pixels: Pixels) -> Image.Image:
 
 
 def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:
-    """Raise ImageError for an image so narrow or flat that making it square would need too much memory.
+    """Raise ImageError if an image is so narrow or flat that making it square would take too much memory.
 
     Args:
         shape: width and height of the image in pixels.
@@ -343,7 +361,8 @@ def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio,
 
 
 def resize(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
-    """Resize an RGB image to one tile, uint8 [3, size, size]; its centre is cropped if the aspect ratio is kept."""
+    """Resize an RGB image to one tile, uint8 [3, size, size], as a preprocessor says: squeezed to a square, or with its
+    centre cropped to a square."""
     size = preprocessor.size
     if not preprocessor.keep_ratio:
         return to_bytes(image.resize((size, size), preprocessor.resample))
@@ -371,8 +390,8 @@ def resize_padded(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
 
 
 def misread(image: Image.Image, what: str) -> Image.Image:
-    """Return the image as transformers 4.37 misreads it: if it is 3 pixels high, its height is taken for the channels;
-    other images are unchanged. Raises ImageError for a height of 1 pixel, at which LLaVA fails."""
+    """Return the image as transformers 4.37 misreads it: of an image 3 pixels high, the height is taken for the colour
+    channels; other images are returned unchanged. Raise ImageError for a height of 1 pixel, at which LLaVA fails."""
     check_height(image.height, what)
     if image.height == 3:
         return Image.fromarray(np.ascontiguousarray(np.asarray(image).transpose(1, 2, 0)))

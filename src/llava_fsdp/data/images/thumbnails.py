@@ -1,4 +1,4 @@
-"""Make thumbnails of images as data: URLs, for HTML pages that must be a single file."""
+"""Make thumbnails of images as data: URLs, for HTML pages that consist of a single file."""
 
 import base64
 import contextlib
@@ -52,6 +52,6 @@ def data_url(data: bytes) -> str:
 
 
 def first_picture(path: Path) -> contextlib.AbstractContextManager[Image.Image]:
-    """Context manager that opens an image file, or reads the first frame of a video."""
+    """Context manager that gives the image in a file, or the first frame of a video file."""
     where = "a sample answer"
     return read_frames(path, where, lambda *_: [0])[0] if is_video(path) else opened(path, where)

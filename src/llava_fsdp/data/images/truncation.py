@@ -18,8 +18,8 @@ BIG_TIFF = b"II+\0", b"MM\0+"
 
 
 def ends_early(data: bytes) -> bool:
-    """Return whether the bytes are an image file whose end is missing; False for complete images and for data that is
-    no image."""
+    """Return whether `data` is an image file whose end is missing; False for complete images and for data that is no
+    image."""
     magics = (JPEG, PNG, RIFF, *GIF, BMP, *TIFF, *BIG_TIFF)
     if any(len(data) < len(magic) and magic.startswith(data) for magic in magics):
         return True
@@ -46,8 +46,8 @@ def number(form: str, data: bytes, at: int) -> int:
 
 
 def jpeg_ends_early(data: bytes) -> bool:
-    """Return whether the end-of-image marker of a JPEG is missing; markers inside its segments (embedded thumbnails) do
-    not count."""
+    """Return whether a JPEG lacks its end-of-image marker. Markers inside its segments, where thumbnails may be
+    embedded, do not count."""
     at = 2
     while True:
         at = data.find(b"\xff", at)
@@ -98,8 +98,8 @@ def gif_ends_early(data: bytes) -> bool:
 
 
 def bmp_needs(data: bytes) -> int:
-    """Return the size in bytes that an uncompressed BMP file must have; 0 for a compressed one, whose header states its
-    size."""
+    """Return the size in bytes that an uncompressed BMP file must have according to its width, height and depth; 0 for
+    a compressed BMP file."""
     start, header = struct.unpack_from("<II", data, 10)
     if header < 40:
         return 0
@@ -118,8 +118,8 @@ bytes."""
 
 
 def tiff_needs(data: bytes) -> int:
-    """Return the least size in bytes that a TIFF file must have: the end of the last data that the directory of its
-    first image refers to."""
+    """Return the smallest size in bytes that a TIFF file can have: the end of the last data to which the directory of
+    its first image refers."""
     order, big = "<" if data.startswith(b"II") else ">", data.startswith(BIG_TIFF)
     offset, count, width, inline = ("Q", "Q", 20, 8) if big else ("I", "H", 12, 4)
     at = number(order + offset, data, 8 if big else 4)
@@ -145,7 +145,8 @@ EBML = b"\x1a\x45\xdf\xa3"
 
 
 def video_ends_early(file: BinaryIO, form: str, size: int) -> bool:
-    """Return whether a file's last part continues after the file's end; False for files of another format.
+    """Return whether the end of a video file is missing, judged by the sizes that its parts claim; False for a file of
+    another format.
 
     Args:
         form: PyAV's name of the format: mov, matroska or avi.
@@ -168,8 +169,12 @@ def read_at(file: BinaryIO, at: int, size: int) -> bytes:
 
 
 def mov_needs(file: BinaryIO, size: int) -> int:
-    """Return the place at which the last box of an MP4 file ends, or one behind the file if it lacks the box `moov`,
-    which lists the frames. A box of size 0 reaches to the file's end."""
+    """Return the number of bytes that an MP4 file must have: the end of its last box or, if it lacks the box `moov`,
+    which lists the frames, more than it has.
+
+    Args:
+        size: number of bytes that the file has.
+    """
     at, lists_frames = 0, False
     while at + 8 <= size:
         head = read_at(file, at, 16)
@@ -183,7 +188,8 @@ def mov_needs(file: BinaryIO, size: int) -> int:
 
 
 def matroska_needs(head: bytes) -> int:
-    """Return the place at which the segment of a Matroska file ends, given the file's beginning; 0 if it is unknown."""
+    """Return the number of bytes that a Matroska file must have, given the beginning of the file; 0 if its segment has
+    an unknown size."""
     length, at = vint(head, len(EBML))
     at += length + len(EBML)  # the segment has an id of four bytes, too
     length, begin = vint(head, at)
@@ -192,7 +198,7 @@ def matroska_needs(head: bytes) -> int:
 
 
 def vint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number of variable length at a place of an EBML file, and the place after it."""
+    """Return the variable-length integer at offset `at` of an EBML file, and the offset after it."""
     width = 9 - data[at].bit_length()
     value = int.from_bytes(data[at : at + width], "big") & ((1 << 7 * width) - 1)
     return value, at + width

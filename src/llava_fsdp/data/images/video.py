@@ -1,8 +1,8 @@
 """Read frames of video files with PyAV, for models that take videos (LLaVA-OneVision).
 
-Which frames are taken (LLaVA-NeXT train.py, `process_video_with_decord`): every n-th, where n is the number of frames
+Which frames are used (LLaVA-NeXT train.py, `process_video_with_decord`): every n-th, where n is the number of frames
 in a second divided by `data.video_fps`, rounded, and at least 1. If these are more than `data.video_frames`, that many
-at equal distances from the first frame to the last one are taken instead.
+at equal distances from the first frame to the last one are used instead.
 
 A file is opened as an object without a name, in the format that its suffix names. So a playlist, or a file in another
 format, cannot make the library open other files.
@@ -35,21 +35,21 @@ BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class VideoSampling:
-    """Rule for which frames of a video are taken."""
+    """Selects the frames of a video that are used."""
 
     fps: float = 1.0
-    """`data.video_fps`: frames that are taken of each second."""
+    """`data.video_fps`: number of frames that are used of each second."""
     frames: int = 32
-    """`data.video_frames`: largest number of frames that are taken."""
+    """`data.video_frames`: greatest number of frames that are used of a video."""
 
     @classmethod
     def of_config(cls, cfg: DataConfig) -> "VideoSampling | None":
-        """Return the rule that a configuration describes; None if videos are not read."""
+        """Create the VideoSampling that a configuration describes; None if videos are not read."""
         is_read = cfg.trained_aspect is AspectRatio.anyres_max
         return cls(cfg.video_fps, cfg.video_frames) if is_read else None
 
     def numbers(self, frames: int, rate: float) -> list[int]:
-        """Return the numbers of the frames that are taken, in ascending order.
+        """Return the numbers of the frames of a video that are used, in ascending order.
 
         Args:
             frames: number of the video's frames.
@@ -63,24 +63,24 @@ class VideoSampling:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The frames of a video as its packets list them, without having been decoded."""
+    """Times of the frames of a video, read from its packets without decoding."""
 
     times: np.ndarray
     """Time of each frame in ascending order, int64 [frames], in units of the stream's time base."""
     keys: np.ndarray
     """Times of the key frames in ascending order, int64 [key frames]. Decoding can begin at each of them."""
     seeks: np.ndarray
-    """For each key frame, the time at which the file is searched for it: its time of decoding, int64 [key frames]."""
+    """For each key frame, the time to seek to in the file (the frame's decoding time), int64 [key frames]."""
     rate: float
     """Frames per second."""
 
     def key_before(self, time: int) -> int:
-        """Return the index of the last key frame at or before a time; 0 for a time before all of them."""
+        """Return the index of the last key frame at or before a time; 0 for a time before all key frames."""
         return max(0, int(np.searchsorted(self.keys, time, side="right")) - 1)
 
 
 class NoFrameError(Exception):
-    """A file holds no frames that can be decoded."""
+    """Frames of a video file cannot be decoded, or it has none."""
 
 
 def examine_video(path: Path, where: str, sampling: VideoSampling, full: bool) -> ImageFacts:
@@ -89,7 +89,7 @@ def examine_video(path: Path, where: str, sampling: VideoSampling, full: bool) -
 
     Args:
         where: name of the record in error messages.
-        full: decode the frames that training takes. If false, no frame is decoded.
+        full: whether to decode the frames that training uses. If false, no frame is decoded.
 
     Raises:
         ImageError: the video cannot be read, or PyAV is not installed; its `kind` says why.
@@ -110,12 +110,12 @@ def examine_video(path: Path, where: str, sampling: VideoSampling, full: bool) -
 
 
 def read_frames(path: Path, where: str, choose: Callable[[int, float], Sequence[int]]) -> list[Image.Image]:
-    """Return frames of a video as RGB images, turned as a player shows them.
+    """Return frames of a video as RGB images, rotated as a video player shows them.
 
     Args:
         where: name of the record in error messages.
-        choose: returns the numbers of the frames to read in ascending order, given the number of the video's frames and
-            its frames per second.
+        choose: function (number of frames of the video, frames per second) -> numbers of the frames to read, in
+            ascending order.
 
     Raises:
         ImageError: the video cannot be read, or PyAV is not installed; its `kind` says why.
@@ -131,7 +131,11 @@ def read_frames(path: Path, where: str, choose: Callable[[int, float], Sequence[
 
 
 def video_digest(path: Path, where: str) -> int:
-    """Return the xxh3 checksum of a video file's bytes; raise ImageError if it cannot be read."""
+    """Return the xxh3 checksum of a video file's bytes; raise ImageError if it cannot be read.
+
+    Args:
+        where: name of the record in error messages.
+    """
     return with_file(path, f"{where}: video {path}", digest_of)
 
 
@@ -145,8 +149,13 @@ def digest_of(file: BinaryIO) -> int:
 
 @contextmanager
 def opening(file: BinaryIO, path: Path, where: str) -> Iterator[tuple[Any, Any]]:
-    """Context manager that opens a video as PyAV's container and video stream; errors of PyAV in the `with` block
-    become ImageError. One thread decodes."""
+    """Context manager that opens a video as PyAV's (container, video stream), which decodes in one thread. Errors of
+    PyAV in the `with` block become ImageErrors.
+
+    Args:
+        path: the file, for error messages.
+        where: name of the record in error messages.
+    """
     try:
         import av
         import av.error
@@ -194,7 +203,12 @@ def check_frame(width: int, height: int, path: Path, where: str) -> None:
 
 
 def read_timeline(container: Any, stream: Any) -> Timeline:
-    """Read all packets of a video stream, without decoding them."""
+    """Read the times of the frames of a video stream from its packets, without decoding them.
+
+    Args:
+        container: PyAV's container of the video.
+        stream: PyAV's video stream.
+    """
     packets = [p for p in container.demux(stream) if p.size and not p.is_discard and time_of(p) is not None]
     keys = sorted((time_of(p), time_of(p) if p.dts is None else p.dts) for p in packets if p.is_keyframe)
     if not keys:
@@ -207,17 +221,17 @@ def read_timeline(container: Any, stream: Any) -> Timeline:
 
 
 def time_of(timed: Any) -> Any:
-    """Return the time at which a packet or a frame is shown, an integer in units of its time base; None if it has
-    none."""
+    """Return the presentation time of a packet or frame of PyAV, an integer in units of its time base; if it is
+    missing, its decoding time, or None."""
     return timed.dts if timed.pts is None else timed.pts
 
 
 def decoded(container: Any, stream: Any, timeline: Timeline, numbers: Sequence[int]) -> Iterator[Any]:
-    """Yield the frames of the given numbers, which ascend, as PyAV's frames. The frame of a number is the last one that
-    is shown at or before that frame's time.
+    """Decode the frames with the given numbers, which ascend, and yield them as PyAV's frames.
 
-    Decoding continues from frame to frame, or begins anew at the last key frame before the next one if that saves
-    decoding.
+    Decoding continues from one frame to the next, or begins anew at the last key frame before the next one if fewer
+    frames must be decoded then. If the decoder gives no frame at the time of a packet, the last frame before it is
+    yielded.
     """
     frames: Iterator[Any] = iter(())
     at, now, ahead = -1, None, None
@@ -238,8 +252,12 @@ def decoded(container: Any, stream: Any, timeline: Timeline, numbers: Sequence[i
 
 
 def frames_from(container: Any, stream: Any, timeline: Timeline, key: int) -> Iterator[Any]:
-    """Yield the decoded frames from a key frame on; or from the beginning if the file cannot be searched for that key
-    frame."""
+    """Decode a video from a key frame on, and yield its frames. If seeking to the key frame fails, begin at the first
+    one.
+
+    Args:
+        key: index of the key frame in `timeline`.
+    """
     for place in (key, 0):
         container.seek(int(timeline.seeks[place]), stream=stream)
         packets = container.demux(stream)
@@ -253,5 +271,6 @@ def frames_from(container: Any, stream: Any, timeline: Timeline, key: int) -> It
 
 
 def shown(frame: Any) -> Image.Image:
-    """Return a frame as an RGB image, turned as a player shows it: by the multiple of 90 degrees that the file says."""
+    """Return a frame of PyAV as an RGB image, rotated by the multiple of 90 degrees that the file names, as a video
+    player shows it."""
     return frame.to_image(threads=1).rotate(frame.rotation, expand=True)

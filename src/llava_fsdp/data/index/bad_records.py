@@ -1,5 +1,5 @@
-"""Decide before training whether records that cannot be trained on are skipped or stop the run; all ranks decide the
-same."""
+"""Decide before training whether bad records (those that cannot be trained on) are skipped or stop the run. All ranks
+decide the same."""
 
 import itertools
 import os
@@ -29,12 +29,13 @@ NOTED = {
     Kind.too_long: "are longer than data.max_length, and are truncated",
     Kind.duplicate_id: "have the id of an earlier one",
 }
-"""Warnings about records that have a problem but are trained on, by the kind of problem. In the message, the number of
-these records comes first."""
+"""{kind of problem: warning about records that have it and are trained on}. The number of these records is put before
+the text."""
 
 
 def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch) -> Records:
-    """Open the records of the dataset, after making its index if that is missing, and check whether training may begin.
+    """Open the records of the configured dataset, and check whether training may begin with them. If the dataset has no
+    index, make it first.
 
     Raises:
         DataError: there are more bad or long records than `data.bad_records`, `data.max_bad_records` and
@@ -55,12 +56,12 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch
 
 
 def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: str) -> Records:
-    """Examine the bad records again, because their files may have been fixed, and return the records of the updated
-    index. If the index cannot be written, log a warning and return `records` unchanged.
+    """Examine the bad records of an index again, because the user may have fixed their files, and return the records of
+    the updated index. If the index cannot be written, log a warning and return `records` unchanged.
 
     Args:
         since: an earlier result of `last_look`. If another process has examined the bad images since then, the index
-            that it made is used, and nothing is examined here.
+            that it made is used.
     """
     try:
         index = open_index(plan, show, look_again=True, since=since)
@@ -78,16 +79,17 @@ def report(records: Records, cfg: Config, plan: Plan) -> None:
 
 
 def same_files(records: Records) -> str:
-    """Return a warning about data sources that are the same file; empty if there are none."""
+    """Return a warning about files that several data sources contain; empty if there are none."""
     names: dict[str, list[str]] = {}
-    for part in records.index.texts.parts:
+    for part in records.index.store.parts:
         names.setdefault(os.path.realpath(part.file.path), []).append(part.file.name)
     found = [f"sources {' and '.join(own)} are the same file, {path}" for path, own in names.items() if len(own) > 1]
     return "; ".join(found)
 
 
 def remarks(records: Records) -> str:
-    """Return a warning about records that have a problem but are trained on; empty if there are none."""
+    """Return warnings about records that have a problem but are trained on, sources whose records have no image, and
+    files that several sources contain; empty if there are none."""
     said = [
         f"{records.counts[kind]:,} {words}"
         for kind, words in NOTED.items()
@@ -95,7 +97,7 @@ def remarks(records: Records) -> str:
     ]
     found = [f"of {len(records.index):,} records, {'; '.join(said)} (llava-fsdp prepare lists them)"] if said else []
     ends = itertools.accumulate(records.source_counts)
-    for source, count, end in zip(records.index.texts.sources, records.source_counts, ends, strict=True):
+    for source, count, end in zip(records.index.store.sources, records.source_counts, ends, strict=True):
         if source.images is not None and count and not records.pictures[end - count : end].any():
             found.append(
                 f"no record of {source.path} has an image, but {source.images} is set: is the key called image?"
@@ -104,7 +106,7 @@ def remarks(records: Records) -> str:
 
 
 def refuse_bad_records(records: Records, cfg: DataConfig) -> None:
-    """Raise DataError if training may not begin because of bad or too long records."""
+    """Raise DataError if there are more bad or too long records than the configuration allows."""
     report = cfg.index_folder / PAGE
     if cfg.too_long is TooLong.fail and records.counts[Kind.too_long]:
         how = "raise data.max_length, or set data.too_long=truncate or skip"
@@ -118,11 +120,11 @@ def refuse_bad_records(records: Records, cfg: DataConfig) -> None:
         how = f"fix them, or raise data.max_bad_records={cfg.max_bad_records}, which allows {budget}"
         raise DataError(describe(records, kinds, "wrong", how, report))
     if not len(records):
-        raise DataError(f"{records.index.texts.sources[0].path}: no record is left to train on; see {report}")
+        raise DataError(f"{records.index.store.sources[0].path}: no record is left to train on; see {report}")
 
 
 def describe(records: Records, kinds: list[Kind], what: str, how: str, report: Path) -> str:
-    files = ", ".join(source.path for source in records.index.texts.sources)
+    files = ", ".join(source.path for source in records.index.store.sources)
     total = records.counts[Kind.too_long] if kinds == [Kind.too_long] else records.out
     lines = [f"{files}: {total} of {len(records.index)} records are {what}"]
     lines += [f"  {kind}: {records.counts[kind]} ({PROBLEMS[kind].meaning})" for kind in kinds]

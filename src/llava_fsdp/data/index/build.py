@@ -1,12 +1,13 @@
-"""Make or open the index of a dataset: a folder of .npy columns and JSON, made once and memory-mapped by all readers.
+"""Make or open the index of a dataset: a folder of .npy columns (arrays with one value per record or image) and JSON
+files, made once and memory-mapped by all processes.
 
-    known.json               the KEY of each known state of the source files, by the files' sizes and times
+    known.json               the KEY of each known state of the dataset's files, by the files' sizes and times
     lock                     held by the one process that builds the index
     pictures-KEY.looked      changes whenever all bad images have been examined again
     digests.json             the digest of each file of records, by its size and time
     chunks/PASS/KEY-N.npz    columns of N and the following records of one file of records; KEY depends on its content
     rows/KEY                 the records of a Parquet file, a tar, or a compressed or remote file, as JSON
-    KEY/texts                positions of the records (`Texts`); KEY depends on the content of all files of records
+    KEY/texts                positions of the records (`RecordStore`); KEY depends on the content of all their files
     KEY/records              columns with properties of the records; KEY/records-videos if their videos are read
     KEY/pictures-KEY.N       columns with properties of the records' images; a new N when a bad image was fixed
     KEY/encoded-KEY          columns for one tokenizer, template and maximum length
@@ -32,7 +33,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llava_fsdp.config import DataConfig, Examine, Pixels, TooLong
-from llava_fsdp.data.containers.open_shards import CacheFolder
+from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.duplicate_ids import DUPLICATES, read_facts
 from llava_fsdp.data.index.examine_passes import ExaminePictures, Pass, ReadRecords
@@ -41,19 +42,20 @@ from llava_fsdp.data.index.integrity import DONE, check_part, damaged, read_json
 from llava_fsdp.data.index.record_store import (
     DataSource,
     FindRecords,
-    Shard,
+    RecordStore,
     SourceFile,
-    Texts,
+    TextFile,
     files_of,
-    join_texts,
-    shards_of,
+    join_positions,
+    open_data_files,
     sources_of,
 )
 from llava_fsdp.data.index.source_state import check_unchanged, find_state, read_known, short, stamp
 from llava_fsdp.data.index.token_pass import LOSSES, EncodeRecords
 from llava_fsdp.data.index.worker_pool import BLOCK, ROWS, join, open_column, run_chunks
 from llava_fsdp.data.records.packed_text import Unpack, copy_name, is_copied
-from llava_fsdp.data.records.rows import RowsFile, WriteRows, has_rows
+from llava_fsdp.data.records.record import is_container
+from llava_fsdp.data.records.rows import RowsFile, WriteRows
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder
 from llava_fsdp.runtime.errors import BuildError, LlavaFsdpError, SourceError
 from llava_fsdp.runtime.log import log
@@ -62,22 +64,22 @@ from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
 
 LOCK = "lock"
 SILENT = 5.0
-"""If another process holds the lock, waiting for it is logged only after this many seconds."""
+"""Number of seconds after which waiting for another process that holds the lock is logged."""
 DECODED_AT_MOST = 1_000_000
-"""Number of images above which `data.examine=auto` decodes only some of them: to decode this many takes more than an
-hour on one core."""
+"""Greatest number of images of a dataset that `data.examine=auto` decodes completely, which takes more than an hour on
+one core. Of more images, it decodes a sample."""
 CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
-"""For each pass over the dataset, the number of records in a chunk; a chunk takes a few seconds."""
+"""For each pass over the dataset, the number of records that are processed as one chunk, which takes a few seconds."""
 EXAMINED = "examined"
-"""Key of `done.json` in the folder of an index's columns about images: the fields of `Examined`."""
+"""Key of `done.json`, in the folder of the columns about images, for the fields of `Examined`."""
 ENCODED_FORMAT = 2
-"""Version of what the pass over tokens makes of a record with the same encoder. 2: system turns are read."""
+"""Version of the columns about tokens. It is increased whenever the same encoder gives other values for a record (2:
+system turns are read)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that an index is made from (dataset, encoder, image reader), and the number of worker processes to
-    make it."""
+    """What an index is made from (dataset, encoder, image reader), and the number of worker processes that make it."""
 
     cfg: DataConfig
     encoder: Encoder
@@ -86,21 +88,22 @@ class Plan:
 
     @property
     def cache(self) -> CacheFolder:
-        """Where ranges of remote files are kept."""
+        """Folder for byte ranges of remote files."""
         return CacheFolder(self.cfg.cache_folder / "images", self.cfg.cache_gb)
 
     @property
     def opens_all(self) -> bool:
-        """Whether every image is opened, at least for its size."""
+        """Whether every image is opened while the index is made, at least to read its size."""
         reader, examine = self.reader, self.cfg.examine
         by_size = reader.tokens.needs_size(1) or reader.pixels is Pixels.llava_v1_5
         return examine in (Examine.decode, Examine.head) or (examine is Examine.sample and by_size)
 
     def settled(self, records: Path) -> "Plan":
-        """Return this plan with another `data.examine` in place of `auto`.
+        """Return this plan with `data.examine=auto` replaced by `decode` or `sample`, depending on the number of
+        images.
 
         Args:
-            records: folder of the columns of the records, from which the number of images is known.
+            records: folder of the index with columns about the records, which contain the number of images.
         """
         if self.cfg.examine is not Examine.auto:
             return self
@@ -110,13 +113,13 @@ class Plan:
 
     @property
     def records_name(self) -> str:
-        """Name of the folder with the columns of the records. They depend on whether videos are read."""
+        """Name of the index's folder with columns about the records, which depend on whether videos are read."""
         return "records" if self.reader.sampling is None else "records-videos"
 
     @property
     def whole_encoder(self) -> Encoder:
-        """The encoder, changed to truncate long records. Whether they are skipped or stop the run is decided each time
-        the index is used."""
+        """The encoder, changed to truncate records that are too long. Whether they are skipped or stop the run is
+        decided whenever the index is used."""
         encoder = self.encoder
         return replace(encoder, too_long=TooLong.truncate) if isinstance(encoder, ExactEncoder) else encoder
 
@@ -127,34 +130,38 @@ class Index:
 
     folder: Path
     """Folder of the whole index, with a subfolder for each state of the dataset's files."""
-    texts: Texts
+    store: RecordStore
     records: Path
+    """Folder of the columns about records."""
     pictures: Path
+    """Folder of the columns about images."""
     encoded: Path
+    """Folder of the columns about tokens."""
     limits: list[int]
-    """Maximum lengths in tokens for which the losses by truncation were counted."""
+    """Maximum lengths in tokens for which it was counted how much truncation loses."""
     losses: np.ndarray
-    """What is lost by truncation at each maximum length, int64 [sources, limits, counts]; LOSSES names the counts."""
+    """Counts of what truncation at each maximum length loses, int64 [data sources, limits, LOSSES]."""
     examined: Examined | None = None
-    """With `data.examine=sample` and `lazy`, how many images were decoded; None with others."""
+    """With `data.examine=sample` or `lazy`, how many images were decoded; else None, because all were opened."""
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self.store)
 
     def flags(self, begin: int, end: int) -> np.ndarray:
-        """Return the problems of the records [begin, end) as bits (`problems.BITS`), uint32 [end - begin]."""
+        """Return the problems of the records with numbers in [begin, end) as bits (`problems.BITS`), uint32 [end -
+        begin]."""
         parts = [open_column(f, "flags")[begin:end] for f in (self.records, self.pictures, self.encoded)]
         return parts[0] | parts[1] | parts[2]
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the problem bits of all records in blocks, as pairs (number of the block's first record, bits uint32
+        """Yield the problems of all records as bits, in blocks: pairs (number of the block's first record, uint32
         [block])."""
         for begin in range(0, len(self), BLOCK):
             yield begin, self.flags(begin, begin + BLOCK)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield each problem found as a dict with record, id, kind and reason, in the order of the passes over the
-        dataset, and of the records within a pass."""
+        """Yield all problems of records as dicts with record (number), id, kind and reason: first those found when
+        reading records, then duplicate ids, problems of images, and problems of token counts."""
         for path in (self.records / ROWS, self.records / DUPLICATES, self.pictures / ROWS, self.encoded / ROWS):
             yield from read_rows(path.with_suffix(".jsonl"))
 
@@ -166,15 +173,15 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
     """Open the dataset's index. If it is missing or incomplete, make or complete it first.
 
     Args:
-        look_again: read the sources and every bad image again, because they may have been fixed.
+        look_again: whether to read the files of records and every bad image again, because they may have been fixed.
         since: an earlier result of `last_look`. If another process has examined all bad images since then, they are not
-            examined once more.
+            examined again.
 
     Raises:
-        DataError: a source is not a list of records.
+        DataError: a file is not a list of records.
         ConfigError: a path does not exist.
         BuildError: the index cannot be written.
-        SourceError: a source cannot be read, or changes while it is read.
+        SourceError: a file of records cannot be read, or changes while it is read.
         DamagedError: files of the index have changed or are missing.
     """
     sources = sources_of(plan.cfg)
@@ -218,18 +225,19 @@ def look_file(plan: Plan) -> Path:
 
 
 def last_look(plan: Plan) -> str:
-    """Return a text that changes each time a process has examined all bad images of the index again."""
+    """Return a text that changes whenever a process has examined all bad images of the index again."""
     path = look_file(plan)
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
 def note_look(plan: Plan) -> None:
+    """Record that all bad images of the index have been examined; this changes the result of `last_look`."""
     look_file(plan).write_text(secrets.token_hex(8))
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Context manager that holds a file lock; the system releases the lock if this process dies."""
+    """Context manager that holds a lock on a file. The system releases the lock if this process dies."""
     with path.open("w") as file:
         until = time.monotonic() + SILENT
         while True:
@@ -246,8 +254,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def find(plan: Plan, sources: list[DataSource], folder: Path) -> Index | None:
-    """Return the existing index of the sources. None if there is no complete one for the present sizes and modification
-    times of the source files."""
+    """Open the existing index of some data sources. None if there is no complete index for the present sizes and
+    modification times of their files."""
     known = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
     if known is None:
         return None
@@ -266,7 +274,7 @@ def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path)
     records = state / plan.records_name
     for part in (state / "texts", records, pictures, encoded):
         check_part(part, whole=False)
-    texts = Texts(state / "texts", plan.reader.sampling is not None, plan.cache)
+    store = RecordStore(state / "texts", plan.reader.sampling is not None, plan.cache)
     facts, counts = read_json(encoded / DONE), read_json(pictures / DONE).get(EXAMINED)
     try:
         limits, losses = facts["limits"], np.array(facts["losses"], dtype=np.int64)
@@ -276,11 +284,16 @@ def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path)
         examined = None if counts is None else Examined(**require_kinds(counts, kinds_of(Examined)))
     except (BadJson, TypeError) as error:
         raise damaged(pictures / DONE, "it is not what was written") from error
-    return Index(folder, texts, records, pictures, encoded, limits, losses, examined)
+    return Index(folder, store, records, pictures, encoded, limits, losses, examined)
 
 
 def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
-    """Make all missing parts of the index and open it. The caller must hold the lock."""
+    """Make all missing parts of an index and open it. The caller must hold the lock of the index.
+
+    Args:
+        folder: folder of the index.
+        look_again: as for `open_index`.
+    """
     most = plan.cfg.max_record_bytes
     begun = stamp(sources, most)
     known = find_state(sources, folder, most, watch, look_again)
@@ -295,12 +308,12 @@ def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, loo
         check_unchanged(sources, most, begun, lambda: undo(folder, state, before))
 
     if not (state / "texts").is_dir():
-        shards = write_texts(files_of(sources), known.shards, plan, watch)
-        finding = FindRecords(shards, chunks_of(plan, "texts"), most)
-        with watch("finding records", len(shards)) as advance:
+        texts = write_record_texts(files_of(sources), known.file_keys, plan, watch)
+        finding = FindRecords(texts, chunks_of(plan, "texts"), most)
+        with watch("finding records", len(texts)) as advance:
             run_chunks(finding, finding.files(), plan.workers, advance)
-        join_texts(sources, finding, state / "texts", known.fingerprint, check)
-        if len(shards) == 1:
+        join_positions(sources, finding, state / "texts", known.fingerprint, check)
+        if len(texts) == 1:
             clear(finding.folder)
     records, sampling = state / plan.records_name, plan.reader.sampling
     reading = ReadRecords(state / "texts", CHUNKS["records"], sampling, plan.cache)
@@ -317,92 +330,94 @@ def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, loo
 
 
 def is_part(name: str) -> bool:
-    """Return whether a folder is a complete part of an index, judged by the folder's name."""
+    """Return whether a folder with this name is a complete part of an index."""
     return name in ("texts", "records", "records-videos") or (
         name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))
     )
 
 
 def chunk_parts(folder: Path) -> list[Path]:
-    """Return all files and folders of an index that belong to one file of records."""
+    """Return the files and folders of an index that were each made from a single file of records."""
     return [*folder.glob(f"{CHUNKS_FOLDER}/*/*"), *folder.glob(f"{ROWS_FOLDER}/*")]
 
 
 def undo(folder: Path, state: Path, before: set[Path]) -> None:
-    """Delete the parts of an index that were made while the files of records changed. These parts may be wrong, and
-    they would be taken for valid if the files changed back.
+    """Delete the parts of an index that were made while files of records changed. They may be wrong, and would be taken
+    for valid if the files changed back.
 
     Args:
         folder: folder of the whole index.
-        state: its subfolder for one state of the files.
-        before: the parts that had been made before; they are kept.
+        state: its subfolder for the present content of the files.
+        before: the parts that existed before; they are not deleted.
     """
     for path in {*state.iterdir(), *chunk_parts(folder)} - before:
         clear(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def write_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Watch) -> tuple[Shard, ...]:
-    """Write the records of Parquet files and tars as JSON Lines files, unpack compressed files and copy remote ones.
-    Local text files stay as they are.
+def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Watch) -> tuple[TextFile, ...]:
+    """Make a local text file of each file of records: write the records of Parquet files and tars as JSON Lines, unpack
+    compressed text files, and copy remote ones. A local text file is used itself.
 
     Args:
-        keys: the key of each file.
+        keys: for each file, a text that changes with its path and content; it names a folder of the index.
 
     Returns:
-        For each file, the text file with its records.
+        The text file for each file of records.
     """
     folders = [plan.cfg.index_folder / ROWS_FOLDER / key for key in keys]
-    shards = shards_of(files, None)
+    data_files = open_data_files(files, None)
     rows = {
         number: RowsFile(file.path, folder, file.keys)
         for number, (file, folder) in enumerate(zip(files, folders, strict=True))
-        if has_rows(file.path)
+        if is_container(file.path)
     }
     unwritten = tuple(file for file in rows.values() if not file.whole.is_file())
     for file in {*rows.values()} - {*unwritten}:
-        file.delete_groups()  # a process that was killed may have left them
+        file.delete_groups()  # left by a process that was killed
     if unwritten:
-        writing = WriteRows(unwritten, plan.cfg.max_record_bytes, shards)
+        writing = WriteRows(unwritten, plan.cfg.max_record_bytes, data_files)
         with watch("reading Parquet files and tars", len(writing.groups)) as advance:
             run_chunks(writing, writing.chunks(), plan.workers, advance)
         writing.gather()
     both = zip(files, folders, strict=True)
     copies = [(file.path, folder / copy_name(file.path)) for file, folder in both if is_copied(file.path)]
     if copies:
-        unpack = Unpack(tuple(path for path, _ in copies), tuple(target for _, target in copies), shards)
+        unpack = Unpack(tuple(path for path, _ in copies), tuple(target for _, target in copies), data_files)
         with watch("unpacking", len(copies)) as advance:
             run_chunks(unpack, unpack.files(), plan.workers, advance)
     found = []
     for number, (file, folder, key) in enumerate(zip(files, folders, keys, strict=True)):
         text = folder / copy_name(file.path) if is_copied(file.path) else Path(file.path)
-        found.append(Shard(file, rows[number].whole if number in rows else text, key))
+        found.append(TextFile(file, rows[number].whole if number in rows else text, key))
     return tuple(found)
 
 
 P = TypeVar("P", bound=Pass)
 Finish = Callable[[P, Path], dict[str, Any]]
-"""Function that completes a pass over the dataset: (pass, folder of the joined columns) -> facts to store in
-`done.json`. It may add files to the folder of joined columns."""
+"""Function (pass over the dataset, folder of its joined columns) -> facts to store in `done.json`. It may add files to
+the folder."""
 
 
 def make(
     task: P, chunks: Path, target: Path, workers: int, watch: Watch, label: str, finish: Finish[P], keep: bool = False
 ) -> None:
-    """Make the result folder of a pass over the dataset, if it is missing.
+    """Run a pass over the dataset and write its result folder, unless the folder exists.
 
     Args:
-        chunks: folder of the chunk files. They are kept if the dataset has several files of records, so that only the
-            new ones are examined when files are added.
+        chunks: folder for the results of single chunks. They are not deleted if the dataset has several files of
+            records, so that only new files are examined when files are added.
         target: the result folder.
-        keep: keep the chunk files in any case.
+        watch: shows the progress.
+        label: name of the pass for the progress bar.
+        keep: whether to keep the results of single chunks in any case.
     """
     if target.is_dir():
         return
     files = task.files(chunks)
     with watch(label, len(files)) as advance:
         run_chunks(task, files, workers, advance)
-    join(files, task.firsts, target, lambda staged: finish(task, staged))
-    if not keep and len(task.texts.parts) == 1:
+    join(files, task.file_begins, target, lambda staged: finish(task, staged))
+    if not keep and len(task.store.parts) == 1:
         clear(chunks)
 
 
@@ -421,35 +436,38 @@ def pictures_name(plan: Plan) -> str:
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:
-    """Return the name of the folder with the columns that depend on the encoder. The name also depends on the image
-    reader and on the version of the columns about images."""
+    """Return the name of the index's folder with columns about tokens. It changes with the encoder, the image reader
+    and `pictures`, the folder of the columns about images."""
     return f"encoded-{short(encoding_of(plan), pictures.name)}"
 
 
 def encoding_of(plan: Plan) -> str:
-    """Return a text that changes with every setting that the numbers of tokens depend on."""
+    """Return a checksum of all settings on which the numbers of tokens of records depend."""
     reader = plan.reader
     places = reader.fingerprint, reader.tokens.aspect.value, reader.pixels.value
     return short(ENCODED_FORMAT, plan.encoder.fingerprint, places)
 
 
 def chunks_of(plan: Plan, name: str) -> Path:
-    """Return the folder of the chunk files of a pass over the dataset. All states of the dataset share it."""
+    """Return the index's folder for the results of single chunks of a pass over the dataset, given the name of the
+    pass."""
     return plan.cfg.index_folder / CHUNKS_FOLDER / name
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest version of a pass's result: of the folders named `folder`.N, the one with the highest N. None
-    if there is no such folder."""
+    """Return the one of the folders named `folder`.N with the greatest number N; None if there is no such folder."""
     versions = [p for p in folder.parent.glob(f"{folder.name}.*") if p.suffix[1:].isdigit()]
     return max(versions, key=lambda p: int(p.suffix[1:]), default=None)
 
 
 def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
-    """Run the pass that examines images, and return the folder of its result.
+    """Run the pass over the dataset that examines images, unless its result exists, and return the folder of the
+    result.
 
-    With `look_again`, bad images are examined again, and chunks with an image that was fixed are computed anew. This
-    needs all chunk files, so they are kept.
+    With `look_again`, bad images are examined again, and chunks with an image that was fixed are computed anew.
+
+    Args:
+        state: folder of the index for the present content of the dataset's files.
     """
     records = state / plan.records_name
     settled = plan.settled(records)
@@ -468,7 +486,7 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
         files = task.files(chunks)
         for chunk in fixed:
             files[chunk].unlink(missing_ok=True)
-    is_new = last is not None or not chunks.is_dir()  # otherwise chunks of an interrupted pass are reused
+    is_new = last is not None or not chunks.is_dir()  # otherwise results of an interrupted pass are reused
     target = Path(f"{base}.{0 if last is None else int(last.suffix[1:]) + 1}")
     make(task, chunks, target, plan.workers, watch, "examining images", count_examined, keep=True)
     if is_new:
@@ -477,7 +495,13 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
 
 
 def count_examined(task: ExaminePictures, staged: Path) -> dict[str, Any]:
-    """Return a fact for `done.json`: how many images were decoded, with `data.examine=sample` and `lazy`."""
+    """Return how many images were decoded, as an entry for `done.json`; empty except with `data.examine=sample` or
+    `lazy`.
+
+    Args:
+        task: the pass over the dataset that examined the images.
+        staged: folder of its joined columns.
+    """
     digests = open_column(staged, "digest")
     if task.how not in (Examine.sample, Examine.lazy) or not len(digests):
         return {}
@@ -486,11 +510,11 @@ def count_examined(task: ExaminePictures, staged: Path) -> dict[str, Any]:
 
 
 def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
-    """Examine the bad images again, and return the numbers of the chunks that have a record whose problems have
+    """Examine the bad images of an index again, and return the numbers of the chunks with a record whose problems have
     changed.
 
     Args:
-        folder: result of the earlier pass.
+        folder: folder of the earlier result of this pass over the dataset.
     """
     flags = open_column(folder, "flags")
     fixed = {
@@ -502,9 +526,15 @@ def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
 
 
 def encoded_facts(task: EncodeRecords, staged: Path) -> dict[str, Any]:
+    """Add up what truncation loses in each data source, and return the sums for `done.json`.
+
+    Args:
+        task: the pass over the dataset that counted tokens.
+        staged: folder of its joined columns.
+    """
     shape = len(task.limits), len(LOSSES)
-    losses = np.zeros((len(task.texts.sources), *shape), dtype=np.int64)
-    sources = [task.texts.part(first).source for first in task.firsts]
+    losses = np.zeros((len(task.store.sources), *shape), dtype=np.int64)
+    sources = [task.store.part(first).source for first in task.file_begins]
     np.add.at(losses, sources, open_column(staged, "losses").reshape(-1, *shape))
     (staged / "losses.npy").unlink()
     return {"limits": task.limits, "losses": losses.tolist()}

@@ -1,4 +1,4 @@
-"""The records of an indexed dataset that are trained on, without those that are skipped."""
+"""The records of an indexed dataset that are trained on."""
 
 import hashlib
 import itertools
@@ -19,18 +19,18 @@ from llava_fsdp.data.records.record import Record
 
 
 class Records:
-    """Sequence of the records that are trained on, with columns (lengths, labels, ...) that have one value for each of
-    them. A record is parsed when it is accessed.
+    """Sequence of the records of a dataset that are trained on, and columns (lengths, labels, ...) with one value for
+    each of them. A record is parsed when it is accessed.
 
-    The columns are memory-mapped files. If records are skipped, they are files without the values of these records,
-    written into the index when a column is first used.
+    The columns are memory-mapped files. If records are skipped, a copy of each column without their values is written
+    into the index when the column is first used.
     """
 
     def __init__(self, index: Index, labels: Parity, too_long: TooLong):
         self.index = index
         self.dropping = [kind for kind in Kind if not is_kept(kind, labels, too_long)]
         self.counts: dict[Kind, int] = dict.fromkeys(Kind, 0)
-        """Number of records with each kind of problem."""
+        """Number of records of the dataset with each kind of problem."""
         self.out = 0
         """Number of records that are skipped because something is wrong with them."""
         self.long = 0
@@ -41,11 +41,13 @@ class Records:
         """Folder of the columns without the skipped records."""
         count = self._count()
         self.numbers = None if count == len(index) else self._shared("numbers", count, np.dtype(np.int64), self._choose)
-        """Number in the index of each record to train on, int64; None if all records are trained on."""
+        """Number in the index of each record that is trained on, int64; None if all records of the index are trained
+        on."""
         self._sizes = PictureSizes(index.records, index.pictures)
 
     def _count(self) -> int:
-        """Count the records with each kind of problem, and return the number of records to train on."""
+        """Count the records with each kind of problem and those that are skipped; return the number of records to train
+        on."""
         dropping = mask(*self.dropping)
         long = dropping & BITS[Kind.too_long]
         wrong = dropping & ~long
@@ -61,13 +63,13 @@ class Records:
         return kept
 
     def _choose(self) -> Iterator[np.ndarray]:
-        """Yield the numbers, in the index, of the records to train on, in blocks."""
+        """Yield the numbers in the index of the records to train on, in blocks, int64 [block]."""
         dropping = mask(*self.dropping)
         for begin, flags in self.index.blocks():
             yield np.flatnonzero((flags & dropping) == 0) + begin
 
     def _blocks(self) -> Iterator[np.ndarray]:
-        """Yield `numbers` in blocks."""
+        """Yield the array `numbers` in blocks."""
         assert self.numbers is not None
         for begin in range(0, len(self.numbers), BLOCK):
             yield self.numbers[begin : begin + BLOCK]
@@ -79,33 +81,37 @@ class Records:
         return len(self.index) if self.numbers is None else len(self.numbers)
 
     def at(self, number: int) -> int:
-        """Return a record's number in the index, from its number among the records that are trained on."""
+        """Return the number in the index of a record, given its number among the records that are trained on."""
         return number if self.numbers is None else int(self.numbers[number])
 
     def __getitem__(self, number: int) -> Record:
         at = self.at(number)
-        return self._sizes.put(self.index.texts.record(at), at)
+        return self._sizes.put(self.index.store.record(at), at)
 
-    def is_decoded(self, number: int, place: int) -> bool:
+    def is_decoded(self, number: int, position: int) -> bool:
         """Return whether an image was decoded before training.
 
         Args:
             number: number of the record.
-            place: index of the image in the record.
+            position: index of the image in the record.
         """
-        return bool(self._digests[self._sizes.first[self.at(number)] + place])
+        return bool(self._digests[self._sizes.first[self.at(number)] + position])
 
     @cached_property
     def _digests(self) -> np.ndarray:
         return open_column(self.index.pictures, "digest")
 
     def fetch_ahead(self, numbers: Iterable[int]) -> None:
-        """Begin to fetch the images of records that lie in remote files, and return at once."""
-        self.index.texts.fetch_ahead([self.at(number) for number in sorted(numbers)])
+        """Begin to download the images of records that are inside remote files, and return at once.
+
+        Args:
+            numbers: numbers of the records.
+        """
+        self.index.store.fetch_ahead([self.at(number) for number in sorted(numbers)])
 
     def where(self, number: int) -> str:
         """Return the name of a record for messages, whether or not it can be parsed."""
-        return self.index.texts.name(self.at(number))
+        return self.index.store.name(self.at(number))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
         values = open_column(folder, name)
@@ -160,15 +166,15 @@ class Records:
 
     @cached_property
     def source_counts(self) -> list[int]:
-        """For each source, the number of its records that are trained on."""
-        firsts = self.index.texts.firsts
-        bounds = firsts if self.numbers is None else np.searchsorted(self.numbers, firsts).tolist()
-        return [end - begin for begin, end in itertools.pairwise(bounds)]
+        """For each data source, the number of its records that are trained on."""
+        bounds = self.index.store.source_bounds
+        begins = bounds if self.numbers is None else np.searchsorted(self.numbers, bounds).tolist()
+        return [end - begin for begin, end in itertools.pairwise(begins)]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the sources' content and of which records are trained on."""
-        whole = self.index.texts.fingerprint
+        """Checksum of the content of the dataset's files and of which records are trained on."""
+        whole = self.index.store.fingerprint
         if self.numbers is None:
             return whole
         digest = hashlib.sha256(whole.encode())
@@ -181,5 +187,5 @@ class Records:
         reason."""
         for row in self.index.rows():
             if row["kind"] in self.dropping:
-                where = self.index.texts.name(row["record"])
+                where = self.index.store.name(row["record"])
                 yield {"record": where, "kind": row["kind"], "reason": row["reason"]}

@@ -1,5 +1,4 @@
-"""Complete the first pass over a dataset: compute where each record's images begin in the image columns, and find
-duplicate ids."""
+"""Complete the first pass over a dataset: find records with the same id, and index the images by record."""
 
 import itertools
 import json
@@ -17,21 +16,21 @@ DUPLICATES = "duplicates"
 
 
 def read_facts(task: ReadRecords, staged: Path) -> dict[str, Any]:
-    """Add files to `staged`, the folder of joined columns: first_picture (int64 [records + 1], the index of each
-    record's first image), name_end (int64 [images + 1], the end of each image's path in `names`) and the list of
-    duplicate ids. Returns no facts."""
+    """Add files to `staged`, the folder of the joined columns of a ReadRecords pass: first_picture (int64 [records +
+    1], the index of each record's first image), name_end (int64 [images + 1], the end of each image's path in `names`)
+    and the list of duplicate ids. Return an empty dict: there are no facts for `done.json`."""
     for name, counts in (("first_picture", "pictures"), ("name_end", "name_size")):
         write_column(staged / f"{name}.npy", running_sum(open_column(staged, counts)), np.dtype(np.int64))
     (staged / "name_size.npy").unlink()
     flags = np.load(staged / "flags.npy", mmap_mode="r+")
     hashes = open_column(staged, "id_hash")
     with (staged / f"{DUPLICATES}.jsonl").open("w") as file:
-        for begin, end in itertools.pairwise(task.texts.firsts):
+        for begin, end in itertools.pairwise(task.store.source_bounds):
             for number, first in duplicates(hashes, begin, end).tolist():
-                record = task.texts.record(number)
-                (other, earlier), line = task.texts.place(first), task.texts.line(first)
+                record = task.store.record(number)
+                (other, earlier), line = task.store.locate(first), task.store.line(first)
                 at = "" if line is None else f" on line {line}"
-                at += "" if other == task.texts.place(number)[0] else f" of {other.path}"
+                at += "" if other == task.store.locate(number)[0] else f" of {other.path}"
                 reason = f"{record.where}: record {earlier}{at} has the same id; give each its own"
                 row = {"record": number, "id": record.id, "kind": Kind.duplicate_id, "reason": reason}
                 file.write(json.dumps(row) + "\n")
@@ -40,6 +39,7 @@ def read_facts(task: ReadRecords, staged: Path) -> dict[str, Any]:
 
 
 def running_sum(counts: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield 0 and the cumulative sums of `counts` in blocks, int64 [counts + 1] together."""
     total = 0
     yield np.zeros(1, dtype=np.int64)
     for begin in range(0, len(counts), BLOCK):
@@ -51,8 +51,8 @@ def running_sum(counts: np.ndarray) -> Iterator[np.ndarray]:
 def duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:
     """Find the records with numbers in [begin, end) that have the same id as an earlier one of them.
 
-    The ids are compared by their hashes, one share of the hashes at a time, so that memory does not grow with the
-    number of records.
+    Ids are compared by `hashes`, one part of the hash values at a time, so that memory does not grow with the number of
+    records.
 
     Returns:
         int64 [duplicates, 2]: number of a record whose id is not new, and number of the first record with this id.

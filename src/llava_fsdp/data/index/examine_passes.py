@@ -1,4 +1,4 @@
-"""The first two passes over a dataset that make an index: read all records, and examine all images."""
+"""The first two passes over a dataset that make its index: read all records, and examine all images."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from llava_fsdp.config import Examine
-from llava_fsdp.data.containers.open_shards import CacheFolder
-from llava_fsdp.data.containers.place import Place
+from llava_fsdp.data.containers.data_files import CacheFolder
+from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.images.check import ImageFacts, ImageFile, check_links, examine, head_of, inline_images
 from llava_fsdp.data.images.video import VideoSampling, examine_video
 from llava_fsdp.data.index.image_sample import ImageSample, ends_of
-from llava_fsdp.data.index.record_store import Texts
+from llava_fsdp.data.index.record_store import RecordStore
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
 from llava_fsdp.data.records.problems import BITS, Kind
 from llava_fsdp.data.records.record import INLINE, Record, is_video, unread_reason
@@ -32,25 +32,29 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 T = TypeVar("T")
 AHEAD = 64
-"""Number of records whose images are fetched at once from remote files."""
+"""Number of records whose images are downloaded together from remote files."""
 Tell = Callable[[str, str], None]
-"""Function that stores a problem of one record; its arguments are the kind of problem and a reason for the user."""
+"""Function (kind of problem, reason for the user) that stores a problem of one record."""
 
 
 class Findings:
-    """Collects the problems found in the records of one chunk."""
+    """Collects the problems that are found in the records of one chunk."""
 
     def __init__(self, numbers: range, first: int):
         self.numbers = numbers
         self.first = first
         """Number of the first record of the file of records to which the chunk belongs."""
         self.flags = np.zeros(len(numbers), dtype=np.uint32)
-        """Problems of each record as bits."""
+        """Problems of each record as bits (`problems.BITS`), uint32 [records of the chunk]."""
         self.rows: list[dict[str, Any]] = []
 
     def of(self, number: int, identity: str | None) -> Tell:
         """Return a function that adds problems of the record `number`. Of several problems of the same kind, only the
-        first is added."""
+        first one is added.
+
+        Args:
+            identity: id of the record; None if it has none.
+        """
         at = number - self.numbers.start
 
         def tell(kind: str, reason: str) -> None:
@@ -68,8 +72,8 @@ class Findings:
 
 
 def attempt(make: Callable[[], T], tell: Tell) -> T | None:
-    """Return the result of `make`. If it raises a DataError with a kind, which is a problem of the record, pass the
-    error's kind and message to `tell` and return None."""
+    """Call `make` and return its result. If it raises a DataError with a kind, which means that a record is bad, pass
+    the error's kind and message to `tell` and return None."""
     try:
         return make()
     except DataError as error:
@@ -81,48 +85,53 @@ def attempt(make: Callable[[], T], tell: Tell) -> T | None:
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """Base class of a pass over all records of a dataset. Each call processes one chunk of at most `size` records of
-    one file of records. What a chunk's columns contain depends on this file alone, so that they can be used again when
-    other files are added to the dataset."""
+    """Base class of the passes over a dataset: computations for each record whose results become columns of the
+    dataset's index. Each call processes one chunk, which consists of at most `size` records of one file. Its columns
+    depend on this file alone, so that they can be used again when other files are added to the dataset."""
 
     folder: Path
+    """Folder of the index that a RecordStore opens."""
     size: int
+    """Greatest number of records in a chunk."""
     sampling: VideoSampling | None
-    """Which frames of a video are taken; None if videos are not read."""
+    """Selects the frames of a video that are used; None if videos are not read."""
     cache: CacheFolder
-    """Where ranges of remote files are kept."""
+    """Folder for byte ranges of remote files."""
 
     @cached_property
-    def texts(self) -> Texts:
-        return Texts(self.folder, self.sampling is not None, self.cache)
+    def store(self) -> RecordStore:
+        return RecordStore(self.folder, self.sampling is not None, self.cache)
 
     @cached_property
     def chunks(self) -> list[range]:
-        """The numbers of the records of each chunk."""
+        """For each chunk, the numbers of its records."""
         return [
             range(begin, min(begin + self.size, part.first + part.count))
-            for part in self.texts.parts
+            for part in self.store.parts
             for begin in range(part.first, part.first + part.count, self.size)
         ]
 
     @property
-    def firsts(self) -> list[int]:
-        """For each chunk, the number of the first record of its file of records."""
-        return [self.texts.part(numbers.start).first for numbers in self.chunks]
+    def file_begins(self) -> list[int]:
+        """For each chunk, the number of the first record of the file to which the chunk belongs."""
+        return [self.store.part(numbers.start).first for numbers in self.chunks]
 
     def chunk_of(self, number: int) -> int:
-        """Return which chunk a record belongs to."""
+        """Return the number of the chunk that contains a record, given the record's number."""
         return bisect.bisect_right(self.chunks, number, key=lambda numbers: numbers.start) - 1
 
     def files(self, folder: Path) -> list[Path]:
-        """Return the file of each chunk in a folder of the index."""
+        """Return the path for the result of each chunk, in a folder of the index."""
         return [folder / f"{self.key_of(numbers)}-{numbers.start - first:09d}.npz"
-                for numbers, first in zip(self.chunks, self.firsts, strict=True)]  # fmt: skip
+                for numbers, first in zip(self.chunks, self.file_begins, strict=True)]  # fmt: skip
 
     def key_of(self, numbers: range) -> str:
-        """Return a text that changes with everything, except the settings of the pass, that the columns of a chunk
-        depend on."""
-        return self.texts.part(numbers.start).key
+        """Return a text that changes with all data on which the columns of a chunk depend.
+
+        Args:
+            numbers: numbers of the records of the chunk.
+        """
+        return self.store.part(numbers.start).key
 
     def __reduce__(self) -> tuple:
         return type(self), tuple(getattr(self, f.name) for f in fields(self))
@@ -131,20 +140,20 @@ class Pass(ABC):
         return self.of(self.chunks[chunk])
 
     def of(self, numbers: range) -> Columns:
-        """Return the columns of consecutive records of one file of records."""
-        found = Findings(numbers, self.texts.part(numbers.start).first)
+        """Return the columns of consecutive records, given their numbers; all must be in the same file of records."""
+        found = Findings(numbers, self.store.part(numbers.start).first)
         return {**self.columns(numbers, found), **found.columns}
 
     @abstractmethod
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """Check the records in `numbers`: return what this pass over the dataset finds out about each of them, as one
-        array for each quantity, and add their problems to `found`."""
+        """Examine the records with the given numbers: return the columns that this pass over the dataset computes
+        (arrays with one value per record or image), and add problems of the records to `found`."""
 
     def records(self, numbers: range) -> Iterator[tuple[int, Record]]:
-        """Yield the valid records, with their numbers. Invalid records are left out, because ReadRecords reports
-        them."""
+        """Yield (number, record) for those of the given record numbers whose record is valid. Invalid records are
+        reported by the pass ReadRecords."""
         for number in numbers:
-            record = attempt(partial(self.texts.record, number), lambda *_: None)
+            record = attempt(partial(self.store.record, number), lambda *_: None)
             if record is not None:
                 yield number, record
 
@@ -153,9 +162,9 @@ class Pass(ABC):
 class ReadRecords(Pass):
     """First pass over a dataset: parse each record and store its id, number of words and images.
 
-    Columns with a value per record: id_hash (0: no id), digest (xxh3 of its bytes; 0: not read), words, pictures
-    (number of images). Column with a value per image: name_size (bytes of its path). Column `names`: the bytes of all
-    image paths.
+    Columns with a value per record: id_hash (0: no id), digest (xxh3 checksum of its bytes; 0: not read), words,
+    pictures (number of images). Column with a value per image: name_size (number of bytes of its path). Column `names`:
+    the bytes of all image paths.
     """
 
     def columns(self, numbers: range, found: Findings) -> Columns:
@@ -164,13 +173,13 @@ class ReadRecords(Pass):
         names: list[bytes] = []
         for number in numbers:
             try:
-                text = self.texts.read(number)
+                text = self.store.read(number)
                 digests[number - numbers.start] = xxh3_64_intdigest(text)
-                record = self.texts.record(number, text)
+                record = self.store.record(number, text)
             except DataError as error:
                 if error.kind is None:
                     raise
-                found.of(number, self.texts.id_of(number))(error.kind, str(error))
+                found.of(number, self.store.id_of(number))(error.kind, str(error))
                 continue
             at = number - numbers.start
             hashes[at] = id_hash(record.id) if record.has_id else 0
@@ -195,6 +204,7 @@ def id_hash(identity: str) -> int:
 
 
 def check_pictures_named(record: Record, tell: Tell) -> None:
+    """Report problems of how a record names its images and videos; the files are not read."""
     outside = next((name for name in record.images if name not in record.inline), None)
     if outside is not None and record.folder is None:
         tell(
@@ -212,9 +222,8 @@ def check_pictures_named(record: Record, tell: Tell) -> None:
 
 
 @dataclass(frozen=True)
-class Wrong:
-    """A problem found in an image. It is stored in place of the exception, which would keep the file's bytes in
-    memory."""
+class ImageProblem:
+    """A problem of an image. It is stored instead of the exception, which would keep the file's bytes in memory."""
 
     kind: str
     reason: str
@@ -224,23 +233,23 @@ class Wrong:
 class ExaminePictures(Pass):
     """Second pass over a dataset: check images and store their sizes.
 
-    Columns with a value per image: width and height after turning by the EXIF orientation, stored_height (before
-    turning), and digest (uint64, xxh3 of the file's bytes if all were read). If videos are read, also frames (number of
-    a video's frames) and rate (float64, frames per second); both are 0 for an image. All are 0 for an image or a video
-    with problems, and for one that is not opened.
+    Columns with a value per image: width and height in pixels after turning by the EXIF orientation, stored_height
+    (before turning), and digest (uint64, xxh3 checksum of the file's bytes if all were read). If videos are read, also
+    frames (number of a video's frames) and rate (float64, frames per second); both are 0 for an image. All are 0 for an
+    image or a video with problems, and for one that is not opened.
     """
 
     records_folder: Path
     """Folder of the columns written by the pass ReadRecords."""
     how: Examine
-    """Which images are decoded; not `auto`."""
+    """The setting `data.examine`, which says what images are decoded; `auto` has been replaced."""
     opens_all: bool
     """Whether images that are not decoded are opened, for their sizes."""
     sample_size: int
-    """With `sample`, the number of images that are drawn at random and decoded."""
+    """With `how=sample`, the number of images that are drawn at random and decoded."""
     scaled: bool
-    """Whether 16-bit and floating point images are scaled by the value that means white (depends on `data.pixels`). If
-    so, an image in which this value is unknown has a problem."""
+    """Whether training scales 16-bit and floating point images to 8 bits (depends on `data.pixels`). If so, an image
+    that cannot be scaled has a problem."""
     allow_links: bool
 
     @cached_property
@@ -249,17 +258,18 @@ class ExaminePictures(Pass):
 
     @cached_property
     def real_folders(self) -> dict[str, str]:
-        folders = {part.file.images for part in self.texts.parts}
+        folders = {part.file.images for part in self.store.parts}
         return {folder: os.path.realpath(folder) for folder in folders if folder is not None}
 
     @cached_property
     def sample(self) -> ImageSample:
-        """With `sample`, the images that are decoded."""
-        ends = ends_of(self.names.first, [part.first for part in self.texts.parts])
+        """With `how=sample`, the images that are decoded."""
+        ends = ends_of(self.names.first, [part.first for part in self.store.parts])
         return ImageSample(ends, self.sample_size)
 
     def key_of(self, numbers: range) -> str:
-        """See `Pass.key_of`; which images of a chunk are decoded depends on the whole dataset."""
+        """Return what `Pass.key_of` returns; with `how=sample` also a checksum of which images are decoded, because
+        that depends on the whole dataset."""
         key = super().key_of(numbers)
         if self.how is not Examine.sample:
             return key
@@ -267,7 +277,8 @@ class ExaminePictures(Pass):
         return f"{key}-{xxh3_64_hexdigest((self.sample.between(begin, end) - begin).tobytes())}"
 
     def rows_of(self, numbers: range) -> tuple[int, int]:
-        """Return the index of the first image of consecutive records, and the index after their last image."""
+        """Return the range [begin, end) of the images of consecutive records in the columns about images, given the
+        numbers of the records."""
         return int(self.names.first[numbers.start]), int(self.names.first[numbers.stop])
 
     def columns(self, numbers: range, found: Findings) -> Columns:
@@ -277,23 +288,23 @@ class ExaminePictures(Pass):
             kinds |= {"frames": np.int32, "rate": np.float64}
         columns = {name: np.zeros(end - begin, dtype=kind) for name, kind in kinds.items()}
         decoded = self.decoded(begin, end)
-        seen: dict[tuple[str | None, str, bool], ImageFacts | Wrong] = {}
+        seen: dict[tuple[str | None, str, bool], ImageFacts | ImageProblem] = {}
         opened = self.opened(numbers, decoded)
         for at, number in enumerate(opened):
             if at % AHEAD == 0:
-                self.texts.fetch_ahead(opened[at : at + AHEAD], partial(self.needed, decoded))
+                self.store.fetch_ahead(opened[at : at + AHEAD], partial(self.needed, decoded))
             names = self.names.of(number)
             inline = self.inline_of(number, names)
             record: Record | None = None  # read once: a hostile record names many missing images
             for row, name in enumerate(names, int(self.names.first[number])):
-                key = self.texts.place(number)[0].images, name, row in decoded
+                key = self.store.locate(number)[0].images, name, row in decoded
                 if not (self.opens_all or row in decoded):
                     continue
                 if key not in seen:
                     seen[key] = self.look(*key, inline.get(name))
                 picture = seen[key]
-                if isinstance(picture, Wrong):
-                    record = record or self.texts.record(number)
+                if isinstance(picture, ImageProblem):
+                    record = record or self.store.record(number)
                     reason = f"{record.where}: {picture.reason.removeprefix(f'{shown_name(name)}: ')}"
                     found.of(number, record.known_id)(picture.kind, reason)
                     picture = ImageFacts(0, 0, 0)
@@ -302,36 +313,60 @@ class ExaminePictures(Pass):
         return columns
 
     def decoded(self, begin: int, end: int) -> Collection[int]:
-        """Return those of the images [begin, end) that are decoded."""
+        """Return which of the images [begin, end) of the dataset are decoded, as their indices in the columns about
+        images."""
         if self.how is Examine.sample:
             return frozenset(self.sample.between(begin, end).tolist())
         return range(begin, end) if self.how is Examine.decode else ()
 
     def opened(self, numbers: range, decoded: Collection[int]) -> Sequence[int]:
-        """Return the numbers of the records of which an image is opened; not more than necessary, because a large
-        dataset may have a hundred million records of which three thousand are examined."""
+        """Return the numbers of the records with an image that is opened. With a sample, this avoids going through all
+        records: a large dataset may have a hundred million, of which three thousand are examined.
+
+        Args:
+            numbers: numbers of consecutive records.
+            decoded: indices of the images that are decoded.
+        """
         if self.opens_all:
             return numbers
         rows = np.array(sorted(decoded), dtype=np.int64)
         own = self.names.first[numbers.start : numbers.stop + 1]
         return (np.unique(np.searchsorted(own, rows, side="right")) - 1 + numbers.start).tolist()
 
-    def needed(self, decoded: Collection[int], number: int, name: str, place: Place) -> Place | None:
-        """Return the part of an image in a file among others that is read when it is examined; None if it is not
-        opened. See `Texts.fetch_ahead`."""
+    def needed(self, decoded: Collection[int], number: int, name: str, location: ImageLocation) -> ImageLocation | None:
+        """Return the location of the part of an image, inside a Parquet file or tar, that is read when it is examined;
+        None if it is not opened.
+
+        Args:
+            decoded: indices of the images that are decoded.
+            number: number of the record.
+            name: name of the image in the record.
+        """
         rows = range(*self.rows_of(range(number, number + 1)))
         if rows[self.names.of(number).index(name)] in decoded:
-            return place
-        return head_of(place) if self.opens_all else None
+            return location
+        return head_of(location) if self.opens_all else None
 
     def inline_of(self, number: int, names: list[str]) -> dict[str, ImageFile]:
-        """Return those of a record's images that are in the record itself or in its file."""
+        """Return the images that are embedded in a record or in its file (Parquet or tar), by their names.
+
+        Args:
+            number: number of the record.
+            names: names of its images.
+        """
         if not any(name.startswith(INLINE) for name in names):
             return {}
-        return inline_images(self.texts.record(number))
+        return inline_images(self.store.record(number))
 
-    def look(self, folder: str | None, name: str, full: bool, file: ImageFile | None) -> ImageFacts | Wrong:
-        """Check an image, which is `file` or, if that is None, in the image folder. With `full` it is decoded."""
+    def look(self, folder: str | None, name: str, full: bool, file: ImageFile | None) -> ImageFacts | ImageProblem:
+        """Check that an image or video can be read, and return its size, or its problem.
+
+        Args:
+            folder: image folder of the record; None if it has none.
+            name: name of the image in the record.
+            full: whether to decode it.
+            file: the image, if it is embedded in the record or its file; None: `name` is a path in `folder`.
+        """
         if file is None and folder is None:
             return ImageFacts(0, 0, 0)
         file = Path(str(folder)) / name if file is None else file
@@ -344,11 +379,11 @@ class ExaminePictures(Pass):
         except DataError as error:
             if error.kind is None:
                 raise
-            return Wrong(error.kind, str(error))
+            return ImageProblem(error.kind, str(error))
 
 
 class PictureNames:
-    """The paths of each record's images, read from the columns of an index."""
+    """Reads the names (paths) of the images of records from the columns of an index."""
 
     def __init__(self, records: Path):
         self.first, self.end = open_column(records, "first_picture"), open_column(records, "name_end")
@@ -360,7 +395,7 @@ class PictureNames:
 
 
 class PictureSizes:
-    """The sizes of each record's images, read from the columns of an index."""
+    """Reads the sizes of the images of records from the columns of an index."""
 
     def __init__(self, records: Path, pictures: Path):
         self.first = open_column(records, "first_picture")
@@ -369,28 +404,34 @@ class PictureSizes:
         has_videos = (pictures / "frames.npy").is_file()
         self.frames, self.rate = (open_column(pictures, n) if has_videos else None for n in ("frames", "rate"))
 
-    def of(self, number: int, place: int) -> tuple[int, int, int]:
+    def of(self, number: int, position: int) -> tuple[int, int, int]:
         """Return (width, height, stored height) in pixels of one of a record's images; all 0 if the image has problems
         or has not been opened.
 
         Args:
             number: number of the record.
-            place: index of the image in the record.
+            position: index of the image in the record.
         """
-        row = int(self.first[number]) + place
+        row = int(self.first[number]) + position
         return int(self.width[row]), int(self.height[row]), int(self.stored_height[row])
 
     def put(self, record: Record, number: int) -> Record:
+        """Return a record with the sizes of its images and the lengths of its videos, given its number."""
         if not record.images:
             return record
-        places = range(len(record.images))
-        sizes = tuple(self.of(number, place)[:2] for place in places)
-        return replace(record, sizes=sizes, frames=tuple(self.frames_of(number, place) for place in places))
+        positions = range(len(record.images))
+        sizes = tuple(self.of(number, position)[:2] for position in positions)
+        return replace(record, sizes=sizes, frames=tuple(self.frames_of(number, position) for position in positions))
 
-    def frames_of(self, number: int, place: int) -> tuple[int, float]:
+    def frames_of(self, number: int, position: int) -> tuple[int, float]:
         """Return (number of frames, frames per second) of one of a record's videos; zeros for an image, and if the
-        index was made without videos. Arguments as for `of`."""
+        index was made without videos.
+
+        Args:
+            number: number of the record.
+            position: index of the video among the images and videos of the record.
+        """
         if self.frames is None or self.rate is None:
             return 0, 0.0
-        row = int(self.first[number]) + place
+        row = int(self.first[number]) + position
         return int(self.frames[row]), float(self.rate[row])

@@ -1,4 +1,4 @@
-"""Draw records at random and encode them as training does, for the report page of a dataset."""
+"""Draw records of a dataset at random and encode them as training does, to show them on the dataset's report page."""
 
 import itertools
 import random
@@ -19,24 +19,25 @@ from llava_fsdp.runtime.errors import DataError
 
 SHOWN, SEED = 20, 0
 HEAD, TAIL = 700, 300
-"""Number of text tokens that are shown of the beginning and of the end of a long sample."""
+"""Numbers of text tokens at the beginning and at the end of a long sample that are shown."""
 TILES = 40
-"""Number of tiles of a record above which no further images are shown: the page has a size of two megabytes at most."""
+"""Greatest number of image tiles of a record that are shown, so that the page has at most two megabytes."""
 SIDES = {1: 160, 6: 128, 12: 96, TILES: 64}
-"""Number of tiles of a record -> size of their thumbnails in pixels; between two keys, the greater one counts."""
+"""{greatest number of tiles of a record: width and height of their thumbnails in pixels}."""
 
 
 def draw_examples(records: Records, encoder: Encoder, reader: ImageReader) -> list[Example]:
-    """Return up to SHOWN records that are trained on, drawn at random with the same result at each call, as examples
-    for the page."""
+    """Return up to SHOWN examples of records that are trained on. They are drawn at random, with the same result at
+    each call."""
     return [make_example(records, number, encoder, reader) for number in draw(records.source_counts, SHOWN)]
 
 
 def draw(counts: list[int], most: int) -> list[int]:
-    """Return the sorted numbers of at most `most` records, drawn at random and spread over the sources.
+    """Return the sorted numbers of at most `most` records, drawn at random in about equal numbers from each data
+    source.
 
     Args:
-        counts: number of records of each source; their records are numbered in one sequence.
+        counts: number of records of each source. The records of all sources are numbered in one sequence.
     """
     dice = random.Random(SEED)
     sources = [source for source, count in enumerate(counts) if count]
@@ -52,10 +53,14 @@ def draw(counts: list[int], most: int) -> list[int]:
 
 
 def make_example(records: Records, number: int, encoder: Encoder, reader: ImageReader) -> Example:
-    """Encode a record as training does, and return what the page shows of it."""
-    texts, at = records.index.texts, records.at(number)
-    file, index = texts.place(at)
-    place = file.name, file.path, texts.line(at), index, texts.id_of(at)
+    """Encode a record as training does, and return the parts of it that the report page shows.
+
+    Args:
+        number: number of the record among those that are trained on.
+    """
+    store, at = records.index.store, records.at(number)
+    file, index = store.locate(at)
+    place = file.name, file.path, store.line(at), index, store.id_of(at)
     try:
         record = records[number]
         sample = encoder(record)
@@ -70,8 +75,8 @@ def make_example(records: Records, number: int, encoder: Encoder, reader: ImageR
 
 
 def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageReader) -> Iterator[Text | Images | Gap]:
-    """Yield the parts of a sample in order: its images, and the stretches of text with labels and without. The middle
-    of a long sample is left out."""
+    """Yield the parts of an encoded record in order: images, and runs of text tokens that are all labels or all not.
+    The middle of a long sample is left out."""
     ids, is_image = sample.input_ids, sample.input_ids == IMAGE_ID
     marks = sample.labels != IGNORE
     marks[:1] = False  # the first token is never predicted, so its label does not count
@@ -96,11 +101,11 @@ def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageRead
 
 
 def middle(is_image: np.ndarray) -> tuple[int, int]:
-    """Return the range of tokens in the middle of a sample that are not shown; an empty range at the end of a sample
-    that is shown whole.
+    """Return the range [begin, end) of tokens in the middle of a long sample that are not shown. If the sample is shown
+    completely, the range is empty and at its end.
 
     Args:
-        is_image: whether a token is one of an image, bool [length].
+        is_image: whether each token of the sample is an image token, bool [length].
     """
     text = np.flatnonzero(~is_image)
     if len(text) <= HEAD + TAIL:
@@ -109,8 +114,8 @@ def middle(is_image: np.ndarray) -> tuple[int, int]:
 
 
 class Roles:
-    """Tells whose text the tokens of a sample are, by the order of answers: with `labels=exact`, each answer is one
-    stretch of tokens with labels."""
+    """Finds the role (human, gpt, ...) of the text tokens of a sample. With `labels=exact`, each answer is one run of
+    tokens with labels, so that the number of runs before a token tells its role."""
 
     def __init__(self, record: Record, sample: Sample, marks: np.ndarray, encoder: Encoder):
         turns = asked_turns(record)
@@ -122,7 +127,7 @@ class Roles:
         self.are_known = isinstance(encoder, ExactEncoder) and is_whole
 
     def of(self, place: int) -> str:
-        """Return the role at the index of a token; empty if it is not known."""
+        """Return the role of the token with index `place` in the sample; empty if it is not known."""
         if not self.are_known:
             return ""
         if self.marks[place]:
@@ -134,12 +139,13 @@ class Roles:
 def show_images(
     record: Record, names: Sequence[str], number: int, count: int, reader: ImageReader, room: int
 ) -> Images:
-    """Read an image or a video of a record as training does.
+    """Read an image or a video of a record as training does, and return what the report page shows of it.
 
     Args:
-        names: the sample's images and videos; this is the one at the index `number`.
+        names: names of the sample's images and videos.
+        number: index in `names` of the one to read.
         count: number of its tokens.
-        room: number of tiles that may still be shown of the record.
+        room: greatest number of tiles to show.
     """
     name = names[number]
     kind, tile = ("video", "frame") if is_video(name) else ("image", "tile")

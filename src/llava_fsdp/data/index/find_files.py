@@ -1,4 +1,4 @@
-"""Find the files of records that a configuration names by files, folders and patterns."""
+"""Find the files of records (JSON, Parquet, tar) that a configuration names by files, folders and patterns."""
 
 import glob
 import os
@@ -14,26 +14,26 @@ from llava_fsdp.data.containers.hub_client import split_url
 from llava_fsdp.data.containers.remote import RemoteStorage
 from llava_fsdp.data.containers.remote_file import RemoteFile
 from llava_fsdp.data.records.packed_text import GZIP, ZSTD
-from llava_fsdp.data.records.record import PARQUET, TAR
-from llava_fsdp.data.records.tar import COMPRESSED
+from llava_fsdp.data.records.record import COMPRESSED_TARS, PARQUET, TAR
 from llava_fsdp.runtime.errors import ConfigError
 
-SUFFIXES = (".json", ".jsonl", PARQUET, TAR, GZIP, ZSTD, *COMPRESSED)
+SUFFIXES = (".json", ".jsonl", PARQUET, TAR, GZIP, ZSTD, *COMPRESSED_TARS)
 """Endings of the names of files of records; in a folder, other files are ignored."""
 HUB_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Names of files that describe a dataset of the Hugging Face hub."""
 OTHER_SPLIT = re.compile(r"(^|[/._-])(test|val|valid|validation|dev|eval)([/._-]|$)", re.IGNORECASE)
-"""Finds names of the parts of a dataset that are not for training."""
+"""Finds paths of those parts of a dataset that are not for training, such as `test`."""
 INDEX = ".index"
 """Ending of the name of an index folder, which is not searched for files of records."""
 
 
 def find_files(value: str, key: str) -> list[str | RemoteFile]:
-    """Return the files of records that the value of a `path` key names: a file itself, all files of records below a
-    folder, or those that a pattern with `*`, `?`, `[...]` or `**` matches. Those of one folder or pattern are sorted by
-    the bytes of their names. Local files are returned as paths.
+    """Return the files of records that a setting names. Local files are returned as paths.
 
     Args:
+        value: value of the setting: a file, a folder, in which all files of records are found, a pattern with `*`, `?`,
+            `[...]` or `**`, a URL, or several of these separated by commas. The files of a folder or pattern are sorted
+            by the bytes of their names.
         key: name of the setting, for messages.
 
     Raises:
@@ -87,18 +87,18 @@ def remote_files(url: str, key: str) -> list[RemoteFile]:
 
 
 def is_records(name: str) -> bool:
-    """Return whether a file is one of records, judged by its name (without `?versionId=`)."""
+    """Return whether a file is a file of records, judged by its name."""
     name = name.partition("?versionId=")[0]
     return name.lower().endswith(SUFFIXES) and not name.startswith(".") and name not in HUB_METADATA
 
 
 def in_index(path: str) -> bool:
-    """Return whether a path leads into the folder of an index."""
+    """Return whether a path is inside the folder of a dataset's index."""
     return any(part.endswith(INDEX) for part in Path(path).parts[:-1])
 
 
 def in_folder(folder: Path) -> list[str]:
-    """Return the files of records below a folder, without hidden files and indexes. Links to folders are not
+    """Return the files of records below a folder, without hidden files and files of an index. Links to folders are not
     followed."""
     found: list[str] = []
     for root, folders, names in os.walk(folder, onerror=cannot_list):

@@ -1,4 +1,5 @@
-"""Choose which images of a dataset are decoded with `data.examine=sample`, and compute what they tell about all."""
+"""Choose which images of a dataset are decoded with `data.examine=sample`, and estimate the share of bad ones among all
+images."""
 
 import math
 from collections.abc import Sequence
@@ -11,19 +12,19 @@ import numpy as np
 from llava_fsdp.data.batching.keyed_permutation import permuted
 
 EACH_FILE = 3
-"""Number of images of each file of records that are decoded in any case, spread evenly; the last one is among them. A
-copy that was interrupted lacks the end of a file."""
+"""Number of images of each file of records that are decoded in any case. They are evenly spaced and include the last
+one, because an interrupted copy lacks the end of a file."""
 CONFIDENCE = 0.95
 SEED = 0
 
 
 @dataclass(frozen=True)
 class ImageSample:
-    """The images of a dataset that are decoded before training. An image is named by its index in the image columns of
-    the dataset's index."""
+    """The images of a dataset that are decoded before training with `data.examine=sample`. Images are numbered in the
+    order of the records."""
 
     ends: tuple[int, ...]
-    """For each file of records, the index after its last image."""
+    """For each file of records, the number after that of its last image."""
     size: int
     """Number of images that are drawn at random."""
 
@@ -34,31 +35,32 @@ class ImageSample:
 
     @cached_property
     def drawn(self) -> np.ndarray:
-        """The images that are drawn at random, each with the same probability; int64 in ascending order."""
+        """Numbers of the images that are drawn at random, each with the same probability; int64, in ascending order."""
         if self.size >= self.total:
             return np.arange(self.total)
         return np.sort(permuted(np.arange(self.size), self.total, "images to examine", SEED))
 
     @cached_property
     def chosen(self) -> np.ndarray:
-        """The images that are drawn, and EACH_FILE of each file of records; int64 in ascending order."""
+        """Numbers of the images that are decoded: those drawn at random, and EACH_FILE of each file of records; int64,
+        in ascending order."""
         begins = (0, *self.ends[:-1])
         pairs = [(begin, end) for begin, end in zip(begins, self.ends, strict=True) if begin < end]
         spread = [
             begin + (end - begin) * part // EACH_FILE - 1 for begin, end in pairs for part in range(1, EACH_FILE + 1)
         ]
-        firsts = [begin for begin, _ in pairs for _ in range(EACH_FILE)]  # of a file with fewer images than EACH_FILE
+        firsts = [begin for begin, _ in pairs for _ in range(EACH_FILE)]  # for a file with fewer images than EACH_FILE
         return np.union1d(self.drawn, np.maximum(spread, firsts).astype(np.int64))
 
     def between(self, begin: int, end: int) -> np.ndarray:
-        """Return those of the chosen images that are in [begin, end)."""
+        """Return the numbers of the decoded images that are in [begin, end), int64 in ascending order."""
         first, last = np.searchsorted(self.chosen, (begin, end))
         return self.chosen[first:last]
 
 
 @dataclass(frozen=True)
 class Examined:
-    """How many images of a dataset were decoded before training, if not all were."""
+    """Counts of the images of a dataset that were decoded before training, if not all were."""
 
     images: int
     """Number of images of the dataset."""
@@ -71,19 +73,23 @@ class Examined:
 
     @classmethod
     def of(cls, sample: ImageSample, digests: np.ndarray) -> "Examined":
-        """Return the counts of a sample. `digests` is the column of the images' checksums, in which a decoded image
-        without a problem has another value than 0."""
+        """Count the decoded images and the bad ones among them.
+
+        Args:
+            digests: checksum of each image of the dataset; 0 for an image that is bad or was not decoded.
+        """
         bad, bad_drawn = (int(np.count_nonzero(digests[rows] == 0)) for rows in (sample.chosen, sample.drawn))
         return cls(sample.total, len(sample.chosen), bad, len(sample.drawn), bad_drawn)
 
     @property
     def bound(self) -> float | None:
-        """Upper bound of the share of bad images among all at 95 % confidence; None if no image was decoded, or all."""
+        """Upper bound, at 95 % confidence, of the fraction of bad images among all; None if no image was decoded, or
+        all were."""
         return None if self.decoded in (0, self.images) else upper_bound(self.bad_drawn, self.drawn)
 
     @property
     def summary(self) -> str:
-        """A line about these counts for the user."""
+        """Sentence about these counts for the user."""
         if not self.decoded:
             return f"none of {self.images:,} images was opened before training; each is checked when it is read"
         found = f"{self.decoded:,} of {self.images:,} images were decoded before training, {self.bad:,} of them are bad"
@@ -99,8 +105,9 @@ class Examined:
 
 
 def upper_bound(bad: int, drawn: int) -> float:
-    """Return the upper bound of the share of bad ones among all at 95 % confidence, when `bad` of `drawn` ones are bad:
-    the one-sided bound of Clopper and Pearson. Drawing without replacement only makes the true bound smaller."""
+    """Return the upper bound, at 95 % confidence, of the fraction of bad items in a population of which `bad` of
+    `drawn` randomly drawn items are bad (one-sided bound of Clopper and Pearson). It assumes drawing with replacement;
+    without replacement, the true bound is smaller."""
     if bad >= drawn:
         return 1.0
     low, high = bad / drawn, 1.0
@@ -113,7 +120,8 @@ def upper_bound(bad: int, drawn: int) -> float:
 
 
 def at_most(bad: int, drawn: int, share: float) -> float:
-    """Return the probability that at most `bad` of `drawn` ones are bad, if a share 0 < `share` < 1 of all is."""
+    """Return the probability that at most `bad` of `drawn` randomly drawn items are bad, if the fraction `share` of all
+    items is bad (0 < share < 1)."""
     yes, no = math.log(share), math.log1p(-share)
     whole = math.lgamma(drawn + 1)
     terms = (
@@ -122,11 +130,11 @@ def at_most(bad: int, drawn: int, share: float) -> float:
     return math.fsum(map(math.exp, terms))
 
 
-def ends_of(first_picture: np.ndarray, firsts: Sequence[int]) -> tuple[int, ...]:
-    """Return for each file of records the index after its last image.
+def ends_of(first_picture: np.ndarray, file_begins: Sequence[int]) -> tuple[int, ...]:
+    """Return for each file of records the number after that of its last image.
 
     Args:
-        first_picture: the index of each record's first image, and the number of all images, int64 [records + 1].
-        firsts: the number of each file's first record.
+        first_picture: number of each record's first image, followed by the number of all images, int64 [records + 1].
+        file_begins: number of each file's first record.
     """
-    return tuple(first_picture[[*firsts[1:], len(first_picture) - 1]].tolist())
+    return tuple(first_picture[[*file_begins[1:], len(first_picture) - 1]].tolist())

@@ -1,5 +1,5 @@
-"""Check the folders of an index for damage: each has a file `done.json` with the names, sizes and checksums of its
-files.
+"""Detect damage in the folders of a dataset's index. Each folder has a file `done.json` with the names, sizes and
+checksums of its files.
 
 Sizes are checked whenever an index is opened, and checksums when everything is examined again. A damaged file is never
 repaired in place, because another process may have it mapped.
@@ -15,20 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.data.records.record import reading
+from llava_fsdp.data.containers.file_reader import reading
 from llava_fsdp.runtime.errors import DamagedError
 from llava_fsdp.runtime.small_json import parse_object
 
 DONE = "done.json"
 FILES = "files"
 BLOCK = 1 << 20
-# exceptions that NumPy raises for files that are no .npy files
 NOT_NUMPY = (ValueError, EOFError, OverflowError, SyntaxError, TypeError, tokenize.TokenError)
+"""Exceptions that NumPy raises for files that are not .npy files."""
 
 
 def damaged(path: Path, what: str) -> DamagedError:
-    """Return a DamagedError about a file of an index. `path` ends in INDEX/STATE/PART/NAME; `what` says what is wrong
-    with the file."""
+    """Return a DamagedError about a file of a dataset's index.
+
+    Args:
+        path: the file; its path ends in INDEX/STATE/PART/NAME.
+        what: what is wrong with the file.
+    """
     folder = path.parents[min(2, len(path.parents) - 1)]
     within = path.relative_to(folder)
     return DamagedError(f"the index {folder} is damaged ({within}: {what}); delete it, and it is made again")
@@ -36,8 +40,8 @@ def damaged(path: Path, what: str) -> DamagedError:
 
 @contextlib.contextmanager
 def from_index(path: Path) -> Iterator[None]:
-    """Context manager for reading a file of an index. In the `with` block, FileNotFoundError becomes DamagedError, and
-    any other OSError becomes SourceError."""
+    """Context manager for reading a file of a dataset's index. In the `with` block, FileNotFoundError becomes
+    DamagedError, and any other OSError becomes SourceError."""
     with reading(path):
         try:
             yield
@@ -46,7 +50,7 @@ def from_index(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of an index; raise DamagedError if it is invalid."""
+    """Read a JSON object from a file of a dataset's index; raise DamagedError if it is invalid."""
     with from_index(path):
         try:
             return parse_object(path.read_bytes())
@@ -55,7 +59,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_column(path: Path, mmap_mode: str | None = "r") -> np.ndarray:
-    """Open a column of an index (a .npy file) as a memory-mapped array.
+    """Open a column of a dataset's index (a .npy file) as a memory-mapped array.
 
     Raises:
         DamagedError: the file is missing or not a whole .npy file.
@@ -69,7 +73,8 @@ def read_column(path: Path, mmap_mode: str | None = "r") -> np.ndarray:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the problems (record, id, kind, reason) listed in a JSON Lines file of an index."""
+    """Yield the problems of records that a JSON Lines file of a dataset's index lists, as dicts with record, id, kind
+    and reason."""
     with from_index(path), path.open("rb") as file:
         for line in file:
             try:
@@ -81,9 +86,9 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def seal(folder: Path, facts: dict[str, Any]) -> None:
-    """Write `done.json` into a folder of an index, with `facts` and the size and checksum of every file in the folder.
-    Call this after all other files are written."""
+def write_done(folder: Path, facts: dict[str, Any]) -> None:
+    """Write `done.json` into a folder of a dataset's index, with `facts` and the size and checksum of every file in the
+    folder. Call this after all other files are written."""
     paths = [path for path in sorted(folder.iterdir()) if path.name != DONE]
     files = {path.name: [path.stat().st_size, check_sum(path)] for path in paths}
     (folder / DONE).write_text(json.dumps({**facts, FILES: files}))
@@ -98,8 +103,8 @@ def check_sum(path: Path) -> int:
 
 
 def check_part(folder: Path, whole: bool) -> None:
-    """Raise DamagedError if a file in a folder of the index is missing or its size has changed; with `whole`, also if
-    its checksum has changed."""
+    """Raise DamagedError if a file in a folder of a dataset's index is missing or its size has changed; with `whole`,
+    also if its checksum has changed."""
     files = read_json(folder / DONE).get(FILES)
     if not isinstance(files, dict) or not all(isinstance(own, list) and len(own) == 2 for own in files.values()):
         raise damaged(folder / DONE, "it is not what was written")

@@ -1,5 +1,4 @@
-"""Find where each record is in a dataset's files, and read records by number. The positions are the first part of an
-index."""
+"""Find the position of each record in a dataset's files, and read records by number."""
 
 import bisect
 import contextlib
@@ -7,8 +6,7 @@ import hashlib
 import itertools
 import os
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,26 +15,26 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import DataConfig, is_remote, paths_in
-from llava_fsdp.data.containers.open_shards import CacheFolder, OpenShards
-from llava_fsdp.data.containers.place import Place
+from llava_fsdp.data.containers.data_files import CacheFolder, DataFiles
+from llava_fsdp.data.containers.file_reader import reading
+from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.containers.remote_file import SHA256, RemoteFile
 from llava_fsdp.data.index.find_files import find_files
-from llava_fsdp.data.index.integrity import DONE, damaged, read_column, read_json, seal
+from llava_fsdp.data.index.integrity import DONE, damaged, read_column, read_json, write_done
 from llava_fsdp.data.index.worker_pool import Columns, open_column, write_column
 from llava_fsdp.data.records.forms import RecordKeys, parse_record
-from llava_fsdp.data.records.json_stream import Span, spans
+from llava_fsdp.data.records.json_stream import spans
 from llava_fsdp.data.records.packed_text import check_unpacks
 from llava_fsdp.data.records.parquet import check_installed
 from llava_fsdp.data.records.record import (
     Record,
     check_bytes,
     id_of,
+    is_container,
     name_place,
     name_record,
     parse_text,
-    reading,
 )
-from llava_fsdp.data.records.rows import has_rows
 from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
@@ -44,43 +42,44 @@ from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
 COMMIT = re.compile(r"^(hf://datasets/[^@]+)@[^/]+")
 """Finds the commit in the URL of a file of the Hugging Face hub."""
 SPAN = "offset", "size", "line"
-OPEN_FILES = 64
-"""Number of text files that a process keeps open."""
+"""Columns of the index with the position of each record in its text file."""
 PIECE = 65_536
-"""Number of records per file of positions. A search for records that was interrupted continues after the last such
-file."""
+"""The positions of this many records are written to one file. A search that was interrupted continues after the last
+such file."""
 
-Needed = Callable[[int, str, Place], Place | None]
-"""Function that returns which part of an image in a remote file is fetched, or None; its arguments are the record's
-number, and the image's name and place."""
+Needed = Callable[[int, str, ImageLocation], ImageLocation | None]
+"""Function (record number, image name, image location) -> location of the part of the image that is downloaded, or
+None."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of records, and the folder that their image paths are relative to."""
+    """A file of records, and the settings by which it is read."""
 
     name: str
     """Name of the data source that the file belongs to; a source may have several files."""
     path: str
+    """Local path or URL."""
     images: str | None
+    """Folder that the image paths of the records are relative to; None if no folder is configured."""
     question: str | None = None
-    """Key of a record for its question, if the configuration names one; likewise the next two (`RecordKeys`)."""
+    """Key of a record's question, if the configuration names one; `answer` and `image_column` likewise."""
     answer: str | None = None
     image_column: str | None = None
     size: int | None = None
     """Number of bytes of a remote file; None: the file is local."""
     pin: str | None = None
-    """`RemoteFile.pin` of a remote file."""
+    """`RemoteFile.pin` of a remote file, which identifies its content; None: the file is local."""
 
     @property
     def remote(self) -> RemoteFile | None:
-        """The remote file; None: the file is local."""
+        """The file as a RemoteFile; None if it is local."""
         return None if self.size is None or self.pin is None else RemoteFile(self.path, self.size, self.pin)
 
     @property
-    def place(self) -> list[Any]:
-        """What the records depend on beside the file's content. The commit in a URL of the Hugging Face hub is left
-        out: a new commit does not change the files that it leaves alone."""
+    def identity(self) -> list[Any]:
+        """Values that the parsed records depend on, in addition to the file's content. The commit in a URL of the
+        Hugging Face hub is left out, because a new commit need not change this file."""
         images = self.images and os.path.realpath(self.images)
         return [self.name, COMMIT.sub(r"\1", self.path), images, self.keys]
 
@@ -91,7 +90,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data source: its files of records."""
+    """One of the data sources of a configuration (an entry of `data.sources`), with its files of records."""
 
     name: str
     path: str
@@ -106,19 +105,20 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Part:
-    """The records of one file of records."""
+    """A file of records in an index, and which of the dataset's records are in it."""
 
     source: int
     """Index of the data source."""
     file: SourceFile
     text: str
-    """Path of the text file with the records: the file itself, or the one in the index that was written from a
-    Parquet file, a tar, or a compressed or remote file."""
+    """Path of the text file with the records: `file` itself or, if it is a Parquet file, a tar, or a compressed or
+    remote file, the copy in the index that was written from it."""
     key: str
-    """Text that changes with the file's path and content."""
+    """Text that changes with the path and content of `file`."""
     first: int
     """Number of the first record of this file among the records of all files."""
     count: int
+    """Number of records in this file."""
 
 
 def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
@@ -164,14 +164,18 @@ def files_of(sources: Sequence[DataSource]) -> list[SourceFile]:
     return [file for source in sources for file in source.files]
 
 
-def shards_of(files: Iterable[SourceFile], cache: CacheFolder | None) -> OpenShards:
-    """Return a reader of files of records and of the images in them."""
-    return OpenShards({file.path: file.remote for file in files if file.remote is not None}, cache)
+def open_data_files(files: Iterable[SourceFile], cache: CacheFolder | None) -> DataFiles:
+    """Return a DataFiles that reads the given files of records and the images in them.
+
+    Args:
+        cache: folder for byte ranges of remote files; None: they are not cached.
+    """
+    return DataFiles({file.path: file.remote for file in files if file.remote is not None}, cache)
 
 
 def digest(file: SourceFile) -> str:
-    """Return the sha256 of a file's content; of a remote file whose storage does not know it, that of its
-    URL, size and pin."""
+    """Return the SHA-256 checksum of a file of records. For a remote file whose storage does not know it, return the
+    checksum of its URL, size and version (`RemoteFile.content`)."""
     if file.remote is not None:
         content = file.remote.content
         is_known = content.startswith(SHA256)
@@ -181,16 +185,17 @@ def digest(file: SourceFile) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-class Texts:
-    """Reads the records of all sources by number. The records of all sources are numbered in one sequence, in the order
-    of the sources and of their files.
+class RecordStore:
+    """Reads the records of an indexed dataset by number. The records of all data sources are numbered in one sequence,
+    in the order of the sources and of their files.
 
-    The columns `offset` (int64), `size` and `line` (int32) say where the bytes of a record are. When a Texts is
-    pickled, only its arguments are.
+    The columns `offset` (int64), `size` and `line` (int32), each [records], are the positions of the records in their
+    files. When a RecordStore is pickled, only its arguments are.
 
     Args:
-        videos: read the records' videos; if false, a record that names a video has media that are not read.
-        cache: where ranges of remote files are kept; None: they are not kept.
+        folder: folder of the index with the positions of the records.
+        videos: whether videos are read. If false, a record that names a video has a problem.
+        cache: folder for byte ranges of remote files; None: they are not cached.
     """
 
     def __init__(self, folder: Path, videos: bool = False, cache: CacheFolder | None = None):
@@ -203,36 +208,37 @@ class Texts:
             self.sources = [source_from(own) for own in facts["sources"]]
             self.parts = [part_from(own) for own in facts["parts"]]
             self.fingerprint: str = facts["fingerprint"]
-            """Digest of the sources' content."""
+            """Checksum of the content of all files."""
             self.most: int = facts["max_record_bytes"]
+            """Greatest size of a record in bytes."""
         except (KeyError, TypeError, BadJson) as error:
             raise damaged(folder / DONE, "it is not what was written") from error
         self.offset, self.size, self.lines = (open_column(folder, name) for name in SPAN)
-        self._firsts = [p.first for p in self.parts]
-        self._open: OrderedDict[str, int] = OrderedDict()
-        self.shards = shards_of((part.file for part in self.parts), cache)
+        self._part_begins = [p.first for p in self.parts]
+        self.data_files = open_data_files((part.file for part in self.parts), cache)
 
     def __reduce__(self) -> tuple:
-        return Texts, (self.folder, self.videos, self.cache)
+        return RecordStore, (self.folder, self.videos, self.cache)
 
     def __len__(self) -> int:
         return len(self.offset)
 
     @cached_property
-    def firsts(self) -> list[int]:
-        """Number of each source's first record, followed by the number of all records."""
+    def source_bounds(self) -> list[int]:
+        """Number of the first record of each data source, followed by the number of all records."""
         counts = [0] * len(self.sources)
         for part in self.parts:
             counts[part.source] += part.count
         return list(itertools.accumulate(counts, initial=0))
 
-    def place(self, number: int) -> tuple[SourceFile, int]:
-        """Return the file of a record, and the record's index within that file."""
+    def locate(self, number: int) -> tuple[SourceFile, int]:
+        """Return the file of a record, and the record's index within this file, given its number in the dataset."""
         part = self.part(number)
         return part.file, number - part.first
 
     def part(self, number: int) -> Part:
-        return self.parts[bisect.bisect_right(self._firsts, number) - 1]
+        """Return the Part (file of records) that contains a record, given the record's number."""
+        return self.parts[bisect.bisect_right(self._part_begins, number) - 1]
 
     @cached_property
     def _folders(self) -> dict[SourceFile, Path | None]:
@@ -250,31 +256,14 @@ class Texts:
         text, size, offset = self.part(number).text, int(self.size[number]), int(self.offset[number])
         if size <= 0 or offset < 0:
             raise damaged(self.folder / "offset.npy", f"a record of {size} bytes at {offset} is impossible")
-        source, index = self.place(number)
+        source, index = self.locate(number)
         check_bytes(size, self.most, name_place(source.path, index, self.line(number)))
-        with reading(Path(text)):
-            try:
-                descriptor = self.open(text)
-            except FileNotFoundError as error:
-                if text == source.path:
-                    raise
+        try:
+            return self.data_files.open(text).read(offset, size)
+        except SourceError as error:
+            if text != source.path and isinstance(error.__cause__, FileNotFoundError):
                 raise damaged(Path(text), "it is missing") from error
-            found = os.pread(descriptor, size, offset)
-        if len(found) < size:
-            raise SourceError(
-                f"{text} ends before byte {offset + size}, where a record should; it has changed, or its index is "
-                "damaged: run llava-fsdp prepare, which checks both"
-            )
-        return found
-
-    def open(self, text: str) -> int:
-        """Return an open file descriptor of a text file. The latest OPEN_FILES ones are kept."""
-        if text not in self._open:
-            self._open[text] = os.open(text, os.O_RDONLY | os.O_CLOEXEC)
-            if len(self._open) > OPEN_FILES:
-                os.close(self._open.popitem(last=False)[1])
-        self._open.move_to_end(text)
-        return self._open[text]
+            raise
 
     def raw(self, number: int) -> Any:
         """Return a record as parsed JSON."""
@@ -282,13 +271,14 @@ class Texts:
 
     def parse(self, number: int, text: bytes) -> Any:
         """Parse the bytes of a record as JSON."""
-        source, index = self.place(number)
+        source, index = self.locate(number)
         return parse_text(source.path, index, text, self.line(number))
 
     def line(self, number: int) -> int | None:
-        """Return the line on which a record begins in its source file; None if the source is not a text file."""
+        """Return the number of the line on which a record begins in its file, from 1; None if that is not a text
+        file."""
         part = self.part(number)
-        return None if has_rows(part.file.path) else int(self.lines[number])
+        return None if is_container(part.file.path) else int(self.lines[number])
 
     def id_of(self, number: int) -> str | None:
         """Return the id of a record, even if the record is invalid; None if it has no id."""
@@ -299,7 +289,7 @@ class Texts:
 
     def name(self, number: int) -> str:
         """Return the name of a record for messages, whether or not it can be parsed."""
-        source, index = self.place(number)
+        source, index = self.locate(number)
         with contextlib.suppress(DataError):
             raw = self.raw(number)
             if isinstance(raw, dict):
@@ -307,19 +297,21 @@ class Texts:
         return name_place(source.path, index, self.line(number))
 
     def fetch_ahead(self, numbers: Iterable[int], needed: Needed = lambda number, name, place: place) -> None:
-        """Begin to fetch the images of records that lie in remote files, and return at once.
+        """Begin to download the images of records that are inside remote files, and return at once.
 
         Args:
-            needed: returns the part of an image that is fetched.
+            numbers: numbers of the records.
+            needed: function (record number, image name, image location) -> location of the part of the image to
+                download, or None.
         """
-        if not self.shards.remote:
+        if not self.data_files.remote:
             return
         places = []
         for number in numbers:
             with contextlib.suppress(DataError):  # reported where the record is read
                 held = self.record(number).inline.items() if self.part(number).file.remote else ()
-                places += [needed(number, name, place) for name, place in held if isinstance(place, Place)]
-        self.shards.fetch_ahead(place for place in places if place is not None)
+                places += [needed(number, name, place) for name, place in held if isinstance(place, ImageLocation)]
+        self.data_files.fetch_ahead(place for place in places if place is not None)
 
     def record(self, number: int, text: bytes | None = None) -> Record:
         """Read and parse a record.
@@ -330,11 +322,11 @@ class Texts:
         Raises:
             DataError: the record is invalid; the error has a `kind`.
         """
-        source, index = self.place(number)
+        source, index = self.locate(number)
         folder = self._folders[source]
         raw = self.raw(number) if text is None else self.parse(number, text)
         record = parse_record(source.path, index, raw, self.line(number), source.keys, self.videos)
-        return replace(record, folder=folder or record.folder, shards=self.shards if record.inline else None)
+        return replace(record, folder=folder or record.folder, data_files=self.data_files if record.inline else None)
 
 
 def source_from(raw: dict[str, Any]) -> DataSource:
@@ -350,56 +342,62 @@ def part_from(raw: dict[str, Any]) -> Part:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A file of records whose records are to be found."""
+class TextFile:
+    """A text file of records, in which each record is still to be found."""
 
     file: SourceFile
-    text: Path
-    """The text file with its records."""
+    """The file of records that the configuration names."""
+    path: Path
+    """Path of the text file: `file` itself, or the file in the index to which its records were written."""
     key: str
+    """Text that changes with the path and content of `file`."""
 
 
 @dataclass(frozen=True)
 class FindRecords:
-    """Finds the records in text files. Each call finds those of one file, and writes their positions in pieces."""
+    """Finds the positions of the records in text files. A call with the index of a file writes the positions for this
+    file, in several .npy files (pieces)."""
 
-    shards: tuple[Shard, ...]
+    texts: tuple[TextFile, ...]
     folder: Path
-    """Folder of the pieces."""
+    """Folder in which each text file has a folder for its pieces."""
     most: int
-    """Largest number of bytes of a record."""
+    """Greatest size of a record in bytes."""
 
     def __call__(self, chunk: int) -> Columns:
-        shard = self.shards[chunk]
-        if has_rows(shard.file.path) and not shard.text.stat().st_size:
-            raise no_records(shard.file.path)
-        split_file(shard.text, self.pieces(chunk), self.most, shard.file.path)
+        text = self.texts[chunk]
+        if is_container(text.file.path) and not text.path.stat().st_size:
+            raise no_records(text.file.path)
+        split_file(text.path, self.pieces(chunk), self.most, text.file.path)
         return {"count": np.zeros(0, dtype=np.int64)}
 
     def pieces(self, chunk: int) -> Path:
-        return self.folder / self.shards[chunk].key
+        """Return the folder of the pieces of the text file with index `chunk`."""
+        return self.folder / self.texts[chunk].key
 
     def files(self) -> list[Path]:
-        return [self.folder / f"{shard.key}.npz" for shard in self.shards]
+        """Return for each text file a path that exists once all its pieces are written."""
+        return [self.folder / f"{text.key}.npz" for text in self.texts]
 
 
 def no_records(file: str) -> DataError:
     return DataError(f"{file} holds no records; take it out, or take it from its source again").about(file=file)
 
 
-def join_texts(
+def join_positions(
     sources: Sequence[DataSource],
     found: FindRecords,
     folder: Path,
     fingerprint: str,
     check: Callable[[], None],
 ) -> None:
-    """Join the positions of the records of all files, and write them into a folder that `Texts` opens.
+    """Join the positions of the records of all files, and write them into a folder that RecordStore can open.
 
     Args:
-        found: the files of all sources in order; their records have been found.
-        fingerprint: digest of the files' content.
-        check: called before the folder gets its final name; raises if a file has changed.
+        found: has written the positions for the files of all sources, in their order.
+        folder: the folder to make.
+        fingerprint: checksum of the content of all files.
+        check: called before the folder gets its final name; raises an error if a file has changed.
 
     Raises:
         DataError: a file has no records.
@@ -408,12 +406,12 @@ def join_texts(
     parts: list[Part] = []
     pieces: list[Path] = []
     first = 0
-    for chunk, (source, shard) in enumerate(zip(numbers, found.shards, strict=True)):
+    for chunk, (source, text) in enumerate(zip(numbers, found.texts, strict=True)):
         own = sorted(found.pieces(chunk).glob("*.npy"))
         count = sum(len(read_column(p)) for p in own)
         if not count:
-            raise no_records(shard.file.path)
-        parts.append(Part(source, shard.file, str(shard.text), shard.key, first, count))
+            raise no_records(text.file.path)
+        parts.append(Part(source, text.file, str(text.path), text.key, first, count))
         pieces += own
         first += count
     staged = folder.with_name(f"{folder.name}.tmp")
@@ -423,35 +421,33 @@ def join_texts(
         write_column(staged / f"{name}.npy", columns, np.dtype(dtype))
     facts = {"sources": [asdict(s) for s in sources], "parts": [asdict(p) for p in parts]}
     facts |= {"fingerprint": fingerprint, "max_record_bytes": found.most}
-    seal(staged, facts)
+    write_done(staged, facts)
     check()
     os.replace(staged, folder)
 
 
 def split_file(path: Path, folder: Path, most: int, name: str | None = None) -> list[Path]:
-    """Find the positions of the records in a file and write them in pieces. Pieces left by an interrupted run are used
-    again.
+    """Find the positions of the records in a text file and write them to several .npy files (pieces). Pieces left by an
+    interrupted run are used again.
 
     Args:
         folder: folder of the pieces.
-        most: largest number of bytes of a record.
-        name: the file in messages, where `path` is a copy of it; None: `path`.
+        most: greatest size of a record in bytes.
+        name: name of the file in error messages if `path` is a copy of it; None: `path`.
 
     Returns:
-        Paths of the pieces, .npy files with offset, size and line of each record, int64 [records, 3].
+        Paths of the pieces; each has offset, size and line of its records, int64 [records, 3].
     """
     folder.mkdir(parents=True, exist_ok=True)
     pieces = sorted(folder.glob("*.npy"))
     after = tuple(read_column(pieces[-1])[-1].tolist()) if pieces else None
     found = spans(path, after, most, name)
-    while piece := take(found, path):
+    while True:
+        with reading(path):
+            piece = list(itertools.islice(found, PIECE))
+        if not piece:
+            return pieces
         target = folder / f"{len(pieces):08d}.npy"
         with replacing(target, durable=True) as file:
             np.save(file, np.array(piece, dtype=np.int64))
         pieces.append(target)
-    return pieces
-
-
-def take(found: Iterator[Span], path: Path) -> list[Span]:
-    with reading(path):
-        return list(itertools.islice(found, PIECE))

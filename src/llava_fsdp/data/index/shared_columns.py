@@ -1,6 +1,7 @@
-"""Columns that one process computes and writes into the index folder, and that all processes of a machine then map.
+"""Share large arrays between the processes of a machine: one process writes an array to a file of the dataset's index,
+and all processes memory-map the file.
 
-Each of them would otherwise hold its own copy, which at 100 million records takes gigabytes for every rank and worker.
+With 100 million records, a copy in each rank and data worker would take gigabytes.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,12 +19,12 @@ LOCK = "lock"
 
 
 def shared_column(path: Path, count: int, dtype: np.dtype, make: Callable[[], Iterable[np.ndarray]]) -> np.ndarray:
-    """Return the column in a file of an index as a memory-mapped array. If the file is missing, it is written first, by
-    one process while the others wait. If it cannot be written (the index is read-only, or its disk is full), the column
-    is returned in memory.
+    """Return a one-dimensional array from a .npy file of a dataset's index, memory-mapped. If the file is missing, one
+    process writes it first while the others wait. If it cannot be written (the index is read-only, or its disk is
+    full), the array is returned in memory.
 
     Args:
-        path: the file, in a folder for such columns; its name must change with everything that the values depend on.
+        path: the file, in a folder for such arrays; its name must change with everything that the values depend on.
         count: number of values.
         make: function that computes the values, in pieces.
 
@@ -46,7 +47,9 @@ def shared_column(path: Path, count: int, dtype: np.dtype, make: Callable[[], It
 
 
 def write(path: Path, count: int, dtype: np.dtype, pieces: Iterable[np.ndarray]) -> None:
-    for left in path.parent.glob("*.tmp"):  # of a process that died; nobody else writes here while the lock is held
+    for left in path.parent.glob(
+        "*.tmp"
+    ):  # of a process that died; while this process has the lock, no other one writes here
         left.unlink(missing_ok=True)
     with replacing(path, durable=True) as file:
         write_header(file, dtype, count)

@@ -1,5 +1,5 @@
-"""Identify the content of a dataset's files: by their sizes and modification times if these are known, else by reading
-them."""
+"""Identify the content of a dataset's files by checksums. Files whose sizes and modification times are known are not
+read again."""
 
 import contextlib
 import hashlib
@@ -7,44 +7,47 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from llava_fsdp.data.containers.file_reader import reading
 from llava_fsdp.data.index.record_store import DataSource, SourceFile, digest, files_of
-from llava_fsdp.data.records.record import reading
 from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import SourceError
 from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.progress import Watch
-from llava_fsdp.runtime.small_json import BadJson, kinds_of, parse_object, require_kinds
+from llava_fsdp.runtime.small_json import BadJson, Kinds, parse_object, require_kinds
 
 FORMAT = 8
 """Version of the index format. It is increased whenever the columns change, or the values in them for the same
 record."""
 STORED_EVERY = 100
-"""Number of files after whose digests all digests are stored."""
+"""While files are read, the checksums are stored whenever this many more are known."""
 KNOWN, DIGESTS = "known.json", "digests.json"
+STORED: dict[str, Kinds] = {"key": (str,), "fingerprint": (str,), "shards": (list,)}
+"""Keys under which `known.json` stores the fields of a State, in their order, and the types of the values."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The content of a dataset's files."""
+    """Checksums that identify the content of a dataset's files."""
 
     key: str
-    """Text that changes with the content and the places of the files, and with the largest size of a record."""
+    """Text that changes with the content and paths of the files, and with `data.max_record_bytes`."""
     fingerprint: str
-    """Digest of the content of all files."""
-    shards: list[str]
-    """For each file, a text that changes with its content and its place, and with the largest size of a record."""
+    """Checksum of the content of all files."""
+    file_keys: list[str]
+    """For each file, a text that changes with its content and path, and with `data.max_record_bytes`."""
 
 
 def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch, look_again: bool) -> State:
-    """Identify the content of the files of records. It is stored by the files' sizes and modification times, so that
-    unchanged files are not read again.
+    """Compute the State of the files of records, or look it up in `known.json` by the files' sizes and modification
+    times.
 
     Args:
-        most: largest size of a record in bytes. The keys depend on it, because with another limit other records are
+        folder: folder of the index.
+        most: greatest size of a record in bytes. The keys depend on it, because with another limit other records are
             valid.
         look_again: read the files even if their sizes and modification times are known.
     """
@@ -55,16 +58,23 @@ def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch,
         digests = digests_of(files, folder, watch, look_again)
         check_unchanged(sources, most, now)
         whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-        places = [file.place for file in files]
-        shards = [short(FORMAT, most, own, place) for own, place in zip(digests, places, strict=True)]
-        known[now] = State(short(FORMAT, most, digests, places), whole[:32], shards)
-        replace_file(folder / KNOWN, json.dumps({key: asdict(own) for key, own in known.items()}).encode())
+        identities = [file.identity for file in files]
+        keys = [short(FORMAT, most, own, identity) for own, identity in zip(digests, identities, strict=True)]
+        known[now] = State(short(FORMAT, most, digests, identities), whole[:32], keys)
+        replace_file(
+            folder / KNOWN,
+            json.dumps({key: dict(zip(STORED, astuple(own), strict=True)) for key, own in known.items()}).encode(),
+        )
     return known[now]
 
 
 def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> list[str]:
-    """Return the sha256 of the content of each file. A file whose size and modification time are as they were when it
-    was last read is not read again."""
+    """Return the SHA-256 checksum of each file's content. A file whose size and modification time are the same as when
+    it was last read is not read again, unless `look_again`.
+
+    Args:
+        folder: folder of the index, in which the checksums are stored.
+    """
     stored: dict[str, list[Any]] = {}
     with contextlib.suppress(ValueError, OSError):
         stored = parse_object((folder / DIGESTS).read_bytes())
@@ -79,7 +89,7 @@ def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: 
     with watch("fingerprints", len(files)) as advance, ThreadPoolExecutor(read_host().usable_cores) as pool:
         for file, own in zip(files, pool.map(of_file, files), strict=True):
             kept[file.path] = own
-            if len(kept) % STORED_EVERY == 0:  # so that a killed process has not read them for nothing
+            if len(kept) % STORED_EVERY == 0:  # so that they are not lost if the process is killed
                 replace_file(folder / DIGESTS, json.dumps(stored | kept).encode())
             advance(1)
     replace_file(folder / DIGESTS, json.dumps(kept).encode())
@@ -90,7 +100,8 @@ def check_unchanged(sources: list[DataSource], most: int, since: str, undo: Call
     """Raise SourceError, after calling `undo`, if the size or modification time of a file of records has changed.
 
     Args:
-        since: earlier result of `stamp` for these sources.
+        most: greatest size of a record in bytes.
+        since: earlier result of `stamp` for the same arguments.
     """
     try:
         is_changed = stamp(sources, most) != since
@@ -102,17 +113,18 @@ def check_unchanged(sources: list[DataSource], most: int, since: str, undo: Call
 
 
 def read_known(folder: Path) -> dict[str, State]:
-    """Return the content of `known.json`: for each state of the files seen so far (sizes and modification times), their
-    content. A damaged file counts as empty, because its content can be computed again."""
+    """Read `known.json` in the folder of an index: {result of `stamp`: State}. A damaged file counts as empty, because
+    its content can be computed again."""
     path = folder / KNOWN
     try:
         known = parse_object(path.read_bytes()) if path.is_file() else {}
-        return {key: State(**require_kinds(own, kinds_of(State))) for key, own in known.items()}
+        return {key: State(*(require_kinds(own, STORED)[name] for name in STORED)) for key, own in known.items()}
     except (ValueError, TypeError, KeyError, AttributeError, BadJson):
         return {}
 
 
 def stamp(sources: list[DataSource], most: int) -> str:
+    """Return a text that changes with the sizes and modification times of the files of records, and with `most`."""
     values = []
     for file in files_of(sources):
         values.append([file, *version_of(file)])
@@ -120,8 +132,8 @@ def stamp(sources: list[DataSource], most: int) -> str:
 
 
 def version_of(file: SourceFile) -> list[Any]:
-    """Return what changes with a file's content: its size, and its modification time in ns or, of a remote file, its
-    pin."""
+    """Return values that change when a file's content does: its size, and its modification time in ns (of a remote
+    file, `RemoteFile.pin`)."""
     if file.remote is not None:
         return [file.remote.size, file.remote.pin]
     with reading(Path(file.path)):
@@ -130,4 +142,5 @@ def version_of(file: SourceFile) -> list[Any]:
 
 
 def short(*what: object) -> str:
+    """Return a checksum of some values, as 12 hexadecimal digits."""
     return hashlib.sha256(repr(what).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Summarise what was found in a dataset: counts, lengths in tokens, tokens lost by truncation, and all problems."""
+"""Summarise an indexed dataset: counts, lengths in tokens, tokens lost by truncation, and problems of records."""
 
 import itertools
 import json
@@ -23,10 +23,11 @@ from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.terminal_text import shown_text
 
 SHOWN = 1000
-"""Number of records per kind of problem that report.json lists; problems.jsonl lists all."""
+"""Greatest number of records that report.json lists for each kind of problem; problems.jsonl lists all."""
 PAGE, TABLE, LIST = "report.html", "report.json", "problems.jsonl"
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99, 100)
 BARS = 48
+"""Greatest number of bars of a histogram."""
 
 
 @dataclass
@@ -34,9 +35,9 @@ class Counts:
     """Counts of the records of a data source, or of one of its files."""
 
     name: str
-    """Name of the source."""
+    """Name of the data source."""
     file: str
-    """The source's `path`, or the path of the file."""
+    """The `path` of the data source, or the path of the file."""
     images: str | None
     records: int
     left_out: int
@@ -47,7 +48,7 @@ class Counts:
     tokens: int = 0
     """Number of tokens after truncation at data.max_length, including image tokens."""
     median: int | None = None
-    """Median number of tokens of a record after truncation; None without records. `longest` is the greatest."""
+    """Median number of tokens of a record after truncation; None without records. `longest` is the greatest number."""
     longest: int | None = None
     label_tokens: int = 0
     tiles: int = 0
@@ -89,29 +90,33 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
 
 def count_sources(records: Records) -> list[Counts]:
     """Return the counts of each data source, without problems."""
-    texts, ends = records.index.texts, list(itertools.accumulate(records.source_counts, initial=0))
-    ranges = zip(texts.sources, itertools.pairwise(texts.firsts), itertools.pairwise(ends), strict=True)
+    store, ends = records.index.store, list(itertools.accumulate(records.source_counts, initial=0))
+    ranges = zip(store.sources, itertools.pairwise(store.source_bounds), itertools.pairwise(ends), strict=True)
     return [count(records, Counts(s.name, s.path, s.images, e - b, e - b), kept) for s, (b, e), kept in ranges]
 
 
 def count_files(records: Records) -> list[Counts]:
     """Return the counts of each file of records of all sources, without problems."""
-    parts = records.index.texts.parts
-    bounds = first_numbers(records)
+    parts = records.index.store.parts
+    bounds = file_bounds(records)
     kept = bounds if records.numbers is None else np.searchsorted(records.numbers, bounds)
     ranges = zip(parts, itertools.pairwise(kept.tolist()), strict=True)
     return [count(records, Counts(p.file.name, p.file.path, p.file.images, p.count, p.count), own) for p, own in ranges]
 
 
-def first_numbers(records: Records) -> np.ndarray:
-    """Return the number in the index of each file's first record, followed by the number of all records, int64
+def file_bounds(records: Records) -> np.ndarray:
+    """Return the number in the index of the first record of each file, followed by the number of all records, int64
     [files + 1]."""
-    return np.array([*(part.first for part in records.index.texts.parts), len(records.index)], dtype=np.int64)
+    return np.array([*(part.first for part in records.index.store.parts), len(records.index)], dtype=np.int64)
 
 
 def count(records: Records, counts: Counts, kept: tuple[int, int]) -> Counts:
-    """Add up the columns of the records [begin, end) = `kept`, numbered among those that are trained on, and return
-    `counts` with the sums."""
+    """Count the tokens, images etc. of some records, and return `counts` with these fields filled in.
+
+    Args:
+        counts: its field `left_out` has the number of all records.
+        kept: range [begin, end) of the records to count, numbered among those that are trained on.
+    """
     begin, end = kept
     counts.left_out -= end - begin
     image_tokens = records.image_tokens
@@ -133,7 +138,12 @@ def count(records: Records, counts: Counts, kept: tuple[int, int]) -> Counts:
 
 
 def median(lengths: np.ndarray, begin: int, end: int, longest: int) -> int:
-    """Return the least length that half of the records [begin, end) do not exceed. No length is above `longest`."""
+    """Return the median of lengths[begin:end], without copying it. Of an even number of lengths, the lower of the two
+    middle ones is returned.
+
+    Args:
+        longest: greatest of the lengths.
+    """
     half = (end - begin - 1) // 2
     if end - begin <= BLOCK:
         return int(np.partition(lengths[begin:end], half)[half])
@@ -144,27 +154,27 @@ def median(lengths: np.ndarray, begin: int, end: int, longest: int) -> int:
 
 
 def count_problems(records: Records) -> list[dict[str, int]]:
-    """Return for each file of records the number of its records with each kind of problem."""
-    firsts, files = first_numbers(records), len(records.index.texts.parts)
+    """Return, for each file of records, {kind of problem: number of records that have it}."""
+    bounds, files = file_bounds(records), len(records.index.store.parts)
     found = {kind: np.zeros(files, dtype=np.int64) for kind, number in records.counts.items() if number}
     for begin, flags in records.index.blocks():
         for kind, counts in found.items():
             numbers = np.flatnonzero(flags & BITS[kind]) + begin
-            counts += np.bincount(np.searchsorted(firsts, numbers, side="right") - 1, minlength=files)
+            counts += np.bincount(np.searchsorted(bounds, numbers, side="right") - 1, minlength=files)
     return [{str(kind): int(counts[file]) for kind, counts in found.items() if counts[file]} for file in range(files)]
 
 
 def with_problems(records: Records) -> tuple[list[Counts], list[Counts]]:
-    """Return the counts of each data source, and those of each file, with their problems."""
+    """Return the counts of each data source and the counts of each file, both with the numbers of problems."""
     sources, files = count_sources(records), count_files(records)
-    for part, own, problems in zip(records.index.texts.parts, files, count_problems(records), strict=True):
+    for part, own, problems in zip(records.index.store.parts, files, count_problems(records), strict=True):
         own.problems, whole = problems, sources[part.source].problems
         whole |= {kind: whole.get(kind, 0) + number for kind, number in problems.items()}
     return sources, files
 
 
 def describe_lengths(index: Index) -> dict[str, Any]:
-    """Return histogram, mean and percentiles of the lengths of all samples in tokens before truncation."""
+    """Return histogram, mean and percentiles of the lengths in tokens of all samples before truncation."""
     full = open_column(index.encoded, "full")
     longest = max((int(full[at : at + BLOCK].max(initial=0)) for at in range(0, len(full), BLOCK)), default=0)
     counts = np.zeros(longest + 1, dtype=np.int64)
@@ -186,8 +196,8 @@ def describe_lengths(index: Index) -> dict[str, Any]:
 
 
 def bar_width(longest: int) -> int:
-    """Return the smallest of 1, 2, 5, 10, 20, ... with which a histogram of lengths up to `longest` has at most BARS
-    bars."""
+    """Return the width of the bars of a histogram of lengths up to `longest`: the smallest of 1, 2, 5, 10, 20, ... with
+    which there are at most BARS bars."""
     power = 1
     while True:
         for step in (1, 2, 5):
@@ -197,8 +207,8 @@ def bar_width(longest: int) -> int:
 
 
 def describe_losses(index: Index) -> list[dict[str, Any]]:
-    """Return for each maximum length how much is lost by truncation, in all sources together and in each source."""
-    names = [source.name for source in index.texts.sources]
+    """Return, for each maximum length, counts of what truncation loses in all data sources together and in each one."""
+    names = [source.name for source in index.store.sources]
     return [
         {
             "max_length": limit,
@@ -215,7 +225,7 @@ def losses(counts: np.ndarray) -> dict[str, int]:
 
 
 def list_problems(records: Records) -> dict[str, Any]:
-    """Return for each kind of problem the number of records that have it, whether these are trained on, and a list of
+    """Return, for each kind of problem, the number of records that have it, whether they are trained on, and a list of
     the first SHOWN of them."""
     found = {
         kind: {"records": count, "kept": kind not in records.dropping, "meaning": PROBLEMS[kind].meaning, "first": []}
@@ -233,13 +243,13 @@ def list_problems(records: Records) -> dict[str, Any]:
 
 def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
     for row in records.index.rows():
-        file, index = records.index.texts.place(row["record"])
+        file, index = records.index.store.locate(row["record"])
         yield {
             "kind": row["kind"],
             "kept": row["kind"] not in records.dropping,
             "source": file.name,
             "file": file.path,
-            "line": records.index.texts.line(row["record"]),
+            "line": records.index.store.line(row["record"]),
             "index": index,
             "id": row["id"],
             "reason": row["reason"],
@@ -250,7 +260,7 @@ def write_report(records: Records, cfg: Config, encoding: tuple[Encoder, ImageRe
     """Write report.json, report.html and problems.jsonl into a folder; return the content of report.json.
 
     Args:
-        encoding: what makes samples of records; the page shows some samples.
+        encoding: (encoder, image reader), with which some records are encoded to show them on the page.
     """
     report = make_report(records, cfg)
     examples = draw_examples(records, *encoding)

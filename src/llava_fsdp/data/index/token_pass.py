@@ -1,5 +1,5 @@
-"""Third pass over a dataset: encode each record as in training, and count what would be truncated at several maximum
-lengths."""
+"""Third pass over a dataset: encode each record as in training, and count what truncation at several maximum lengths
+would lose."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +22,8 @@ from llava_fsdp.data.text.templates import IMAGE_TAG
 LIMITS = (512, 1024, 2048, 4096, 8192)
 """Maximum lengths in tokens for which truncation is counted, in addition to the configured maximum length."""
 LOSSES = ("records", "positions", "labels", "unlabelled")
-"""What is counted for each maximum length: truncated records, tokens lost, label tokens lost, and records that lose all
-their labels."""
+"""Names of the counts for each maximum length: truncated records, lost tokens, lost label tokens, and records that lose
+all their labels."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class EncodeRecords(Pass):
         return PictureSizes(self.records_folder, self.pictures_folder)
 
     def key_of(self, numbers: range) -> str:
-        """See `Pass.key_of`; the tokens of an image may depend on its size, and those of a video on its length."""
+        """Return what `Pass.key_of` returns and a checksum of the sizes of the images and lengths of the videos, on
+        which the numbers of tokens may depend."""
         begin, end = self.sizes.first[numbers.start], self.sizes.first[numbers.stop]
         own = self.sizes
         columns = (c for c in (own.width, own.height, own.stored_height, own.frames, own.rate) if c is not None)
@@ -92,8 +93,12 @@ class EncodeRecords(Pass):
         return made
 
     def check_shapes(self, record: Record, number: int) -> None:
-        """Raise DataError if the shape of one of a record's images cannot be handled with the configured aspect ratio
-        and pixel settings."""
+        """Raise DataError if the shape of an image of a record does not work with `data.image_aspect_ratio` and
+        `data.pixels`.
+
+        Args:
+            number: number of the record in the index.
+        """
         reader = self.reader
         for place, name in enumerate(record.images):
             width, height, stored_height = self.sizes.of(number, place)
@@ -106,7 +111,7 @@ class EncodeRecords(Pass):
                 check_height(stored_height, what)
 
     def losses(self, made: Measured) -> np.ndarray:
-        """Return what truncation of a record at each maximum length would lose, int64 [limits, LOSSES]."""
+        """Count what truncation of an encoded record at each maximum length would lose, int64 [limits, LOSSES]."""
         lost = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
         labels = made.whole.num_labels
         for row, limit in enumerate(self.limits):
@@ -118,6 +123,7 @@ class EncodeRecords(Pass):
 
 
 def tell_special(record: Record, position: int, text: str, encoder: Encoder, tell: Tell) -> None:
+    """Report a special token in the text of a turn, the one with index `position` in the record."""
     named = (text[begin:end] for begin, end in encoder.tokenizer.find_special(text))
     found = next((token for token in named if token != IMAGE_TAG), None)
     if found is not None:
@@ -128,6 +134,7 @@ def tell_special(record: Record, position: int, text: str, encoder: Encoder, tel
 
 
 def check_cut(record: Record, made: Measured, max_length: int, tell: Tell) -> None:
+    """Report a record that is too long or has no labels after truncation."""
     sample, full = made.sample, len(made.whole.input_ids)
     if sample.positions_cut:
         tell(

@@ -1,4 +1,4 @@
-"""Verify that the records and images that an index was made from are unchanged, by reading all of them again.
+"""Verify, by reading them again, that the records and images from which a dataset's index was made are unchanged.
 
 Training recognises unchanged files by size and modification time, and does not examine an image again that was once
 good. Only this check finds a change that leaves both size and time as they were.
@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from llava_fsdp.data.containers.place import Place
-from llava_fsdp.data.images.check import ImageInShard, read_file
+from llava_fsdp.data.containers.location import ImageLocation
+from llava_fsdp.data.images.check import ImageInContainer, read_file
 from llava_fsdp.data.images.video import video_digest
 from llava_fsdp.data.index.build import CHUNKS, Index, Plan, find
 from llava_fsdp.data.index.examine_passes import PictureNames
 from llava_fsdp.data.index.integrity import check_part
-from llava_fsdp.data.index.record_store import Texts, sources_of
+from llava_fsdp.data.index.record_store import RecordStore, sources_of
 from llava_fsdp.data.index.worker_pool import (
     ROWS,
     Columns,
@@ -30,8 +30,8 @@ from llava_fsdp.data.index.worker_pool import (
     rows_column,
     run_chunks,
 )
-from llava_fsdp.data.records.record import INLINE, is_video
-from llava_fsdp.data.records.rows import all_lines, has_rows
+from llava_fsdp.data.records.record import INLINE, is_container, is_video
+from llava_fsdp.data.records.rows import all_lines
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.progress import Watch
 
@@ -41,16 +41,20 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class CompareContent:
-    """Pass over a dataset that reads the records and images of a chunk again and compares them with the checksums in
-    the index. The column `rows` lists those that have changed. Records of Parquet files and tars are not compared, and
-    neither are images with problems and images that were not decoded when the index was made: they have no
-    checksum."""
+    """Reads the records and images of a dataset again, in chunks, and compares them with the checksums in the dataset's
+    index. A call with the number of a chunk returns the column `rows`, which lists what has changed.
 
-    texts: Texts
+    Records of Parquet files and tars are not compared here (see `changed_rows`). Images that have problems or were not
+    decoded when the index was made have no checksum and are not compared.
+    """
+
+    store: RecordStore
     size: int
     """Number of records in a chunk."""
     records_folder: Path
+    """Folder of the columns about records."""
     pictures_folder: Path
+    """Folder of the columns about images."""
 
     @cached_property
     def names(self) -> PictureNames:
@@ -63,20 +67,20 @@ class CompareContent:
 
     def __call__(self, chunk: int) -> Columns:
         changed: list[str] = []
-        seen: dict[Path | ImageInShard, int | str] = {}
+        seen: dict[Path | ImageInContainer, int | str] = {}
         records, images = self.digests
-        for number in range(chunk * self.size, min(len(self.texts), (chunk + 1) * self.size)):
-            source, _ = self.texts.place(number)
-            in_text = not has_rows(source.path)  # other records are compared by `changed_rows`
-            if in_text and records[number] and xxh3_64_intdigest(self.texts.read(number)) != records[number]:
-                changed.append(f"{self.texts.name(number)} is not what it was")
+        for number in range(chunk * self.size, min(len(self.store), (chunk + 1) * self.size)):
+            source, _ = self.store.locate(number)
+            in_text = not is_container(source.path)  # `changed_rows` compares other records
+            if in_text and records[number] and xxh3_64_intdigest(self.store.read(number)) != records[number]:
+                changed.append(f"{self.store.name(number)} is not what it was")
             first = int(self.names.first[number])
             names = self.names.of(number)
-            inline = self.texts.record(number).inline if has_rows(source.path) and names else {}
+            inline = self.store.record(number).inline if is_container(source.path) and names else {}
             for place, name in enumerate(names):
                 known, held = int(images[first + place]), inline.get(name)
-                if isinstance(held, Place):
-                    file: Path | ImageInShard = ImageInShard(held, self.texts.shards)
+                if isinstance(held, ImageLocation):
+                    file: Path | ImageInContainer = ImageInContainer(held, self.store.data_files)
                 elif name.startswith(INLINE) or source.images is None:  # an image in the text is in the record's digest
                     continue
                 else:
@@ -86,11 +90,11 @@ class CompareContent:
                 now = seen[file] if file in seen else seen.setdefault(file, digest_of(file))
                 if now != known:
                     said = f": {now}" if isinstance(now, str) else " is not what it was"
-                    changed.append(f"image {file}{said}, of {self.texts.name(number)}")
+                    changed.append(f"image {file}{said}, of {self.store.name(number)}")
         return {ROWS: rows_column([{"changed": said} for said in changed])}
 
 
-def digest_of(path: Path | ImageInShard) -> int | str:
+def digest_of(path: Path | ImageInContainer) -> int | str:
     """Return the xxh3 checksum of an image's bytes, or a text with the reason if they cannot be read."""
     try:
         if isinstance(path, Path) and is_video(path):
@@ -101,11 +105,11 @@ def digest_of(path: Path | ImageInShard) -> int | str:
 
 
 def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
-    """Check that all records and images of an index are unchanged; return the number of records and the number of
-    images that have been compared.
+    """Check that all records and images from which an index was made are unchanged. Return the number of records and
+    the number of images that were compared.
 
     Raises:
-        ConfigError: there is no complete index of these files.
+        ConfigError: there is no complete index of the present files.
         DataError: records or images have changed; the message names them.
         DamagedError: a file of the index is not what was written.
     """
@@ -116,7 +120,7 @@ def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
             f"verify=true: {folder} has no whole index of these files with their present size and time. To make it, "
             "run llava-fsdp prepare with the same keys, without verify"
         )
-    for part in (index.texts.folder, index.records, index.pictures, index.encoded):
+    for part in (index.store.folder, index.records, index.pictures, index.encoded):
         check_part(part, whole=True)
     changed = changed_rows(index) + compare(index, plan.workers, watch)
     if changed:
@@ -130,9 +134,9 @@ def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
 
 
 def compare(index: Index, workers: int, watch: Watch) -> list[str]:
-    """Return a description of each image, and of each record from a text file, that has changed since it was
-    indexed."""
-    task = CompareContent(index.texts, CHUNKS["pictures"], index.records, index.pictures)
+    """Return a description of each image, and of each record in a text file, that has changed since the index was
+    made."""
+    task = CompareContent(index.store, CHUNKS["pictures"], index.records, index.pictures)
     chunks = -(-len(index) // task.size)
     with tempfile.TemporaryDirectory(prefix="llava_fsdp_verify_") as made:
         with watch("reading everything again", chunks) as advance:
@@ -142,16 +146,16 @@ def compare(index: Index, workers: int, watch: Watch) -> list[str]:
 
 
 def changed_rows(index: Index) -> list[str]:
-    """Return a description of each record of a Parquet file or a tar that has changed since it was indexed."""
-    known, texts = open_column(index.records, "digest"), index.texts
+    """Return a description of each record in a Parquet file or a tar that has changed since the index was made."""
+    known, store = open_column(index.records, "digest"), index.store
     changed = []
-    for part in texts.parts:
+    for part in store.parts:
         path, begin, end = part.file.path, part.first, part.first + part.count
-        if not has_rows(path):
+        if not is_container(path):
             continue
-        digests = [xxh3_64_intdigest(line) for line in all_lines(path, part.file.keys, texts.most, texts.shards)]
+        digests = [xxh3_64_intdigest(line) for line in all_lines(path, part.file.keys, store.most, store.data_files)]
         if len(digests) != end - begin:
             changed.append(f"{path} has {len(digests):,} records, and had {end - begin:,}")
         pairs = zip(range(begin, end), digests, strict=False)
-        changed += [f"{texts.name(n)} is not what it was" for n, own in pairs if own != known[n]]
+        changed += [f"{store.name(n)} is not what it was" for n, own in pairs if own != known[n]]
     return changed

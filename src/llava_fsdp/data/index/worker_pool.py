@@ -1,6 +1,7 @@
-"""Compute a pass over a dataset chunk by chunk in worker processes, and join the columns of the chunks at the end.
+"""Compute columns (arrays with one value per record or image) of a dataset in worker processes, one chunk of records at
+a time, and join the columns of all chunks.
 
-The result of a chunk is one file, which a later run reuses. Workers are spawned, and import only what a pass needs:
+The result of a chunk is one file, which a later run reuses. Workers are spawned, and import only what their task needs:
 torch would take a third of a gigabyte in each. A spawned process imports the main module of its parent again, unless
 that is the `__main__` of a package, as in all commands that make an index.
 """
@@ -23,7 +24,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from llava_fsdp.data.index.integrity import read_column, seal
+from llava_fsdp.data.index.integrity import read_column, write_done
 from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import SourceError, WorkerError
 from llava_fsdp.runtime.log import log
@@ -32,17 +33,20 @@ from llava_fsdp.runtime.progress import Advance
 from llava_fsdp.runtime.terminal_text import guard_streams
 
 Columns = dict[str, np.ndarray]
-"""Columns of one chunk by name; each has one value per record or one per image."""
+"""{name: column} for one chunk of records; a column is an array with one value per record or one per image."""
 ROWS = "rows"
-"""Name of the column that contains text: JSON Lines as bytes (uint8)."""
+"""Name of the column that lists problems of records: JSON Lines as bytes, uint8 [bytes]."""
 BLOCK = 1 << 20
 """Number of values of a column that are held in memory at the same time."""
 ALONE_SECONDS = 2.0
-"""Seconds for which this process computes chunks before it starts workers: their start takes as long."""
+"""Number of seconds for which this process computes chunks before it starts workers, whose start takes as long."""
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+"""Environment variables with which libraries use one thread."""
 
 
 class Task(Protocol):
+    """Interface of a computation on a dataset in chunks: a call returns the columns of the chunk with this number."""
+
     def __call__(self, chunk: int) -> Columns: ...
 
 
@@ -55,9 +59,9 @@ def chunk_files(folder: Path, chunks: int) -> list[Path]:
 
 
 def run_chunks(task: Task, files: Sequence[Path], workers: int, advance: Advance) -> None:
-    """Compute each chunk whose file is missing or incomplete, and write its file.
+    """Compute the columns of each chunk whose file is missing or incomplete, and write the file.
 
-    This process computes chunks for `ALONE_SECONDS`; then worker processes compute what is left.
+    This process computes chunks for ALONE_SECONDS. Then worker processes compute the rest.
 
     Args:
         files: the file of each chunk.
@@ -131,8 +135,8 @@ def run_in_workers(
 
 @contextlib.contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Context manager: processes started in the `with` block use one thread per library, because there is one worker
-    per core."""
+    """Context manager that sets the environment variables ONE_THREAD. Processes started in the `with` block use one
+    thread per library, because there is one worker per core."""
     before = dict(os.environ)
     os.environ.update(ONE_THREAD)
     try:
@@ -145,11 +149,17 @@ def one_thread_each() -> Iterator[None]:
 
 
 WORK: list[Callable[[int], None]] = []
-"""In a worker process, holds the function that computes a chunk; empty in the main process."""
+"""In a worker process, a list with the function that computes and writes a chunk; empty in the main process."""
 
 
 def begin(parent: int, task: Task, files: Sequence[Path]) -> None:
-    """Initialise a worker process: it ends when its parent ends, and ignores Ctrl-C."""
+    """Initialise a worker process, so that it ends when its parent ends, and ignores Ctrl-C.
+
+    Args:
+        parent: id of the parent process.
+        task: computes the columns of a chunk.
+        files: the file of each chunk.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
     os.dup2(2, 1)  # libraries' messages are not part of the command's output
@@ -162,7 +172,7 @@ def do_in_worker(chunk: int) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a file exists and ends like a zip archive. After a power loss, the end of a file may be
+    """Return whether the file of a chunk exists and is a complete zip archive. After a power loss, its end may be
     missing."""
     return path.is_file() and zipfile.is_zipfile(path)
 
@@ -174,21 +184,21 @@ def do(task: Task, files: Sequence[Path], chunk: int) -> None:
         np.savez(file, **columns)  # pyright: ignore[reportArgumentType]
 
 
-def join(files: Sequence[Path], firsts: Sequence[int], target: Path, finish: Callable[[Path], dict[str, Any]]) -> None:
-    """Concatenate the columns of all chunks: each column becomes a .npy file in `target`, the text column becomes
-    `rows.jsonl`.
+def join(files: Sequence[Path], offsets: Sequence[int], target: Path, finish: Callable[[Path], dict[str, Any]]) -> None:
+    """Concatenate the columns of all chunks: each column becomes a .npy file in the folder `target`, and the column
+    ROWS becomes `rows.jsonl`.
 
-    Only one chunk's column is in memory at a time.
+    Only one column of one chunk is in memory at a time.
 
     Args:
         files: the file of each chunk.
-        firsts: for each chunk, what is added to the number `record` of its rows: a chunk counts the records of its own
-            file of records.
+        offsets: for each chunk, the number to add to the record numbers in its column ROWS, which are numbered within
+            their own file of records.
         finish: called with the folder of the joined columns; may add files to it, and returns facts to store in
             `done.json`.
 
     Raises:
-        SourceError: the file of a chunk is broken; the file is deleted, so that the next run makes it again.
+        SourceError: the file of a chunk is broken. It is deleted, so that the next run makes it again.
     """
     staged = target.with_name(f"{target.name}.tmp")
     staged.mkdir(exist_ok=True)
@@ -197,16 +207,16 @@ def join(files: Sequence[Path], firsts: Sequence[int], target: Path, finish: Cal
         pieces = (column(file, name) for file in files)
         if name == ROWS:
             with (staged / f"{ROWS}.jsonl").open("wb") as file:
-                for piece, first in zip(pieces, firsts, strict=True):
+                for piece, first in zip(pieces, offsets, strict=True):
                     file.write(renumbered(piece.tobytes(), first))
         else:
             write_column(staged / f"{name}.npy", pieces, dtype)
-    seal(staged, finish(staged))
+    write_done(staged, finish(staged))
     os.replace(staged, target)
 
 
 def renumbered(rows: bytes, first: int) -> bytes:
-    """Return rows (JSON Lines) with `first` added to the number `record` of each."""
+    """Return JSON Lines in which `first` is added to the number `record` of each line."""
     if not first:
         return rows
     made = (json.loads(line) for line in rows.splitlines())
@@ -218,8 +228,8 @@ def column(path: Path, name: str) -> np.ndarray:
 
 
 def columns_of(path: Path, *names: str) -> Columns:
-    """Return the named columns from the file of a chunk; all columns if no name is given. Raises SourceError for a
-    broken file."""
+    """Read columns from the file of a chunk; all columns if no name is given. Raise SourceError if the file is
+    broken."""
     try:
         with np.load(path, allow_pickle=False) as chunk:
             return {name: chunk[name] for name in names or chunk.files}
@@ -229,8 +239,8 @@ def columns_of(path: Path, *names: str) -> Columns:
 
 
 def write_column(path: Path, pieces: Iterator[np.ndarray], dtype: np.dtype) -> None:
-    """Write an array that is given in pieces to a .npy file. The length in the header is written last, when it is
-    known."""
+    """Write a one-dimensional array, which is given in pieces, to a .npy file. Its length is written into the header
+    last, when it is known."""
     total = 0
     with path.open("wb") as file:
         write_header(file, dtype, 10**18)  # takes as many digits as any length
@@ -255,5 +265,5 @@ def open_column(folder: Path, name: str) -> np.ndarray:
 
 
 def rows_column(rows: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Return rows as a text column: JSON Lines as bytes (uint8)."""
+    """Return JSON objects as a column: JSON Lines as bytes, uint8 [bytes]."""
     return np.frombuffer("".join(json.dumps(row) + "\n" for row in rows).encode(), dtype=np.uint8)

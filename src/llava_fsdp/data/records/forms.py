@@ -1,7 +1,5 @@
-"""Parse records: tell the form of a record by its keys, and read it as LLaVA's form would be read.
-
-The forms are those of FORMS, and a question and an answer in two keys that the configuration names (`RecordKeys`).
-"""
+"""Parse records of several forms: with LLaVA's `conversations`, with `messages`, with `texts`, or with a question and
+an answer under two keys that the configuration names. The keys of a record tell its form."""
 
 import base64
 import re
@@ -13,12 +11,12 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from llava_fsdp.config import DataConfig
-from llava_fsdp.data.containers.place import Place, place_from
+from llava_fsdp.data.containers.location import ImageLocation, location_from
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import (
     INLINE,
     JSON_NAMES,
-    PLACE,
+    LOCATION,
     TOO_LARGE,
     Record,
     Turn,
@@ -26,8 +24,8 @@ from llava_fsdp.data.records.record import (
     check_name,
     check_text,
     id_of,
+    is_container,
     is_empty,
-    is_shard,
     is_video,
     name_place,
     name_record,
@@ -40,17 +38,17 @@ from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.runtime.errors import DataError
 
 TURN_KEYS = (("from", "value"), ("role", "content"))
-"""Keys of a turn in `conversations` and `messages`: its speaker, and its text or (with `content`) a list of parts."""
+"""Keys of a turn in `conversations` or `messages`: its speaker, and its text or (only `content`) a list of parts."""
 ENTRY_KEYS = ("user", "assistant")
-"""Keys of an entry of `texts`: a question and its answer."""
+"""Keys of an element of `texts`: a question and its answer."""
 SPEAKERS = {
     "human": "human", "user": "human",
     "gpt": "gpt", "assistant": "gpt", "model": "gpt", "chatgpt": "gpt", "bing": "gpt", "bard": "gpt",
     "system": "system",
 }  # fmt: skip
-"""The role of a turn by the name of its speaker. A turn with another name keeps it, and is refused by name later."""
+"""{name of a speaker: role of a turn}. A turn whose speaker has another name keeps the name, and is refused later."""
 ROLES = ("human", "gpt")
-"""Roles of a question and its answer."""
+"""Roles of a question and of its answer."""
 TOOLS = frozenset("tool function ipython observation tool_call tool_response function_call function_response".split())
 """Names of speakers that are tools, or that call them."""
 TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call")
@@ -58,28 +56,28 @@ TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call")
 IMAGE_KEYS = ("image", "images")
 """Keys of a record for its images, beside the one that `data.image_column` names."""
 IMAGE_PARTS = ("image", "image_url")
-"""Types of the parts that stand for an image."""
+"""Types of the parts of a turn that are an image."""
 GIVEN_AS = ("image", "image_url", "url", "path", "base64", "bytes")
-"""Keys by which a part, or an object in place of a path, gives an image."""
+"""Keys with an image in a part of a turn, or in an object instead of a path."""
 VIDEO = "video"
-"""Key of a record for its videos, and type of the parts that stand for a video."""
+"""Key of a record for its videos, and type of the parts of a turn that are a video."""
 VIDEO_KEYS = (VIDEO, "videos")
 """Keys of a record for its videos."""
 VIDEO_GIVEN_AS = (VIDEO, "path")
-"""Keys by which a part gives a video."""
+"""Keys with a video in a part of a turn."""
 ANY_TAG = re.compile(rf"{IMAGE_TAG}|(?i:<video>)")
 DATA_URL = re.compile(r"data:image/[\w.+-]+(?:;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class RecordKeys:
-    """Names of keys of a record (of columns, in Parquet) that the configuration gives."""
+    """Keys of records (in Parquet, columns) that the configuration names."""
 
     question: str | None = None
-    """Key of the question; None: no record has this form."""
+    """Key of the question; None: records with a question and an answer under two keys are not read."""
     answer: str | None = None
     image: str | None = None
-    """Another key for the images, beside IMAGE_KEYS."""
+    """Key for the images, in addition to IMAGE_KEYS."""
 
     @classmethod
     def of_config(cls, cfg: DataConfig) -> "RecordKeys":
@@ -102,37 +100,46 @@ NO_KEYS = RecordKeys()
 
 @dataclass
 class RecordReader:
-    """Reads the values of one record; collects the images that are in the record itself, and what is not read."""
+    """Parses the values of one record. It collects the images that are embedded in the record, and media that are not
+    read."""
 
     where: str
     """Name of the record in error messages."""
     file: str
-    """The file of records."""
+    """Path or URL of the file of records."""
     reads_videos: bool = False
-    """Whether videos are read; if not, a video is one of the media that are not read."""
-    inline: dict[str, bytes | Place] = field(default_factory=dict)
-    """Images that are in the record itself or in its file, by the names that `image` gives them."""
+    """Whether videos are read; if not, a video counts as media that are not read."""
+    inline: dict[str, bytes | ImageLocation] = field(default_factory=dict)
+    """{name: bytes or location} of the images that are embedded in the record or in its file."""
     in_parts: list[str] = field(default_factory=list)
-    """Names of the images, and of videos that are read, that the parts of turns give."""
+    """Names of the images and videos in the parts of turns."""
     unread: str | None = None
-    """Description of the first media that are not read."""
+    """Description of the first media that are not read; None if there are none."""
 
     def bad(self, what: str, value: Any, cure: str) -> DataError:
+        """Return a DataError about a value of the record.
+
+        Args:
+            what: name of the value.
+            cure: what the value must be.
+        """
         return DataError(f"{self.where}: {what} is {shown(value)}; it must be {cure}", Kind.bad_form)
 
     def note_unread(self, raw: dict[str, Any], read: Iterable[str] = ()) -> None:
+        """Note the media in a JSON object that are not read; `read` are its keys that are."""
         self.unread = self.unread or unread_media(raw, read)
 
     def image(self, what: str, value: Any, is_nested: bool = False) -> str:
-        """Return the name of an image: its path, or for an image in the record itself a name made from its bytes.
+        """Return the name of an image: its path or, for an image that is embedded in the record, a name made from its
+        bytes.
 
         Args:
             what: name of the value in error messages.
             value: a path, a data URL, or an object with one of the keys GIVEN_AS; in an object, `bytes` may be bytes or
-                base64 text. In a row of a Parquet file or a tar also an object with the key PLACE.
+                base64 text. In a row of a Parquet file or a tar also an object with the key LOCATION.
         """
-        if isinstance(value, dict) and PLACE in value and is_shard(self.file):
-            return self.place(what, value[PLACE])
+        if isinstance(value, dict) and LOCATION in value and is_container(self.file):
+            return self.located(what, value[LOCATION])
         given = given_images(value) if isinstance(value, dict) else {}
         if len(given) == 1:
             ((key, inner),) = given.items()
@@ -155,7 +162,7 @@ class RecordReader:
         return value
 
     def video(self, what: str, value: Any) -> str:
-        """Return the path of a video.
+        """Return `value`, the path of a video; raise DataError if it is not a valid path.
 
         Args:
             what: name of the value in error messages.
@@ -169,6 +176,7 @@ class RecordReader:
         return value
 
     def decoded(self, what: str, text: Any) -> bytes:
+        """Decode an image from base64; `what` is its name in the error message."""
         try:
             return base64.b64decode(text, validate=True)
         except (TypeError, ValueError) as error:
@@ -178,29 +186,40 @@ class RecordReader:
             ) from error
 
     def keep(self, data: bytes) -> str:
-        """Keep the file of an image that is in the record itself, and return a name for it."""
+        """Add the bytes of an embedded image to `inline`, and return a name for it."""
         name = f"{INLINE}{xxh3_128_hexdigest(data)}"
         self.inline[name] = data
         return name
 
-    def place(self, what: str, values: Any) -> str:
-        """Return a name for an image that lies in the file of records."""
+    def located(self, what: str, values: Any) -> str:
+        """Add the location of an image in the file of records to `inline`, and return a name for it.
+
+        Args:
+            what: name of the value in error messages.
+            values: fields of the location, written by `ImageLocation.to_json`.
+        """
         try:
-            place = place_from(self.file, values)
+            location = location_from(self.file, values)
         except ValueError:
             raise self.bad(what, values, "a path") from None
-        page = "" if place.page is None else f"@{place.page.offset}"
-        name = f"{INLINE}{place.offset}+{place.size}{page}"
-        self.inline[name] = place
+        page = "" if location.page is None else f"@{location.page.offset}"
+        name = f"{INLINE}{location.offset}+{location.size}{page}"
+        self.inline[name] = location
         return name
 
     def turns(self, key: str, raw: Any) -> list[Turn]:
-        """Read `conversations` or `messages`."""
+        """Parse the turns of a record from its key `conversations` or `messages`.
+
+        Args:
+            key: the key.
+            raw: its value.
+        """
         if not isinstance(raw, list):
             raise self.bad(key, raw, "a list of turns, each an object with from and value, or role and content")
         return [self.turn(f"turn {number}", own) for number, own in enumerate(raw)]
 
     def turn(self, what: str, raw: Any) -> Turn:
+        """Parse an element of `conversations` or `messages`; `what` is its name in error messages."""
         fields = raw if isinstance(raw, dict) else {}
         speakers = [name for key, _ in TURN_KEYS if isinstance(name := fields.get(key), str)]
         self.refuse_tools(what, fields, speakers)
@@ -220,7 +239,12 @@ class RecordReader:
         return value
 
     def part(self, what: str, raw: Any) -> str:
-        """Return the text of a part of a turn; of an image or a video, `<image>`."""
+        """Return the text of a part of a turn; `<image>` if the part is an image or a video.
+
+        Args:
+            what: name of the part in error messages.
+            raw: the part as a JSON value.
+        """
         kind = raw.get("type") if isinstance(raw, dict) else None
         if not isinstance(kind, str):
             raise self.bad(what, raw, "an object with type (text, image or image_url)")
@@ -245,7 +269,12 @@ class RecordReader:
         return ""
 
     def refuse_tools(self, what: str, raw: dict[str, Any], speakers: Iterable[str] = ()) -> None:
-        """Raise DataError if a record or turn has tools or calls of tools, or a tool is among the speakers."""
+        """Raise DataError if a record or a turn has tools or calls of tools, or a tool is among the speakers.
+
+        Args:
+            what: name of the record or turn in the error message.
+            raw: the record or turn as a JSON object.
+        """
         speaker = next((own for own in speakers if own in TOOLS), None)
         called = next((own for own in TOOL_KEYS if not is_empty(raw.get(own))), None)
         if called is not None or speaker is not None:
@@ -255,7 +284,12 @@ class RecordReader:
             )
 
     def pairs(self, key: str, raw: Any) -> list[Turn]:
-        """Read `texts`."""
+        """Parse the turns of a record from its key `texts`: pairs of a question and its answer.
+
+        Args:
+            key: the key.
+            raw: its value.
+        """
         if not isinstance(raw, list):
             raise self.bad(key, raw, "a list of objects with user and assistant")
         turns = []
@@ -267,29 +301,26 @@ class RecordReader:
                 turns.append(Turn(role, self.text(f"{key}, entry {number}, {name}", own[name])))
         return turns
 
-    def videos(self, raw: dict[str, Any], keys: Iterable[str]) -> dict[str, list[str]]:
-        """Return the paths of the videos in each of the given keys of a record; a value is a path or a list of
-        paths."""
-        found = {}
-        for key in keys:
-            value = raw.get(key)
-            if value is not None and (key == VIDEO or not is_empty(value)):
-                found[key] = [self.video(key, own) for own in (value if isinstance(value, list) else [value])]
-        return found
+    def listed(self, raw: dict[str, Any], keys: Iterable[str], main: str) -> dict[str, list[str]]:
+        """Return {key: names} of the images or videos of a record. The value of a key is one of them, or a list.
 
-    def images(self, raw: dict[str, Any], keys: Iterable[str]) -> dict[str, list[str]]:
-        """Return the names of the images in each of the given keys of a record."""
+        Args:
+            raw: the record as a JSON object.
+            keys: the keys to read. Keys without a value are left out.
+            main: `image` or `video`: what is read, and the one of `keys` whose value must not be empty.
+        """
+        read = self.video if main == VIDEO else self.image
         found = {}
         for key in keys:
             value = raw.get(key)
-            if value is not None and (key == "image" or not is_empty(value)):
-                found[key] = [self.image(key, own) for own in (value if isinstance(value, list) else [value])]
+            if value is not None and (key == main or not is_empty(value)):
+                found[key] = [read(key, own) for own in (value if isinstance(value, list) else [value])]
         return found
 
 
 def given_images(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys, with their values, by which an object gives an image. A path beside bytes is only their name, as
-    Hugging Face datasets writes it."""
+    """Return those keys of a JSON object, with their values, that contain an image. A path next to bytes is left out,
+    because it is only their name, as Hugging Face datasets writes it."""
     given = {key: raw[key] for key in GIVEN_AS if not is_empty(raw.get(key))}
     return {key: value for key, value in given.items() if key != "path" or "bytes" not in given}
 
@@ -299,13 +330,19 @@ FORMS: dict[str, Callable[[RecordReader, str, Any], list[Turn]]] = {
     "messages": RecordReader.turns,
     "texts": RecordReader.pairs,
 }
-"""Forms of records: the key that has the conversation, and the function that reads its value."""
+"""Forms of records: {key with the conversation: method that parses its value}."""
 
 
 def form_of(where: str, raw: dict[str, Any], keys: RecordKeys) -> str:
-    """Return the key that tells the form of a record: one of FORMS, or the key of the question. A key that is
-    null or empty counts as missing beside one with a value: where records of several forms are rows of one table, each
-    row has the keys of all. Raise DataError if the record has no form, or the keys of two."""
+    """Return the key that tells the form of a record: a key of FORMS, or the key of the question. A key that is null or
+    empty is ignored if another one has a value, because in a table with records of several forms, each row has the keys
+    of all forms. Raise DataError if the record has no form, or the keys of two.
+
+    Args:
+        where: name of the record in error messages.
+        raw: the record as a JSON object.
+        keys: keys that the configuration names.
+    """
     known = [*FORMS, *(keys.pair or ())]
     named = [key for key in known if key in raw]
     filled = [key for key in named if raw[key]] or named
@@ -328,13 +365,18 @@ def form_of(where: str, raw: dict[str, Any], keys: RecordKeys) -> str:
 def parse_record(
     path: Path | str, index: int, raw: Any, line: int | None = None, keys: RecordKeys = NO_KEYS, videos: bool = False
 ) -> Record:
-    """Make a Record from parsed JSON, or from a row with the same keys, in which images may also be bytes.
+    """Make a Record from parsed JSON, or from a row of a table with the same keys, in which images may also be bytes.
 
     Args:
-        videos: read videos; if false, a record that names a video has media that are not read.
+        path: file of the record.
+        index: index of the record in the file.
+        raw: the parsed JSON.
+        line: number of the line on which the record begins, if known.
+        keys: keys that the configuration names.
+        videos: whether videos are read; if not, a video counts as media that are not read.
 
     Raises:
-        DataError: the record has none of the forms (docs/data.md; LLaVA's: train.py:665-740).
+        DataError: the record has none of the supported forms (docs/data.md; LLaVA's: train.py:665-740).
     """
     if not isinstance(raw, dict):
         lists = isinstance(raw, list) and str(path).lower().endswith(".jsonl")
@@ -343,13 +385,13 @@ def parse_record(
         raise DataError(f"{name_place(path, index, line)} is {what}; {cure}", Kind.bad_form)
     identity = id_of(raw)
     where = name_record(path, index, line, identity)
-    if TOO_LARGE in raw and is_shard(path):
+    if TOO_LARGE in raw and is_container(path):
         found, most = raw[TOO_LARGE]
         check_bytes(found, most, where)
     reader = RecordReader(where, str(path), videos)
-    listed = reader.images(raw, keys.images)
+    listed = reader.listed(raw, keys.images, "image")
     video_keys = tuple(key for key in VIDEO_KEYS if key not in keys.images) if videos else ()
-    shows = one_list(where, reader.videos(raw, video_keys), "videos")
+    shows = one_list(where, reader.listed(raw, video_keys, VIDEO), "videos")
     reader.note_unread(raw, (*keys.images, *video_keys, *(keys.pair or ())))
     form = form_of(where, raw, keys)
     if form in FORMS:
@@ -370,9 +412,14 @@ def parse_record(
 
 
 def one_list(where: str, listed: dict[str, list[str]], what: str = "images") -> tuple[str, ...]:
-    """Return the images (or videos: `what`) of a record, which one place lists. Raise DataError if two places list
-    different ones."""
-    filled = {place: names for place, names in listed.items() if names}
+    """Return the images (or videos) of a record. Raise DataError if several of its keys list different ones.
+
+    Args:
+        where: name of the record in error messages.
+        listed: {key of the record: images that it lists}.
+        what: `images` or `videos`, for error messages.
+    """
+    filled = {key: names for key, names in listed.items() if names}
     if len({tuple(names) for names in filled.values()}) > 1:
         raise DataError(f"{where} has different {what} in {' and '.join(filled)}; keep one", Kind.bad_form)
     return tuple(next(iter(filled.values()), ()))
@@ -381,14 +428,14 @@ def one_list(where: str, listed: dict[str, list[str]], what: str = "images") -> 
 def put_videos(
     images: Sequence[str], videos: Sequence[str], turns: Sequence[Turn]
 ) -> tuple[tuple[str, ...], list[Turn]]:
-    """Return the images and videos of a record in the order of their tags, and its turns with the tag <image> in place
-    of each tag of a video.
+    """Return the images and videos of a record in the order of their tags, and its turns with each tag <video> replaced
+    by <image>.
 
     The tag <video> stands for the next video. The tag <image> stands for the next of `images` or, if there are none,
     for the next video, as in LLaVA-Video-178K. Files without a tag come last.
 
     Args:
-        images: the files that the keys of images or the parts of turns name; some may be videos.
+        images: the files under the keys for images and in the parts of turns; some may be videos.
         videos: the files under the keys `video` and `videos`.
     """
     images_left, videos_left, ordered = list(images), list(videos), list[str]()
@@ -412,8 +459,12 @@ def put_videos(
 
 
 def images_in_front(turns: list[Turn], images: int) -> list[Turn]:
-    """Return turns in whose first question the tags of all images are in front, each on a line of its own; unchanged if
-    the turns have image tags."""
+    """Return turns with a tag for each image, on a line of its own, before the first question. Turns that have image
+    tags are returned unchanged.
+
+    Args:
+        images: number of images.
+    """
     first = next((number for number, turn in enumerate(turns) if turn.role == "human"), None)
     if first is None or any(IMAGE_TAG in turn.text for turn in turns):
         return turns

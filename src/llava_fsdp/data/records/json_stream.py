@@ -1,4 +1,4 @@
-"""Find where each record begins and ends in a JSON or JSON Lines file, in bounded memory."""
+"""Find the first and last byte of each record in a JSON or JSON Lines file, in bounded memory."""
 
 import json
 import re
@@ -11,12 +11,12 @@ from llava_fsdp.data.records.record import BYTE_ORDER_MARK
 from llava_fsdp.runtime.errors import DataError
 
 Span = tuple[int, int, int]
-"""A record's place in its file: (offset in bytes, size in bytes, first line counted from 1)."""
+"""Position of a record in its file: (offset in bytes, size in bytes, number of its first line from 1)."""
 BLOCK = 1 << 20
 MOST_BYTES = 4 << 20
 """Default of the setting `data.max_record_bytes`, in bytes."""
 SIGNS, SIGNS_IN_TEXT = re.compile(r'["{}\[\],]'), re.compile(r'["\\]')
-"""Regular expressions for the characters that decide where a JSON value ends, outside and inside a JSON string."""
+"""Regular expressions for the characters that determine where a JSON value ends, outside and inside a JSON string."""
 SPACE = " \t\r\n"
 JSON_NAMES = {"{": "a JSON object", '"': "text"} | dict.fromkeys("-0123456789", "a number")
 HEADS: dict[bytes, str] = {
@@ -30,22 +30,22 @@ HEADS: dict[bytes, str] = {
     b"<!doctype": "a page of HTML, as a download that failed leaves it; download the file again",
     b"<html": "a page of HTML, as a download that failed leaves it; download the file again",
 }
-"""File types that users pass by mistake, by their first bytes; each value says what the file is and how to fix that."""
+"""{first bytes of a file type that users pass by mistake: what the file is, and how to fix that}."""
 
 
 def spans(
     path: Path, after: Span | None = None, most: int = MOST_BYTES, name: str | Path | None = None
 ) -> Iterator[Span]:
-    """Yield the place (offset, size, line) of each record of a JSON list or JSON Lines (`.jsonl`) file, in file order.
+    """Yield the position (offset, size, line) of each record in a JSON list or JSON Lines (`.jsonl`) file, in file
+    order.
 
     Args:
-        after: place of a record; begin with the record that follows it. None: begin with the first record.
-        most: largest size in bytes of a record that is parsed. A larger record is not parsed; only its end is searched.
-        name: the file in messages, where `path` is a copy of it; None: `path`.
+        after: position of a record; begin with the record after it. None: begin with the first record.
+        most: greatest size in bytes of a record that is parsed. Of a larger record, only the end is searched.
+        name: name of the file in error messages if `path` is a copy of it; None: `path`.
 
     Raises:
-        DataError: a JSON list is not valid JSON; the message names line and byte. The lines of JSON Lines are not
-            parsed.
+        DataError: a JSON list is not valid JSON. (The lines of a JSON Lines file are not parsed.)
     """
     find = line_spans if path.suffix.lower() == ".jsonl" else list_spans
     return find(path, after, most, path if name is None else name)
@@ -93,6 +93,7 @@ def list_spans(path: Path, after: Span | None, most: int, name: str | Path) -> I
 
 
 def window_behind(file: BinaryIO, after: Span, most: int) -> "Window":
+    """Return a Window at the byte after the record at position `after`."""
     offset, size, line = after
     file.seek(offset)
     for begin in range(0, size, BLOCK):
@@ -101,7 +102,7 @@ def window_behind(file: BinaryIO, after: Span, most: int) -> "Window":
 
 
 def check_head(head: bytes, path: Path | str) -> None:
-    """Raise DataError if a file is empty or begins like a file of another kind (see HEADS).
+    """Raise DataError if a file is empty, or if its first bytes are those of another file type (see HEADS).
 
     Args:
         head: the first bytes of the file.
@@ -118,7 +119,7 @@ def check_head(head: bytes, path: Path | str) -> None:
 
 
 def begin(file: BinaryIO, path: str | Path) -> int:
-    """Return the offset of a file's first byte after a UTF-8 byte order mark (3), or 0 if the file has no such mark.
+    """Return the offset of the first byte of text in a file: 3 if it begins with a UTF-8 byte order mark, else 0.
 
     Raises:
         DataError: the file is empty, of another type (gzip, HTML, ...), or UTF-16 or UTF-32.
@@ -133,17 +134,17 @@ def begin(file: BinaryIO, path: str | Path) -> int:
 
 @dataclass
 class Window:
-    """The part of a JSON file that is in memory, and the reading position in it. The bytes are decoded as Latin-1, one
-    character per byte, so that an offset in the file is an offset in `text` plus `base`.
+    """Reads JSON values from a file, of which only a part is in memory. The bytes are decoded as Latin-1, one character
+    per byte, so that an offset in the file is an offset in `text` plus `base`.
 
-    Latin-1 does no harm: JSON's own characters are below 128, and no byte of a multi-byte UTF-8 character is.
+    Latin-1 is safe: all characters of JSON syntax are below 128, and no byte of a multi-byte UTF-8 character is.
     """
 
     file: BinaryIO
     base: int
     """Offset in the file of the first byte of `text`."""
     most: int = MOST_BYTES
-    """Largest size in bytes of a JSON value that is parsed. A larger value is not parsed; only its end is searched."""
+    """Greatest size in bytes of a JSON value that is parsed. Of a larger value, only the end is searched."""
     text: str = ""
     at: int = 0
     """Offset in `text` of the next character to read; text before it may be dropped."""
@@ -153,12 +154,11 @@ class Window:
     """Offset in `text` up to which newlines have been counted into `line`."""
     ended: bool = False
     decoder: json.JSONDecoder = field(default_factory=lambda: json.JSONDecoder(parse_int=len))
-    """JSON decoder that does not convert integers: Python refuses one with too many digits, which would stop the
-    reading of the whole file."""
+    """JSON decoder that does not convert integers. Python would raise an error for one with too many digits."""
 
     def more(self) -> None:
-        """Drop the text before `at` and read more of the file: as many bytes as `text` then has, but at least
-        `BLOCK`."""
+        """Drop the text before `at`, and append more of the file to `text`: as many bytes as it then has, but at least
+        BLOCK."""
         self.line_here()
         self.text = self.text[self.at :]
         self.base += self.at
@@ -184,10 +184,9 @@ class Window:
             self.more()
 
     def pass_value(self) -> tuple[int, int]:
-        """Move past the JSON value that begins at `at`, and return its place in the file as offsets [begin, end).
+        """Move past the JSON value that begins at `at`, and return its range of bytes [begin, end) in the file.
 
-        The value is taken as complete only if a `,` or `]` follows, because a number may continue beyond the text read
-        so far.
+        The value counts as complete only if `,` or `]` follows, because a number may continue after the text in memory.
         """
         begin = self.base + self.at
         while True:
@@ -210,10 +209,10 @@ class Window:
             self.more()
 
     def pass_large(self, begin: int, wrong: str, where: int) -> int:
-        """Move past a JSON value of more than `most` bytes, and return the offset in the file at which it ends.
+        """Move past a JSON value of more than `most` bytes without parsing it, and return the offset in the file at
+        which it ends. Only brackets and quotes are matched.
 
-        Called when the JSON parser failed on the value although it had more than `most` bytes to parse. Only brackets
-        and quotes are matched.
+        Called when the JSON parser has failed on the value although it had more than `most` bytes of it.
 
         Args:
             begin: offset in the file at which the value begins.
@@ -221,8 +220,8 @@ class Window:
             where: offset in the file that the message is about.
 
         Raises:
-            JSONDecodeError: the end of the value is not found, or the value has no more than `most` bytes, so that the
-                parser was right. The error has the message `wrong`.
+            JSONDecodeError: the value has no end, or has at most `most` bytes, so that the parser's error was right.
+                The error has the message `wrong`.
         """
         depth, in_text, is_closed = 0, False, False
         while not is_closed:
@@ -266,8 +265,12 @@ def open_list(window: Window, path: str | Path) -> None:
 
 
 def elements(window: Window, is_first: bool) -> Iterator[Span]:
-    """Yield the place (offset, size, line) of each element of a JSON list. The window must be just behind the opening
-    bracket (`is_first=True`) or just behind an element (`is_first=False`)."""
+    """Yield the position (offset, size, line) of each element of a JSON list.
+
+    Args:
+        window: its reading position is right after the opening bracket of the list, or right after an element.
+        is_first: whether the position is after the opening bracket.
+    """
     while (sign := window.next_sign()) != "]":
         if not is_first:
             if sign != ",":

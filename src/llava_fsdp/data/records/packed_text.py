@@ -1,5 +1,5 @@
-"""Unpack compressed JSON Lines files (gzip, zstd) into the dataset's index, and copy remote text files there. They are
-read there like any text file."""
+"""Decompress JSON Lines files (gzip, zstd) into the dataset's index, and copy remote JSON files there, so that their
+records can be read like those of any text file."""
 
 import gzip
 import importlib.util
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import is_remote
-from llava_fsdp.data.containers.open_shards import OpenShards
-from llava_fsdp.data.containers.parquet_shard import ReaderFile
-from llava_fsdp.data.containers.place import Reader
+from llava_fsdp.data.containers.data_files import DataFiles
+from llava_fsdp.data.containers.file_reader import Reader
+from llava_fsdp.data.containers.parquet_container import ReaderFile
 from llava_fsdp.data.index.worker_pool import BLOCK, Columns
 from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import ConfigError, DataError
@@ -24,44 +24,41 @@ from llava_fsdp.runtime.log import log
 
 GZIP, ZSTD = ".jsonl.gz", ".jsonl.zst"
 MOST_RATIO = 200
-"""A file that unpacks to more than this many times its size is refused: text shrinks to a tenth, a bomb to a
-thousandth."""
-
-
-def is_packed(path: str) -> bool:
-    return path.lower().endswith((GZIP, ZSTD))
+"""Greatest factor by which a file may grow when it is decompressed. Text grows about tenfold, a decompression bomb a
+thousandfold."""
 
 
 def is_copied(path: str) -> bool:
-    """Return whether a text file is read from a copy in the index: one that is compressed or remote."""
-    return is_packed(path) or (is_remote(path) and path.lower().endswith((".json", ".jsonl")))
+    """Return whether a file of records is a text file that is compressed or remote, so that it is read from a copy in
+    the index."""
+    return path.lower().endswith((GZIP, ZSTD)) or (is_remote(path) and path.lower().endswith((".json", ".jsonl")))
 
 
 def copy_name(path: str) -> str:
-    """Return the name of the copy of a text file."""
+    """Return the file name for the copy of a text file in the index."""
     return "copy.json" if path.lower().endswith(".json") else "copy.jsonl"
 
 
 def check_unpacks(path: str) -> None:
-    """Raise ConfigError if a file is compressed with zstd and pyarrow, which unpacks it, is not installed."""
+    """Raise ConfigError if a file is compressed with zstd and pyarrow, which decompresses it, is not installed."""
     if path.lower().endswith(ZSTD) and importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"{path} is compressed with zstd, which needs pyarrow: pip install 'llava-fsdp[parquet]'")
 
 
 @dataclass(frozen=True)
 class Unpack:
-    """Unpacks compressed files and copies remote ones, each call one file."""
+    """Decompresses local files and copies remote ones. Each call processes the file with index `chunk` in `paths`."""
 
     paths: tuple[str, ...]
     targets: tuple[Path, ...]
     """For each file, the text file to write."""
-    shards: OpenShards
+    data_files: DataFiles
 
     def __call__(self, chunk: int) -> Columns:
         target = self.targets[chunk]
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target, durable=True) as file:
-            for block in blocks(self.shards.open(self.paths[chunk])):
+            for block in blocks(self.data_files.open(self.paths[chunk])):
                 file.write(block)
         log().info("%s: wrote %d bytes into the index", self.paths[chunk], target.stat().st_size)
         return {"bytes": np.array([target.stat().st_size], dtype=np.int64)}
@@ -71,7 +68,7 @@ class Unpack:
 
 
 def blocks(packed: Reader) -> Iterator[bytes]:
-    """Yield the unpacked content of a file in blocks.
+    """Yield the decompressed content of a file in blocks.
 
     Raises:
         DataError: the file is not whole, is not compressed as its name says, or unpacks to far more than text does.
@@ -92,7 +89,7 @@ def blocks(packed: Reader) -> Iterator[bytes]:
 
 @contextmanager
 def opened(packed: Reader) -> Iterator[Any]:
-    """Context manager that opens the unpacked content of a file as a binary file."""
+    """Context manager that opens the decompressed content of a file as a binary file object."""
     path, raw = packed.name.lower(), io.BufferedReader(ReaderFile(packed), BLOCK)
     if path.endswith(GZIP):
         with gzip.open(raw) as file:
@@ -108,7 +105,7 @@ def opened(packed: Reader) -> Iterator[Any]:
 
 @contextmanager
 def refused(path: str) -> Iterator[None]:
-    """Context manager in which the errors of the unpacking libraries become DataError."""
+    """Context manager in which errors of the decompression libraries become DataErrors about a file."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

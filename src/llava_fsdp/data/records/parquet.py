@@ -1,9 +1,9 @@
 """Read the rows of Parquet files as records in JSON.
 
-Columns: those of a form of records (`forms`); `id`; `image` and `images`, a path, the image's bytes, a struct of bytes
-and path as Hugging Face datasets writes it (without bytes, the path is used), or a list of these; `video`, a path or a
-list of paths. A null counts as a missing key. Other columns whose names mean media (audio, ...) are not read: a record
-with a value in such a column is a bad record. So is a record whose column of videos holds bytes.
+The columns are: those of a form of records (forms.py); `id`; `image` and `images`, a path, the image's bytes, a struct
+of bytes and path as Hugging Face datasets writes it (without bytes, the path is used), or a list of these; `video`, a
+path or a list of paths. A null counts as a missing key. Other columns whose names mean media (audio, ...) are not read,
+and a record with a value in such a column is bad. So is a record whose column of videos contains bytes.
 """
 
 import importlib.util
@@ -15,20 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.data.containers.parquet_shard import ParquetShard
-from llava_fsdp.data.containers.place import Place, Reader
+from llava_fsdp.data.containers.file_reader import Reader
+from llava_fsdp.data.containers.location import ImageLocation
+from llava_fsdp.data.containers.parquet_container import ParquetContainer
 from llava_fsdp.data.records.forms import ENTRY_KEYS, FORMS, NO_KEYS, TOOL_KEYS, TURN_KEYS, VIDEO_KEYS, RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
-from llava_fsdp.data.records.record import HELD, PARQUET, PLACE, TOO_LARGE, is_empty, names_media, without_places
+from llava_fsdp.data.records.record import HELD, LOCATION, PARQUET, TOO_LARGE, is_empty, names_media, without_locations
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.terminal_text import shown_name
 
 PARTS = "content"
-"""Field of a turn that may be a list of parts."""
+"""Field of a turn's struct that may be a list of parts."""
 TURN = tuple(key for keys in (*TURN_KEYS, ENTRY_KEYS) for key in keys)
-"""Fields of the structs in a column of turns that are read."""
-ROWS_AT_ONCE = 256
-"""Number of rows in a batch read from a Parquet file."""
+"""Fields that are read of the structs in a column of turns."""
 NOT_UTF8 = b"\xff"
 """Placeholder line for a Parquet row whose text is not UTF-8. It is not UTF-8 itself, so the checks of text files
 report the row."""
@@ -39,34 +38,39 @@ def is_parquet(path: str | Path) -> bool:
 
 
 def check_installed(path: str) -> None:
-    """Raise ConfigError if the file is Parquet and pyarrow is not installed."""
+    """Raise ConfigError if a file is a Parquet file and pyarrow is not installed."""
     if is_parquet(path) and importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"{path} is Parquet, which needs pyarrow: pip install 'llava-fsdp[parquet]'")
 
 
 def turn_columns(keys: RecordKeys) -> tuple[str, ...]:
-    """Return the names of all columns that can have the conversation of a record."""
+    """Return the names of all columns that can contain the conversation of a record.
+
+    Args:
+        keys: names of columns that the configuration gives.
+    """
     return (*FORMS, *(keys.pair or ()))
 
 
 def read_columns(keys: RecordKeys, schema: Any) -> list[str]:
-    """Return the names of the columns of an Arrow schema that are read. Videos are read as paths alone."""
+    """Return the names of those columns of an Arrow schema that are read. Columns of videos are only read if they have
+    paths."""
     names = dict.fromkeys(("id", *keys.images, *turn_columns(keys)))
     names |= dict.fromkeys(key for key in VIDEO_KEYS if key in schema.names and has_paths(schema, key))
     return [name for name in names if name in schema.names]
 
 
 def has_paths(schema: Any, name: str) -> bool:
-    """Return whether a column of an Arrow schema has paths, or lists of paths."""
+    """Return whether a column of an Arrow schema contains texts (paths) or lists of texts."""
     kind = schema.field(name).type
     return is_text(kind.value_type if is_list(kind) else kind)
 
 
-def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetShard:
+def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetContainer:
     """Open a Parquet file of records.
 
     Raises:
-        DataError: the file is not Parquet, or has the columns of no form of records.
+        DataError: the file is not a Parquet file, or its columns are those of no form of records.
         SourceError: the file cannot be read.
     """
     import pyarrow
@@ -74,9 +78,9 @@ def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetShard:
     head = file.read(0, min(64, file.size))
     if not head.startswith(b"PAR1"):
         check_head(head, file.name)
-    shard = ParquetShard(file)
+    parquet = ParquetContainer(file)
     try:
-        schema = shard.file.schema_arrow
+        schema = parquet.arrow.schema_arrow
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
             f"{file.name} is no whole Parquet file ({shown_name(error)}); take it from its source again"
@@ -87,7 +91,7 @@ def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetShard:
             f"{', '.join(turn_columns(keys))}, or the two that data.question and data.answer name"
         )
     check_types(file.name, schema, keys)
-    return shard
+    return parquet
 
 
 def check_types(path: str, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
@@ -130,7 +134,8 @@ def is_text(kind: Any) -> bool:
 
 
 def are_turns(kind: Any) -> bool:
-    """Return whether an Arrow type is a list of structs that can be turns, or can only be empty."""
+    """Return whether an Arrow type can be a list of turns: a list of structs with the fields of a turn, or a type whose
+    values are all empty."""
     from pyarrow import types
 
     if not is_list(kind) or types.is_null(kind.value_type):
@@ -141,7 +146,8 @@ def are_turns(kind: Any) -> bool:
 
 
 def is_plain(kind: Any) -> bool:
-    """Return whether all values in an Arrow type are also values in JSON: texts, numbers, truths, lists, structs."""
+    """Return whether all values of an Arrow type can be written in JSON: texts, numbers, booleans, and lists and
+    structs of these."""
     from pyarrow import types
 
     if is_list(kind):
@@ -152,7 +158,7 @@ def is_plain(kind: Any) -> bool:
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """Return the types of the fields of an Arrow struct, by field name; empty if the type is not a struct."""
+    """Return {field name: type} of an Arrow struct type; empty if `kind` is not a struct type."""
     from pyarrow import types
 
     return {field.name: field.type for field in kind} if types.is_struct(kind) else {}
@@ -171,70 +177,75 @@ def is_embedded(schema: Any, name: str) -> bool:
 
 
 class ParquetRows:
-    """The rows of a Parquet file as records in JSON. The bytes of images stay where they are: their places are in the
-    JSON."""
+    """Reads the rows of a Parquet file as records in JSON. Instead of the bytes of an image, the JSON contains their
+    location in the file."""
 
     def __init__(self, file: Reader, keys: RecordKeys = NO_KEYS):
-        """Open the file; raises what `open_file` raises."""
-        self.shard = open_file(file, keys)
+        """Open a Parquet file of records; errors as for `open_file`."""
+        self.parquet = open_file(file, keys)
         self.keys = keys
-        schema = self.shard.file.schema_arrow
+        schema = self.parquet.arrow.schema_arrow
         self.read = read_columns(keys, schema)
         """Names of the columns that are read."""
         self.unread = [n for n in schema.names if n not in self.read and (names_media(n) or n in TOOL_KEYS)]
-        """Names of the columns of which it is only read whether they have a value."""
+        """Names of the columns of media and tools, of which it is only read whether a row has a value."""
         self.leaves = {name: leaf for name in keys.images if (leaf := self.leaf_with_images(name)) is not None}
-        """For each column of images, the path of its leaf column with bytes, if it has one."""
+        """{name of a column of images: path of its leaf column with the images' bytes}, without columns that have only
+        paths."""
         self.unread_leaves = [
-            leaf for leaf in self.shard.binary_leaves() if any(is_below(leaf, name) for name in self.unread)
+            leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.unread)
         ]
-        """The paths of leaf columns with the bytes of media that are not read."""
+        """Paths of the leaf columns with the bytes of media that are not read."""
         self.page_bytes = np.zeros(2, dtype=np.int64)
-        """Two sums over the images in compressed pages that were found: their bytes, and the bytes that are
-        decompressed to read each of them alone."""
+        """See `Rows.page_bytes`."""
         self.lists = {name for name in schema.names if is_list(schema.field(name).type)}
 
     @property
     def groups(self) -> int:
         """Number of row groups."""
-        return self.shard.groups
+        return self.parquet.groups
 
     def leaf_with_images(self, name: str) -> str | None:
-        """Return the path of the leaf column with the bytes of images in a column; None if it has paths alone."""
-        schema = self.shard.file.schema_arrow
+        """Return the path of the leaf column with the bytes of images, given the name of a column of images; None if
+        the column has only paths."""
+        schema = self.parquet.arrow.schema_arrow
         if name not in schema.names or not is_embedded(schema, name):
             return None
-        leaves = [leaf for leaf in self.shard.binary_leaves() if is_below(leaf, name)]
+        leaves = [leaf for leaf in self.parquet.binary_leaves() if is_below(leaf, name)]
         kind = schema.field(name).type
         if fields_of(kind.value_type if is_list(kind) else kind):
             leaves = [leaf for leaf in leaves if leaf.endswith(".bytes")]
         if len(leaves) > 1:
-            raise DataError(f"{self.shard.shard.name}: several columns hold {name}: {leaves}; keep one")
+            raise DataError(f"{self.parquet.reader.name}: several columns hold {name}: {leaves}; keep one")
         return leaves[0] if leaves else None
 
     def lines(self, group: int, most: int = MOST_BYTES) -> Iterator[bytes]:
-        """Yield each row of a row group as a JSON record. At most `ROWS_AT_ONCE` rows are in memory, and the places of
-        all images of the row group.
+        """Yield each row of a row group as a JSON record. A few hundred rows are in memory at a time, and the locations
+        of all images of the row group.
 
         Args:
-            most: largest size of a record in bytes; a larger record is replaced by a placeholder with its size.
+            group: index of the row group.
+            most: greatest size of a record in bytes; a larger record is replaced by a placeholder with its size.
 
         Raises:
-            DataError: the row group is damaged, or stored in a way that leaves images no place.
+            DataError: the row group is damaged, or stored in a way that is not supported.
             SourceError: the file cannot be read.
         """
-        places = {name: self.shard.places(leaf, group) for name, leaf in self.leaves.items()}
-        unread = {leaf: self.shard.places(leaf, group) for leaf in self.unread_leaves}
+        locations = {name: self.parquet.locations(leaf, group) for name, leaf in self.leaves.items()}
+        unread = {leaf: self.parquet.locations(leaf, group) for leaf in self.unread_leaves}
         wanted = self.read + self.unread
-        left_out = {leaf for leaf in self.shard.binary_leaves() if any(is_below(leaf, name) for name in self.leaves)}
+        left_out = {leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.leaves)}
         left_out |= {*self.unread_leaves}
-        left_out |= {leaf for leaf in self.shard.footer.leaves if not any(is_below(leaf, name) for name in wanted)}
+        left_out |= {leaf for leaf in self.parquet.footer.leaves if not any(is_below(leaf, name) for name in wanted)}
         number = 0
-        for batch in self.shard.batches(group, left_out, ROWS_AT_ONCE):
+        for batch in self.parquet.batches(group, left_out):
             for row in range(batch.num_rows):
-                held = {name: own.row(number) for name, own in places.items()}
+                held = {name: own.row(number) for name, own in locations.items()}
                 paged = [
-                    place for own in held.values() for place in own if place is not None and place.page is not None
+                    location
+                    for own in held.values()
+                    for location in own
+                    if location is not None and location.page is not None
                 ]
                 self.page_bytes += [
                     sum(own.size or 0 for own in paged),
@@ -245,13 +256,14 @@ class ParquetRows:
                 yield self.line(batch.slice(row, 1), held, more, most)
                 number += 1
 
-    def line(self, row: Any, held: dict[str, list[Place | None]], more: Collection[str], most: int) -> bytes:
+    def line(self, row: Any, held: dict[str, list[ImageLocation | None]], more: Collection[str], most: int) -> bytes:
         """Return a row as a JSON record.
 
         Args:
-            row: an Arrow `RecordBatch` of one row.
-            held: for each column with bytes of images, the place of each of its values in the row.
-            more: names of the columns that hold bytes of media that are not read.
+            row: an Arrow RecordBatch of one row, without the bytes of images.
+            held: {name of a column of images: locations of the images in this row}.
+            more: names of the columns with bytes of media that are not read.
+            most: greatest size of a record in bytes.
         """
         names = row.schema.names
         texts = (name for name in turn_columns(self.keys) if name in names)
@@ -273,7 +285,7 @@ class ParquetRows:
             elif name in (*self.keys.images, *VIDEO_KEYS):
                 value = self.images(name, value, own)
             elif name in FORMS and value is not None:
-                value = [plain_turn(without_places(turn)) for turn in value]
+                value = [plain_turn(without_locations(turn)) for turn in value]
             if value is not None:
                 record[name] = value
         made = json_line(record)
@@ -281,22 +293,24 @@ class ParquetRows:
             return made
         return json.dumps({"id": record.get("id"), TOO_LARGE: [len(made), most]}).encode()
 
-    def images(self, name: str, value: Any, held: list[Place | None]) -> Any:
-        """Return the images of a row in a column: for each the JSON of its place, or its path.
+    def images(self, name: str, value: Any, held: list[ImageLocation | None]) -> Any:
+        """Return the JSON value of a column of images in one row: for each image its location or its path.
 
         Args:
-            value: what the column has beside the bytes of images.
-            held: the place of each image; empty if the column cannot have bytes.
+            name: name of the column.
+            value: value of the column without the bytes of images.
+            held: location of each image; empty if the column cannot contain bytes.
         """
         if name not in self.lists:
             return one_image(value, held[0] if held else None)
-        if value is None:  # a null, or a list whose elements have nothing beside the bytes
-            return [one_image(None, place) for place in held] or None
-        return [one_image(own, place) for own, place in zip(value, held or [None] * len(value), strict=True)]
+        if value is None:  # a null, or a list whose elements consist of bytes only
+            return [one_image(None, location) for location in held] or None
+        return [one_image(own, location) for own, location in zip(value, held or [None] * len(value), strict=True)]
 
 
 def json_line(record: Any) -> bytes:
-    """Return a JSON value as one line of UTF-8; with escapes if it has half of a surrogate pair."""
+    """Return a JSON value as one line of UTF-8. If it contains half of a surrogate pair, non-ASCII characters are
+    escaped."""
     try:
         return json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -304,28 +318,34 @@ def json_line(record: Any) -> bytes:
 
 
 def has_dictionary(schema: Any, name: str) -> bool:
-    """Return whether an Arrow column is encoded by a dictionary, which counts whole in the size of each row."""
+    """Return whether a column of an Arrow schema has a dictionary, all of which Arrow counts in the size of each
+    row."""
     from pyarrow import types
 
     return types.is_dictionary(schema.field(name).type)
 
 
 def is_below(leaf: str, column: str) -> bool:
-    """Return whether a leaf column, by its path, is a column of the schema or lies in it."""
+    """Return whether the leaf column with path `leaf` is the column `column` of the schema or part of it."""
     return leaf == column or leaf.startswith(f"{column}.")
 
 
-def one_image(value: Any, place: Place | None) -> Any:
-    """Return the JSON value of an image: an object with its place in the file if its bytes are there, or its path."""
+def one_image(value: Any, location: ImageLocation | None) -> Any:
+    """Return the JSON value of an image: an object with its location if the file contains its bytes, else its path.
+
+    Args:
+        value: the path, or a struct with the field `path`.
+        location: location of the bytes; None if there are none.
+    """
     path = value.get("path") if isinstance(value, dict) else value
-    if place is None:
+    if location is None:
         return path
-    return {PLACE: replace(place, name=path).to_json()}
+    return {LOCATION: replace(location, name=path).to_json()}
 
 
 def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a turn with only its fields of TURN that have a value, and a placeholder for each other field with a value
-    that names media or calls of tools."""
+    """Return a turn with only those fields of TURN that have a value. Fields for media or calls of tools that have a
+    value are replaced by a placeholder."""
     if turn is None:
         return None
     held = {k: HELD for k, v in turn.items() if (names_media(k) or k in TOOL_KEYS) and not is_empty(v)}

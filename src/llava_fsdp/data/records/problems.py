@@ -7,6 +7,8 @@ from llava_fsdp.config import Parity, TooLong
 
 
 class Kind(StrEnum):
+    """Kinds of problems that a record of a dataset can have."""
+
     not_json = "not_json"
     not_utf8 = "not_utf8"
     record_too_large = "record_too_large"
@@ -45,6 +47,8 @@ class Kept(Enum):
 
 @dataclass(frozen=True)
 class Problem:
+    """Description of a kind of problem of a record."""
+
     meaning: str
     kept: Kept
 
@@ -83,6 +87,7 @@ BITS: dict[Kind, int] = {kind: 1 << place for place, kind in enumerate(Kind)}
 
 
 def is_kept(kind: Kind, labels: Parity, too_long: TooLong) -> bool:
+    """Return whether a record with a kind of problem is trained on, given the settings `labels` and `data.too_long`."""
     match PROBLEMS[kind].kept:
         case Kept.like_original:
             return labels is Parity.llava_v1_5
@@ -93,5 +98,5 @@ def is_kept(kind: Kind, labels: Parity, too_long: TooLong) -> bool:
 
 
 def mask(*kinds: Kind) -> int:
-    """Return one integer with the bits of the given kinds of problems."""
+    """Return an integer in which the bits (BITS) of the given kinds of problems are set."""
     return sum(BITS[kind] for kind in kinds)

@@ -1,33 +1,23 @@
-"""One record of a dataset, and what its parts must be; `forms` reads records of all forms."""
+"""A record of a dataset, and checks of its parts. (`forms` parses records.)"""
 
-import contextlib
-import errno
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.data.containers.open_shards import OpenShards
-from llava_fsdp.data.containers.place import Place
+from llava_fsdp.data.containers.data_files import DataFiles
+from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.runtime.errors import DataError, SourceError
+from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.terminal_text import shown_name
 
 ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://|data:)", re.IGNORECASE)
-CURES = {
-    errno.EACCES: "let this user read it: chmod, chown, or run as one who may",
-    errno.EPERM: "let this user read it: chmod, chown, or run as one who may",
-    errno.ENOENT: "put it back, or name another file",
-    errno.EISDIR: "name a file",
-}
-"""Advice for the message about a file that cannot be read, by errno. These are errors that trying again would not
-fix."""
 WORD = re.compile(r"(?i:md5)|[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-"""Pattern of one word in a JSON key: finds `image` and `url` in `image_url`, `imageUrl2` and `IMAGE-URL`."""
+"""Pattern of one word in a JSON key. It finds `image` and `url` in `image_url`, `imageUrl2` and `IMAGE-URL`."""
 MEDIA = frozenset(
     "image img picture pic photo screenshot thumbnail frame jpg jpeg png gif "
     "video vid movie clip audio sound speech voice wav media".split()
@@ -45,17 +35,19 @@ VIDEO_FORMATS = {
 """For each suffix by which a file is a video, PyAV's name of the format."""
 VIDEOS_NEED = "videos are only read with data.image_aspect_ratio=anyres_max (LLaVA-OneVision)"
 PARQUET, TAR = ".parquet", ".tar"
+COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.zst", ".tzst", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+"""Suffixes of compressed tars, which are refused when they are opened."""
 TOO_LARGE = "llava_fsdp bytes of a row"
 """JSON key of the placeholder for a row of a Parquet file or a sample of a tar that is too large; its value is [size of
 the row, limit], both in bytes."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 INLINE = "data:"
 """Beginning of the name of an image that is in the record itself or in its file; no path begins so."""
-PLACE = "llava_fsdp place"
-"""JSON key of an object in place of an image's path: the value says where the image lies in the file of records."""
+LOCATION = "llava_fsdp place"
+"""JSON key of an object that is written instead of an image's path if the image is in the file of records itself. The
+value is the image's location (`ImageLocation.to_json`)."""
 HELD = "..."
-"""Placeholder in a record's JSON for a value that is not read: of a column with media (video, audio, ...), or of a call
-of a tool."""
+"""Placeholder in a record's JSON for a value that is not read: media such as audio, or a call of a tool."""
 JSON_NAMES = {
     dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number",
     type(None): "null",
@@ -64,6 +56,8 @@ JSON_NAMES = {
 
 @dataclass(frozen=True)
 class Turn:
+    """A message of a conversation."""
+
     role: str
     """The speaker of the turn: human or gpt; the first turn may be from system."""
     text: str
@@ -71,14 +65,16 @@ class Turn:
 
 @dataclass(frozen=True)
 class Record:
-    """One record, as parsed from a dataset file."""
+    """A parsed record of a dataset: a conversation about images or videos."""
 
     file: str
+    """Path or URL of the file of records."""
     index: int
+    """Index of the record in its file."""
     id: str
     images: tuple[str, ...]
-    """Paths of the images and videos, relative to the image folder; for an image in the record itself, its name in
-    `inline`. The tag of a video in `turns` is also <image>."""
+    """Paths of the images and videos, relative to the image folder; for an image that is embedded in the record or its
+    file, its name in `inline`. In `turns`, the tag of a video is <image>, too."""
     turns: tuple[Turn, ...]
     has_image_key: bool
     """Whether the record has the key `image`, even with an empty value, or a key `video` that is read, or any image or
@@ -96,24 +92,24 @@ class Record:
     line: int | None = None
     """Line of the file on which the record begins, from 1; None if unknown or not a text file."""
     unread: str | None = None
-    """Description, for error messages, of a media key or tag in the record that is not read; None if the record has
+    """Description, for error messages, of a key or tag for media (video, audio, ...) that is not read; None if there is
     none."""
-    inline: Mapping[str, bytes | Place] = field(default_factory=dict, compare=False, repr=False)
-    """Images that are in the record itself or in its file, by names that differ if the images do: their bytes, or
-    where the bytes lie."""
-    shards: OpenShards | None = field(default=None, compare=False, repr=False)
-    """Reads the images whose places are in `inline`."""
+    inline: Mapping[str, bytes | ImageLocation] = field(default_factory=dict, compare=False, repr=False)
+    """{name: bytes or location} of the images that are embedded in the record or in its file. Different images have
+    different names."""
+    data_files: DataFiles | None = field(default=None, compare=False, repr=False)
+    """Reads the images whose locations are in `inline`."""
 
     @property
     def signed_words(self) -> int:
-        """LLaVA's length of a record, by which it sorts: the number of words of all messages, negative for a record
-        without image (LLaVA train.py:684-690)."""
+        """Length of the record by which LLaVA sorts: the number of words of all messages, negative for a record without
+        image (LLaVA train.py:684-690)."""
         words = sum(len(turn.text.split()) for turn in self.turns)
         return words if self.has_image_key else -words
 
     @cached_property
     def num_images(self) -> int:
-        """Number of its images, without videos. Kept, because it is asked for each image."""
+        """Number of images, without videos. Cached, because it is needed for each image."""
         return count_images(self.images)
 
     @property
@@ -123,21 +119,24 @@ class Record:
 
     @property
     def known_id(self) -> str | None:
+        """Id of the record; None if it has none."""
         return self.id if self.has_id else None
 
 
 def name_place(file: str | Path, index: int, line: int | None) -> str:
-    """Return a record's place for error messages: its file, line from 1 (if known) and index from 0."""
+    """Return the name of a record without its id, for error messages: file, line from 1 (if known) and index from 0."""
     place = f"record {index}" if line is None else f"line {line}, record {index}"
     return f"{shown_name(file)}, {place}"
 
 
 def name_record(file: str | Path, index: int, line: int | None, identity: str | None) -> str:
+    """Return the name of a record for error messages: file, line from 1 (if known), index from 0 and id."""
     return f"{name_place(file, index, line)} ({'without an id' if identity is None else f'id {shown_name(identity)}'})"
 
 
 def id_of(raw: dict[str, Any]) -> str | None:
-    """Return a record's id as text (numbers and other values as JSON); None if it is missing or null."""
+    """Return the id of a record, given as a JSON object, as text (numbers and other values as JSON); None if it is
+    missing or null."""
     value = raw.get("id")
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
@@ -147,7 +146,7 @@ class TwiceError(ValueError):
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict from the pairs of a JSON object; raise TwiceError if a key is repeated."""
+    """Make a dict from the (key, value) pairs of a JSON object; raise TwiceError if a key is repeated."""
     made = dict(pairs)
     if len(made) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -157,12 +156,12 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 DECODER = json.JSONDecoder(object_pairs_hook=once)
 MOST_DEPTH = 100
-"""Deepest nesting of lists and objects in a record. Python's own limit depends on how many functions are running: what
-one part of the program can parse, another could not write again."""
+"""Greatest nesting depth of lists and objects in a record. Python's own limit depends on the depth of the call stack,
+so that one part of the program might not be able to write what another has parsed."""
 
 
 def decode(text: bytes) -> Any:
-    """Parse the JSON of a record.
+    """Parse the bytes of a record as JSON.
 
     Raises:
         ValueError: it is not UTF-8, not JSON, has a key twice, or a number that is too long.
@@ -175,7 +174,7 @@ def decode(text: bytes) -> Any:
 
 
 def is_deep(value: Any) -> bool:
-    """Return whether a JSON value is nested deeper than `MOST_DEPTH`. Does not recurse."""
+    """Return whether a JSON value is nested deeper than `MOST_DEPTH`, without recursion."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         level = [own for own in level if isinstance(own, dict | list)]
@@ -185,23 +184,15 @@ def is_deep(value: Any) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Context manager that converts an OSError while a file is read into a SourceError with advice."""
-    try:
-        yield
-    except OSError as error:
-        cure = CURES.get(error.errno or 0, "does its file system answer? run it again")
-        raise SourceError(f"{path} cannot be read: {error.strerror or error}; {cure}") from error
-
-
-def without_places(value: Any) -> Any:
-    """Return a JSON value of unknown origin with a placeholder for the value of each key PLACE: only this program may
-    tell where an image lies."""
+def without_locations(value: Any) -> Any:
+    """Return a JSON value from a user's file with a placeholder for the value of each key LOCATION, because only this
+    program may write locations of images."""
     if isinstance(value, list):
-        return [without_places(own) for own in value]
+        return [without_locations(own) for own in value]
     if isinstance(value, dict):
-        return {key: HELD if key == PLACE and not is_empty(own) else without_places(own) for key, own in value.items()}
+        return {
+            key: HELD if key == LOCATION and not is_empty(own) else without_locations(own) for key, own in value.items()
+        }
     return value
 
 
@@ -236,7 +227,11 @@ def json_cure(text: bytes) -> str:
 
 
 def check_bytes(found: int, most: int, where: str) -> None:
-    """Raise DataError if `found`, the size of a record in bytes, exceeds `most`."""
+    """Raise DataError if `found`, the size of a record in bytes, exceeds `most`.
+
+    Args:
+        where: name of the record in the error message.
+    """
     if found > most:
         raise DataError(
             f"{where} has {found:,} bytes, over data.max_record_bytes={most}; make several records of it, or raise the "
@@ -245,24 +240,25 @@ def check_bytes(found: int, most: int, where: str) -> None:
         )
 
 
-def is_shard(file: object) -> bool:
-    """Return whether a file of records is one that can hold images, judged by the suffix of its name."""
-    return str(file).lower().endswith((PARQUET, TAR))
+def is_container(file: object) -> bool:
+    """Return whether a file of records is a Parquet file or a tar, judged by the suffix of its name. Such a file may
+    contain images, and its records are copied to a text file in the index."""
+    return str(file).lower().endswith((PARQUET, TAR, *COMPRESSED_TARS))
 
 
 def is_video(file: object) -> bool:
-    """Return whether a file is a video, judged by the suffix of its name (a path, or an `ImageBytes`)."""
+    """Return whether a file (a path or an ImageFile) is a video, judged by the suffix of its name."""
     return Path(str(file)).suffix.lower() in VIDEO_FORMATS
 
 
 def count_images(names: Iterable[object]) -> int:
-    """Return how many of the files are no videos."""
+    """Return how many files are images and not videos, judged by the suffixes of their names."""
     return sum(not is_video(name) for name in names)
 
 
 def unread_media(raw: dict[str, Any], read: Iterable[str]) -> str | None:
-    """Return a description of the first key of an object that names media (video, audio, ...), has a value and is not
-    one of the keys `read`; None without such a key."""
+    """Return a description of the first key of a JSON object that names media (video, audio, ...), has a value, and is
+    not one of the keys `read`; None if there is no such key."""
     for key, value in raw.items():
         if key not in read and names_media(key) and not is_empty(value):
             return f"the key {shown(key)}, {shown(value)}"
@@ -289,7 +285,7 @@ def unread_tag(turns: Sequence[Turn]) -> str | None:
 
 def is_empty(value: Any) -> bool:
     """Return whether a JSON value is null, false, 0 or an empty text, or a list or object that contains only such
-    values. Does not recurse, as values may be nested deeply."""
+    values. There is no recursion, because values may be nested deeply."""
     inside = [value]
     while inside:
         own = inside.pop()
@@ -301,6 +297,12 @@ def is_empty(value: Any) -> bool:
 
 
 def unread_reason(where: str, unread: str) -> str:
+    """Return an error message about a record with media that are not read.
+
+    Args:
+        where: name of the record.
+        unread: `Record.unread`.
+    """
     if any(own in unread for own in ('"video"', '"videos"', "<video>")):
         return (
             f"{where} has {unread}, and {VIDEOS_NEED}, from the keys video and videos and from video parts, from files "
@@ -314,7 +316,7 @@ def unread_reason(where: str, unread: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON, cut after 80 characters, for messages."""
+    """Return a value as JSON for an error message, truncated after 80 characters."""
     text = json.dumps(value, ensure_ascii=False, default=repr).encode(errors="backslashreplace").decode()
     return text if len(text) <= 80 else f"{text[:80]}..."
 
@@ -353,7 +355,11 @@ def check_name(name: str, where: str, key: str = "image") -> None:
 
 
 def check_text(text: str, what: str) -> None:
-    """Raise DataError if a text cannot be encoded as UTF-8, because it has half of a surrogate pair."""
+    """Raise DataError if a text cannot be encoded as UTF-8, because it contains half of a surrogate pair.
+
+    Args:
+        what: name of the text in the error message.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,10 +1,11 @@
 """Read the samples of WebDataset tars as records in JSON.
 
-The member `json` of a sample is its record, in any of the forms (`forms`); without an id, the sample's key is the id.
-An image of the record is a member if the record gives the member's file name or extension, in whatever folder. If a
-record gives one image and the sample has one, it is that one, whatever its name. A record that gives no image has all
-images of the sample, in the order of the tar. The keys that `data.question`, `data.answer` and `data.image_column` name
-may also be extensions of members.
+A sample is a group of files in the tar (members) that differ only in their extensions. Its member `json` is the record,
+in any of the forms of forms.py; without an id, the common name of the members is the id. An image of the record is a
+member if the record names the member's file name or extension, in any folder. If a record names one image and the
+sample has one, that one is meant, whatever its name. A record that names no image has all images of the sample, in the
+order of the tar. The keys that `data.question`, `data.answer` and `data.image_column` name may also be extensions of
+members.
 """
 
 import json
@@ -15,48 +16,44 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.data.containers.place import Place, Reader
-from llava_fsdp.data.containers.tar_shard import TarSample, samples
+from llava_fsdp.data.containers.file_reader import Reader
+from llava_fsdp.data.containers.location import ImageLocation
+from llava_fsdp.data.containers.tar_container import TarSample, samples
 from llava_fsdp.data.records.forms import GIVEN_AS, NO_KEYS, RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES
 from llava_fsdp.data.records.parquet import json_line
-from llava_fsdp.data.records.record import ADDRESS, HELD, PLACE, TAR, TOO_LARGE, decode, is_empty, without_places
+from llava_fsdp.data.records.record import ADDRESS, HELD, LOCATION, TOO_LARGE, decode, is_empty, without_locations
 from llava_fsdp.runtime.log import log
 
 RECORD = "json"
 """Extension of the member with a sample's record."""
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
-"""Extensions of images; also at the end of an extension such as `0.jpg`."""
+"""Extensions of images, also as the end of a longer extension such as `0.jpg`."""
 OTHER_MEDIA = (
     "mp4", "m4v", "mov", "mkv", "webm", "avi", "wav", "mp3", "flac", "ogg", "opus", "m4a",
     "heic", "heif", "avif", "jp2", "jfif", "jxl", "svg",
 )  # fmt: skip
 """Extensions of media that are not read."""
-COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tzst", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
-
-
-def is_tar(path: object) -> bool:
-    """Return whether a file is a tar, compressed or not, by the suffix of its name."""
-    return str(path).lower().endswith((TAR, *COMPRESSED))
 
 
 class TarRows:
-    """The samples of a tar as records in JSON, in which images have their places."""
+    """Reads the samples of a WebDataset tar as records in JSON, in which images are given by their locations in the
+    tar."""
 
     groups = 1
-    """A tar is read as a whole."""
+    """Number of parts that can be read independently: a tar is read as a whole."""
     page_bytes = np.zeros(2, dtype=np.int64)
-    """See `ParquetRows.page_bytes`; a tar has no pages."""
+    """See `Rows.page_bytes`; a tar has no compressed pages."""
 
     def __init__(self, file: Reader, keys: RecordKeys = NO_KEYS):
         self.file = file
         self.keys = keys
 
     def lines(self, _: int = 0, most: int = MOST_BYTES) -> Iterator[bytes]:
-        """Yield the samples; those larger than `most` bytes are replaced by a placeholder.
+        """Yield the samples of the tar as JSON. Records larger than `most` bytes are replaced by a placeholder.
 
         Raises:
-            DataError: the tar is compressed, truncated or damaged; see `tar_shard.samples`.
+            DataError: the tar is compressed, truncated or damaged; see `tar_container.samples`.
             SourceError: the tar cannot be read.
         """
         skipped: Counter[str] = Counter()
@@ -69,19 +66,19 @@ class TarRows:
 
 
 class SampleReader:
-    """Reads a sample of a tar as a record."""
+    """Converts a sample of a WebDataset tar to a record in JSON."""
 
-    def __init__(self, shard: Reader, sample: TarSample, keys: RecordKeys, most: int):
-        self.shard = shard
+    def __init__(self, file: Reader, sample: TarSample, keys: RecordKeys, most: int):
+        self.file = file
         self.sample = sample
         self.keys = keys
         self.most = most
         self.images = [ext for ext in sample.members if ext.rpartition(".")[2] in IMAGES]
-        """Extensions of the sample's images."""
+        """Extensions of the members that are images."""
         self.given: list[str] = []
-        """The names of images that the record gives."""
+        """Names of images in the record."""
         self.is_only = False
-        """Whether the record gives one image and the sample has one, which is then meant, whatever its name."""
+        """Whether the record names one image and the sample has one, which is then meant, whatever its name."""
 
     def line(self) -> bytes:
         """Return the sample as a line of JSON."""
@@ -98,13 +95,14 @@ class SampleReader:
                 return self.invalid(data)
         if not isinstance(raw, dict):
             return json_line(raw)
-        made = json_line(self.record(without_places(raw)))
+        made = json_line(self.record(without_locations(raw)))
         if len(made) > self.most:
             return json.dumps({"id": self.sample.key, TOO_LARGE: [len(made), self.most]}).encode()
         return made
 
     def invalid(self, data: bytes) -> bytes:
-        """Return a line that is as invalid as a member that is not JSON, so that the checks of text files report it."""
+        """Return a line that is not valid JSON, made from the content of a `json` member that is invalid. The checks of
+        text files will report it."""
         line = data.replace(b"\n", b" ").replace(b"\r", b" ").strip() or b"!"
         try:
             decode(line)
@@ -113,7 +111,11 @@ class SampleReader:
         return b"!" + line
 
     def record(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the record with the places of its images, and with the sample's other members that are read."""
+        """Return the record of the sample with the locations of its images, and with other members that belong to it.
+
+        Args:
+            raw: the record as parsed from the member `json`.
+        """
         made = {"id": self.sample.key} | {key: value for key, value in raw.items() if key != "id" or value is not None}
         made.pop(TOO_LARGE, None)  # only this program writes it
         for key in self.keys.pair or ():
@@ -129,12 +131,12 @@ class SampleReader:
             made = self.placed(made)
         elif self.images:
             made = {key: value for key, value in made.items() if key not in self.keys.images}
-            made["images"] = [self.place(extension) for extension in self.images]
+            made["images"] = [self.location(extension) for extension in self.images]
         media = [extension for extension in self.sample.members if extension.rpartition(".")[2] in OTHER_MEDIA]
         return made | {f"media {extension}": HELD for extension in media}
 
     def placed(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return a record with the places of those images that are members."""
+        """Return a record in which images that are members of the sample are replaced by their locations."""
         made = raw | {key: self.put(raw[key]) for key in self.keys.images if key in raw}
         for key in ("conversations", "messages"):
             if isinstance(raw.get(key), list):
@@ -147,13 +149,14 @@ class SampleReader:
         return turn | {"content": [self.part(part) for part in turn["content"]]}
 
     def part(self, part: Any) -> Any:
-        """Return a part of a turn, with the place of its image if that is a member."""
+        """Return a part of a turn in which an image that is a member of the sample is replaced by its location."""
         if not isinstance(part, dict):
             return part
         return part | {key: self.put(part[key]) for key in GIVEN_AS if key in part}
 
     def put(self, value: Any) -> Any:
-        """Return the value of a key for images, with the places of those that are members."""
+        """Return the value of a key for images, in which images that are members of the sample are replaced by their
+        locations."""
         if isinstance(value, list):
             return [self.put(own) for own in value]
         if isinstance(value, dict):
@@ -162,26 +165,28 @@ class SampleReader:
             return value
         self.given.append(value)
         extension = self.extension_of(value)
-        return value if extension is None else self.place(extension)
+        return value if extension is None else self.location(extension)
 
     def extension_of(self, name: str) -> str | None:
-        """Return the extension of the image that a name in the record means; None if it is no member."""
+        """Return the extension of the member that an image's name in the record means; None if it means no member."""
         if ADDRESS.match(name):
             return None
         return self.images[0] if self.is_only else self.meant.get(name.rpartition("/")[2].lower())
 
     @cached_property
     def meant(self) -> dict[str, str]:
-        """The extension of the image that a file name in lower case means: its own, or the extension alone."""
+        """{name of an image in lower case: extension of the member that it means}. A name is a member's file name or
+        its extension."""
         key, found = self.sample.key.rpartition("/")[2].lower(), dict[str, str]()
         for extension in self.images:
             found.setdefault(extension, extension)
             found.setdefault(f"{key}.{extension}", extension)
         return found
 
-    def place(self, extension: str) -> dict[str, Any]:
+    def location(self, extension: str) -> dict[str, Any]:
+        """Return the JSON object with the location of the member with the given extension."""
         offset, size = self.sample.members[extension]
-        return {PLACE: Place(self.shard.name, offset, size, name=f"{self.sample.key}.{extension}").to_json()}
+        return {LOCATION: ImageLocation(self.file.name, offset, size, name=f"{self.sample.key}.{extension}").to_json()}
 
     def read(self, extension: str) -> bytes:
-        return self.shard.read(*self.sample.members[extension])
+        return self.file.read(*self.sample.members[extension])

@@ -1,4 +1,4 @@
-"""Special values in token ids and labels; no vocabulary contains them."""
+"""Special values in token ids and labels, which are in no vocabulary."""
 
 IMAGE_ID = -200
 """Value in `input_ids` that stands for a token of an image (LLaVA constants.py:9)."""

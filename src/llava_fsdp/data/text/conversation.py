@@ -1,4 +1,5 @@
-"""Render the turns of a record as text, divided into segments that are supervised (answers) or not."""
+"""Render the conversation of a record as text. The text is divided into segments that are supervised (answers, which
+have labels) or not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ IM_START, IM_END = "<im_start>", "<im_end>"
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a rendered conversation that is supervised as a whole or not at all."""
+    """A part of a rendered conversation: all its tokens are supervised (have labels), or none is."""
 
     text: str
     supervised: bool
@@ -27,7 +28,8 @@ def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> li
     """Render a record's conversation as segments, with an image tag for each image.
 
     Args:
-        start_end: put `<im_start>` and `<im_end>` around every image tag.
+        form: the conversation template.
+        start_end: whether to put `<im_start>` and `<im_end>` around every image tag.
 
     Raises:
         DataError: turns do not alternate human, gpt after a system turn, or an answer is missing, or the number of
@@ -46,11 +48,12 @@ def prompt(
     where: str = "the conversation",
 ) -> list[Segment]:
     """Render turns as segments, without the text that ends a conversation. If the last turn is a question, the text
-    ends where a model's answer begins. The text of a system turn, which may be the first, replaces the template's
-    system text; a template for captions leaves it out, as it does questions.
+    ends where a model's answer begins. The text of a system turn (only the first turn can be one) replaces the
+    template's system text. The template for captions leaves out system texts and questions.
 
     Args:
-        start_end: put `<im_start>` and `<im_end>` around every image tag.
+        form: the conversation template.
+        start_end: whether to put `<im_start>` and `<im_end>` around every image tag.
         has_images: whether `<image>` tags stand for images; otherwise they are ordinary text.
         where: name of the conversation in error messages.
 
@@ -75,6 +78,7 @@ def prompt(
 
 
 def write_system(turn: Turn | None, form: Template) -> list[Segment]:
+    """Return the system text of a conversation as segments; without a system turn, that of the template."""
     if turn is None or form.image_only:
         return [Segment(form.system, False)]
     before, after = form.around_system
@@ -82,13 +86,18 @@ def write_system(turn: Turn | None, form: Template) -> list[Segment]:
 
 
 def write_question(text: str, form: Template, start_end: bool, has_images: bool) -> list[Segment]:
+    """Return a question as segments; arguments as for `prompt`."""
     if form.image_only:
         return [Segment(IMAGE_TAG * text.count(IMAGE_TAG), False)]
     return tagged(image_first(text, has_images), image_tag(form, start_end), has_images)
 
 
 def tagged(text: str, tag: str, has_images: bool) -> list[Segment]:
-    """Return a question as segments, with the text `tag` for each image tag."""
+    """Return a question as segments, in which the text `tag` replaces each image tag.
+
+    Args:
+        has_images: whether image tags stand for images; otherwise they are ordinary text.
+    """
     first, *rest = text.split(IMAGE_TAG) if has_images else [text]
     segments = [Segment(first, False, from_record=True)]
     for piece in rest:
@@ -100,6 +109,7 @@ def tagged(text: str, tag: str, has_images: bool) -> list[Segment]:
 def own_prompt(
     turns: Sequence[Turn], form: ChatTemplate, start_end: bool, has_images: bool, where: str
 ) -> list[Segment]:
+    """Render turns as segments with a model's own chat template; arguments and errors as for `prompt`."""
     turns = [Turn(t.role, image_first(t.text, has_images)) if t.role == "human" else t for t in turns]
     segments = []
     for piece in form.write(turns, where):
@@ -111,7 +121,12 @@ def own_prompt(
 
 
 def image_tag(form: Template | ChatTemplate, start_end: bool) -> str:
-    """Return the text that stands for an image in a conversation: `<image>`, with what the template puts around it."""
+    """Return the text that stands for an image in a conversation: `<image>` and the text that the template puts around
+    it.
+
+    Args:
+        start_end: whether to put `<im_start>` and `<im_end>` around `<image>`.
+    """
     return form.image.replace(IMAGE_TAG, f"{IM_START}{IMAGE_TAG}{IM_END}") if start_end else form.image
 
 
@@ -129,7 +144,7 @@ def split_system(turns: Sequence[Turn]) -> tuple[Turn | None, Sequence[Turn]]:
 
 
 def asked_turns(record: Record) -> tuple[Turn, ...]:
-    """Return a record's turns. An answer before the first question is left out, as in LLaVA (LLaVA
+    """Return a record's turns without an answer that precedes the first question, as LLaVA does (LLaVA
     train.py:441-443)."""
     system, turns = split_system(record.turns)
     asked = turns[1:] if turns and turns[0].role == "gpt" else turns
@@ -152,12 +167,13 @@ def opening_question(record: Record) -> tuple[str | None, str, int, str]:
 
 
 def asking(system: str | None, question: str) -> list[Turn]:
-    """Return the turns of a conversation with one question and, unless it is None, a system text."""
+    """Return the turns of a conversation that consists of a system text, unless it is None, and a question."""
     asked = Turn("human", question)
     return [asked] if system is None else [Turn("system", system), asked]
 
 
 def role_cure(role: str) -> str:
+    """Return advice for an error message about a turn with an unexpected role."""
     match role.lower():
         case "human" | "gpt" if role in ("human", "gpt"):
             return "human (user) and gpt (assistant) take turns, human first: fix the conversation"

@@ -1,5 +1,5 @@
-"""Turn an answer's tokens into text while the answer is generated; text is released once later tokens cannot change
-it."""
+"""Decode an answer's tokens to text while the answer is generated. Text is returned as soon as later tokens cannot
+change it."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from llava_fsdp.data.text.tokenizer import Tokenizer
 BROKEN = "\ufffd"
 """Replacement character U+FFFD, which a tokenizer's decoder writes for incomplete or invalid UTF-8."""
 PENDING = 8
-"""Greatest number of tokens that are held back until a character is complete; a UTF-8 character has at most four
+"""Greatest number of tokens whose text is held back until a character is complete. A UTF-8 character has at most four
 bytes."""
 
 
@@ -17,7 +17,7 @@ def stops_of(tokenizer: Tokenizer, stop: str, ends: int | list[int] | None) -> f
 
     Args:
         stop: text that ends an answer; its token is included if the text is a single token.
-        ends: `eos_token_id` of the model.
+        ends: `eos_token_id` of the model: an id, a list of ids, or None.
     """
     eos = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
     last = tokenizer.encode(stop)
@@ -26,16 +26,17 @@ def stops_of(tokenizer: Tokenizer, stop: str, ends: int | list[int] | None) -> f
 
 @dataclass(frozen=True)
 class Piece:
-    """The text of one token, or of several tokens that are one character together."""
+    """The text of a token, or of several tokens that are one character together."""
 
     text: str
-    """The text; of a special token its name, and of a token without text its id."""
+    """The text. For a special token, it is the token's name; for a token without text, its id."""
     is_special: bool = False
-    """Whether `text` is a name, and not what the token says."""
+    """Whether `text` is a name or id instead of decoded text."""
 
 
 def spell(tokenizer: Tokenizer, ids: list[int]) -> list[Piece]:
-    """Return the text of each token of a sequence. Tokens that are bytes of one character make one piece."""
+    """Return the text of each token of a sequence, in order. Tokens that are bytes of the same character become one
+    piece."""
     before = [token.id for token in tokenizer.encode("a")]  # at the beginning of a text, decoding may drop a space
     begin = len(tokenizer.decode(before))
     pieces: list[Piece] = []
@@ -63,8 +64,8 @@ def spell(tokenizer: Tokenizer, ids: list[int]) -> list[Piece]:
 
 
 class AnswerText:
-    """Collects the tokens of an answer and releases its text in pieces. A released piece is final: it never contains
-    half a character, a part of the stop text, or white space before or after the whole answer."""
+    """Collects the tokens of an answer and returns its text in pieces. A returned piece is final: it never contains
+    half a character, a part of the stop text, or white space at the beginning or end of the whole answer."""
 
     def __init__(self, tokenizer: Tokenizer, stop: str, stops: frozenset[int]):
         """Begin an empty answer, which ends with the text `stop` or with a token of `stops`."""
@@ -73,10 +74,10 @@ class AnswerText:
         self.stops = stops
         self.ids: list[int] = []
         self.text = ""
-        """The text released so far."""
+        """The text returned so far."""
         self.ended = False
-        self._window = 0  # first token to decode again: some tokens decode differently at the beginning of a text
-        self._decoded = 0  # number of tokens whose text is released or held back
+        self._window = 0  # first token that is decoded again: some tokens decode differently at the beginning of a text
+        self._decoded = 0  # number of tokens whose text was returned or is held back
         self._held = ""
 
     def push(self, token: int) -> str:

@@ -1,4 +1,4 @@
-"""Encode records as token ids (of text and images) and labels."""
+"""Encode records as token ids and labels."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ from llava_fsdp.runtime.errors import DataError
 
 UNLIMITED = 1 << 40
 ImageRows = Callable[[Record, int], np.ndarray]
-"""Function (record, index of an image) -> for each of the image's tokens the index of its vision feature, int64
-[tokens]."""
+"""Function (record, index of an image) -> tokens of the image, as `ImageTokens.of` returns them: for each token the
+index of its vision feature, int64 [tokens]."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Sample:
     input_ids: np.ndarray
     """Token ids, int64 [length]; IMAGE_ID at image tokens."""
     labels: np.ndarray
-    """Labels, int64 [length], not shifted: a token's own id if the token is supervised, else IGNORE."""
+    """Labels, int64 [length], not shifted: for a supervised token its own id, else IGNORE."""
     images: tuple[str, ...]
-    """Paths of the images whose tokens are in input_ids, in order."""
+    """Names of the images whose tokens are in `input_ids`, in order."""
     image_rows: tuple[np.ndarray, ...]
     """For each image, the index of the vision feature of each of its tokens, int64 [tokens]."""
     positions_cut: int
@@ -43,7 +43,7 @@ class Sample:
 
     @property
     def num_labels(self) -> int:
-        """Number of labels that count in the loss; the first token has none, because it is never predicted."""
+        """Number of labels that count in the loss. The first token is never predicted, so its label does not count."""
         return int((self.labels[1:] != IGNORE).sum())
 
 
@@ -60,8 +60,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class ExactEncoder:
-    """Encodes records so that exactly the answers, including the text that ends an answer, are supervised
-    (`labels=exact`)."""
+    """Encodes records with labels for exactly the answers, including the text that ends an answer (`labels=exact`)."""
 
     tokenizer: Tokenizer
     template: Template | ChatTemplate
@@ -74,7 +73,7 @@ class ExactEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with everything that affects token ids and labels, except the order of vision features."""
+        """Text that changes with all settings that affect token ids and labels, except the order of vision features."""
         form = f"{self.template} {self.start_end} {self.special_tokens.value}"
         return f"exact {self.tokenizer.fingerprint} {form} {self.max_length}"
 
@@ -111,7 +110,8 @@ class ExactEncoder:
 
 
 def truncate(sample: Sample, max_length: int) -> Sample:
-    """Truncate a sample to `max_length` tokens; if that would split an image, truncate it before this image."""
+    """Truncate a sample to `max_length` tokens, or to fewer if an image would be split: then it ends before this
+    image."""
     ids, labels, rows = sample.input_ids, sample.labels, sample.image_rows
     shown = int((ids[:max_length] == IMAGE_ID).sum())
     ends = np.cumsum([len(r) for r in rows])
@@ -152,7 +152,9 @@ class OriginalEncoder:
     def __call__(self, record: Record) -> Sample:
         """Encode a record as LLaVA's dataset, collator and model do (LLaVA train.py:743-773, llava_arch.py:226-279)."""
         made = encode_like_original(record, self.own)
-        kept = made.ids[: self.own.max_length] != self.own.pad_id  # as in LLaVA, also drops text tokens with this id
+        kept = (
+            made.ids[: self.own.max_length] != self.own.pad_id
+        )  # this also drops text tokens with this id, as LLaVA does
         ids, labels = made.ids[: self.own.max_length][kept], made.labels[: self.own.max_length][kept]
         check_images(ids, record)
         rows = [self.image_rows(record, 0)] if (ids == IMAGE_ID).any() else []
@@ -172,7 +174,7 @@ class OriginalEncoder:
         return Measured(sample, whole, {**over, **({self.max_length: sample} if sample.positions_cut else {})})
 
     def _at(self, record: Record, max_length: int) -> Sample:
-        """Encode a record with `max_length` instead of the configured maximum length. The labels may differ too,
+        """Encode a record with `max_length` instead of the configured maximum length. This may also change labels,
         because LLaVA makes them after truncation."""
         return replace(self, own=replace(self.own, max_length=max_length))(record)
 
@@ -181,7 +183,7 @@ Encoder = ExactEncoder | OriginalEncoder
 
 
 def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and labels in which each IMAGE_ID is repeated for all tokens of its image, with the label
+    """Return token ids and labels in which each IMAGE_ID is repeated once for each token of its image, with the label
     IGNORE.
 
     Args:
@@ -207,7 +209,7 @@ def encode_segments(
 
     Args:
         image_lengths: number of tokens of each image.
-        begins: whether to begin with the tokenizer's BOS token, if it has one.
+        begins: whether the tokenizer's BOS token, if it has one, is put first.
     """
     text = "".join(s.text for s in segments)
     marked = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])
@@ -232,8 +234,8 @@ def encode_segments(
 
 
 def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stretch]:
-    """Return the special tokens that come from the conversation template, as ranges of characters in the text of all
-    segments."""
+    """Return the ranges of characters, in the joined text of all segments, of the special tokens that come from the
+    conversation template and not from a record."""
     found: list[Stretch] = []
     at = 0
     for from_record, stretch in itertools.groupby(segments, lambda s: s.from_record):
@@ -244,11 +246,11 @@ def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stre
 
 
 def are_supervised(tokens: list[Token], before: np.ndarray) -> list[bool]:
-    """Return for each token whether it has a supervised character. A token without characters counts as if it had the
-    next character.
+    """Return for each token of a text whether one of its characters is supervised. A token without characters counts as
+    if it had the next character.
 
     Args:
-        before: number of supervised characters before each character, int64 [characters + 1].
+        before: number of supervised characters before each character of the text, int64 [characters + 1].
     """
     begin = np.array([token.begin for token in tokens], dtype=np.int64)
     end = np.array([token.end for token in tokens], dtype=np.int64)
@@ -263,5 +265,6 @@ def encode_prompt(
     special_tokens: SpecialTokens = SpecialTokens.text,
     begins: bool = True,
 ) -> np.ndarray:
-    """Return the token ids of a prompt from which a model generates an answer, int64 [length]."""
+    """Return the token ids of a prompt from which a model generates an answer, int64 [length]; arguments as for
+    `encode_segments`."""
     return encode_segments(segments, tokenizer, image_lengths, special_tokens, begins)[0]

@@ -1,10 +1,10 @@
-"""Write conversations with a language model's own chat template (Jinja), and find which characters come from the
-record's turns.
+"""Render conversations with a language model's own chat template (Jinja), and find which characters come from the turns
+of the record.
 
-The text is exactly what transformers' `apply_chat_template` renders. The text around the turns (frames) depends on the
-roles alone. It is learned once for each sequence of roles, from a conversation whose turns are marks. A record's
-conversation is then rendered once. If it is not made of these frames and the record's turns, character for character,
-the template has changed what a turn says, and the record is refused.
+The text is exactly what transformers' `apply_chat_template` renders. The template's own text around the turns depends
+only on the roles of the turns. So it is determined once for each sequence of roles, by rendering a conversation whose
+turns are marker texts. Each record's conversation is then rendered. If the result is not exactly the text determined
+before with the record's turns in it, the template has changed what a turn says, and the record is refused.
 """
 
 import hashlib
@@ -29,83 +29,94 @@ OWN = "chat_template"
 FILE = "chat_template.jinja"
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 BEGIN, END = "{# the model's own chat template begins #}\n", "{%+ endset %}{# the model's own chat template ends #}"
-"""Texts around the template in an exported file: what stands around them turns messages into turns of training."""
+"""Texts before and after the model's template in an exported file. The code outside of them converts messages to the
+turns that training saw."""
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that transformers gives to a template as variables."""
+"""Variables of a template for which transformers gives it special tokens."""
 DATE = (
     "{%- macro strftime_now(format) -%}{{- format | replace('%d', '26') | replace('%-d', '26') | replace('%m', '07')"
     " | replace('%b', 'Jul') | replace('%B', 'July') | replace('%A', 'Friday') | replace('%y', '24')"
     " | replace('%Y', '2024') -}}{%- endmacro %}\n"
 )
-"""Jinja code put before a template that writes today's date: with it, the date is always 26 July 2024, the one that
+"""Jinja code that is put before a template which writes today's date. It makes the date always 26 July 2024, which
 Llama 3 writes if it knows none. Otherwise the tokens of a record would change from day to day."""
 BOS = "{%- if true %}{{- bos_token }}{%- endif %}\n"
-"""Jinja code put before the template of a LLaVA-NeXT processor, which adds a BOS token that the template lacks."""
+"""Jinja code that is put before the template of a LLaVA-NeXT model. It writes the BOS token, which the processor adds
+and the template lacks."""
 MARK = "\ue000turn {}\ue001"
-"""The text of a turn when frames are learned, with private-use characters, which no template looks for."""
+"""Text that is used as turn number {} to determine the text around turns. It has private-use characters, which no
+template treats specially."""
 MARKS = re.compile("\ue000turn (\\d+)\ue001")
 ANSWER = "\ue000answer\ue001"
-"""Text in place of an answer that is to be generated."""
+"""Text that is used as the last turn of a prompt, whose answer is still to be generated."""
 LEFT, RIGHT = "\n\t\n", "\n \n"
-"""White space before and after a mark, to learn how the template strips the text of a turn."""
+"""White space that is put before and after MARK, to determine how the template strips the text of a turn."""
 STRIPPED = ("", "\n", None)
-"""The arguments of `str.strip` that are looked for: nothing, line breaks, white space."""
+"""Possible arguments of `str.strip` with which a template strips the text of a turn: it strips nothing, line breaks, or
+white space."""
 SECONDS = 10.0
-"""A template that takes longer to render a short conversation is refused."""
+"""Greatest number of seconds that a template may take to render a short conversation; a slower one is refused."""
 
 
 class Unfit(Exception):
-    """A chat template cannot be used for a conversation; the text says why."""
+    """A chat template cannot be used for a conversation; the message says why."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Place of a turn in the text of a conversation."""
+    """Position in the text of a rendered conversation at which the text of a turn is inserted."""
 
     turn: int
+    """Index of the turn."""
     left: str | None
     """Argument of `str.lstrip` with which the template strips the turn's text."""
     right: str | None
+    """Argument of `str.rstrip` with which the template strips the turn's text."""
 
     def fill(self, text: str) -> str:
+        """Return the text of the turn as the template writes it: stripped."""
         return text.lstrip(self.left).rstrip(self.right)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Text of the template between two slots, before the first one or after the last one."""
+    """Text that a chat template writes between two turns, before the first one or after the last one."""
 
     text: str
     end: int = 0
-    """Number of characters at the beginning that end an answer; supervised like the answer."""
+    """Number of characters at the beginning of `text` that end an answer; they have labels, like the answer."""
     before: int = 0
-    """Number of characters at the end that stand between the prompt for generation and an answer, which are white
-    space; supervised like the answer."""
+    """Number of white-space characters at the end of `text` that are between the prompt for generation and an answer;
+    they have labels, like the answer."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The text around the turns of every conversation with the same roles."""
+    """The text that a chat template writes around the turns of every conversation with the same sequence of roles."""
 
     frames: tuple[Frame, ...]
+    """The template's own texts: one before each turn, and one after the last turn."""
     slots: tuple[Slot, ...]
+    """For each position between two frames, the turn that is inserted there."""
 
     def fill(self, texts: Sequence[str]) -> list[str]:
-        """Return the text of each slot, for the texts of all turns."""
+        """Return the text to insert at each slot, given the texts of all turns."""
         return [slot.fill(texts[slot.turn]) for slot in self.slots]
 
     def join(self, filled: Sequence[str]) -> str:
-        """Return the text of the whole conversation, for the text of each slot."""
+        """Return the text of the whole conversation, given the text to insert at each slot."""
         return "".join(frame.text + text for frame, text in zip(self.frames, [*filled, ""], strict=True))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a rendered conversation: text of the template, or (`turn` is its number) the text of a turn."""
+    """A part of a rendered conversation: text of the template or of a turn."""
 
     text: str
     supervised: bool
+    """Whether the tokens of the text have labels."""
     turn: int | None = None
+    """Index of the turn; None: the text is the template's."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,14 +126,14 @@ class ChatTemplate:
     code: str
     """Jinja code."""
     path: Path
-    """The file it comes from."""
+    """The file that contains the template."""
     variables: dict[str, str]
-    """Special tokens by the names that the template uses."""
+    """{variable of the template: special token}."""
     tokenizer: Tokenizer
     parts: bool = False
     """Whether the content of a message is a list with one text part; otherwise it is text."""
     layouts: dict[str, Layout | str] = field(default_factory=dict, compare=False)
-    """What has been learned, by the first letters of the roles; a text is the reason why the template is unfit."""
+    """{roles of a conversation, as first letters: its Layout, or the reason why the template cannot be used for it}."""
 
     image = IMAGE_TAG
     image_only = False
@@ -133,8 +144,9 @@ class ChatTemplate:
 
     @cached_property
     def stop(self) -> str:
-        """The text that ends an answer: what stands after the last answer up to its first special token, and those
-        that follow it directly if they also follow an earlier answer. Raises Unfit if there is no special token."""
+        """The text that ends an answer: all text after the last answer up to and including the first special token.
+        Special tokens directly after this one are included if they also follow an earlier answer. Raises Unfit if there
+        is no special token."""
         _, frames = self.order_and_frames("hg")
         _, longer = self.order_and_frames("hghg")
         last, earlier = frames[-1], longer[2]
@@ -153,7 +165,7 @@ class ChatTemplate:
             where: name of the conversation in error messages.
 
         Raises:
-            DataError: the template refuses the conversation, or writes its turns changed or in changed form.
+            DataError: the template refuses the conversation, or changes the text of a turn.
         """
         asks = turns[-1].role == "human"
         turns = [*turns, Turn("gpt", ANSWER)] if asks else turns
@@ -182,8 +194,8 @@ class ChatTemplate:
         return [*pieces, Piece(last.text[: last.end], True), Piece(last.text[last.end :], False)]
 
     def layout(self, roles: str) -> Layout:
-        """Return what is learned for a sequence of roles, given as first letters; raise Unfit if the template is unfit
-        for it."""
+        """Return the Layout of conversations with a sequence of roles, given as first letters (`hg`: a question and an
+        answer). The result is cached. Raise Unfit if the template cannot be used for them."""
         if roles not in self.layouts:
             try:
                 self.layouts[roles] = self.learn(roles)
@@ -195,8 +207,8 @@ class ChatTemplate:
         return found
 
     def learn(self, roles: str) -> Layout:
-        """Return the layout of conversations with some roles, given as first letters, the last of which is an answer's;
-        raise Unfit if the template has no layout for them."""
+        """Determine the Layout of conversations with a sequence of roles, given as first letters, by rendering marker
+        texts. The last role must be `g`, an answer. Raise Unfit if the template cannot be used for them."""
         order, frames = self.order_and_frames(roles)
         _, lefts = self.order_and_frames(roles, before=LEFT)
         _, rights = self.order_and_frames(roles, after=RIGHT)
@@ -214,8 +226,14 @@ class ChatTemplate:
         return layout
 
     def order_and_frames(self, roles: str, before: str = "", after: str = "") -> tuple[list[int], list[str]]:
-        """Return the order in which the template writes the turns of a conversation, and the text around them; `before`
-        and `after` are put around the text of each turn. Raise Unfit if a turn is not written exactly once."""
+        """Render a conversation of marker texts. Return the order in which the template writes the turns, and the
+        template's text around them. Raise Unfit if a turn is not written exactly once.
+
+        Args:
+            roles: roles of the turns, as first letters.
+            before: text that is put before each marker text.
+            after: text that is put after each marker text.
+        """
         texts = [before + MARK.format(n) + after for n in range(len(roles))]
         with time_limit(SECONDS, Unfit(f"takes over {SECONDS:g} seconds to render {len(roles)} turns")):
             text = self.render(full(roles), texts)
@@ -225,10 +243,11 @@ class ChatTemplate:
         return order, MARKS.split(text)[::2]
 
     def divide(self, frames: Sequence[str], roles: Sequence[str], before: str) -> tuple[Frame, ...]:
-        """Return the frames with the parts that are supervised.
+        """Return the template's texts around turns as Frames, which know what characters have labels.
 
         Args:
-            roles: of the turns between the frames, as first letters.
+            frames: the texts before, between and after the turns.
+            roles: roles of the turns, as first letters.
             before: white space between the prompt for generation and an answer.
         """
         return tuple(
@@ -241,8 +260,14 @@ class ChatTemplate:
         )
 
     def check_history(self, roles: str, layout: Layout) -> None:
-        """Raise Unfit if the conversation up to the question before an earlier answer is not written as it is when the
-        model gives that answer. The text between that question and the answer may differ."""
+        """Raise Unfit if the template writes earlier turns of a conversation differently once later turns follow, so
+        that training would see other prompts than the model does when it answers. The text between the last question
+        but one and its answer may differ.
+
+        Args:
+            roles: roles of the turns, as first letters.
+            layout: layout of conversations with these roles.
+        """
         asked = self.layout(roles[:-2])
         same = len(asked.slots) - 1
         texts = [[frame.text for frame in own.frames[:same]] for own in (layout, asked)]
@@ -250,8 +275,13 @@ class ChatTemplate:
             raise Unfit(f"writes earlier turns in another way once others follow, in a conversation of {len(roles)}")
 
     def render(self, roles: Sequence[str], texts: Sequence[str], prompts: bool = False) -> str:
-        """Return the text that the template makes of a conversation, with `prompts` as a prompt for generation; raise
-        Unfit if it fails."""
+        """Render a conversation with the template and return the text; raise Unfit if the template fails.
+
+        Args:
+            roles: role of each turn.
+            texts: text of each turn.
+            prompts: whether to render a prompt for generation, after which an answer follows.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template  # slow, and seldom needed
 
         messages = [
@@ -269,8 +299,15 @@ class ChatTemplate:
 
 
 def stripped(padded: str, frame: str, pad: str, strip: Any) -> str | None:
-    """Return the argument of `strip` with which the template strips a turn; raise Unfit if no known one does.
-    `padded` is `frame` as rendered with the white space `pad` at its end."""
+    """Return the argument of `strip` with which a template strips the text of a turn; raise Unfit if it is none of
+    STRIPPED.
+
+    Args:
+        padded: text of the template before a turn (or the reversed text after it), rendered with the white space `pad`
+            between it and the turn.
+        frame: the same text, rendered without `pad`.
+        strip: `str.lstrip` or `str.rstrip`.
+    """
     for chars in STRIPPED:
         rest = strip(pad, chars)
         if padded == frame + (rest if strip is str.lstrip else rest[::-1]):
@@ -303,7 +340,8 @@ def own_name(folder: Path) -> str | None:
 
 
 def usable_name(folder: Path) -> str | None:
-    """Return what `own_name` returns, but None, with a message in the log, if the chat template is unfit."""
+    """Return the name under which a run records the chat template of a model's folder; None if the folder has none, or
+    one that cannot be used (this is logged)."""
     name = own_name(folder)
     try:
         return name and (open_template(name, folder, open_tokenizer(folder)) and name)
@@ -313,7 +351,7 @@ def usable_name(folder: Path) -> str | None:
 
 
 def find_code(folder: Path) -> tuple[Path, str] | None:
-    """Return the file of a folder that contains a chat template, and the template; None if the folder has none.
+    """Find the chat template in a model's folder. Return its file and the Jinja code; None if the folder has none.
 
     The files are those of transformers: `chat_template.jinja`, `chat_template.json`, `tokenizer_config.json`.
     """
@@ -329,7 +367,12 @@ def find_code(folder: Path) -> tuple[Path, str] | None:
 
 
 def complete(code: str, folder: Path) -> str:
-    """Return the template in a file's text, with the Jinja code put before it that it needs (`BOS`, `DATE`)."""
+    """Return a chat template with the Jinja code (`BOS`, `DATE`) before it that it needs.
+
+    Args:
+        code: text of the template's file; of an exported file, only the model's own template is taken.
+        folder: folder of the model.
+    """
     if BEGIN in code:
         return code.partition(BEGIN)[2].rpartition(END)[0]
     bos = special_tokens(folder).get("bos_token")
@@ -339,7 +382,7 @@ def complete(code: str, folder: Path) -> str:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Return the special tokens that a tokenizer's files name, by the names that templates use."""
+    """Return {variable of chat templates: special token} from the tokenizer's files in a model's folder."""
     found = read_optional(folder / "special_tokens_map.json") | read_optional(folder / "tokenizer_config.json")
     if (folder / "tokenizer.model").is_file():
         found = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **found}

@@ -1,4 +1,5 @@
-"""Tokens and labels that are equal to LLaVA's bit for bit, bugs included (`labels=llava_v1_5`; LLaVA train.py:268-775).
+"""Encode records with exactly LLaVA's token ids and labels, bugs included (`labels=llava_v1_5`; LLaVA
+train.py:268-775).
 
 LLaVA finds the tokens to supervise by tokenizing parts of the text again and adding up their lengths. If the sum is not
 the length of the whole text, it masks all labels of the sample.
@@ -24,8 +25,8 @@ class Original:
     tokenizer: Tokenizer
     form: Template
     max_length: int
-    """The tokenizer's model_max_length: samples without image are truncated to this number of tokens before labels are
-    made."""
+    """The tokenizer's `model_max_length`. Samples without image are truncated to this number of tokens before labels
+    are made."""
     pad_id: int = 0
     """Id of the padding token, by default that of `<unk>` (0). LLaVA does not count tokens with this id, and removes
     them as padding."""
@@ -35,19 +36,21 @@ class Original:
 
 @dataclass(frozen=True)
 class Tokens:
+    """Token ids and labels of a conversation, as LLaVA's dataset returns them."""
+
     ids: np.ndarray
     """Token ids, int64 [length]; each image is a single IMAGE_ID."""
     labels: np.ndarray
     """Labels, int64 [length]; IGNORE for tokens that are not supervised."""
     mismatch: tuple[int, int] | None = None
-    """If LLaVA masks the whole sample because two token counts differ: the two counts, which LLaVA prints (sum over the
-    parts of the text, count for the whole text). Otherwise None."""
+    """If LLaVA masks all labels of the sample because two token counts differ, these counts: (sum over the parts of the
+    text, count for the whole text). Otherwise None."""
     cut: int = 0
     """Number of tokens by which a sample without image was truncated."""
 
 
 def encode_like_original(record: Record, own: Original) -> Tokens:
-    """Return the token ids and labels that LLaVA's dataset returns for a record, before LLaVA's collator.
+    """Return the token ids and labels that LLaVA's dataset returns for a record (and its collator then pads).
 
     Raises:
         DataError: LLaVA raises an exception for this record.
@@ -59,8 +62,8 @@ def encode_like_original(record: Record, own: Original) -> Tokens:
 
 
 def check_like_original(record: Record, own: Original) -> None:
-    """Raise DataError for a record at which LLaVA would fail. The record is tokenized for this check only if it has
-    more image tags than images."""
+    """Raise DataError if LLaVA would fail at a record. The record is only tokenized for this check if it has more image
+    tags than images."""
     turns = list(record.turns)
     if len(record.images) > 1:
         raise DataError(
@@ -80,7 +83,8 @@ def check_like_original(record: Record, own: Original) -> None:
 
 
 def check_images(ids: np.ndarray, record: Record) -> None:
-    """Raise DataError if the token ids contain more images than LLaVA reads for the record. LLaVA reads at most one."""
+    """Raise DataError if the token ids of a record contain more images than LLaVA reads for it, which is at most
+    one."""
     num_tags = int((ids == IMAGE_ID).sum())
     if num_tags > len(record.images[:1]):
         raise DataError(
@@ -91,15 +95,15 @@ def check_images(ids: np.ndarray, record: Record) -> None:
 
 
 def image_first(text: str, own: Original) -> str:
-    """Return a message (question or answer) in which one image tag at the front replaces all its image tags (LLaVA
-    train.py:308-329)."""
+    """Return a message (question or answer) with a single image tag at its beginning instead of all its image tags; a
+    message without image tags is returned unchanged (LLaVA train.py:308-329)."""
     if IMAGE_TAG in text:
         text = f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
     return text.replace(IMAGE_TAG, image_tag(own.form, own.start_end))
 
 
 def encode_turns(turns: list[Turn], has_image: bool, own: Original, where: str) -> Tokens:
-    """Encode a conversation by LLaVA's rules for the style of its template (LLaVA train.py:610-655)."""
+    """Encode a conversation as LLaVA does for the style of the conversation template (LLaVA train.py:610-655)."""
     match own.form.style:
         case Style.PLAIN:
             return encode_caption(turns, own, where)
@@ -128,7 +132,7 @@ def check_caption(turns: list[Turn], where: str) -> None:
 
 
 def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
-    """Encode a conversation of template v0. LLaVA tokenizes its turns one by one to find the labels (LLaVA
+    """Encode a conversation with the template `v0`. LLaVA also tokenizes each turn by itself to find the labels (LLaVA
     train.py:268-305, 630-655)."""
     form = own.form
     names = {"human": form.user, "gpt": form.assistant}
@@ -156,18 +160,19 @@ def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How LLaVA corrects, for one template style, the token lengths that it counts for a round (a question and its
-    answer)."""
+    """LLaVA's corrections, for one template style, to the number of tokens that it counts for a round (a question and
+    its answer)."""
 
     begin: int
     """Number of tokens before the first round: the BOS token."""
     off_instruction: int
-    """Number of tokens to subtract from the length of an instruction (the part of a round before the answer) that was
+    """Number of tokens to subtract from the count for an instruction (the part of a round before the answer) that is
     tokenized by itself: its BOS token, and with v1 and llama_2 the space after the instruction."""
     correction: int
-    """Number of tokens to add to the length of each round but the first, if the tokenizer's `legacy` is equal to
+    """Number of tokens to add to the count for each round but the first, if the tokenizer's `legacy` equals
     `corrects`."""
     corrects: bool | None
+    """Value of the tokenizer's `legacy` with which `correction` is added; None: never."""
 
 
 ROUNDS: dict[Style, Rounds] = {
@@ -178,8 +183,13 @@ ROUNDS: dict[Style, Rounds] = {
 
 
 def encode_rounds(text: str, has_image: bool, own: Original) -> Tokens:
-    """Encode a v1, llama_2 or mpt conversation. Labels are masked by the counted token lengths of its rounds (question
-    and answer); all are masked if these lengths do not add up to that of the whole text."""
+    """Encode a conversation with a template of the style of v1, llama_2 or mpt. To mask the labels of questions, LLaVA
+    tokenizes each round (question and answer) and each question by itself and counts tokens. If the counts do not add
+    up to the length of the whole text, all labels are masked.
+
+    Args:
+        text: the whole conversation, rendered by the template.
+    """
     rule = ROUNDS[own.form.style]
     tokenize = with_images if has_image else plain_text
     whole = tokenize(text, own.tokenizer)
@@ -208,13 +218,14 @@ def encode_rounds(text: str, has_image: bool, own: Original) -> Tokens:
 
 
 def answer_mark(form: Template) -> str:
-    """Return the text before an answer, at which LLaVA splits a round into question and answer."""
+    """Return the text at which LLaVA splits a round into question and answer."""
     if form.style is Style.LLAMA_2:
         return "[/INST] "
     return form.sep + form.assistant + (": " if form.style is Style.TWO else "")
 
 
 def split_rounds(text: str, form: Template) -> list[str]:
+    """Split the text of a conversation into rounds, each of which is a question and its answer, as LLaVA does."""
     if form.style is not Style.MPT:
         return text.split(form.sep2)
     parts = text.split(form.sep)
@@ -224,7 +235,7 @@ def split_rounds(text: str, form: Template) -> list[str]:
 
 
 def conversation(turns: list[Turn], form: Template, where: str) -> str:
-    """Return the text of a conversation in a template's form; for an empty message, only the role is written (LLaVA
+    """Return the text of a conversation, rendered by a template. Of an empty message, only the role is written (LLaVA
     conversation.py:32-106)."""
     if not turns:
         raise DataError(f"{where}: the conversation is empty; the original stops here", Kind.odd_turns)
@@ -263,8 +274,8 @@ def conversation_llama_2(turns: list[Turn], form: Template, where: str) -> str:
 
 
 def with_images(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the token ids of a text with an IMAGE_ID for each image tag, int64 [length]; the parts between image tags
-    are tokenized one by one (LLaVA mm_utils.py:185-204)."""
+    """Return the token ids of a text with an IMAGE_ID for each image tag, int64 [length]. The parts between image tags
+    are tokenized separately (LLaVA mm_utils.py:185-204)."""
     ids = [] if tokenizer.bos is None else [tokenizer.bos]
     for number, chunk in enumerate(text.split(IMAGE_TAG)):
         ids += [IMAGE_ID] if number else []

@@ -22,7 +22,8 @@ class Style(Enum):
 
 @dataclass(frozen=True)
 class Pattern:
-    """The texts around questions and answers in one style; a template's texts replace `{system}`, `{sep}` etc."""
+    """The texts around questions and answers in one style of conversation templates. `{system}`, `{sep}` etc. stand for
+    the texts of a Template."""
 
     before_system: str
     first_question: str
@@ -33,9 +34,9 @@ class Pattern:
     answer_header: str
     """Text that names the answering role; a prompt for generation ends with it."""
     before_answer: str
-    """Text between the answer's header and the answer; supervised like the answer."""
+    """Text between the answer's header and the answer; it has labels, like the answer."""
     after_answer: str
-    """Text with which the model ends an answer; supervised."""
+    """Text with which the model ends an answer; it has labels."""
     end: str = ""
     """Text after the last answer."""
 
@@ -51,7 +52,7 @@ STYLES: dict[Style, Pattern] = {
 
 @dataclass(frozen=True)
 class Template:
-    """A conversation template: its style and its texts, with the names that LLaVA gives them."""
+    """A conversation template of LLaVA. The fields have the names that LLaVA gives them."""
 
     style: Style
     system: str = ""
@@ -67,13 +68,13 @@ class Template:
 
     @cached_property
     def pattern(self) -> Pattern:
-        """The Pattern of the template's style with this template's texts filled in."""
+        """The Pattern of this template's style, with the texts of this template filled in."""
         own = asdict(self)
         return Pattern(*(part.format(**own) for part in astuple(STYLES[self.style])))
 
     @property
     def around_system(self) -> tuple[str, str]:
-        """The texts before and after a record's own system text, which replaces `system`."""
+        """The texts (before, after) around a system text of a record, which replaces the template's system text."""
         match self.style:
             case Style.LLAMA_2:
                 before, after = LLAMA_2_SYSTEM.split("{}")

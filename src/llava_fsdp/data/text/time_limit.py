@@ -9,8 +9,9 @@ from typing import Any
 
 @contextmanager
 def time_limit(seconds: float, error: Exception) -> Iterator[None]:
-    """Context manager that raises `error` in code that runs for more than `seconds`. It works in every thread, and
-    traces each line, which makes the code several times slower. A single call of a C function is not interrupted."""
+    """Context manager that raises `error` if the `with` block runs for more than `seconds`. It works in every thread.
+    It traces each line, which makes the code several times slower, and does not interrupt a single call of a C
+    function."""
     end = time.monotonic() + seconds
 
     def trace(frame: Any, event: str, arg: Any) -> Any:

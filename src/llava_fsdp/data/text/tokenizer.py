@@ -1,7 +1,7 @@
-"""Tokenize text, with the range of characters that each token comes from, and turn token ids back into text.
+"""Convert text to tokens, each with its range of characters in the text, and token ids back to text.
 
-A `tokenizer.json` is read with the tokenizers library, a `tokenizer.model` with SentencePiece: transformers 5's
-conversion of a `tokenizer.model` gives wrong ids for repeated spaces.
+A `tokenizer.json` is read with the tokenizers library, a `tokenizer.model` with SentencePiece. transformers is not
+used, because transformers 5 converts a `tokenizer.model` wrongly: repeated spaces get other ids.
 """
 
 import hashlib
@@ -31,11 +31,13 @@ SPACE = "▁"
 
 @dataclass(frozen=True, slots=True)
 class Token:
+    """A token of a text."""
+
     id: int
     begin: int
     end: int
-    """End of the token's characters [begin, end) in the text. A character that is not in the vocabulary becomes several
-    byte tokens, of which only the last has a character range that is not empty."""
+    """The token comes from the characters [begin, end) of the text. A character that is not in the vocabulary becomes
+    several byte tokens; only the last of them has a range that is not empty."""
 
 
 class Tokenizer(ABC):
@@ -51,20 +53,22 @@ class Tokenizer(ABC):
     fingerprint: str
     """Checksum of the tokenizer's files and settings."""
     _special: dict[str, int]
+    """{special token: id}."""
     _find: re.Pattern[str]
+    """Finds special tokens in a text."""
 
     @abstractmethod
     def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
         """Return the tokens of a text, without adding a BOS or EOS token.
 
         Args:
-            special: ranges of the text, in order, that are read as special tokens; other special tokens are ordinary
-                text. None: all special tokens in the text are read as such.
+            special: ranges of characters, in order, that are read as special tokens; special tokens elsewhere in the
+                text are read as ordinary text. None: all special tokens in the text are read as such.
         """
 
     @abstractmethod
     def decode(self, ids: list[int]) -> str:
-        """Return the text for a list of token ids, leaving out special tokens."""
+        """Return the text of a list of token ids, without special tokens."""
 
     def find_special(self, text: str) -> list[Stretch]:
         """Return the ranges of characters in which a text contains special tokens."""
@@ -112,22 +116,28 @@ def read_tokenizer(folder: Path, config: dict, rows: int | None, extra: tuple[st
 
 
 def is_legacy(config: dict) -> bool:
-    """Return the setting `legacy` of a Llama tokenizer's `tokenizer_config.json`; true by default, as in transformers
-    4."""
+    """Return the setting `legacy` from the content of a Llama tokenizer's `tokenizer_config.json`; true by default, as
+    in transformers 4."""
     return config.get("legacy") is not False
 
 
 def read_optional(path: Path) -> dict:
+    """Return the content of a JSON file; an empty dict if the file does not exist."""
     return read_json(path) if path.is_file() else {}
 
 
 def within(token: int, rows: int | None) -> bool:
+    """Return whether a token id is below `rows`, the number of ids that the model knows (None: no limit)."""
     return rows is None or token < rows
 
 
 def added_tokens(folder: Path, config: dict) -> dict[str, int]:
-    """Return the tokens that were added to a `tokenizer.model`, as {text: id}, from the files that transformers 4
-    writes beside it."""
+    """Return {text: id} of the tokens that were added to a `tokenizer.model`, from the other files that transformers 4
+    writes to its folder.
+
+    Args:
+        config: content of `tokenizer_config.json`.
+    """
     listed = config.get("added_tokens_decoder", {})
     return read_optional(folder / "added_tokens.json") | {t["content"]: int(i) for i, t in listed.items()}
 
@@ -135,8 +145,9 @@ def added_tokens(folder: Path, config: dict) -> dict[str, int]:
 class JsonTokenizer(Tokenizer):
     """A tokenizer read from a `tokenizer.json`.
 
-    A converted Llama tokenizer with `legacy=false` puts `▁` before a text only if the text does not begin with one,
-    whereas the original tokenizer always does. So this class adds the `▁` itself (`Metaspace`, `prepend_scheme=first`).
+    A Llama tokenizer that was converted with `legacy=false` (its Metaspace has `prepend_scheme=first`) puts `▁` before
+    a text only if the text does not begin with one, whereas the original tokenizer always does. So this class puts it
+    there itself.
     """
 
     def __init__(self, path: Path, config: dict, rows: int | None, extra: tuple[str, ...]):
@@ -185,8 +196,8 @@ class JsonTokenizer(Tokenizer):
         return plain
 
     def _encode_between(self, text: str, special: list[Stretch]) -> list[Token]:
-        """Tokenize a text in which only the given ranges are special tokens. As in the tokenizers library, a special
-        token may include the spaces beside it (lstrip, rstrip)."""
+        """Tokenize a text in which only the ranges in `special` are special tokens. As in the tokenizers library, a
+        special token may include the spaces before and after it (lstrip, rstrip)."""
         tokens: list[Token] = []
         at = 0
         for begin, end in [*special, (len(text), len(text))]:
@@ -210,16 +221,17 @@ class JsonTokenizer(Tokenizer):
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a regular expression that matches any of the texts, the longest one that fits; without texts it matches
+    """Return a regular expression that matches any of the texts, preferring longer ones. Without texts, it matches
     nothing."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(re.escape(text) for text in longest_first) or "(?!)")
 
 
 def encode_fast(tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]:
-    """Tokenize a part of a text, and return tokens whose character ranges are those in the whole text.
+    """Tokenize a part of a text, and return tokens with their character ranges in the whole text.
 
     Args:
+        text: the part.
         at: index in the whole text at which the part begins; -1 if one character (a space) was put before the whole
             text.
     """
@@ -247,15 +259,15 @@ def without_prefix(path: Path) -> bytes:
 
 
 def metaspace(frozen: dict) -> dict | None:
-    """Return the Metaspace pre-tokenizer of a parsed `tokenizer.json`, which turns spaces into `▁`; None if it has
-    none."""
+    """Return the settings of the pre-tokenizer Metaspace, which replaces spaces by `▁`, in a parsed `tokenizer.json`;
+    None if it has none."""
     found = frozen.get("pre_tokenizer") or {}
     parts = found.get("pretokenizers", [found])
     return next((p for p in parts if p.get("type") == "Metaspace"), None)
 
 
 def without_lone_prefix(tokens: list[Token], prefix: int | None, special: set[int]) -> list[Token]:
-    """Return the tokens, without a first `▁` token if a special token follows it directly.
+    """Return tokens without the first one, if that is `▁` and a special token follows it directly.
 
     Args:
         prefix: id of the `▁` token.
@@ -308,7 +320,7 @@ class LlamaTokenizer(Tokenizer):
         tokens = []
         end = at - prefix
         for piece in self._pieces.encode(plain, return_type="proto").pieces:
-            # The pieces' surfaces cover the text without gaps; begin and end of a piece count bytes in some releases.
+            # The surfaces of the pieces cover the text without gaps. In some releases, `begin` and `end` count bytes.
             begin, end = end, end + len(piece.surface)
             tokens.append(Token(piece.id, max(begin, at), max(end, at)))
         return tokens

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llava_fsdp.data.containers.place import LocalFile
-from llava_fsdp.data.containers.tar_shard import TarSample, samples
+from llava_fsdp.data.containers.file_reader import LocalFile
+from llava_fsdp.data.containers.tar_container import TarSample, samples
 from llava_fsdp.runtime.errors import DataError
 
 LONG = "/".join(["folder" * 12] * 4)

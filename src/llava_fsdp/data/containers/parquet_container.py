@@ -1,8 +1,9 @@
-"""Where the images of a Parquet file lie, and its other columns, read without the images.
+"""Find the bytes of the images in a Parquet file, and read the other columns without reading the images.
 
-Images are values of BYTE_ARRAY leaf columns: `image.bytes` of a struct of bytes and path, as Hugging Face datasets
-writes it; `images.list.element.bytes` of a list of such structs; or a column of binary values. Where a column is not
-compressed, an image is a range of bytes of the file; with Snappy and zstd, it is a range of a decompressed page.
+Images are the values of BYTE_ARRAY leaf columns: `image.bytes` of a struct of bytes and path, as Hugging Face datasets
+writes it; `images.list.element.bytes` of a list of such structs; or a column of binary values. In an uncompressed
+column, an image is a range of bytes of the file. In a column compressed with Snappy or zstd, it is a range of a
+decompressed page.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from llava_fsdp.data.containers.file_reader import Reader
+from llava_fsdp.data.containers.location import ImageLocation, Page
 from llava_fsdp.data.containers.parquet_footer import BYTE_ARRAY, TYPES, Footer
 from llava_fsdp.data.containers.parquet_pages import (
     COPY_AGAIN,
@@ -23,23 +26,23 @@ from llava_fsdp.data.containers.parquet_pages import (
     page_headers,
 )
 from llava_fsdp.data.containers.parquet_values import Values, chunk_values
-from llava_fsdp.data.containers.place import Page, Place, Reader
-from llava_fsdp.data.containers.read_place import MOST_BYTES, MOST_RATIO
+from llava_fsdp.data.containers.read_image import MOST_BYTES, MOST_RATIO
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.terminal_text import shown_name
 
 ROWS_AT_ONCE = 256
+"""Greatest number of rows that are read of the columns without images at a time."""
 REPEATED_BYTES = 256 << 20
-"""Bound on the bytes that a batch of rows takes because they repeat values of a dictionary."""
+"""Greatest number of bytes that a batch of rows may take because its rows repeat values of a dictionary."""
 BUFFER = 1 << 20
 
 
 class ReaderFile(io.RawIOBase):
-    """A read-only file object over a `Reader`, for libraries."""
+    """Wraps a `Reader` as a read-only file object, for libraries that need one."""
 
-    def __init__(self, shard: Reader):
+    def __init__(self, reader: Reader):
         super().__init__()
-        self.shard, self.at = shard, 0
+        self.reader, self.at = reader, 0
 
     def readable(self) -> bool:
         return True
@@ -48,7 +51,7 @@ class ReaderFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.shard.size}[whence]
+        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.reader.size}[whence]
         return self.at
 
     def tell(self) -> int:
@@ -60,46 +63,49 @@ class ReaderFile(io.RawIOBase):
         return len(data)
 
     def read(self, size: int | None = -1, /) -> bytes:
-        left = max(0, self.shard.size - self.at)
-        data = self.shard.read(self.at, left if size is None or size < 0 else min(size, left)) if left else b""
+        left = max(0, self.reader.size - self.at)
+        data = self.reader.read(self.at, left if size is None or size < 0 else min(size, left)) if left else b""
         self.at += len(data)
         return data
 
 
 @dataclass(frozen=True)
-class GroupPlaces:
-    """Where the images of a row group lie.
+class GroupLocations:
+    """Locations of the images in one column of one row group of a Parquet file.
 
-    `values` holds, for each row in order, one element if the column has no lists, or else one for each element of its
-    list. Elements without an image (nulls) have the size -1.
+    A row has one element, or if the column has lists, as many as its list.
     """
 
     file: str
+    """Path or URL of the Parquet file."""
     first: np.ndarray
-    """int64 [rows + 1]: the elements of a row are from `first[row]` up to `first[row + 1]`."""
+    """Index of the first element of each row, and the number of all elements, int64 [rows + 1]."""
     values: Values
+    """Position of each element; a null has size -1."""
     pages: list[Page]
+    """The compressed pages to which `values` refers."""
 
-    def row(self, row: int) -> list[Place | None]:
-        """Return the places of a row's images; None for each null."""
-        return [self.place(index) for index in range(self.first[row], self.first[row + 1])]
+    def row(self, row: int) -> list[ImageLocation | None]:
+        """Return the locations of the images of a row; None for each null."""
+        return [self.location(index) for index in range(self.first[row], self.first[row + 1])]
 
-    def place(self, index: int) -> Place | None:
-        """Return the place of an element of `values`."""
+    def location(self, index: int) -> ImageLocation | None:
+        """Return the location of an element of `values`; None if it is null."""
         offset, size, page = (int(own[index]) for own in (self.values.offset, self.values.size, self.values.page))
-        return Place(self.file, offset, size, None if page < 0 else self.pages[page]) if size >= 0 else None
+        return ImageLocation(self.file, offset, size, None if page < 0 else self.pages[page]) if size >= 0 else None
 
 
-class ParquetShard:
-    """A Parquet file. Places need no pyarrow, except to decompress pages; the other columns are read with it.
+class ParquetContainer:
+    """An open Parquet file that may contain images. pyarrow reads the columns without images. Images are located
+    without it; it only decompresses their pages.
 
-    Every method raises DataError, with the file, the column and the cure, if what it reads is damaged, encrypted, too
-    large, or stored in a way that leaves images no place; and SourceError if the file cannot be read.
+    Every method raises DataError if what it reads is damaged, encrypted or too large, or if images are stored in a way
+    that is not supported; and SourceError if the file cannot be read.
     """
 
-    def __init__(self, shard: Reader):
-        self.shard = shard
-        self.footer = Footer(shard)
+    def __init__(self, reader: Reader):
+        self.reader = reader
+        self.footer = Footer(reader)
 
     @property
     def groups(self) -> int:
@@ -111,15 +117,16 @@ class ParquetShard:
         return self.footer.rows(group)
 
     def binary_leaves(self) -> list[str]:
-        """Return the paths of the leaf columns that may hold images: bytes that are not said to be text."""
+        """Return the paths of the leaf columns that may contain images: those of bytes that the schema does not declare
+        as text."""
         return [path for path, leaf in self.footer.leaves.items() if leaf.binary]
 
-    def places(self, path: str, group: int) -> GroupPlaces:
-        """Find the images of a row group.
+    def locations(self, path: str, group: int) -> GroupLocations:
+        """Locate the images in a leaf column of a row group.
 
         Args:
-            path: of a leaf column, such as `image.bytes`; see `binary_leaves`.
-            group: number of the row group.
+            path: path of the leaf column, such as `image.bytes`.
+            group: index of the row group.
         """
         leaf = self.footer.leaves.get(path)
         if leaf is None:
@@ -136,14 +143,14 @@ class ParquetShard:
             chunk.refuse(f"it has {len(starts)} rows, and the row group has {rows}")
         exists = definition >= leaf.element
         first = np.append(0, np.cumsum(exists))[np.append(starts, len(exists))]
-        return GroupPlaces(self.shard.name, first, values[exists], pages)
+        return GroupLocations(self.reader.name, first, values[exists], pages)
 
-    def batches(self, group: int, leave_out: Collection[str], rows: int = ROWS_AT_ONCE) -> Iterator[Any]:
-        """Yield the rows of a row group as pyarrow `RecordBatch`, without some leaf columns, which are not read.
+    def batches(self, group: int, leave_out: Collection[str]) -> Iterator[Any]:
+        """Yield the rows of a row group as pyarrow RecordBatches, without the leaf columns in `leave_out`, which are
+        not read. A batch has at most ROWS_AT_ONCE rows, and fewer if rows repeat long values.
 
         Args:
-            leave_out: paths of the columns of images, as given to `places`. A struct keeps its other fields.
-            rows: most rows of a batch; fewer come if they repeat long values.
+            leave_out: paths of leaf columns, such as `image.bytes`. A struct keeps its other fields.
         """
         chunks = {path: self.footer.chunk(path, group) for path in self.footer.leaves}
         kept = [path for path in chunks if path not in leave_out]
@@ -151,9 +158,9 @@ class ParquetShard:
             if any(out.startswith(f"{path}.") for out in leave_out):  # pyarrow would read both
                 chunks[path].refuse("another column's path begins with its own", "give it another name")
         longest = max((self.check_pages(chunks[path]) for path in kept), default=0)
-        rows, left = max(1, min(rows, REPEATED_BYTES // max(1, longest))), self.rows(group)
+        rows, left = max(1, min(ROWS_AT_ONCE, REPEATED_BYTES // max(1, longest))), self.rows(group)
         with self.reading(group):
-            batches = self.file.iter_batches(rows, row_groups=[group], columns=kept, use_threads=False)
+            batches = self.arrow.iter_batches(rows, row_groups=[group], columns=kept, use_threads=False)
         while True:
             with self.reading(group):
                 batch = next(batches, None)
@@ -165,29 +172,30 @@ class ParquetShard:
             self.footer.refuse(f"the columns of row group {group} have other numbers of rows than it says", COPY_AGAIN)
 
     @functools.cached_property
-    def file(self) -> Any:
-        """pyarrow's `ParquetFile`."""
+    def arrow(self) -> Any:
+        """The file as opened by pyarrow (a `ParquetFile`)."""
         from pyarrow import PythonFile
         from pyarrow.parquet import ParquetFile
 
-        return ParquetFile(PythonFile(ReaderFile(self.shard), mode="r"), pre_buffer=False, buffer_size=BUFFER)
+        return ParquetFile(PythonFile(ReaderFile(self.reader), mode="r"), pre_buffer=False, buffer_size=BUFFER)
 
     @contextlib.contextmanager
     def reading(self, group: int) -> Iterator[None]:
-        """Context manager that turns errors of pyarrow into DataError."""
+        """Context manager in which errors of pyarrow become DataErrors about a row group."""
         import pyarrow
 
         try:
             yield
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             raise DataError(
-                f"{self.shard.name}: the columns without images of row group {group} cannot be read "
+                f"{self.reader.name}: the columns without images of row group {group} cannot be read "
                 f"({shown_name(error)}); {COPY_AGAIN}"
-            ).about(file=self.shard.name) from error
+            ).about(file=self.reader.name) from error
 
     def check_pages(self, chunk: Chunk) -> int:
-        """Check the sizes in page headers, before pyarrow allocates memory for the pages. Return the size of the
-        largest page whose values can be repeated: a dictionary, or one of the encoding DELTA_BYTE_ARRAY."""
+        """Check the sizes in the page headers of a column chunk, before pyarrow allocates memory for the pages. Return
+        the size in bytes of the largest page whose values rows can repeat: a dictionary, or a page with the encoding
+        DELTA_BYTE_ARRAY."""
         longest = 0
         for header in page_headers(chunk):
             if header.unpacked > min(MOST_BYTES, header.packed * MOST_RATIO.get(chunk.codec, MOST_BYTES)):

@@ -13,12 +13,12 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from llava_fsdp.data.containers import parquet_footer, parquet_shard, parquet_values
+from llava_fsdp.data.containers import parquet_container, parquet_footer, parquet_values
+from llava_fsdp.data.containers.file_reader import LocalFile
+from llava_fsdp.data.containers.parquet_container import ParquetContainer
 from llava_fsdp.data.containers.parquet_footer import Footer
 from llava_fsdp.data.containers.parquet_pages import page_headers
-from llava_fsdp.data.containers.parquet_shard import ParquetShard
-from llava_fsdp.data.containers.place import LocalFile
-from llava_fsdp.data.containers.read_place import PageCache, read_place
+from llava_fsdp.data.containers.read_image import PageCache, read_image
 from llava_fsdp.runtime.errors import DataError
 
 IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
@@ -112,11 +112,11 @@ def digest(content: bytes | None) -> str | None:
 def images(shard: Any, path: str) -> list[list[bytes | None]]:
     """The bytes of every row's images."""
     pages, rows = PageCache(), []
-    opened = ParquetShard(shard)
+    opened = ParquetContainer(shard)
     for group in range(opened.groups):
-        places = opened.places(path, group)
+        places = opened.locations(path, group)
         for row in range(opened.rows(group)):
-            rows.append([None if own is None else read_place(shard, own, pages) for own in places.row(row)])
+            rows.append([None if own is None else read_image(shard, own, pages) for own in places.row(row)])
     return rows
 
 
@@ -133,13 +133,13 @@ def test_images_are_those_that_were_written(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(write(rows, **layout))
     with LocalFile(path) as file:
-        shard = ParquetShard(file)
+        shard = ParquetContainer(file)
         assert (shard.groups, shard.binary_leaves()) == (3, list(LEAVES))
         for leaf, column in LEAVES.items():
             found = [[digest(one) for one in row] for row in images(file, leaf)]
             assert found == [[digest(one) for one in expected(row, column)] for row in rows], leaf
         for leaf in LEAVES:
-            places = itertools.chain.from_iterable(shard.places(leaf, 0).row(row) for row in range(20))
+            places = itertools.chain.from_iterable(shard.locations(leaf, 0).row(row) for row in range(20))
             packed = [own.page is not None for own in places if own is not None]
             if shard.footer.chunk(leaf, 0).codec == "UNCOMPRESSED":
                 assert not any(packed)
@@ -150,12 +150,13 @@ def test_images_are_those_that_were_written(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_other_columns_come_without_images(name: str) -> None:
+def test_other_columns_come_without_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_container, "ROWS_AT_ONCE", 7)
     rows = make_rows()
-    shard = ParquetShard(Memory(write(rows, **LAYOUTS[name])))
+    shard = ParquetContainer(Memory(write(rows, **LAYOUTS[name])))
     found = []
     for group in range(shard.groups):
-        for batch in shard.batches(group, list(LEAVES), rows=7):
+        for batch in shard.batches(group, list(LEAVES)):
             assert batch.num_rows <= 7
             found += batch.to_pylist()
     assert [(row["id"], row["text"]) for row in found] == [(row["id"], row["text"]) for row in rows]
@@ -166,7 +167,7 @@ def test_other_columns_come_without_images(name: str) -> None:
 
 
 def test_other_columns_have_the_rows_of_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    shard = ParquetShard(Memory(write(make_rows(9))))
+    shard = ParquetContainer(Memory(write(make_rows(9))))
     assert sum(batch.num_rows for batch in shard.batches(0, list(LEAVES))) == 9
     monkeypatch.setattr(shard.footer, "rows", lambda group: 10)
     with pytest.raises(DataError):
@@ -177,8 +178,8 @@ def test_of_uncompressed_images_only_their_lengths_are_read() -> None:
     schema = pyarrow.schema([("image", IMAGE), ("text", pyarrow.string())])
     rows = [{"image": {"bytes": random.Random(n).randbytes(20_000), "path": "a"}, "text": f"t{n}"} for n in range(50)]
     memory = Memory(write(rows, schema, compression="none", use_dictionary=False))
-    shard = ParquetShard(memory)
-    places = shard.places("image.bytes", 0)
+    shard = ParquetContainer(memory)
+    places = shard.locations("image.bytes", 0)
     assert [row["text"] for row in rows[:25]] == [
         row["text"] for batch in shard.batches(0, ["image.bytes"]) for row in batch.to_pylist()
     ]
@@ -198,9 +199,10 @@ def test_few_rows_and_only_nulls(count: int) -> None:
             )
 
 
-def test_a_file_of_images_alone() -> None:
-    shard = ParquetShard(Memory(write([{"raw": b"x"}] * 7, pyarrow.schema([("raw", pyarrow.binary())]), 4)))
-    assert [batch.num_rows for group in (0, 1) for batch in shard.batches(group, ["raw"], rows=3)] == [3, 1, 3]
+def test_a_file_of_images_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_container, "ROWS_AT_ONCE", 3)
+    shard = ParquetContainer(Memory(write([{"raw": b"x"}] * 7, pyarrow.schema([("raw", pyarrow.binary())]), 4)))
+    assert [batch.num_rows for group in (0, 1) for batch in shard.batches(group, ["raw"])] == [3, 1, 3]
 
 
 def test_a_struct_in_a_list_in_a_struct() -> None:
@@ -245,7 +247,7 @@ def test_columns_that_are_no_images() -> None:
     refused(write([{"raw": b"123"}], pyarrow.schema([("raw", pyarrow.binary(3))])))
     twice = pyarrow.schema([("a", pyarrow.struct([("b", pyarrow.binary())])), ("a.b", pyarrow.binary())])
     refused(write([], twice), "a.b")
-    shard = ParquetShard(Memory(write([], pyarrow.schema([("a", pyarrow.binary()), ("a.b", pyarrow.binary())]))))
+    shard = ParquetContainer(Memory(write([], pyarrow.schema([("a", pyarrow.binary()), ("a.b", pyarrow.binary())]))))
     with pytest.raises(DataError):
         list(shard.batches(0, ["a.b"]))
 
@@ -295,10 +297,10 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(module, name, value)
             refused(data)
-    monkeypatch.setattr(parquet_shard, "REPEATED_BYTES", 20 * 1004 * 3)
-    shard = ParquetShard(Memory(data))
+    monkeypatch.setattr(parquet_container, "REPEATED_BYTES", 20 * 1004 * 3)
+    shard = ParquetContainer(Memory(data))
     assert [batch.num_rows for batch in shard.batches(0, ["image.bytes"])] == [3] * 6 + [2], "raw has a dictionary"
-    monkeypatch.setattr(parquet_shard, "MOST_BYTES", 1000)
+    monkeypatch.setattr(parquet_container, "MOST_BYTES", 1000)
     assert len(list(shard.batches(0, ["raw"]))) == 1
     with pytest.raises(DataError):
         list(shard.batches(0, ["image.bytes"]))
@@ -343,7 +345,7 @@ def test_fuzz(name: str, times: int) -> None:
         try:
             for leaf in leaves:
                 assert images(shard, leaf) == written[leaf] or at in unproven, (at, other[at])
-            opened = ParquetShard(shard)
+            opened = ParquetContainer(shard)
             for group in range(opened.groups):
                 for batch in opened.batches(group, list(leaves)):
                     assert batch.num_rows <= 5

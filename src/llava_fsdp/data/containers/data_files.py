@@ -1,0 +1,113 @@
+"""Open the files of a dataset, local and remote, and read the images that Parquet files and tars contain."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from llava_fsdp.data.containers.file_reader import LocalFile, Reader
+from llava_fsdp.data.containers.location import ImageLocation
+from llava_fsdp.data.containers.range_cache import RangeCache
+from llava_fsdp.data.containers.read_ahead import ReadAhead, RemoteReader
+from llava_fsdp.data.containers.read_image import PageCache, read_image
+from llava_fsdp.data.containers.remote import Range, RemoteStorage
+from llava_fsdp.data.containers.remote_file import RemoteFile
+
+MOST_OPEN = 128
+"""Number of local files that a DataFiles keeps open: those that were used last."""
+BLOCK = 8 << 20
+"""Number of bytes in a request for a remote file that is read from its beginning to its end."""
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """Folder on a local disk that caches byte ranges of remote files."""
+
+    folder: Path
+    gib: float
+    """Largest size of the folder in GiB; 0 disables the cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class DataFiles:
+    """Reads the files of a dataset, local and remote, and the images in them. It keeps the local files open that were
+    used last; a pickled copy has no open files and connections. Not thread-safe."""
+
+    remote: Mapping[str, RemoteFile] = field(default_factory=dict)
+    """The remote files by their URLs."""
+    cache: CacheFolder | None = None
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return DataFiles, (self.remote, self.cache)
+
+    def read(self, location: ImageLocation) -> bytes:
+        """Return the bytes of the image at a location.
+
+        Raises:
+            ImageError: the image is too large, or the Parquet page that contains it cannot be decompressed.
+            SourceError: the file cannot be read, or is shorter than when its index was made.
+        """
+        if location.file in self.remote:
+            return read_image(RemoteReader(self._ahead, self.remote[location.file]), location, self._pages)
+        return read_image(self._local(location.file), location, self._pages)
+
+    def open(self, file: str) -> Reader:
+        """Open a file, to read it from its beginning to its end."""
+        return Blocks(self._ahead.storage, self.remote[file]) if file in self.remote else self._local(file)
+
+    def fetch_ahead(self, locations: Iterable[ImageLocation]) -> None:
+        """Begin to download the images at the given locations that are in remote files, and return at once. Images of
+        earlier calls that were not read are dropped."""
+        if self.remote:
+            ranges = (self._range(location) for location in locations if location.file in self.remote)
+            self._ahead.forget()
+            # an empty range, or one past the end of the file, is refused when it is read
+            self._ahead.fetch_ahead(own for own in ranges if own[2] > 0 and own[1] + own[2] <= own[0].size)
+
+    def _range(self, location: ImageLocation) -> Range:
+        assert location.size is not None, "a remote image is always a range of a file"
+        if location.page is not None:
+            return self.remote[location.file], location.page.offset, location.page.packed
+        return self.remote[location.file], location.offset, location.size
+
+    def _local(self, file: str) -> LocalFile:
+        if file not in self._open:
+            self._open[file] = LocalFile(file)
+            if len(self._open) > MOST_OPEN:
+                self._open.popitem(last=False)  # closed once nobody refers to it
+        self._open.move_to_end(file)
+        return self._open[file]
+
+    @cached_property
+    def _pages(self) -> PageCache:
+        return PageCache()
+
+    @cached_property
+    def _open(self) -> OrderedDict[str, LocalFile]:
+        return OrderedDict()
+
+    @cached_property
+    def _ahead(self) -> ReadAhead:
+        if self.cache is None or self.cache.gib == 0:
+            return ReadAhead(RemoteStorage())
+        return ReadAhead(RemoteStorage(), RangeCache(self.cache.folder, self.cache.gib))
+
+
+class Blocks:
+    """Reads a remote file from its beginning to its end, in requests of BLOCK bytes; a `file_reader.Reader`."""
+
+    def __init__(self, storage: RemoteStorage, file: RemoteFile):
+        self.storage = storage
+        self.file = file
+        self.name, self.size = file.name, file.size
+        self._begin, self._block = 0, b""
+
+    def read(self, offset: int, size: int, /) -> bytes:
+        if offset < self._begin or offset + size > self._begin + len(self._block):
+            # a block that would go past the end of the file ends there; a Parquet file's end is read first
+            self._begin = max(0, min(offset, self.size - BLOCK)) if size < BLOCK else offset
+            length = min(max(size, BLOCK), self.size - self._begin)
+            self._block = self.storage.read_range(self.file, self._begin, length)
+        at = offset - self._begin
+        return self._block[at : at + size]
