@@ -466,6 +466,24 @@ def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
     assert "NCCL error: unhandled system error" in found.result and "NCCL_DEBUG" in found.cure
 
 
+OF_RANK = "[rank1]: RuntimeError: NCCL error: unhandled system error"
+OF_TORCHRUN = "ChildFailedError: see above"
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["ValueError: first", OF_RANK, "E1 api.py:1] failed (exitcode: 1) local_rank: 1", OF_TORCHRUN], OF_RANK),
+        ([OF_RANK, "frame #2: c10d::DistNetworkError::DistNetworkError(std::string) + 0x1f"], OF_RANK),
+        (["E1 api.py:1] failed (exitcode: -9) local_rank: 1", OF_TORCHRUN], OF_TORCHRUN),
+        (["one", "two"], "two"),
+        ([], "no output"),
+    ],
+)
+def test_which_line_says_why(lines: list[str], reason: str) -> None:
+    assert collectives.reason("\n".join(lines)) == reason
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_ranks_that_agree_print_nothing(tmp_path: Path) -> None:
