@@ -946,8 +946,11 @@ MISTAKES = [
     (["deep.json"], "deep.json is nested too deeply"),
     (["itself.yaml"], "itself.yaml refers to a part of itself with *x; write the values out"),
     (["binary.sh"], "binary.sh is not text"),
-    (["other.sh"], "other.sh has no training command: none that starts with deepspeed, torchrun, accelerate launch, or "
-     "python with a training program; it starts real.sh: give that"),
+    (
+        ["other.sh"],
+        "other.sh has no training command: none that starts with deepspeed, torchrun, accelerate launch, or "
+        "python with a training program; it starts real.sh: give that",
+    ),
     (["bad.yaml"], "bad.yaml is not YAML"),
     (["empty.sh"], "empty.sh has no training command"),
     (["ok.json"], "ok.json is not used by a training command"),

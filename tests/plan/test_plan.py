@@ -168,7 +168,10 @@ def test_how_fast_a_row_is(wide_parts: Path, dataset: Path, tmp_path: Path) -> N
         assert row.samples_per_second == pytest.approx(12 / row.step.seconds)
         assert row.tokens_per_second == pytest.approx(12 * SAMPLES.tokens / row.step.seconds)
         assert row.mfu == pytest.approx(12 * flops / row.step.seconds / (2 * 312e12))
-    assert again > flops and rows[ActivationCheckpointing.full].bytes["total"] < rows[ActivationCheckpointing.none].bytes["total"]
+    assert (
+        again > flops
+        and rows[ActivationCheckpointing.full].bytes["total"] < rows[ActivationCheckpointing.none].bytes["total"]
+    )
     pixels = [3 * 3 * planner.parts.image_size**2, 3 * planner.parts.image_size**2]
     numbers = [2 * m.tokens + 2 * m.image_tokens + 2 * m.labels for m in micros]
     on_gpu = tuple(4 * p + 8 * n for p, n in zip(pixels, numbers, strict=True))

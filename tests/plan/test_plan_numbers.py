@@ -1,8 +1,10 @@
 """Arithmetic of a plan: sizes of samples, splits of a step, what machines have, and what moves."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from small import config_of
@@ -215,10 +217,13 @@ def test_seconds_of_communication(
 def test_the_largest_split_that_fits_is_taken() -> None:
     """Splits are sorted: if one fits, all after it do."""
     splits = [[MicroBatch(1, length, 1, 1, 1, 1)] for length in (70, 60, 50, 40, 30)]
-    for fitting in range(1, len(splits) + 1):
-        limit = splits[fitting][0].length if fitting < len(splits) else 0
-        planner = SimpleNamespace(
-            row=lambda choice, ranks, split, ends: SimpleNamespace(split=split, fits=split[0].length <= limit)
+    for limit in (30, 45, 60, 69, 29):
+        row = partial(fitting_row, limit)
+        found: Any = largest_that_fits(
+            cast(Any, SimpleNamespace(row=row)), cast(Any, None), cast(Any, None), splits, []
         )
-        found = largest_that_fits(planner, None, None, splits, [])  # type: ignore[arg-type]
-        assert found.split == splits[min(fitting, len(splits) - 1)]  # type: ignore[attr-defined]
+        assert found.split == next((split for split in splits if split[0].length <= limit), splits[-1])
+
+
+def fitting_row(limit: int, choice: Any, ranks: Any, split: list[MicroBatch], ends: Any) -> SimpleNamespace:
+    return SimpleNamespace(split=split, fits=split[0].length <= limit)
