@@ -75,6 +75,16 @@ def test_pages_take_a_hundredth_of_the_time(
     assert len(written) >= 6
 
 
+def test_a_page_that_can_never_be_written_is_one_warning(
+    parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run" / "report.html").mkdir(parents=True)
+    page = live(parts, dataset, tmp_path / "run")
+    page.write()
+    page.write()
+    assert len([r for r in caplog.records if "report.html cannot be written" in r.message]) == 1
+
+
 def test_every_start_is_kept_up_to_the_step_that_the_run_continues_from(
     parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
