@@ -97,6 +97,7 @@ def test_recommended_command_is_a_training(
     best = printed(capsys, "gpus=4", gpu, "global_batch_size=64", *of_parts(wide_parts), *more)["recommended"]
     words = shlex.split(best["command"])
     cfg = config_of(split(words[2:])[1])
+    assert sum(w.startswith("stage=") for w in words) == 1
     assert cfg.dry_run is None and len({w.partition("=")[0] for w in words if "=" in w}) == sum("=" in w for w in words)
     assert cfg.sharding.strategy.value == best["strategy"] and cfg.offload.mode.value == best["offload"]
     assert cfg.activation_checkpointing.mode.value == best["activation_checkpointing"] and cfg.global_batch_size == 64
