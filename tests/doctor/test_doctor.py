@@ -11,13 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from commands import command
 from hydra import compose, initialize_config_dir
 
 from llava_fsdp.config import DoctorConfig, config_dir, load
 from llava_fsdp.data.batching.workers import lock_bytes
-from llava_fsdp.doctor import collectives, config_checks, disk, gpus, host, network, software
+from llava_fsdp.doctor import collectives, config_checks, disk, gpus, host, network, software, torch_probe
 from llava_fsdp.doctor.checks import CHECKS, Check, run_check
+from llava_fsdp.doctor.collectives_worker import expect
 from llava_fsdp.doctor.context import Context, Needs
 from llava_fsdp.doctor.findings import Finding, Level, ok, output_of, result_and_cure
 from llava_fsdp.doctor.gpus import TorchFacts, parse_links, parse_smi
@@ -250,8 +252,9 @@ def test_packages_in_the_declared_versions() -> None:
     declared = ["torch<2.16,>=2.11", "numpy>=1.26", "peft>=0.17; extra == 'lora'", "gone>=1"]
     found = {"torch": "2.9.1+cu128", "numpy": "2.4.6"}
     assert levels(software.judge_packages(declared, found.get)) == {"torch": "FAIL", "gone": "FAIL"}
-    found = {"torch": "2.13.0+cpu", "numpy": "2.4.6", "gone": "1"}
-    assert levels(software.judge_packages(declared, found.get)) == {"packages": "OK"}
+    for version in ("2.13.0+cpu", "2.15.0.dev20261101+cu130"):
+        found = {"torch": version, "numpy": "2.4.6", "gone": "1"}
+        assert levels(software.judge_packages(declared, found.get)) == {"packages": "OK"}
 
 
 def test_each_need_of_a_configuration_is_checked() -> None:
@@ -295,6 +298,47 @@ def test_room_is_asked_for_one_checkpoint_more_than_are_kept(part: float, level:
     context = context_of(f"output_dir={tmp_path}", "checkpoint.keep=3", known_needs=known)
     (found,) = (row for row in rows_of("output_dir", context) if row.name == "room in output_dir")
     assert found.level is level
+
+
+def test_the_speed_of_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "read_speed", lambda handle, most: float(most))
+    measured = disk.measure(tmp_path, most=disk.BLOCK + 1)
+    assert measured.read == 2 * disk.BLOCK != measured.write, "whole blocks are written, and all of them read"
+
+
+def test_room_for_states_is_asked_of_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all ranks."""
+    states, folder = tmp_path / "states", tmp_path / "out"
+    states.mkdir()
+    folder.mkdir()
+    monkeypatch.setattr("llava_fsdp.doctor.checks.free_bytes", lambda place: 6 * GIB if place == states else 3 * GIB)
+    monkeypatch.setattr(disk, "judge_speed", lambda *args: ())
+    known: Any = Needs(SimpleNamespace(disk=2 * GIB), "", 0, 0, 0)
+    words = ["gpus=3", f"output_dir={folder}", "offload=nvme", f"offload.folder={states}"]
+    found = only(rows_of("offload.folder", context_of(*words, known_needs=known)), Level.OK)
+    assert found.result == f"{states}: 6 GiB free, states take 6 GiB"
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ([], 3),
+        (["epochs=2"], 6),
+        (["epochs=2", "max_steps=5"], 5),
+        (["global_batch_size=5"], 1),
+        (["data=shapes"], None),
+    ],
+)
+def test_steps_of_a_small_dataset_are_counted(
+    words: list[str], steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step of an epoch may be short."""
+    path = tmp_path / "d.json"
+    path.write_text(json.dumps([{"id": str(n), "conversations": []} for n in range(5)]))
+    cfg = config("data=llava_json", f"data.path={path}", "data.images=null", "epochs=1", "global_batch_size=2", *words)
+    assert config_checks.count_steps(cfg) == steps
+    monkeypatch.setattr(config_checks, "MOST_COUNTED", path.stat().st_size - 1)
+    assert config_checks.count_steps(cfg) == cfg.max_steps, "a large file is not read"
 
 
 def test_the_dataset_is_read(tmp_path: Path) -> None:
@@ -466,6 +510,24 @@ def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
     assert "NCCL error: unhandled system error" in found.result and "NCCL_DEBUG" in found.cure
 
 
+OF_RANK = "[rank1]: RuntimeError: NCCL error: unhandled system error"
+OF_TORCHRUN = "ChildFailedError: see above"
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["ValueError: first", OF_RANK, "E1 api.py:1] failed (exitcode: 1) local_rank: 1", OF_TORCHRUN], OF_RANK),
+        ([OF_RANK, "frame #2: c10d::DistNetworkError::DistNetworkError(std::string) + 0x1f"], OF_RANK),
+        (["E1 api.py:1] failed (exitcode: -9) local_rank: 1", OF_TORCHRUN], OF_TORCHRUN),
+        (["one", "two"], "two"),
+        ([], "no output"),
+    ],
+)
+def test_which_line_says_why(lines: list[str], reason: str) -> None:
+    assert collectives.reason("\n".join(lines)) == reason
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_ranks_that_agree_print_nothing(tmp_path: Path) -> None:
@@ -491,8 +553,30 @@ def test_ranks_over_gloo_see_no_gpu(on_gpus: bool, seen: str, tmp_path: Path, mo
 def test_who_is_stuck() -> None:
     assert "every rank waits in its first all_reduce" in collectives.stuck("2 ranks", ["joined"] * 2, 60, True).result
     assert "rank 1, 2 has not started" in collectives.stuck("3 ranks", ["joined", "", ""], 60, True).result
-    cures = {collectives.stuck("2 ranks", ["joined"] * 2, 60, on_gpus).cure for on_gpus in (False, True)}
-    assert len(cures) == 2
+    on_cpu, on_gpus = (collectives.stuck("2 ranks", ["joined"] * 2, 60, on_gpus).cure for on_gpus in (False, True))
+    assert "GLOO" in on_cpu and "NCCL" in on_gpus
+    assert (
+        collectives.stuck("2 ranks", [""] * 2, 60, False).cure == collectives.stuck("2 ranks", [""] * 2, 60, True).cure
+    )
+
+
+def test_one_wrong_number_of_a_collective_is_an_error() -> None:
+    expect(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), "all_gather")
+    expect(torch.tensor([3.0, 3.0]), 3.0, "all_reduce")
+    with pytest.raises(RuntimeError, match="all_gather"):
+        expect(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), "all_gather")
+
+
+@pytest.mark.parametrize(("major", "bf16"), [(7, False), (8, True), (9, True)])
+def test_what_torch_says_of_a_gpu(major: int, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="X", major=major, minor=5, total_memory=7 * GIB)
+    ones, factor = torch.ones, 1
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch, "ones", lambda *sizes, device: factor * ones(*sizes))
+    known = {"name": "X", "capability": [major, 5], "memory": 7 * GIB, "bf16": bf16}
+    assert torch_probe.facts_of(0) == {**known, "error": ""}
+    factor = 2
+    assert torch_probe.facts_of(0) == {**known, "error": "it computes wrong products"}
 
 
 @pytest.mark.e2e

@@ -339,6 +339,30 @@ def test_conversations_with_and_without_images(
     assert len(counted) == 8, "a raised limit asks the rest"
 
 
+def test_answers_to_blank_images_have_a_score_of_their_own(
+    keys: list[str], dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def given(self: AnswerGenerator, blank: bool) -> list[str]:
+        return ["?" if blank and number else question.references[0] for number, question in enumerate(self.questions)]
+
+    monkeypatch.setattr(AnswerGenerator, "answers", given)
+    cfg = config(*keys, "data=llava_json", f"data.path={dataset / 'mixed.json'}", "limit=4")
+    capsys.readouterr()
+    evaluate(cfg)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["accuracy"], found["accuracy_blank_pictures"]) == (1.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("task", "content"),
+    [("vqa", {"images": []}), ("yes_no", {"questions": [], "images": []}), ("yes_no", {"question_id": 1})],
+)
+def test_an_object_of_another_kind_has_no_questions(task: str, content: dict, keys: list[str], tmp_path: Path) -> None:
+    write_json(tmp_path / "q.json", content)
+    with pytest.raises(DataError, match=f"q.json is an object with the keys .*task={task} reads JSON Lines"):
+        read_questions(config(*keys, f"task={task}", f"questions={tmp_path / 'q.json'}"))
+
+
 def test_a_record_s_system_text_is_asked_with_its_question(tmp_path: Path) -> None:
     turns = (Turn("system", "be kind"), Turn("human", "a"), Turn("gpt", "b"), Turn("human", "c"), Turn("gpt", "d"))
     question = first_question(Record("data.json", 0, "0", (), turns, False))

@@ -22,7 +22,7 @@ from llava_fsdp.migrate.command import Migration, assignments, lines, migrate
 from llava_fsdp.migrate.deepspeed import DEEPSPEED
 from llava_fsdp.migrate.deepspeed import rule_of as deepspeed_rule
 from llava_fsdp.migrate.inputs import flat, read_runs
-from llava_fsdp.migrate.keys import Context, Row, Verdict
+from llava_fsdp.migrate.keys import Context, Row, Verdict, written
 from llava_fsdp.migrate.overrides import TEMPLATES, decide
 from llava_fsdp.migrate.shell import commands
 from llava_fsdp.migrate.source_run import Run
@@ -149,6 +149,7 @@ NEEDS_BASH = [
     ("torchrun train.py --x `hostname`", "line 1: `hostname` has no value"),
     ("torchrun train.py --x $((2 * 3))", "line 1: $((2 * 3) has no value"),
     ("torchrun train.py | grep loss", "line 1: | around the command"),
+    ("torchrun train.py < answers", "line 1: < around the command"),
     ('a "b', "line 1: a quote is not closed"),
     ("\na 'b", "line 2: a quote is not closed"),
 ]  # fmt: skip
@@ -159,6 +160,12 @@ def test_a_script_that_needs_bash_is_refused_by_line(script: str, message: str, 
     with pytest.raises(ConfigError) as error:
         read(tmp_path, script, gpus=1)
     assert f"run.sh, {message}" in str(error.value)
+
+
+def test_numbers_are_written_as_hydra_reads_them() -> None:
+    numbers = (2e-5, 3.0, 5e8, 123456789.0, 12345678.5)
+    assert [written(number) for number in numbers] == ["2e-5", "3.0", "5e+8", "123456789.0", "12345678.5"]
+    assert [config_of([f"optim.lr={written(number)}"]).optim.lr for number in numbers[:2]] == [*numbers[:2]]
 
 
 def test_pasted_command_gives_bash_the_words_that_were_meant(tmp_path: Path) -> None:
@@ -182,8 +189,9 @@ LAUNCHES = [
     ("deepspeed --include localhost:0,1,3 x/train.py", 3),
     ("deepspeed --include=a:0,1@b:2,3 --master_port 1 x/train.py", 4),
     ("deepspeed --include a@b x/train.py", None),
+    ("deepspeed --include a:0@b:2,3 x/train.py", None),
     ("deepspeed --hostfile h x/train.py", None),
-    ("CUDA_VISIBLE_DEVICES=0,1 deepspeed x/train.py", 2),
+    ("CUDA_VISIBLE_DEVICES=0,1, deepspeed x/train.py", 2),
     ("export CUDA_VISIBLE_DEVICES=0,1,2\ndeepspeed --module x.train", 3),
     ("torchrun x/train.py", 1),
     ("torchrun --nproc_per_node=8 --nnodes 2 --rdzv_endpoint h:1 x/train.py", 16),
@@ -207,6 +215,19 @@ def test_number_of_gpus(script: str, gpus: int | None, tmp_path: Path) -> None:
     else:
         done = table_of(read(tmp_path, script + flags))
         assert (done.run.gpus, done.decided["global_batch_size"], unknown_of(done)) == (gpus, 6 * gpus, {})
+
+
+@pytest.mark.parametrize(
+    ("script", "devices"),
+    [
+        ("deepspeed --include h:1,3 x/train.py", "1,3"),
+        ("deepspeed --include a:0,1@b:0,1 x/train.py", None),  # one value cannot be that of both machines
+        ("CUDA_VISIBLE_DEVICES=2 accelerate launch --num_processes 2 --gpu_ids 0,3 x/train.py", "0,3"),
+        ("CUDA_VISIBLE_DEVICES=2 accelerate launch --num_processes 2 --gpu_ids all x/train.py", "2"),
+    ],
+)
+def test_which_gpus(script: str, devices: str | None, tmp_path: Path) -> None:
+    assert read(tmp_path, script).devices == devices
 
 
 def test_gpus_given_win(tmp_path: Path) -> None:
@@ -291,8 +312,17 @@ def test_another_program_exits_with_an_error_where_its_command_is_not_complete(t
     assert run_entry("other.sh", cwd=tmp_path).returncode == ExitCode.DONE
 
 
+def test_another_program_without_adapters(tmp_path: Path) -> None:
+    given = "--model_name_or_path llava-hf/llava-1.5-7b-hf --data_path d.json --max_seq_length 2048"
+    done = table_of(read(tmp_path, f"torchrun sft.py {given}"))
+    assert (done.lacks, done.decided["stage"]) == ([], "finetune_task")
+    assert not [key for key in done.decided if key.startswith(("model.lora", "model.train"))]
+
+
 def test_a_base_in_four_bits_of_another_program(tmp_path: Path) -> None:
-    done = migrate(read(tmp_path, WHOLE + "--load_in_4bit True --bnb_4bit_quant_type fp4 --use_dora False"))
+    flags = "--load_in_4bit True --bnb_4bit_quant_type fp4 --use_dora False --use_rslora True"
+    done = migrate(read(tmp_path, WHOLE + flags))
+    assert (done.decided["model.lora.use_dora"], done.decided["model.lora.use_rslora"]) == (False, True)
     assert done.lacks == []
     assert (done.decided["model.quantize.mode"], done.decided["model.quantize.double"]) == ("fp4", False)
 
@@ -335,6 +365,7 @@ def test_values_that_the_original_refuses_too(flag: str, message: str, tmp_path:
 
 
 def test_an_unknown_flag_is_named(tmp_path: Path) -> None:
+    assert "no_fp16" in unknown_of(finetune(tmp_path, "--no_fp16"))  # only a flag that is true by default has a no_
     done = finetune(tmp_path, "--mm_projector_tpye linear --frob 3 stray")
     unknown = "not a name that migrate knows"
     expected = {"mm_projector_tpye": f"{unknown}; did you mean mm_projector_type?", "frob": unknown}
@@ -355,6 +386,7 @@ def test_what_the_script_leaves_to_defaults_is_given(tmp_path: Path) -> None:
     assert (cfg.global_batch_size, cfg.micro_batch_size, cfg.data.template) == (32, 8, "v1")
     assert cfg.sharding.strategy.value == "NO_SHARD"
     silent = {r.key for r in done.rows if r.source == "not in the script"}
+    assert "weight_decay" not in silent  # it is the recipe's own
     assert {"lr_scheduler_type", "learning_rate", "num_train_epochs", "model_max_length"} <= silent
     assert row(done, "mm_use_im_patch_token").verdict is row(done, "vision_tower").verdict is unsupported
 
@@ -727,8 +759,8 @@ def test_where_a_named_json_is_looked_for(tmp_path: Path, monkeypatch: pytest.Mo
     for place, number in ((tmp_path / "tree" / "scripts", 1), (tmp_path, 2)):
         (place / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": number}}))
     assert stage() == ("zero1", ())
-    (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    assert stage(tmp_path / "mine.json") == ("zero3", ())
+    (tmp_path / "mine.JSON").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    assert stage(tmp_path / "mine.JSON") == ("zero3", ())
     assert stage(tmp_path / "zero.json") == ("zero2", ())
 
 
@@ -799,6 +831,12 @@ def test_accelerate_with_fsdp(old: str, new: str, decided: dict, key: str, verdi
     (found,) = [r for r in done.rows if r.key.endswith(key)]
     assert found.verdict is verdict and not unknown_of(done)
     composes(done)
+
+
+@pytest.mark.parametrize(("value", "mode"), [("true", "full"), ("false", "none")])
+def test_accelerate_checkpoints_activations_by_itself(value: str, mode: str, tmp_path: Path) -> None:
+    file = ACCELERATE_FSDP.replace("offload_params: false", f"activation_checkpointing: {value}")
+    assert accelerated(tmp_path, file, "--gradient_checkpointing False").decided["activation_checkpointing"] == mode
 
 
 def test_accelerates_own_file_of_defaults(tmp_path: Path) -> None:
@@ -908,7 +946,11 @@ MISTAKES = [
     (["deep.json"], "deep.json is nested too deeply"),
     (["itself.yaml"], "itself.yaml refers to a part of itself with *x; write the values out"),
     (["binary.sh"], "binary.sh is not text"),
-    (["other.sh"], "other.sh has no training command"),
+    (
+        ["other.sh"],
+        "other.sh has no training command: none that starts with deepspeed, torchrun, accelerate launch, or "
+        "python with a training program; it starts real.sh: give that",
+    ),
     (["bad.yaml"], "bad.yaml is not YAML"),
     (["empty.sh"], "empty.sh has no training command"),
     (["ok.json"], "ok.json is not used by a training command"),

@@ -1,6 +1,7 @@
 """What the files of an adapter may say: whatever would make its weights mean something else is refused."""
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ from small import write_json
 
 from llava_fsdp.config import LoraBias, LoraConfig
 from llava_fsdp.export.adapter_folder import is_projector, prove_adapter
-from llava_fsdp.model.lora_files import AdapterFolder, check_fits, check_kind, check_strangers, read_lora
+from llava_fsdp.model.lora_files import (
+    AdapterFolder,
+    check_fits,
+    check_kind,
+    check_meaning,
+    check_strangers,
+    read_lora,
+)
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.train.final_export import MemoryTensor
 
@@ -37,6 +45,16 @@ def test_a_plain_adapter_is_taken(tmp_path: Path) -> None:
     )
     assert read_lora({**PLAIN, **more}, tmp_path) == expected
     assert read_lora({**PLAIN, "lora_dropout": 1.0}, tmp_path).dropout == 0
+
+
+@pytest.mark.parametrize("change", [{}, {"alpha": 4.0}, {"use_dora": True}, {"use_rslora": True}, {"dropout": 0.5}])
+def test_settings_are_those_of_the_training(change: dict[str, Any], tmp_path: Path) -> None:
+    """All that change what the weights mean."""
+    trained = {"alpha": 5.0, "use_dora": False, "use_rslora": False, "dropout": 0.0}
+    write_json(tmp_path / "llava_fsdp.json", {"lora": trained | change})
+    is_refused = bool(change) and "dropout" not in change
+    with pytest.raises(ModelError) if is_refused else nullcontext():
+        check_meaning(tmp_path, read_lora(PLAIN, tmp_path))
 
 
 @pytest.mark.parametrize("key", CHANGES)

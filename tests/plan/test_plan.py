@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,11 +29,13 @@ from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.plan import auto
+from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.auto import decide
-from llava_fsdp.plan.hardware import GPUS, PROCESS, Machine, machine_named, this_machine
+from llava_fsdp.plan.hardware import GPUS, MIB, PROCESS, Machine, machine_named, this_machine
 from llava_fsdp.plan.main import plan
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Choice, Planner, Ranks
+from llava_fsdp.plan.step_time import sample_flops
 from llava_fsdp.plan.workload import Samples, configured_split
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train.launcher import split
@@ -94,6 +97,7 @@ def test_recommended_command_is_a_training(
     best = printed(capsys, "gpus=4", gpu, "global_batch_size=64", *of_parts(wide_parts), *more)["recommended"]
     words = shlex.split(best["command"])
     cfg = config_of(split(words[2:])[1])
+    assert sum(w.startswith("stage=") for w in words) == 1
     assert cfg.dry_run is None and len({w.partition("=")[0] for w in words if "=" in w}) == sum("=" in w for w in words)
     assert cfg.sharding.strategy.value == best["strategy"] and cfg.offload.mode.value == best["offload"]
     assert cfg.activation_checkpointing.mode.value == best["activation_checkpointing"] and cfg.global_batch_size == 64
@@ -145,6 +149,36 @@ def test_a_state_is_on_the_device_or_off_it(
         states = planner.on_device(mode, shards, stored, 0)
         on = states.parameters + states.gradients + states.optimizer
         assert on + off == stored.parameters + stored.gradients + stored.optimizer, mode
+        streams = mode is OffloadMode.optimizer and gpu is not None
+        assert states.updating == (min(256 * MIB, 2 * stored.optimizer) if streams else 0)
+        assert planner.on_device(mode, shards, replace(stored, optimizer=1 << 30), 0).updating == 256 * MIB * streams
+
+
+def test_how_fast_a_row_is(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """And the bytes of its inputs, on a GPU and on a CPU."""
+    cfg = make_config(wide_parts, dataset, tmp_path, "precision=bf16", "global_batch_size=12")
+    planner = Planner(cfg, machine_named("a100-80gb", 2), SAMPLES, find_parts(cfg.model))
+    micros = [MicroBatch(1, 40, 2, 3, 9, 7), MicroBatch(1, 30, 1, 1, 5, 4)]
+    flops, again = (sample_flops(own, SAMPLES) for own in (planner.flops, planner.recomputing_flops))
+    rows = {}
+    for mode, computed in ((ActivationCheckpointing.none, flops), (ActivationCheckpointing.full, again)):
+        choice = Choice(Strategy.FULL_SHARD, ActivationCheckpointingConfig(mode=mode, budget=None), OffloadMode.none)
+        rows[mode] = row = planner.row(choice, Ranks(2, 2, 2), micros)
+        assert row.step.compute == pytest.approx(12 / 2 * computed / (312e12 * 0.6))
+        assert row.step.update == pytest.approx(28 * planner.trainable / 2 / (0.8 * 2039e9))
+        assert row.samples_per_second == pytest.approx(12 / row.step.seconds)
+        assert row.tokens_per_second == pytest.approx(12 * SAMPLES.tokens / row.step.seconds)
+        assert row.mfu == pytest.approx(12 * flops / row.step.seconds / (2 * 312e12))
+    assert (
+        again > flops
+        and rows[ActivationCheckpointing.full].bytes["total"] < rows[ActivationCheckpointing.none].bytes["total"]
+    )
+    pixels = [3 * 3 * planner.parts.image_size**2, 3 * planner.parts.image_size**2]
+    numbers = [2 * m.tokens + 2 * m.image_tokens + 2 * m.labels for m in micros]
+    on_gpu = tuple(4 * p + 8 * n for p, n in zip(pixels, numbers, strict=True))
+    assert planner.input_bytes([*micros, micros[1]]) == (0, on_gpu)
+    planner.machine = Machine(None, "test", 1 << 40, 1e9)
+    assert planner.input_bytes(micros) == (sum(pixels) + 8 * sum(numbers), tuple(4 * p for p in pixels))
 
 
 def test_for_people(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,17 @@
 """Arithmetic of a plan: sizes of samples, splits of a step, what machines have, and what moves."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from small import config_of
 
 from llava_fsdp.config import (
     ActivationCheckpointing,
+    ActivationCheckpointingConfig,
     AspectRatio,
     DType,
     OffloadMode,
@@ -22,7 +26,8 @@ from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.fsdp_units import unit_of
 from llava_fsdp.plan.hardware import CONTEXT, DEVICES, GPUS, MIB, NCCL, PROCESS, Machine
 from llava_fsdp.plan.scaling_page import node_counts
-from llava_fsdp.plan.step_time import RECOMPUTED, Volume, step_time
+from llava_fsdp.plan.search import largest_that_fits
+from llava_fsdp.plan.step_time import RECOMPUTED, Volume, recomputed_share, step_time
 from llava_fsdp.plan.workload import (
     Samples,
     configured_split,
@@ -176,3 +181,49 @@ def test_what_a_step_waits_for() -> None:
         "none": 0.0, "full": 1.0, "selective": 0.15, "offload": 1.0,
     }  # fmt: skip
     assert ActivationCheckpointing.budget not in RECOMPUTED
+    budget = ActivationCheckpointingConfig(mode=ActivationCheckpointing.budget, budget=0.3)
+    assert recomputed_share(budget) == 0.7
+
+
+def test_what_a_step_on_cpu_cores_waits_for() -> None:
+    machine, sent = Machine(None, "2 CPU cores", 0, 60e9), Volume(sharded=1e12, replicated=3e11, shards=2, replicas=2)
+    step = step_time(machine, precision(), 6e10, 3e10, sent, 1e9, 5e8, 3, 4, OffloadMode.none)
+    assert (step.compute, step.update) == pytest.approx((1.5, 28 * 5e8 / 10e9))
+    assert step.copies == pytest.approx(38 * 1e9 * 3 / 10e9)
+    assert step.communication == pytest.approx((1e12 + 3e11) / 0.78 / 2e9)
+    assert step.exposed == pytest.approx(step.communication - 0.9 * 1.5)
+    offloaded = step_time(machine, precision(), 6e10, 3e10, sent, 1e9, 5e8, 3, 4, OffloadMode.optimizer)
+    assert offloaded.update == pytest.approx((28 + 16) * 5e8 / 10e9)
+
+
+@pytest.mark.parametrize(
+    ("shards", "replicas", "ring", "replica_ring", "crossing"),
+    [
+        (4, 2, 300e9, 300e9, (0, 0)),  # one node
+        (8, 3, 300e9, 25e9, (0, 3)),  # a copy of the model on each of three nodes: eight rings share the ports
+        (2, 8, 300e9, 100e9, (0, 2)),  # four copies on each of two nodes: two rings share the ports
+        (16, 1, 200e9, 25e9, (2, 2)),  # a ring over two nodes takes all their ports
+    ],
+)
+def test_seconds_of_communication(
+    shards: int, replicas: int, ring: float, replica_ring: float, crossing: tuple[int, int]
+) -> None:
+    sent = Volume(8e9, 6e9, gathers=5, reductions=7, shards=shards, replicas=replicas, node_size=8)
+    latency = 5 * (20e-6 + 3e-6 * (shards - 1) + 8e-6 * crossing[0])
+    latency += 7 * (20e-6 + 3e-6 * (replicas - 1) + 8e-6 * crossing[1])
+    assert sent.seconds(300e9, 25e9) == pytest.approx(latency + (8e9 / ring + 6e9 / replica_ring) / 0.78, rel=1e-12)
+
+
+def test_the_largest_split_that_fits_is_taken() -> None:
+    """Splits are sorted: if one fits, all after it do."""
+    splits = [[MicroBatch(1, length, 1, 1, 1, 1)] for length in (70, 60, 50, 40, 30)]
+    for limit in (30, 45, 60, 69, 29):
+        row = partial(fitting_row, limit)
+        found: Any = largest_that_fits(
+            cast(Any, SimpleNamespace(row=row)), cast(Any, None), cast(Any, None), splits, []
+        )
+        assert found.split == next((split for split in splits if split[0].length <= limit), splits[-1])
+
+
+def fitting_row(limit: int, choice: Any, ranks: Any, split: list[MicroBatch], ends: Any) -> SimpleNamespace:
+    return SimpleNamespace(split=split, fits=split[0].length <= limit)

@@ -313,6 +313,10 @@ def test_of_many_files_the_worst_come_first() -> None:
     _, reasons = page.split("<h3>image_missing</h3>")
     first, _, more = reasons.partition("</section>")[0].partition("<details>")
     assert (first.count("<tr>"), more.count("<tr>")) == (1 + 5, 1 + 95) and "395 more" in more
+    assert ">source<" not in shown
+    report = dataset_report(cut=True)
+    several = dataset_page(report | {"sources": [*report["sources"], report["sources"][0] | {"name": "b"}]}, [])
+    assert ">source<" in several.partition("<h3>Files</h3>")[2].partition("<details>")[0]
     few = dataset_page(dataset_report(cut=False), [])
     assert "<h3>" not in few and "<details" not in few and "There are no samples." in few
 

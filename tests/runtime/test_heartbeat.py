@@ -4,6 +4,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from llava_fsdp.runtime import heartbeat
 from llava_fsdp.runtime.heartbeat import FOLDER, Beat, Phase, Watcher, put_beat
 
 BEAT = Beat(0, "host", 1, step=5, phase=Phase.COMPUTE.value, work=40, detail="", count=1)
@@ -46,6 +49,20 @@ def test_a_process_that_does_not_beat_is_late_wherever_it_is(tmp_path: Path) -> 
     beats(tmp_path, r0={"count": 2})
     (found,) = watcher.late(replace(BEAT, count=2), [0, 1])
     assert found.beat.rank == 1 and found.is_frozen and "does not answer" in str(found)
+
+
+def test_the_seconds_are_those_since_a_rank_last_made_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats that go on at one place are none; a rank that answers again is no longer frozen."""
+    clock = [100.0]
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
+    watcher = Watcher(tmp_path, frozen_after=10)
+    seen = []
+    for second, work, count in ((0, 1, 1), (4, 2, 2), (9, 2, 3), (19, 2, 3), (20, 2, 3), (21, 2, 4)):
+        clock[0] = 100.0 + second
+        beats(tmp_path, r1={"work": work, "count": count})
+        (found,) = watcher.late(BEAT, [0, 1])
+        seen.append((found.seconds, found.is_frozen))
+    assert seen == [(0, False), (0, False), (5, False), (15, False), (16, True), (17, False)]
 
 
 def test_a_torn_file_is_as_good_as_the_one_before(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from llava_fsdp import status
 from llava_fsdp.runtime import launch, run_dir, status_file
 from llava_fsdp.runtime.errors import FolderInUse
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
-from llava_fsdp.runtime.run_dir import claimed, is_locked_by_other_launch
+from llava_fsdp.runtime.run_dir import begun_at, claimed, is_locked_by_other_launch, mark_begun
 from llava_fsdp.runtime.status_file import Outcome, final_status, first_failure, put_status, read_status, write_ending
 from llava_fsdp.runtime.watchdog import Watchdog, open_new
 
@@ -307,3 +307,18 @@ def test_a_script_is_told_what_is_saved(
     monkeypatch.setattr(sys, "argv", ["status", "--saved", f"output_dir={tmp_path}"])
     status.main()
     assert capsys.readouterr().out == said
+
+
+def test_what_has_begun_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts of a launch read where it began; another wish or launch has not begun."""
+    mark_begun(tmp_path, "a", 3)
+    assert begun_at(tmp_path, "a") is None, "without torchrun there are no restarts"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    mark_begun(tmp_path, "a", 3)
+    mark_begun(tmp_path, "a", 5)
+    assert (begun_at(tmp_path, "a"), begun_at(tmp_path, "b")) == (3, None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
+    assert begun_at(tmp_path, "a") is None
+    mark_begun(tmp_path, "a", 5)
+    mark_begun(tmp_path, "b", 7)
+    assert (begun_at(tmp_path, "a"), begun_at(tmp_path, "b")) == (None, 7)

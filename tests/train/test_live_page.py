@@ -53,14 +53,15 @@ def live(parts: Path, dataset: Path, folder: Path, first_step: int = 0) -> LiveP
     return LivePage(make_config(parts, dataset, folder), first_step, {"time": 1.0, "total_steps": 9})
 
 
+@pytest.mark.parametrize(("seconds", "between"), [(2, 202), (0.0625, 10.0625)])
 def test_pages_take_a_hundredth_of_the_time(
-    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: float, between: float, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an imagined clock: one takes 2 seconds, so the next one waits for 200."""
+    """By an imagined clock: if one takes 2 seconds, the next one waits for 200; and it waits for 10 at least."""
     clock, written = [1000.0], []
 
     def draw(*_: Any) -> str:
-        clock[0] += 2
+        clock[0] += seconds
         written.append(clock[0])
         return "page"
 
@@ -70,7 +71,28 @@ def test_pages_take_a_hundredth_of_the_time(
     for step in range(1, 1001):
         clock[0] += 1
         page.add({"step": step, "loss": 1.0})
-    assert [b - a for a, b in itertools.pairwise(written)] == [202] * 5
+    assert [b - a for a, b in itertools.pairwise(written)] == [between] * (len(written) - 1)
+    assert len(written) >= 6
+
+
+def test_a_page_that_can_never_be_written_is_one_warning(
+    parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run" / "report.html").mkdir(parents=True)
+    page = live(parts, dataset, tmp_path / "run")
+    page.write()
+    page.write()
+    assert len([r for r in caplog.records if "report.html cannot be written" in r.message]) == 1
+
+
+def test_every_start_is_kept_up_to_the_step_that_the_run_continues_from(
+    parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Also two from the same step; a finished run has no more of them."""
+    cfg, file = make_config(parts, dataset, tmp_path), tmp_path / "starts.jsonl"
+    for first_step, kept in ((0, [0]), (3, [0, 3]), (5, [0, 3, 5]), (3, [0, 3, 3]), (9, [0, 3, 3]), (0, [0])):
+        LivePage(cfg, first_step, {"step": first_step, "time": 1.0, "total_steps": 9})
+        assert [row["step"] for row in rows_of(file)] == kept
 
 
 def test_validations_are_read_as_they_come(parts: Path, dataset: Path, tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ def test_on_a_cpu_waiting_for_a_collective_is_communication(tmp_path: Path) -> N
 
 def test_arithmetic_of_spans() -> None:
     assert united([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert united([(0, 4), (1, 2), (3, 5)]) == [(0, 5)]
     assert within([(0, 4), (5, 9)], [(1, 2), (3, 6), (8, 10)]) == [(1, 2), (3, 4), (5, 6), (8, 9)]
     assert without([(0, 4), (5, 9)], [(1, 2), (3, 6)]) == [(0, 1), (2, 3), (6, 9)]
     assert without([(0, 4)], []) == [(0, 4)] and within([], [(0, 1)]) == []

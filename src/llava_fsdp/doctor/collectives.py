@@ -35,6 +35,9 @@ STUCK = {
 }
 """Last stage that a rank has reached -> (where it hangs, advice on GPUs, advice on the CPU)."""
 
+ERROR_LINE = re.compile(r"(?i)^(?!frame #).*\b\w*(error|exception)\b.*:")
+"""A line that names an error, but no frame of a C++ stack."""
+
 
 def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
     """Start ranks with torchrun, as a training does, and wait at most `limit` seconds until they have run their
@@ -102,11 +105,13 @@ def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Find
 
 
 def reason(output: str) -> str:
-    """Return the most informative error line in the output of torchrun and its ranks."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"(?i)^\S*(\[rank\d+\]:)?.*\b\w*(error|exception)\b.*:", line)]
-    of_ranks = [line for line in errors if "ChildFailedError" not in line and "torch.distributed.elastic" not in line]
-    return (of_ranks or errors or lines or ["no output"])[-1][:300]
+    """Return the most informative error line in the output of torchrun and its ranks: the last one of the ranks, or of
+    torchrun if no rank printed one."""
+    # once a rank has failed, torchrun ends the others, and may print errors of its own about that
+    texts = [text.splitlines() for text in output.partition(" failed (exitcode: ")[::2]]
+    lines = [[line.strip() for line in text if line.strip()] for text in texts]
+    errors = [line for text in reversed(lines) for line in text if ERROR_LINE.search(line)]
+    return (errors or [line for text in lines for line in text] or ["no output"])[-1][:300]
 
 
 def end(process: subprocess.Popen) -> None:

@@ -77,7 +77,8 @@ def validation_charts(rows: list[dict[str, Any]], marks: list[int]) -> Iterator[
         lines += [Line(name, values_of(rows, loss_of(name)), n, True) for n, name in enumerate(names, start=1)]
     yield Chart("Validation loss", lines, "a label token", logs=True, marks=marks)
     metric = next((str(row["metric"]) for row in rows if row.get("metric")), "")
-    yield Chart("Validation score", [Line("score", values_of(rows, lambda row: row.get("score")), 0, True)], metric)
+    scores = [Line("score", values_of(rows, lambda row: row.get("score")), 0, True)]
+    yield Chart("Validation score", scores, metric, marks=marks)
 
 
 def loss_of(name: str) -> Callable[[dict[str, Any]], float | None]:
