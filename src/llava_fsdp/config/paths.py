@@ -58,7 +58,7 @@ def places_read(cfg: Config) -> dict[str, str]:
             named = paths_in(own.path) if own.path is not None else []
             found = [fixed_part(path) for path in named if not is_remote(path)]
             paths |= {f"{prefix}.path{f'[{n}]' if len(found) > 1 else ''}": path for n, path in enumerate(found)}
-            paths[f"{prefix}.images"] = own.images
+            paths[f"{prefix}.images"] = None if own.images is not None and is_remote(own.images) else own.images
     if cfg.model.checkpoint is None:
         paths |= {"model.language": cfg.model.language, "model.vision": cfg.model.vision}
     paths["model.checkpoint"] = cfg.model.checkpoint

@@ -22,7 +22,7 @@ import numpy as np
 from PIL import ExifTags, Image
 from xxhash import xxh3_64_intdigest
 
-from llava_fsdp.data.containers.open_shards import OpenShards
+from llava_fsdp.data.containers.open_shards import OpenShards, RemoteFolder
 from llava_fsdp.data.containers.place import Place
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.truncation import JPEG, ends_early
@@ -64,7 +64,8 @@ class ImageBytes:
 
 @dataclass(frozen=True)
 class ImageInShard:
-    """An image in a file that holds many, as Parquet files and tars do; takes the place of a path."""
+    """An image in a file that holds many, as Parquet files and tars do, or in a remote folder; takes the place of a
+    path."""
 
     place: Place
     shards: OpenShards
@@ -75,6 +76,11 @@ class ImageInShard:
 
 
 ImageFile = Path | ImageBytes | ImageInShard
+
+
+def image_in(folder: Path | RemoteFolder, name: str) -> Path | ImageInShard:
+    """Return an image in a folder; `name` is its relative path."""
+    return ImageInShard(folder.place(name), folder.shards) if isinstance(folder, RemoteFolder) else folder / name
 
 
 def inline_images(record: Record) -> dict[str, ImageFile]:
@@ -124,7 +130,7 @@ def examine(path: ImageFile, where: str, full: bool, scaled: bool = True) -> Ima
         ImageError: the image cannot be read; its `kind` says why.
     """
     if not full:
-        with contextlib.suppress(*BROKEN), open_head(path) as file, opening(file) as image:
+        with contextlib.suppress(*BROKEN), open_head(path, where) as file, opening(file) as image:
             check_pixels(image, path, where)
             return ImageFacts(*shown_size(image), image.height)
     data = read_file(path, where)
@@ -264,22 +270,18 @@ def with_file(path: Path, what: str, read: Callable[[BinaryIO], T]) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
-def open_head(path: ImageFile) -> BinaryIO | io.BytesIO:
+def open_head(path: ImageFile, where: str) -> BinaryIO | io.BytesIO:
     if isinstance(path, ImageInShard):
-        return io.BytesIO(image_head(path))
+        return io.BytesIO(read_in_shard(replace(path, place=head_of(path.place)), where))
     return io.BytesIO(path.data) if isinstance(path, ImageBytes) else open_regular(path)
 
 
-def image_head(image: ImageInShard) -> bytes:
-    """Return the first bytes of an image in a shard, at most HEAD_BYTES; all of one in a compressed page."""
-    return image.shards.read(head_of(image.place))
-
-
 def head_of(place: Place) -> Place:
-    """Return the part of an image in a shard that is read to find its size."""
-    if place.page is not None or place.size is None:
+    """Return the part of an image in a shard that is read to find its size: its first bytes, at most HEAD_BYTES; all of
+    one in a compressed page."""
+    if place.page is not None:
         return place
-    return replace(place, size=min(place.size, HEAD_BYTES))
+    return replace(place, size=HEAD_BYTES if place.size is None else min(place.size, HEAD_BYTES))
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -19,6 +19,7 @@ from llava_fsdp.data.images.check import (
     MAX_PIXELS,
     ImageFile,
     check_links,
+    image_in,
     inline_image,
     opened,
     read_size,
@@ -126,7 +127,8 @@ class ImageReader:
     """Reads the images of one dataset as tiles for one vision tower."""
 
     folder: Path | None
-    """Folder that the image paths of records are relative to; used for records that have no folder of their own."""
+    """Local folder that the image paths of records are relative to; used for records that have no folder of their own.
+    Those of a dataset's index have one."""
     preprocessor: Preprocessor
     tokens: ImageTokens
     """How images are cut into tiles, and what their tokens are."""
@@ -170,14 +172,14 @@ class ImageReader:
             return inline_image(name, record.inline[name], record.shards)
         folder = record.folder or self.folder
         assert folder is not None, "checked when the records were opened"
-        return folder / name
+        return image_in(folder, name)
 
     def checked_path(self, record: Record, name: str) -> ImageFile:
         """Return the file of one of a record's images; raise ImageError if it is a link that is not allowed.
         This is checked at each reading, because an image may not have been opened before training."""
         path = self.path(record, name)
         if isinstance(path, Path):
-            check_links(path, record.where, os.path.realpath(record.folder or str(self.folder)), self.allow_links)
+            check_links(path, record.where, os.path.realpath(str(record.folder or self.folder)), self.allow_links)
         return path
 
     def image_rows(self, record: Record, number: int) -> np.ndarray:

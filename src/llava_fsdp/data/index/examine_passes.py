@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import numpy as np
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from llava_fsdp.config import Examine
-from llava_fsdp.data.containers.open_shards import CacheFolder
+from llava_fsdp.config import Examine, is_remote
+from llava_fsdp.data.containers.open_shards import CacheFolder, open_folder
 from llava_fsdp.data.containers.place import Place
-from llava_fsdp.data.images.check import ImageFacts, ImageFile, check_links, examine, head_of, inline_images
+from llava_fsdp.data.images.check import ImageFacts, ImageFile, check_links, examine, head_of, image_in, inline_images
 from llava_fsdp.data.images.video import VideoSampling, examine_video
 from llava_fsdp.data.index.image_sample import ImageSample, ends_of
 from llava_fsdp.data.index.record_store import Texts
@@ -33,6 +33,8 @@ from llava_fsdp.runtime.terminal_text import shown_name
 T = TypeVar("T")
 AHEAD = 64
 """Number of records whose images are fetched at once from remote files."""
+Looked = tuple[str | None, str, bool]
+"""An image that is examined: its folder, its name, and whether it is decoded."""
 Tell = Callable[[str, str], None]
 """Function that stores a problem of one record; its arguments are the kind of problem and a reason for the user."""
 
@@ -250,7 +252,7 @@ class ExaminePictures(Pass):
     @cached_property
     def real_folders(self) -> dict[str, str]:
         folders = {part.file.images for part in self.texts.parts}
-        return {folder: os.path.realpath(folder) for folder in folders if folder is not None}
+        return {folder: os.path.realpath(folder) for folder in folders if folder is not None and not is_remote(folder)}
 
     @cached_property
     def sample(self) -> ImageSample:
@@ -277,11 +279,11 @@ class ExaminePictures(Pass):
             kinds |= {"frames": np.int32, "rate": np.float64}
         columns = {name: np.zeros(end - begin, dtype=kind) for name, kind in kinds.items()}
         decoded = self.decoded(begin, end)
-        seen: dict[tuple[str | None, str, bool], ImageFacts | Wrong] = {}
+        seen: dict[Looked, ImageFacts | Wrong] = {}
         opened = self.opened(numbers, decoded)
         for at, number in enumerate(opened):
             if at % AHEAD == 0:
-                self.texts.fetch_ahead(opened[at : at + AHEAD], partial(self.needed, decoded))
+                self.texts.fetch_ahead(opened[at : at + AHEAD], partial(self.needed, decoded, seen))
             names = self.names.of(number)
             inline = self.inline_of(number, names)
             record: Record | None = None  # read once: a hostile record names many missing images
@@ -316,13 +318,16 @@ class ExaminePictures(Pass):
         own = self.names.first[numbers.start : numbers.stop + 1]
         return (np.unique(np.searchsorted(own, rows, side="right")) - 1 + numbers.start).tolist()
 
-    def needed(self, decoded: Collection[int], number: int, name: str, place: Place) -> Place | None:
-        """Return the part of an image in a file among others that is read when it is examined; None if it is not
-        opened. See `Texts.fetch_ahead`."""
+    def needed(
+        self, decoded: Collection[int], seen: Collection[Looked], number: int, name: str, place: Place
+    ) -> Place | None:
+        """Return the part of a remote image that is read when it is examined; None if it is not opened, or has been
+        seen before. See `Texts.fetch_ahead`."""
         rows = range(*self.rows_of(range(number, number + 1)))
-        if rows[self.names.of(number).index(name)] in decoded:
-            return place
-        return head_of(place) if self.opens_all else None
+        full = rows[self.names.of(number).index(name)] in decoded
+        if (self.texts.place(number)[0].images, name, full) in seen:
+            return None
+        return place if full else head_of(place) if self.opens_all else None
 
     def inline_of(self, number: int, names: list[str]) -> dict[str, ImageFile]:
         """Return those of a record's images that are in the record itself or in its file."""
@@ -334,8 +339,10 @@ class ExaminePictures(Pass):
         """Check an image, which is `file` or, if that is None, in the image folder. With `full` it is decoded."""
         if file is None and folder is None:
             return ImageFacts(0, 0, 0)
-        file = Path(str(folder)) / name if file is None else file
         try:
+            file = image_in(open_folder(str(folder), self.texts.shards), name) if file is None else file
+            if is_video(name) and not isinstance(file, Path):
+                return Wrong(Kind.image_unreadable, f"video {file} is remote; videos are only read from local folders")
             if isinstance(file, Path):
                 check_links(file, name, self.real_folders[str(folder)], self.allow_links)
                 if is_video(name) and self.sampling is not None:

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import DataConfig, is_remote, paths_in
-from llava_fsdp.data.containers.open_shards import CacheFolder, OpenShards
+from llava_fsdp.data.containers.open_shards import CacheFolder, OpenShards, RemoteFolder, open_folder
 from llava_fsdp.data.containers.place import Place
 from llava_fsdp.data.containers.remote_file import SHA256, RemoteFile
-from llava_fsdp.data.index.find_files import find_files
+from llava_fsdp.data.index.find_files import find_files, find_images
 from llava_fsdp.data.index.integrity import DONE, damaged, read_column, read_json, seal
 from llava_fsdp.data.index.worker_pool import Columns, open_column, write_column
 from llava_fsdp.data.records.forms import RecordKeys, parse_record
@@ -38,7 +38,7 @@ from llava_fsdp.data.records.record import (
 )
 from llava_fsdp.data.records.rows import has_rows
 from llava_fsdp.runtime.durable_files import replacing
-from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
+from llava_fsdp.runtime.errors import DataError, SourceError
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
 
 COMMIT = re.compile(r"^(hf://datasets/[^@]+)@[^/]+")
@@ -63,6 +63,7 @@ class SourceFile:
     """Name of the data source that the file belongs to; a source may have several files."""
     path: str
     images: str | None
+    """Path or URL of the folder, see `find_images`."""
     question: str | None = None
     """Key of a record for its question, if the configuration names one; likewise the next two (`RecordKeys`)."""
     answer: str | None = None
@@ -80,8 +81,10 @@ class SourceFile:
     @property
     def place(self) -> list[Any]:
         """What the records depend on beside the file's content. The commit in a URL of the Hugging Face hub is left
-        out: a new commit does not change the files that it leaves alone."""
-        images = self.images and os.path.realpath(self.images)
+        out: a new commit does not change the files that it leaves alone. That of a folder of images stays, because it
+        may change any of them."""
+        is_local = self.images is not None and not is_remote(self.images)
+        images = os.path.realpath(str(self.images)) if is_local else self.images
         return [self.name, COMMIT.sub(r"\1", self.path), images, self.keys]
 
     @property
@@ -134,18 +137,14 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
     if not named:
         assert cfg.path is not None, "checked by DataConfig"
         named = {Path(paths_in(cfg.path)[0]).name: (cfg.path, cfg.images)}
-    sources = []
+    sources, folders = [], dict[str, str]()
     for name, (path, images) in named.items():
         key = f"{group}.sources.{name}." if cfg.sources else f"{group}."
         columns = cfg.question, cfg.answer, cfg.image_column
         files = find_files(path, f"{key}path")
-        if images is not None and is_remote(images):
-            raise ConfigError(
-                f"{key}images={images} is remote; only images in tars and Parquet files are read from there: pack "
-                "them, or copy the folder"
-            )
-        if images is not None and not Path(images).is_dir():
-            raise ConfigError(f"{key}images={images} is not a folder; give the one with the records' images")
+        if images is not None and images not in folders:
+            folders[images] = find_images(images, f"{key}images")
+        images = images and folders[images]
         own = tuple(
             SourceFile(name, file, images, *columns)
             if isinstance(file, str)
@@ -235,9 +234,9 @@ class Texts:
         return self.parts[bisect.bisect_right(self._firsts, number) - 1]
 
     @cached_property
-    def _folders(self) -> dict[SourceFile, Path | None]:
+    def _folders(self) -> dict[SourceFile, Path | RemoteFolder | None]:
         files = (part.file for part in self.parts)
-        return {file: None if file.images is None else Path(file.images) for file in files}
+        return {file: None if file.images is None else open_folder(file.images, self.shards) for file in files}
 
     def read(self, number: int) -> bytes:
         """Return the bytes of a record.
@@ -307,17 +306,22 @@ class Texts:
         return name_place(source.path, index, self.line(number))
 
     def fetch_ahead(self, numbers: Iterable[int], needed: Needed = lambda number, name, place: place) -> None:
-        """Begin to fetch the images of records that lie in remote files, and return at once.
+        """Begin to fetch the images of records that lie in remote files or folders; see `OpenShards.fetch_ahead`.
 
         Args:
             needed: returns the part of an image that is fetched.
         """
-        if not self.shards.remote:
-            return
         places = []
         for number in numbers:
+            source = self.part(number).file
+            folder = self._folders[source]
+            if source.remote is None and not isinstance(folder, RemoteFolder):
+                continue
             with contextlib.suppress(DataError):  # reported where the record is read
-                held = self.record(number).inline.items() if self.part(number).file.remote else ()
+                record = self.record(number)
+                held = list(record.inline.items()) if source.remote else []
+                if isinstance(folder, RemoteFolder):
+                    held += [(name, folder.place(name)) for name in record.images if name not in record.inline]
                 places += [needed(number, name, place) for name, place in held if isinstance(place, Place)]
         self.shards.fetch_ahead(place for place in places if place is not None)
 
