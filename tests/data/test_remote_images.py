@@ -76,7 +76,9 @@ def write_records(folder: Path, rows: list[Any]) -> Path:
     return folder / "mixed.json"
 
 
-def config(parts: Path, dataset: Path, output: Path, images: str, *values: str, rows: list[Any] | None = None) -> Config:
+def config(
+    parts: Path, dataset: Path, output: Path, images: str, *values: str, rows: list[Any] | None = None
+) -> Config:
     path = write_records(output, rows_of(dataset) if rows is None else rows)
     own = f"data.path={path}", f"data.images={images}", f"data.cache={output / 'cache'}"
     return make_config(parts, dataset, output, *own, *values)
@@ -117,9 +119,7 @@ def test_equal_tensors(
     assert places_read(cfg).keys() >= {"data.path"} and "data.images" not in places_read(cfg)
 
 
-def test_records_and_images_of_the_hub(
-    expected: Any, hub: FakeHub, parts: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_records_and_images_of_the_hub(expected: Any, hub: FakeHub, parts: Path, dataset: Path, tmp_path: Path) -> None:
     hub.files |= {f"images/{file.name}": file.read_bytes() for file in (dataset / "images").iterdir()}
     hub.files |= {"train.json": json.dumps(rows_of(dataset)).encode()}
     words = "data.path=hf://datasets/org/set/train.json", f"data.index={tmp_path / 'index'}"
@@ -152,9 +152,7 @@ def test_a_mixture_of_local_and_remote_images(
     check_equal(found[1], found[0])
 
 
-def test_what_is_wrong_with_images(
-    proxy: FaultyProxy, bucket: Any, parts: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_what_is_wrong_with_images(proxy: FaultyProxy, bucket: Any, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Names never leave the folder, and each problem is that of a local image. No request is made for a name that no
     object can have."""
     good = next(iter(sorted((dataset / "images").iterdir())))
@@ -202,9 +200,7 @@ def test_nothing_is_fetched_but_what_is_examined(
         assert len(asked) <= {"sample": 5, "lazy": 0}[how] and asked == fetched(proxy)
 
 
-def test_an_image_that_changes(
-    proxy: FaultyProxy, bucket: Any, parts: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_an_image_that_changes(proxy: FaultyProxy, bucket: Any, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Its new bytes are read, as those of a local file are, and not the old ones of the cache; `verify` names it."""
     one, other = sorted((dataset / "images").iterdir())[:2]
     rows = [row("changing.png", str(number)) for number in range(5)]

@@ -25,7 +25,7 @@ from llava_fsdp.data.index.image_sample import EACH_FILE, Examined, ImageSample,
 from llava_fsdp.data.index.verify import verify_index
 from llava_fsdp.data.loader import ModelShape, build_loader
 from llava_fsdp.prepare.main import prepare
-from llava_fsdp.runtime.errors import ConfigError, DamagedError, DataError, ImageError
+from llava_fsdp.runtime.errors import DamagedError, DataError, ImageError
 from llava_fsdp.runtime.progress import watch_silently
 
 RECORDS, TEXT_ONLY = 23, (4, 22)
@@ -218,14 +218,6 @@ def test_the_limit_of_auto() -> None:
     assert index_module.DECODED_AT_MOST == 1_000_000
     cfg = config_of(["data=llava_json", "data.path=a.json"])
     assert (cfg.data.examine, cfg.data.examine_images) == (Examine.auto, 3_000)
-
-
-@pytest.mark.parametrize("aspect", ["anyres", "anyres_max"])
-def test_lazy_is_refused_where_lengths_need_sizes(aspect: str, parts: Path, shards: Path) -> None:
-    tiled = f"data.image_aspect_ratio={aspect}", "model.patch_merge=spatial_unpad"
-    with pytest.raises(ConfigError, match=rf"data\.examine=lazy .*={aspect} .*data\.examine=head"):
-        config(parts, shards, "lazy", *tiled)
-    config(parts, shards, "sample", *tiled)
 
 
 def test_lazy_with_tiles_that_the_original_squeezes(parts: Path, shards: Path) -> None:

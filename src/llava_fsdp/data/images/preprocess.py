@@ -5,6 +5,7 @@ The arithmetic is that of transformers' CLIPImageProcessor with Pillow, as LLaVA
 
 import math
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -242,13 +243,14 @@ class ImageReader:
         """Read one of the record's images or videos as tiles, uint8 [tiles, 3, size, size].
 
         Raises:
-            ImageError: the image cannot be read, or the video is not as long as when the dataset was examined; the
-                error's `kind` says why.
+            ImageError: the image cannot be read, has another size than the dataset's index says, or the video is not as
+                long as when the dataset was examined; the error's `kind` says why.
         """
         path = self.checked_path(record, name)
         if self.watch is not None:
             self.watch.at(record.where, path)
-        tiles = self.load(path, record.where, record.num_images)
+        sizes = {size for own, size in zip(record.images, record.sizes or (), strict=False) if own == name}
+        tiles = self.load(path, record.where, record.num_images, sizes)
         if is_video(name) and len(tiles) != (known := self.count_frames(record, record.images.index(name))):
             raise ImageError(
                 f"{record.where}: video {path} gives {len(tiles)} frames, and gave {known} when the dataset was "
@@ -257,7 +259,7 @@ class ImageReader:
             )
         return tiles
 
-    def load(self, path: ImageFile, where: str, images: int = 1) -> np.ndarray:
+    def load(self, path: ImageFile, where: str, images: int = 1, sizes: Collection[Size] = ()) -> np.ndarray:
         """Read an image file or a video as tiles, uint8 [tiles, 3, size, size].
 
         Each frame of a video is squeezed to one tile with the bicubic filter, as transformers'
@@ -265,6 +267,8 @@ class ImageReader:
 
         Args:
             images: number of images of the sample, without videos.
+            sizes: the sizes for which its tokens were counted; an image with another one is refused if the number of
+                tokens depends on it.
         """
         if isinstance(path, Path) and is_video(path):
             square = replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
@@ -272,12 +276,15 @@ class ImageReader:
             return np.stack([resize(frame, square) for frame in frames])
         if not self.tokens.needs_size(images):
             return load_image(path, self.one_tile_preprocessor, self.one_tile, where, self.pixels)[None]
-        size, sizes = self.preprocessor.size, list(self.tokens.sizes)
+        what, size, grids = f"{where}: image {path}", self.preprocessor.size, list(self.tokens.sizes)
         if self.pixels is Pixels.fast:
             with opened(path, where) as file:
-                tiles = fast_resize.tiles(file, size, sizes, f"{where}: {path}")
+                check_size(shown_size(file), sizes, what)
+                tiles = fast_resize.tiles(file, size, grids, f"{where}: {path}")
         else:
-            tiles = cut_tiles(open_image(path, where, self.pixels), size, sizes)
+            image = open_image(path, where, self.pixels)
+            check_size(image.size, sizes, what)
+            tiles = cut_tiles(image, size, grids)
         return np.stack([to_bytes(t) for t in tiles])
 
 
@@ -325,6 +332,17 @@ def open_image(path: ImageFile, where: str, pixels: Pixels) -> Image.Image:
         if pixels is Pixels.llava_v1_5:
             return image.convert("RGB")
         return to_rgb(ImageOps.exif_transpose(image), f"{where}: {path}")
+
+
+def check_size(size: Size, counted: Collection[Size], what: str) -> None:
+    """Raise ImageError if the tokens of an image were counted for other sizes than its own, `size`."""
+    other = next((own for own in counted if own != size), None)
+    if other is not None:
+        raise ImageError(
+            f"{what} is {size[0]} x {size[1]} pixels, and its tokens were counted for {other[0]} x {other[1]}; correct "
+            "width and height in its record if it has these keys, or take the image from its source again",
+            Kind.image_unreadable,
+        )
 
 
 def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:

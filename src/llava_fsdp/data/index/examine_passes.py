@@ -20,14 +20,16 @@ from llava_fsdp.config import Examine, is_remote
 from llava_fsdp.data.containers.open_shards import CacheFolder, open_folder
 from llava_fsdp.data.containers.place import Place
 from llava_fsdp.data.images.check import ImageFacts, ImageFile, check_links, examine, head_of, image_in, inline_images
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling, examine_video
 from llava_fsdp.data.index.image_sample import ImageSample, ends_of
 from llava_fsdp.data.index.record_store import Texts
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
+from llava_fsdp.data.records.forms import SIZE_KEYS, given_sizes
 from llava_fsdp.data.records.problems import BITS, Kind
 from llava_fsdp.data.records.record import INLINE, Record, is_video, unread_reason
 from llava_fsdp.data.text.templates import IMAGE_TAG
-from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.terminal_text import shown_name
 
 T = TypeVar("T")
@@ -229,7 +231,7 @@ class ExaminePictures(Pass):
     Columns with a value per image: width and height after turning by the EXIF orientation, stored_height (before
     turning), and digest (uint64, xxh3 of the file's bytes if all were read). If videos are read, also frames (number of
     a video's frames) and rate (float64, frames per second); both are 0 for an image. All are 0 for an image or a video
-    with problems, and for one that is not opened.
+    with problems, and for one that is not opened, unless its record gives its size.
     """
 
     records_folder: Path
@@ -244,6 +246,8 @@ class ExaminePictures(Pass):
     """Whether 16-bit and floating point images are scaled by the value that means white (depends on `data.pixels`). If
     so, an image in which this value is unknown has a problem."""
     allow_links: bool
+    sized_by_records: ImageTokens | None = None
+    """With `lazy`, the rule for the tokens of images if they depend on sizes: the records give these then."""
 
     @cached_property
     def names(self) -> PictureNames:
@@ -278,6 +282,13 @@ class ExaminePictures(Pass):
         if self.sampling is not None:
             kinds |= {"frames": np.int32, "rate": np.float64}
         columns = {name: np.zeros(end - begin, dtype=kind) for name, kind in kinds.items()}
+        if self.sized_by_records is not None:
+            for number, record in self.records(numbers):
+                first = int(self.names.first[number]) - begin
+                sizes = sizes_of(number, record, self.texts, self.sized_by_records)
+                for row, (width, height) in enumerate(sizes, first):
+                    columns["width"][row] = width
+                    columns["height"][row] = columns["stored_height"][row] = height
         decoded = self.decoded(begin, end)
         seen: dict[Looked, ImageFacts | Wrong] = {}
         opened = self.opened(numbers, decoded)
@@ -352,6 +363,31 @@ class ExaminePictures(Pass):
             if error.kind is None:
                 raise
             return Wrong(error.kind, str(error))
+
+
+def sizes_of(number: int, record: Record, texts: Texts, tokens: ImageTokens) -> list[tuple[int, int]]:
+    """Return the sizes that a record gives of its images; empty if the numbers of their tokens do not depend on sizes.
+
+    Raises:
+        ConfigError: the record does not give the sizes of all its images, or has a video.
+    """
+    has_video = any(map(is_video, record.images))
+    if not record.images or not (has_video or tokens.needs_size(record.num_images)):
+        return []
+    sizes = None if has_video else given_sizes(texts.raw(number), len(record.images))
+    if sizes is None:
+        lacks = (
+            "has a video, whose frames must be counted"
+            if has_video
+            else f"does not give the size of each image in its keys {' and '.join(SIZE_KEYS)}, a number of pixels or a "
+            "list of them; add these keys"
+        )
+        raise ConfigError(
+            f"{record.where} {lacks}: data.examine=lazy opens no file before training, and with "
+            f"data.image_aspect_ratio={tokens.aspect.value} the number of tokens depends on it. Or set "
+            "data.examine=head, which reads only the beginning of each image"
+        )
+    return sizes
 
 
 class PictureNames:
