@@ -162,7 +162,8 @@ def test_a_video_is_refused(parts: Path, dataset: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("width", "height", "count", "sizes"), [
     (3, 5, 1, [(3, 5)]), ([3, 7], [5, 9], 2, [(3, 5), (7, 9)]), (640.0, 480.0, 1, [(640, 480)]),
     (3, 5, 2, None), ([3], [5, 9], 2, None), (0, 5, 1, None), (True, 5, 1, None), ("3", 5, 1, None),
-    (3.5, 5, 1, None), (float("nan"), 5, 1, None), (float("inf"), 5, 1, None), (1 << 40, 5, 1, None), ([None], 5, 1, None),
+    (3.5, 5, 1, None), (float("nan"), 5, 1, None), (float("inf"), 5, 1, None), (1 << 40, 5, 1, None),
+    ([None], 5, 1, None),
 ])  # fmt: skip
 def test_what_counts_as_a_size(width: Any, height: Any, count: int, sizes: Any) -> None:
     assert given_sizes({"width": width, "height": height}, count) == sizes

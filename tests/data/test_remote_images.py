@@ -27,7 +27,11 @@ from llava_fsdp.data.images.check import HEAD_BYTES, image_in, read_file, read_s
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.verify import verify_index
 from llava_fsdp.data.loader import build_loader
+from llava_fsdp.data.records.forms import parse_record
 from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.evaluate.check_images import check_images, folder_of
+from llava_fsdp.evaluate.main import with_paths
+from llava_fsdp.evaluate.read_questions import first_question
 from llava_fsdp.runtime.errors import DataError, ImageError, RemoteAway, RemoteForbidden, RemoteGone, SourceError
 from llava_fsdp.runtime.progress import watch_silently
 
@@ -275,3 +279,15 @@ def test_urls_of_no_folder(
 ) -> None:
     with pytest.raises(error):
         open_again(config(parts, dataset, tmp_path, url), parts)
+
+
+def test_questions_of_a_benchmark(bucket: Any, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Their images are found and read below the folder; a missing one is named before a model is loaded."""
+    image = sorted((dataset / "images").iterdir())[0]
+    data = config(parts, dataset, tmp_path, "s3://bkt/a/images").data
+    asked = [first_question(parse_record("q.json", n, row(name))) for n, name in enumerate([image.name, "none-1.png"])]
+    check_images(asked[:1], data)
+    (file,) = with_paths(asked[0], folder_of(data)).images
+    assert read_file(file, "") == image.read_bytes()
+    with pytest.raises(DataError, match=r"record 1 .*image s3://bkt/a/images/none-1\.png does not exist"):
+        check_images(asked, data)
