@@ -299,7 +299,7 @@ def test_of_a_remote_image_only_what_is_examined_is_fetched(how: Examine, parts:
         decoded = task.decoded(*task.rows_of(numbers))
         for number in task.opened(numbers, decoded):
             held = index.texts.record(number).inline
-            needed = [task.needed(decoded, number, name, place) for name, place in held.items()]
+            needed = [task.needed(decoded, (), number, name, place) for name, place in held.items()]
             sizes[number] = [place.size for place in needed if place is not None]
     whole = {number: [(shards / "images" / row["image"]).stat().st_size] for number, row in enumerate(rows)}
     assert max(whole.values()) > [HEAD_BYTES]

@@ -425,9 +425,9 @@ def scaled(plan: Plan) -> bool:
 def pictures_name(plan: Plan) -> str:
     videos = () if plan.reader.sampling is None else (str(plan.reader.sampling),)
     sampled = (plan.cfg.examine_images, plan.opens_all) if plan.cfg.examine is Examine.sample else ()
-    by_records = () if plan.sized_by_records is None else ("sizes of records", plan.reader.tokens.aspect.value)
-    settings = plan.cfg.examine.value, plan.cfg.allow_links, scaled(plan)
-    return f"pictures-{short(*settings, *videos, *sampled, *by_records)}"
+    if plan.sized_by_records is not None:
+        sampled = "sizes of records", plan.reader.tokens.aspect.value
+    return f"pictures-{short(plan.cfg.examine.value, plan.cfg.allow_links, scaled(plan), *videos, *sampled)}"
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:
