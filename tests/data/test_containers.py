@@ -219,12 +219,6 @@ def test_urls_without_records(
     assert remote.CLIENTS.keys() == {"s3", "gs", "hf"}
 
 
-def test_a_remote_folder_of_images_is_refused(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    cfg = make_config(parts, dataset, tmp_path, "data.images=s3://bkt/images")
-    with pytest.raises(ConfigError, match=r"data\.images=s3://bkt/images is remote"):
-        steps_of(cfg, parts)
-
-
 def test_the_index_of_remote_files_has_a_place_of_its_own(
     parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -366,7 +366,7 @@ def test_an_object_of_another_kind_has_no_questions(task: str, content: dict, ke
 def test_a_record_s_system_text_is_asked_with_its_question(tmp_path: Path) -> None:
     turns = (Turn("system", "be kind"), Turn("human", "a"), Turn("gpt", "b"), Turn("human", "c"), Turn("gpt", "d"))
     question = first_question(Record("data.json", 0, "0", (), turns, False))
-    assert with_paths(question, None).turns == list(turns[:2]) and question.references == ("b",)
+    assert with_paths(question, Path(".")).turns == list(turns[:2]) and question.references == ("b",)
 
 
 def test_a_missing_image_is_named_before_any_model_work(keys: list[str], tmp_path: Path) -> None:

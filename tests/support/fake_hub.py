@@ -125,10 +125,14 @@ class Handler(BaseHTTPRequestHandler):
         path = "/".join(parts[1:])
         if parts[0] != COMMIT or path not in self.hub.files:
             return self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
-        if len(self.hub.files[path]) < SMALL:
-            return self.send_range(self.hub.files[path])
+        data = self.hub.files[path]
+        if len(data) < SMALL and self.command == "HEAD":
+            return self.answer(200, data, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"'})
+        if len(data) < SMALL:
+            return self.send_range(data)
+        linked = {"X-Linked-Etag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Linked-Size": str(len(data))}
         where = f"http://localhost:{self.hub.port}/cdn/{urllib.parse.quote(path)}?X-Amz-Signature={self.hub.signature}"
-        return self.answer(302, b"", {"Location": where, "X-Repo-Commit": COMMIT})
+        return self.answer(302, b"", {"Location": where, "X-Repo-Commit": COMMIT, **linked})
 
     def send_range(self, data: bytes, is_cut: bool = False) -> None:
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
@@ -141,7 +145,8 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data[: len(data) // 2] if is_cut else data)
+        if self.command != "HEAD":
+            self.wfile.write(data[: len(data) // 2] if is_cut else data)
         self.close_connection |= is_cut
 
     do_GET = do_HEAD = do_POST = handle_any  # noqa: N815  names of http.server

@@ -39,6 +39,8 @@ class FaultyProxy:
     bytes at a time."""
     with_listings: bool = False
     """Whether faults happen to requests for listings too."""
+    with_heads: bool = False
+    """Whether faults happen to HEAD requests too."""
     left: int = 0
     """How many requests the fault still happens to."""
     seen: list[Request] = field(default_factory=list)
@@ -93,7 +95,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def forward(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        is_object = self.command == "GET" and (self.proxy.with_listings or self.path.split("?")[0].count("/") > 1)
+        methods = ("GET", "HEAD") if self.proxy.with_heads else ("GET",)
+        is_object = self.command in methods and (self.proxy.with_listings or self.path.split("?")[0].count("/") > 1)
         fault = self.proxy.begin(Request(self.command, self.path, lower_case(self.headers)), is_object)
         time.sleep(self.proxy.delay)
         if fault:
@@ -106,9 +109,8 @@ class Handler(BaseHTTPRequestHandler):
     def spoilt(self, fault: str, body: bytes) -> None:
         if fault in ERRORS:
             status, code = ERRORS[fault]
-            return self.answer(
-                status, {"Content-Type": "application/xml"}, f"<Error><Code>{code}</Code></Error>".encode()
-            )
+            text = "" if self.command == "HEAD" else f"<Error><Code>{code}</Code></Error>"
+            return self.answer(status, {"Content-Type": "application/xml"}, text.encode())
         if fault in ("hang", "reset"):
             if fault == "hang":
                 self.proxy.stopped.wait(30)

@@ -71,7 +71,7 @@ def test_adapters_learn_to_see_and_answer_the_same_once_merged(tmp_path: Path) -
     assert right["finetune_lora"] >= right["pretrain"] + 0.3
 
     records = RecordFile(runs / "shapes" / "heldout.json")
-    questions = [with_paths(first_question(records[n]), str(runs / "shapes" / "images")) for n in range(60)]
+    questions = [with_paths(first_question(records[n]), runs / "shapes" / "images") for n in range(60)]
     merged, beside = (Assistant(str(runs / r), "v1", AspectRatio.pad) for r in ("finetune_lora", "pretrain"))
     # a projector's stage has captions, and no questions
     beside.template, beside.reader, beside.stops = merged.template, merged.reader, merged.stops

@@ -93,7 +93,8 @@ class DataConfig:
     """Files of records (JSON lists, JSON Lines, Parquet or tars): a file, a folder, a pattern, or several of these
     separated by commas. They may be remote: s3://, gs://, hf://datasets/ORG/NAME."""
     images: str | None
-    """Folder of the images; the image paths in records are relative to it."""
+    """Folder of the images; the image paths in records are relative to it. It may be remote, see data.path: then each
+    image is a file of its own below it."""
     question: str | None = None
     """Key (in Parquet, column) of a record's question, for records of one question and one answer; null: records have
     another form."""
@@ -112,9 +113,9 @@ class DataConfig:
     """Maximum size in GiB of the images of remote files that are kept in data.cache; 0: none are kept."""
     examine: Examine
     """How images are checked before the first training. decode: every image is decoded completely; head: only the size
-    of each is read; sample: data.examine_images of them are decoded, drawn at random; lazy: none is opened; auto:
-    decode for up to a million images, sample for more. What has not been decoded is checked when it is read in
-    training."""
+    of each is read; sample: data.examine_images of them are decoded, drawn at random; lazy: none is opened, and with
+    anyres and anyres_max the records' keys width and height must give their sizes; auto: decode for up to a million
+    images, sample for more. What has not been decoded is checked when it is read in training."""
     examine_images: int = 3000
     """data.examine=sample only: number of images that are drawn at random and decoded, besides a few of each file of
     records."""
@@ -224,12 +225,6 @@ class DataConfig:
         if self.max_bad_records.endswith("%") and Fraction(self.max_bad_records[:-1]) > 100:
             raise ConfigError(f"data.max_bad_records={self.max_bad_records} is more than all records; 100% is the most")
         at_least("data.examine_images", self.examine_images, 1)
-        if self.examine is Examine.lazy and self.trained_aspect in (AspectRatio.anyres, AspectRatio.anyres_max):
-            raise ConfigError(
-                f"data.examine=lazy opens no image before training, and with data.image_aspect_ratio="
-                f"{self.image_aspect_ratio.value} the number of tokens of an image depends on its size; set "
-                "data.examine=head, which reads only the beginning of each image"
-            )
         at_least("data.max_length", self.max_length, 2)
         at_least("data.max_record_bytes", self.max_record_bytes, 1024)
         if self.grid_pinpoints and self.image_aspect_ratio not in (AspectRatio.anyres, AspectRatio.anyres_max):

@@ -57,7 +57,8 @@ def paths_read(cfg: Config) -> dict[str, str]:
             named = paths_in(source.path) if source.path is not None else []
             found = [fixed_part(path) for path in named if not is_remote(path)]
             paths |= {f"{prefix}.path{f'[{n}]' if len(found) > 1 else ''}": path for n, path in enumerate(found)}
-            paths[f"{prefix}.images"] = source.images
+            is_local = source.images is not None and not is_remote(source.images)
+            paths[f"{prefix}.images"] = source.images if is_local else None
     if cfg.model.checkpoint is None:
         paths |= {"model.language": cfg.model.language, "model.vision": cfg.model.vision}
     paths["model.checkpoint"] = cfg.model.checkpoint

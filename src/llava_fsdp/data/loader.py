@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from llava_fsdp.config import AspectRatio, BadRecords, Config, Parity
+from llava_fsdp.config import AspectRatio, BadRecords, Config, Parity, is_remote
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step
 from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import num_micro_batches
@@ -106,8 +106,9 @@ def open_encoding(
     Raises:
         ConfigError: the model and the configuration do not fit together.
     """
+    images = cfg.data.images
     image_reader = ImageReader(
-        folder=Path(cfg.data.images) if cfg.data.images is not None else None,
+        folder=None if images is None or is_remote(images) else Path(images),
         preprocessor=read_preprocessor(vision_folder),
         tokens=ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens),
         pixels=cfg.data.pixels,

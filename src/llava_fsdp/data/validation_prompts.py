@@ -11,6 +11,7 @@ import torch
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.batching.collate import Collator, Row, aligned
+from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.records.record import Record
@@ -33,6 +34,8 @@ class HeldOutQuestion:
     sample: Sample
     """The prompt: the tokens of the question up to the beginning of the answer, without labels."""
     images: tuple[ImageFile, ...]
+    sizes: tuple[Size, ...] | None = None
+    """The sizes for which the tokens of the images were counted; None if they are not from a dataset's index."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config) -> H
     sample = Sample(ids, np.full(len(ids), IGNORE), names, image_rows, 0, 0)
     question = text.replace(IMAGE_TAG, "").strip() if record.images else text
     return HeldOutQuestion(
-        record.where, question, answer, sample, tuple(reader.checked_path(record, name) for name in names)
+        record.where, question, answer, sample, tuple(reader.checked_path(record, name) for name in names), sizes
     )
 
 

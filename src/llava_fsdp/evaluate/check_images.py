@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llava_fsdp.config import DataConfig
+from llava_fsdp.data.containers.data_files import CacheFolder, DataFiles, RemoteFolder, open_folder
+from llava_fsdp.data.containers.remote import RemoteStorage
 from llava_fsdp.data.images.check import check_links
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.evaluate.question import BenchmarkQuestion
@@ -18,10 +20,13 @@ def check_images(questions: Iterable[BenchmarkQuestion], cfg: DataConfig) -> Non
     Raises:
         DataError: a question has more or fewer tags than images, or an image does not exist or is outside
             `data.images`.
+        SourceError: the storage of a remote folder does not answer, or refuses.
     """
-    if cfg.images is not None and not Path(cfg.images).is_dir():
+    folder = folder_of(cfg)
+    if cfg.images is not None and isinstance(folder, Path) and not folder.is_dir():
         raise DataError(f"data.images={cfg.images} is not a folder; give the one that the questions' images are in")
-    folder = os.path.realpath(cfg.images or ".")
+    real_folder = os.path.realpath(cfg.images or ".")
+    remote: dict[str, str] = {}
     for question in (question for question in questions if question.images):
         outside = [name for name in question.images if name not in question.inline]
         if cfg.images is None and outside:
@@ -31,7 +36,23 @@ def check_images(questions: Iterable[BenchmarkQuestion], cfg: DataConfig) -> Non
             raise DataError(
                 f"{question.where}: {tags} {IMAGE_TAG} tags for {len(question.images)} images; give each one tag"
             )
-        for path in (Path(cfg.images or ".") / name for name in outside):
-            check_links(path, question.where, folder, cfg.allow_links)
+        if isinstance(folder, RemoteFolder):
+            remote |= {folder.location(name).file: question.where for name in outside}
+            continue
+        for path in (folder / name for name in outside):
+            check_links(path, question.where, real_folder, cfg.allow_links)
             if not path.is_file():
-                raise DataError(f"{question.where}: image {path} does not exist; is data.images right?")
+                raise not_there(question.where, path)
+    for url, file in RemoteStorage().stat_files(remote).items():
+        if file is None:
+            raise not_there(remote[url], url)
+
+
+def folder_of(cfg: DataConfig) -> Path | RemoteFolder:
+    """Return the folder `data.images`; without one the current folder, which no question names an image of."""
+    cache = CacheFolder(cfg.cache_folder / "images", cfg.cache_gb)
+    return open_folder(cfg.images or ".", DataFiles(cache=cache))
+
+
+def not_there(where: str, image: Path | str) -> DataError:
+    return DataError(f"{where}: image {image} does not exist; is data.images right?")

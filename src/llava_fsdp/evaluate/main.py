@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ from xxhash import xxh3_128_hexdigest
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.chat.open_model import open_model
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE
-from llava_fsdp.config import AUTO, EvaluateConfig, Format, Task
+from llava_fsdp.config import AUTO, EvaluateConfig, Format, Task, is_remote
+from llava_fsdp.data.containers.data_files import RemoteFolder
 from llava_fsdp.data.containers.file_reader import reading
+from llava_fsdp.data.images.check import image_in
+from llava_fsdp.data.index.find_files import find_images
 from llava_fsdp.data.text.conversation import asking
 from llava_fsdp.data.text.jinja_template import OWN, is_own
 from llava_fsdp.data.text.templates import IMAGE_TAG, template
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, storage_errors
-from llava_fsdp.evaluate.check_images import check_images
+from llava_fsdp.evaluate.check_images import check_images, folder_of
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.evaluate.read_questions import read_questions
 from llava_fsdp.evaluate.results import score_all, submission_of, table_of
@@ -46,6 +50,8 @@ def evaluate(cfg: EvaluateConfig) -> None:
     shard = open_shard(cfg)
     if cfg.task is Task.conversations:
         draw_shapes(cfg.data)
+    if cfg.data.images is not None and is_remote(cfg.data.images):
+        cfg = replace(cfg, data=replace(cfg.data, images=find_images(cfg.data.images, "data.images")))
     questions = read_questions(cfg)
     check_images(questions, cfg.data)
     generator = AnswerGenerator(cfg, questions, shard)
@@ -101,6 +107,7 @@ class AnswerGenerator:
 
     def __init__(self, cfg: EvaluateConfig, questions: list[BenchmarkQuestion], shard: Shard):
         self.cfg, self.questions, self.shard = cfg, questions, shard
+        self.folder = folder_of(cfg.data)
         self.assistant: Assistant | None = None
         self.opened = open_as_trained(cfg)
         self.settings: dict[str, Any] = {}
@@ -152,7 +159,7 @@ class AnswerGenerator:
         with show("questions", len(questions)) as advance:
             for start in range(0, len(questions), cfg.batch_size):
                 batch = questions[start : start + cfg.batch_size]
-                paths = [with_paths(question, cfg.data.images) for question in batch]
+                paths = [with_paths(question, self.folder) for question in batch]
                 try:
                     texts = self.assistant.answers(paths, cfg.max_new_tokens, blank)
                 except LlavaFsdpError as error:
@@ -189,8 +196,8 @@ def same_template(given: str, trained: str) -> bool:
     return template(given) == template(trained)
 
 
-def with_paths(question: BenchmarkQuestion, folder: str | None) -> Question:
-    files = [question.inline.get(name) or Path(folder or ".") / name for name in question.images]
+def with_paths(question: BenchmarkQuestion, folder: Path | RemoteFolder) -> Question:
+    files = [question.inline.get(name) or image_in(folder, name) for name in question.images]
     return Question(asking(question.system, question.text), files, question.where)
 
 

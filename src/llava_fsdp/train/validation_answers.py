@@ -130,8 +130,10 @@ class AnswerGenerator:
         Raises ImageError if an image is broken and `data.bad_records=fail`."""
         try:
             return question.sample, [
-                self.loader.steps.image_reader.load(path, question.record, count_images(question.images))
-                for path in question.images
+                self.loader.steps.image_reader.load(
+                    path, question.record, count_images(question.images), (question.sizes or ())[n : n + 1]
+                )
+                for n, path in enumerate(question.images)
             ]
         except ImageError as error:
             if self.loader.data.bad_records is BadRecords.fail:

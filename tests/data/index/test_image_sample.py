@@ -25,7 +25,7 @@ from llava_fsdp.data.index.image_sample import EACH_FILE, Examined, ImageSample,
 from llava_fsdp.data.index.verify import verify_index
 from llava_fsdp.data.loader import ModelShape, build_loader
 from llava_fsdp.prepare.main import prepare
-from llava_fsdp.runtime.errors import ConfigError, DamagedError, DataError, ImageError
+from llava_fsdp.runtime.errors import DamagedError, DataError, ImageError
 from llava_fsdp.runtime.progress import watch_silently
 
 RECORDS, TEXT_ONLY = 23, (4, 22)
@@ -220,14 +220,6 @@ def test_the_limit_of_auto() -> None:
     assert (cfg.data.examine, cfg.data.examine_images) == (Examine.auto, 3_000)
 
 
-@pytest.mark.parametrize("aspect", ["anyres", "anyres_max"])
-def test_lazy_is_refused_where_lengths_need_sizes(aspect: str, parts: Path, shards: Path) -> None:
-    tiled = f"data.image_aspect_ratio={aspect}", "model.patch_merge=spatial_unpad"
-    with pytest.raises(ConfigError, match=rf"data\.examine=lazy .*={aspect} .*data\.examine=head"):
-        config(parts, shards, "lazy", *tiled)
-    config(parts, shards, "sample", *tiled)
-
-
 def test_lazy_with_tiles_that_the_original_squeezes(parts: Path, shards: Path) -> None:
     cfg = config(parts, shards, "lazy", "data.image_aspect_ratio=anyres", "data.pixels=llava_v1_5")
     assert cfg.data.examine is Examine.lazy and cfg.data.trained_aspect is AspectRatio.square
@@ -307,7 +299,7 @@ def test_of_a_remote_image_only_what_is_examined_is_fetched(how: Examine, parts:
         decoded = task.decoded(*task.rows_of(numbers))
         for number in task.opened(numbers, decoded):
             held = index.store.record(number).inline
-            needed = [task.needed(decoded, number, name, place) for name, place in held.items()]
+            needed = [task.needed(decoded, (), number, name, place) for name, place in held.items()]
             sizes[number] = [place.size for place in needed if place is not None]
     whole = {number: [(shards / "images" / row["image"]).stat().st_size] for number, row in enumerate(rows)}
     assert max(whole.values()) > [HEAD_BYTES]

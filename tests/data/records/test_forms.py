@@ -503,5 +503,5 @@ def test_questions_of_every_form_are_asked(parts: Path, dataset: Path, tmp_path:
     assert [(q.text, q.references) for q in asked] == [("<image>\na", ("b",)), ("c", ("The answer is B.",))]
     for question in (questions[0], asked[0]):
         check_images([question], make_config(parts, dataset, tmp_path, "data.images=null").data)
-        (file,) = with_paths(question, None).images
+        (file,) = with_paths(question, Path(".")).images
         assert isinstance(file, ImageBytes) and read_size(file, "here") == (29, 41)

@@ -2,10 +2,11 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from llava_fsdp.config import is_remote
 from llava_fsdp.data.containers.file_reader import LocalFile, Reader
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.containers.range_cache import RangeCache
@@ -13,6 +14,8 @@ from llava_fsdp.data.containers.read_ahead import ReadAhead, RemoteReader
 from llava_fsdp.data.containers.read_image import PageCache, read_image
 from llava_fsdp.data.containers.remote import Range, RemoteStorage
 from llava_fsdp.data.containers.remote_file import RemoteFile
+from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.runtime.errors import ImageError, RemoteGone
 
 MOST_OPEN = 128
 """Number of local files that a DataFiles keeps open: those that were used last."""
@@ -42,34 +45,56 @@ class DataFiles:
         return DataFiles, (self.remote, self.cache)
 
     def read(self, location: ImageLocation) -> bytes:
-        """Return the bytes of the image at a location.
+        """Return the bytes of the image at a location. If the location in a remote folder's file goes past the end of
+        the file, return what the file has.
 
         Raises:
-            ImageError: the image is too large, or the Parquet page that contains it cannot be decompressed.
+            ImageError: the image is too large, the Parquet page that contains it cannot be decompressed, or it does not
+                exist in the remote folder.
             SourceError: the file cannot be read, or is shorter than when its index was made.
         """
         if location.file in self.remote:
             return read_image(RemoteReader(self._ahead, self.remote[location.file]), location, self._pages)
-        return read_image(self._local(location.file), location, self._pages)
+        if not is_remote(location.file):
+            return read_image(self._local(location.file), location, self._pages)
+        try:
+            file = self._found.get(location.file) or self._ahead.storage.stat(location.file)
+            return read_image(RemoteReader(self._ahead, file), within(location, file), self._pages)
+        except RemoteGone:
+            raise ImageError(
+                f"image {location.file} does not exist; is data.images right?", Kind.image_missing
+            ) from None
 
     def open(self, file: str) -> Reader:
         """Open a file, to read it from its beginning to its end."""
         return Blocks(self._ahead.storage, self.remote[file]) if file in self.remote else self._local(file)
 
     def fetch_ahead(self, locations: Iterable[ImageLocation]) -> None:
-        """Begin to download the images at the given locations that are in remote files, and return at once. Images of
-        earlier calls that were not read are dropped."""
-        if self.remote:
-            ranges = (self._range(location) for location in locations if location.file in self.remote)
-            self._ahead.forget()
-            # an empty range, or one past the end of the file, is refused when it is read
-            self._ahead.fetch_ahead(own for own in ranges if own[2] > 0 and own[1] + own[2] <= own[0].size)
+        """Begin to download the images at the given locations that are in remote files or folders. Return once the
+        sizes of the images in remote folders are known. Images of earlier calls that were not read are dropped.
 
-    def _range(self, location: ImageLocation) -> Range:
-        assert location.size is not None, "a remote image is always a range of a file"
+        Raises:
+            SourceError: a storage does not answer, or refuses.
+        """
+        wanted = [location for location in locations if is_remote(location.file)]
+        if not wanted:
+            return
+        self._ahead.forget()
+        self._found.clear()
+        self._found.update(self._ahead.storage.stat_files(own.file for own in wanted if own.file not in self.remote))
+        ranges = (self._range(location, file) for location in wanted if (file := self._file(location.file)) is not None)
+        # an empty range, or one past the end of the file, is refused when it is read
+        self._ahead.fetch_ahead(own for own in ranges if own[2] > 0 and own[1] + own[2] <= own[0].size)
+
+    def _file(self, url: str) -> RemoteFile | None:
+        return self.remote.get(url) or self._found[url]
+
+    def _range(self, location: ImageLocation, file: RemoteFile) -> Range:
         if location.page is not None:
-            return self.remote[location.file], location.page.offset, location.page.packed
-        return self.remote[location.file], location.offset, location.size
+            return file, location.page.offset, location.page.packed
+        size = (location if file.name in self.remote else within(location, file)).size
+        assert size is not None, "an image in a Parquet file or tar is a range of it"
+        return file, location.offset, size
 
     def _local(self, file: str) -> LocalFile:
         if file not in self._open:
@@ -78,6 +103,12 @@ class DataFiles:
                 self._open.popitem(last=False)  # closed once nobody refers to it
         self._open.move_to_end(file)
         return self._open[file]
+
+    @cached_property
+    def _found(self) -> dict[str, RemoteFile | None]:
+        """The images in remote folders that are downloaded in advance, by their URLs; None: the image does not
+        exist."""
+        return {}
 
     @cached_property
     def _pages(self) -> PageCache:
@@ -92,6 +123,30 @@ class DataFiles:
         if self.cache is None or self.cache.gib == 0:
             return ReadAhead(RemoteStorage())
         return ReadAhead(RemoteStorage(), RangeCache(self.cache.folder, self.cache.gib))
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """A remote folder with one file per image; used instead of the path of a local folder."""
+
+    url: str
+    """URL without a final slash; see `RemoteStorage.pin_folder`."""
+    data_files: DataFiles = field(compare=False, repr=False)
+    """Reads the images."""
+
+    def location(self, name: str) -> ImageLocation:
+        """Return the location of an image; `name` is a relative path that `check_name` accepts."""
+        return ImageLocation(f"{self.url}/{PurePosixPath(name)}")
+
+
+def open_folder(name: str, data_files: DataFiles) -> Path | RemoteFolder:
+    """Return a folder of images, given its path or URL as `find_images` returns it."""
+    return RemoteFolder(name, data_files) if is_remote(name) else Path(name)
+
+
+def within(location: ImageLocation, file: RemoteFile) -> ImageLocation:
+    """Return a location without the part that is past the end of the file."""
+    return replace(location, size=file.size if location.size is None else min(location.size, file.size))
 
 
 class Blocks:

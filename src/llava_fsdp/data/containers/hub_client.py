@@ -28,6 +28,8 @@ URL = re.compile(
 )
 ADDRESS_SECONDS = 600.0
 """Number of seconds for which the address of a file is used again. The hub's addresses are valid for longer."""
+MOST_ADDRESSES = 2048
+"""Greatest number of addresses that are kept: more than the images of a step."""
 REDIRECTS = 5
 
 
@@ -80,11 +82,39 @@ class HubClient:
                 files[relative] = RemoteFile(f"hf://datasets/{repo}@{commit}/{info.path}", info.size, pin)
         return files
 
+    def pin_folder(self, folder: str, seconds: float) -> str:
+        """See `Client.pin_folder`. The branch or tag in the URL is resolved to a commit."""
+        repo, revision, path = split_url(folder)
+        with failures():
+            commit = self.api.dataset_info(repo, revision=revision, timeout=min(self.idle, seconds)).sha
+        return f"hf://datasets/{repo}@{commit}/{path}".rstrip("/")
+
+    def stat(self, url: str, seconds: float) -> RemoteFile:
+        """See `Client.stat`. The answer also has the address of the file, which `fetch` uses."""
+        address = self._address(url)
+        with failures():
+            found = self.api.get_hf_file_metadata(url=address, timeout=min(self.idle, seconds))
+        if found.size is None or found.etag is None:
+            raise Failure(RemoteAway, "an answer without the file's size")
+        if found.location != address:
+            self._keep(address, found.location)
+        is_sha256 = re.fullmatch(r"[0-9a-f]{64}", found.etag)
+        return RemoteFile(url, found.size, f"{SHA256 if is_sha256 else 'git:'}{found.etag}")
+
+    def _address(self, url: str) -> str:
+        """Return the address of a file at the hub; its URL must hold the commit."""
+        repo, commit, path = split_url(url)
+        assert commit is not None and path, url
+        return f"{self.api.endpoint}/datasets/{repo}/resolve/{quote(commit, safe='')}/{quote(path)}"
+
+    def _keep(self, url: str, address: str) -> None:
+        self.addresses[url] = (address, time.monotonic() + ADDRESS_SECONDS)
+        while len(self.addresses) > MOST_ADDRESSES:
+            self.addresses.pop(next(iter(self.addresses), ""), None)  # another thread may have taken one out
+
     def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
         end = time.monotonic() + seconds
-        repo, commit, path = split_url(file.name)
-        assert commit is not None and path, file
-        url = f"{self.api.endpoint}/datasets/{repo}/resolve/{quote(commit, safe='')}/{quote(path)}"
+        url = self._address(file.name)
         address, until = self.addresses.get(url, (url, 0.0))
         is_kept = time.monotonic() < until
         if not is_kept:
@@ -99,7 +129,7 @@ class HubClient:
                 raise
             if data is not None:
                 if address != url and not is_kept:
-                    self.addresses[url] = (address, time.monotonic() + ADDRESS_SECONDS)
+                    self._keep(url, address)
                 return check_length(data, size)
             address = urljoin(address, target)
         raise Failure(RemoteAway, f"more than {REDIRECTS} redirects")

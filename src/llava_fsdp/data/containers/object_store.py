@@ -48,6 +48,13 @@ def split_url(url: str) -> tuple[str, str, str | None]:
     return found[1], found[2] or "", found[3]
 
 
+def check_folder(url: str) -> str:
+    """Return the URL of a folder. Raises SourceError if it has no bucket, or a version of an object."""
+    if split_url(url)[2] is not None:
+        raise SourceError(f"{url.partition('?')[0]}: a folder has no versionId; leave it out").about(file=url)
+    return url
+
+
 def found_files(folder: str, listed: dict[str, Any], pin: Callable[[dict[str, Any]], str]) -> dict[str, RemoteFile]:
     """Convert a listing of fsspec to {path relative to `folder`: file}, without folders and the empty objects that
     stand for them.
@@ -100,6 +107,21 @@ class S3Client:
             return found_files(folder, listed, lambda info: f"etag:{info['ETag']}")
         info = self._finish(lambda: self.fs._call_s3("head_object", Bucket=bucket, Key=key, VersionId=version), seconds)
         return {"": RemoteFile(folder, info["ContentLength"], f"etag:{info['ETag']}")}
+
+    def pin_folder(self, folder: str, seconds: float) -> str:
+        """See `Client.pin_folder`."""
+        return check_folder(folder)
+
+    def stat(self, url: str, seconds: float) -> RemoteFile:
+        """See `Client.stat`."""
+        bucket, key, _ = split_url(url)
+        try:
+            info = self._finish(lambda: self.fs._call_s3("head_object", Bucket=bucket, Key=key), seconds)
+        except Failure as found:
+            if found.detail.startswith("HTTP 400"):  # an answer to HEAD has no code: most likely ExpiredToken
+                raise Failure(RemoteForbidden, found.detail) from None
+            raise
+        return RemoteFile(url, info["ContentLength"], f"etag:{info['ETag']}")
 
     def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
         bucket, key, version = split_url(file.name)
@@ -188,6 +210,18 @@ class GsClient:
         bucket, key, _ = split_url(folder)
         listed = self._finish(lambda: self.fs._find(f"{bucket}/{key}", detail=True, prefix=start), seconds)
         return found_files(folder, listed, lambda info: f"generation:{info['generation']}")
+
+    def pin_folder(self, folder: str, seconds: float) -> str:
+        """See `Client.pin_folder`."""
+        return check_folder(folder)
+
+    def stat(self, url: str, seconds: float) -> RemoteFile:
+        """See `Client.stat`."""
+        bucket, key, _ = split_url(url)
+        info = self._finish(lambda: self.fs._info(f"{bucket}/{key}"), seconds)
+        if info["type"] != "file":
+            raise failure(404, "")
+        return RemoteFile(url, info["size"], f"generation:{info['generation']}")
 
     def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
         bucket, key, _ = split_url(file.name)

@@ -8,8 +8,8 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from llava_fsdp.data.containers.hub_client import HubClient
@@ -25,6 +25,9 @@ Range = tuple[RemoteFile, int, int]
 """A range of bytes of a remote file: (file, first byte, number of bytes)."""
 
 CLIENTS: dict[str, Callable[[float, int], Client]] = {"s3": S3Client, "gs": GsClient, "hf": HubClient}
+LONGEST_URL = 1024
+"""Greatest number of bytes of the URL of a file in a folder. S3 and Google Cloud Storage allow no longer names."""
+VERSION = "?versionId="
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 8.0
 """Seconds of the first pause before a failed request is repeated, and of the longest one."""
 WARN_AFTER = 5
@@ -87,6 +90,47 @@ class RemoteStorage:
             raise error_about(url, RemoteGone, "no file found")
         return sorted(found, key=lambda file: file.name)  # code points have the order of their bytes in UTF-8
 
+    def pin_folder(self, url: str) -> str:
+        """Return the URL of a folder to which the names of its files are added. A branch or tag of the hub is resolved
+        to its commit, which the returned URL holds. Whether the folder exists is not checked.
+
+        Raises:
+            RemoteGone, RemoteForbidden, RemoteAway: the hub does not tell the commit.
+            SourceError: the URL is not one of a remote storage.
+            ConfigError: a package is not installed.
+        """
+        client = self._client(url)
+        return self._repeat(url, lambda seconds: client.pin_folder(url.rstrip("/"), seconds))
+
+    def stat(self, url: str) -> RemoteFile:
+        """Return a file, pinned as it is now.
+
+        Args:
+            url: URL of a folder, as `pin_folder` returns it, with the name of a file.
+
+        Raises:
+            RemoteGone: the file does not exist.
+            RemoteForbidden, RemoteAway: the storage does not tell.
+            ConfigError: a package is not installed.
+        """
+        if len(url.encode()) > LONGEST_URL or VERSION in url:
+            raise error_about(url, RemoteGone, "no file has such a name")
+        client = self._client(url)
+        return self._repeat(url, lambda seconds: client.stat(url, seconds))
+
+    def stat_files(self, urls: Iterable[str]) -> dict[str, RemoteFile | None]:
+        """Return several files, pinned as they are now, with up to `in_flight` requests at once; None for a file that
+        does not exist. Arguments and other errors as for `stat`."""
+
+        def stat(url: str) -> RemoteFile | None:
+            try:
+                return self.stat(url)
+            except RemoteGone:
+                return None
+
+        different = list(dict.fromkeys(urls))
+        return dict(zip(different, results([self.submit(stat, url) for url in different]), strict=True))
+
     def read_range(self, file: RemoteFile, offset: int, size: int) -> bytes:
         """Return exactly `size` bytes of a remote file, from byte `offset` on, with the content that the file had when
         it was listed. The range must not go past the end of the file.
@@ -147,6 +191,19 @@ class RemoteStorage:
             detail += f"; {number} requests in {time.monotonic() - begin:.0f} s"
         # outside of the except clause: a library's error as the context would be printed, with signed URLs in its text
         raise error_about(url, kind, detail)
+
+
+def results(futures: Sequence[Future[T]]) -> list[T]:
+    """Wait for all futures, and return their results; raise the first error, and cancel what has not begun."""
+    try:
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            if future in done and (error := future.exception()) is not None:
+                raise error
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 def split_pattern(url: str) -> tuple[str, str, re.Pattern[str] | None]:

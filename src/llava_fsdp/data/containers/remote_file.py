@@ -81,6 +81,30 @@ class Client(Protocol):
         """
         ...
 
+    def pin_folder(self, folder: str, seconds: float) -> str:
+        """Return the URL of a folder to which the names of its files are added; on the hub it holds the commit.
+
+        Args:
+            folder: URL without a final slash. Whether the folder exists is not checked.
+            seconds: how long this may take.
+
+        Raises:
+            Failure: the request failed.
+            SourceError: `folder` is no URL of this storage.
+        """
+        ...
+
+    def stat(self, url: str, seconds: float) -> RemoteFile:
+        """Return a file of a folder of `pin_folder`, pinned as it is now. No characters of the URL are special.
+
+        Args:
+            seconds: how long this may take.
+
+        Raises:
+            Failure: the request failed.
+        """
+        ...
+
     def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
         """Return exactly `size` bytes of a remote file, from byte `offset` on, as the file was when it was listed.
 

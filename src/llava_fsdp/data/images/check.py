@@ -22,7 +22,7 @@ import numpy as np
 from PIL import ExifTags, Image
 from xxhash import xxh3_64_intdigest
 
-from llava_fsdp.data.containers.data_files import DataFiles
+from llava_fsdp.data.containers.data_files import DataFiles, RemoteFolder
 from llava_fsdp.data.containers.file_reader import CURES
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.images.anyres import Size
@@ -66,17 +66,24 @@ class ImageBytes:
 
 @dataclass(frozen=True)
 class ImageInContainer:
-    """An image inside a Parquet file or a tar; used instead of a path."""
+    """An image inside a Parquet file or a tar, or in a remote folder; used instead of a path."""
 
     location: ImageLocation
     data_files: DataFiles
-    """Reads the Parquet file or tar."""
+    """Reads the file that contains the image."""
 
     def __str__(self) -> str:
         return str(self.location)
 
 
 ImageFile = Path | ImageBytes | ImageInContainer
+
+
+def image_in(folder: Path | RemoteFolder, name: str) -> Path | ImageInContainer:
+    """Return an image in a folder; `name` is its path relative to the folder."""
+    if isinstance(folder, RemoteFolder):
+        return ImageInContainer(folder.location(name), folder.data_files)
+    return folder / name
 
 
 def inline_images(record: Record) -> dict[str, ImageFile]:
@@ -133,7 +140,7 @@ def examine(path: ImageFile, where: str, full: bool, scaled: bool = True) -> Ima
         ImageError: the image cannot be read; its `kind` says why.
     """
     if not full:
-        with contextlib.suppress(*BROKEN), open_head(path) as file, opening(file) as image:
+        with contextlib.suppress(*BROKEN), open_head(path, where) as file, opening(file) as image:
             check_pixels(image, path, where)
             return ImageFacts(*shown_size(image), image.height)
     data = read_file(path, where)
@@ -291,18 +298,18 @@ def with_file(path: Path, what: str, read: Callable[[BinaryIO], T]) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
-def open_head(path: ImageFile) -> BinaryIO | io.BytesIO:
+def open_head(path: ImageFile, where: str) -> BinaryIO | io.BytesIO:
     if isinstance(path, ImageInContainer):
-        return io.BytesIO(path.data_files.read(head_of(path.location)))
+        return io.BytesIO(read_in_container(replace(path, location=head_of(path.location)), where))
     return io.BytesIO(path.data) if isinstance(path, ImageBytes) else open_regular(path)
 
 
 def head_of(location: ImageLocation) -> ImageLocation:
-    """Return the location of the beginning of an image in a Parquet file or tar, from which its size in pixels is read:
-    at most HEAD_BYTES bytes, or the whole image if it is in a compressed page."""
-    if location.page is not None or location.size is None:
+    """Return the location of the beginning of an image in a Parquet file, a tar or a remote folder, from which its size
+    in pixels is read: at most HEAD_BYTES bytes, or the whole image if it is in a compressed page."""
+    if location.page is not None:
         return location
-    return replace(location, size=min(location.size, HEAD_BYTES))
+    return replace(location, size=HEAD_BYTES if location.size is None else min(location.size, HEAD_BYTES))
 
 
 def open_regular(path: Path) -> BinaryIO:

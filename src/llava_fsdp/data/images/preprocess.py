@@ -6,6 +6,7 @@ train.py:692-718).
 
 import math
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from llava_fsdp.data.images.check import (
     MAX_PIXELS,
     ImageFile,
     check_links,
+    image_in,
     inline_image,
     opened,
     read_size,
@@ -127,7 +129,8 @@ class ImageReader:
     """Reads the images of one dataset as tiles for one vision tower."""
 
     folder: Path | None
-    """Folder that the image paths of records are relative to; used for records that have no folder of their own."""
+    """Local folder that the image paths of records are relative to; used for records that have no folder of their own.
+    Those of a dataset's index have one."""
     preprocessor: Preprocessor
     tokens: ImageTokens
     """Computes into how many tiles an image is cut, and its tokens."""
@@ -173,14 +176,14 @@ class ImageReader:
             return inline_image(name, record.inline[name], record.data_files)
         folder = record.folder or self.folder
         assert folder is not None, "checked when the records were opened"
-        return folder / name
+        return image_in(folder, name)
 
     def checked_path(self, record: Record, name: str) -> ImageFile:
         """Return what `path` returns for an image of a record; raise ImageError if it is a symbolic link that is not
         allowed. Links are checked at each reading, because an image may not have been opened before training."""
         path = self.path(record, name)
         if isinstance(path, Path):
-            check_links(path, record.where, os.path.realpath(record.folder or str(self.folder)), self.allow_links)
+            check_links(path, record.where, os.path.realpath(str(record.folder or self.folder)), self.allow_links)
         return path
 
     def image_rows(self, record: Record, number: int) -> np.ndarray:
@@ -255,13 +258,14 @@ class ImageReader:
         """Read an image or a video of a record, given its name in the record, as tiles, uint8 [tiles, 3, size, size].
 
         Raises:
-            ImageError: the image cannot be read, or the video is not as long as when the dataset was examined; the
-                error's `kind` says why.
+            ImageError: the image cannot be read, has another size than the dataset's index says, or the video is not as
+                long as when the dataset was examined; the error's `kind` says why.
         """
         path = self.checked_path(record, name)
         if self.status is not None:
             self.status.at(record.where, path)
-        tiles = self.load(path, record.where, record.num_images)
+        sizes = {size for own, size in zip(record.images, record.sizes or (), strict=False) if own == name}
+        tiles = self.load(path, record.where, record.num_images, sizes)
         if is_video(name) and len(tiles) != (known := self.count_frames(record, record.images.index(name))):
             raise ImageError(
                 f"{record.where}: video {path} gives {len(tiles)} frames, and gave {known} when the dataset was "
@@ -270,7 +274,7 @@ class ImageReader:
             )
         return tiles
 
-    def load(self, path: ImageFile, where: str, images: int = 1) -> np.ndarray:
+    def load(self, path: ImageFile, where: str, images: int = 1, sizes: Collection[Size] = ()) -> np.ndarray:
         """Read an image file or a video as tiles, uint8 [tiles, 3, size, size].
 
         Each frame of a video is squeezed to one tile with the bicubic filter, as transformers'
@@ -279,6 +283,8 @@ class ImageReader:
         Args:
             where: name of the record in error messages.
             images: number of images of the sample, without videos.
+            sizes: the sizes for which its tokens were counted; an image with another one is refused if the number of
+                tokens depends on it.
         """
         if isinstance(path, Path) and is_video(path):
             square = replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
@@ -286,12 +292,15 @@ class ImageReader:
             return np.stack([resize(frame, square) for frame in frames])
         if not self.tokens.needs_size(images):
             return load_image(path, self.one_tile_preprocessor, self.one_tile, where, self.pixels)[None]
-        size, sizes = self.preprocessor.size, list(self.tokens.sizes)
+        what, size, grids = f"{where}: image {path}", self.preprocessor.size, list(self.tokens.sizes)
         if self.pixels is Pixels.fast:
             with opened(path, where) as file:
-                tiles = fast_resize.tiles(file, size, sizes, f"{where}: {path}")
+                check_size(shown_size(file), sizes, what)
+                tiles = fast_resize.tiles(file, size, grids, f"{where}: {path}")
         else:
-            tiles = cut_tiles(open_image(path, where, self.pixels), size, sizes)
+            image = open_image(path, where, self.pixels)
+            check_size(image.size, sizes, what)
+            tiles = cut_tiles(image, size, grids)
         return np.stack([to_bytes(t) for t in tiles])
 
 
@@ -341,6 +350,17 @@ def open_image(path: ImageFile, where: str, pixels: Pixels) -> Image.Image:
         if pixels is Pixels.llava_v1_5:
             return image.convert("RGB")
         return to_rgb(ImageOps.exif_transpose(image), f"{where}: {path}")
+
+
+def check_size(size: Size, counted: Collection[Size], what: str) -> None:
+    """Raise ImageError if the tokens of an image were counted for other sizes than its own, `size`."""
+    other = next((own for own in counted if own != size), None)
+    if other is not None:
+        raise ImageError(
+            f"{what} is {size[0]} x {size[1]} pixels, and its tokens were counted for {other[0]} x {other[1]}; correct "
+            "width and height in its record if it has these keys, or take the image from its source again",
+            Kind.image_unreadable,
+        )
 
 
 def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:

@@ -34,6 +34,7 @@ import numpy as np
 
 from llava_fsdp.config import DataConfig, Examine, Pixels, TooLong
 from llava_fsdp.data.containers.data_files import CacheFolder
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.duplicate_ids import DUPLICATES, read_facts
 from llava_fsdp.data.index.examine_passes import ExaminePictures, Pass, ReadRecords
@@ -97,6 +98,13 @@ class Plan:
         reader, examine = self.reader, self.cfg.examine
         by_size = reader.tokens.needs_size(1) or reader.pixels is Pixels.llava_v1_5
         return examine in (Examine.decode, Examine.head) or (examine is Examine.sample and by_size)
+
+    @property
+    def sized_by_records(self) -> ImageTokens | None:
+        """With `data.examine=lazy`, the rule for the tokens of images if they depend on sizes, which the records give
+        then; None otherwise."""
+        tokens = self.reader.tokens
+        return tokens if self.cfg.examine is Examine.lazy and tokens.needs_size(1) else None
 
     def settled(self, records: Path) -> "Plan":
         """Return this plan with `data.examine=auto` replaced by `decode` or `sample`, depending on the number of
@@ -432,6 +440,8 @@ def scaled(plan: Plan) -> bool:
 def pictures_name(plan: Plan) -> str:
     videos = () if plan.reader.sampling is None else (str(plan.reader.sampling),)
     sampled = (plan.cfg.examine_images, plan.opens_all) if plan.cfg.examine is Examine.sample else ()
+    if plan.sized_by_records is not None:
+        sampled = "sizes of records", plan.reader.tokens.aspect.value
     return f"pictures-{short(plan.cfg.examine.value, plan.cfg.allow_links, scaled(plan), *videos, *sampled)}"
 
 
@@ -472,7 +482,8 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
     records = state / plan.records_name
     settled = plan.settled(records)
     cfg = settled.cfg
-    looking = cfg.examine, settled.opens_all, cfg.examine_images, scaled(plan), cfg.allow_links
+    by_records = settled.sized_by_records
+    looking = cfg.examine, settled.opens_all, cfg.examine_images, scaled(plan), cfg.allow_links, by_records
     task = ExaminePictures(state / "texts", CHUNKS["pictures"], plan.reader.sampling, plan.cache, records, *looking)
     name = pictures_name(settled)
     base, chunks = state / name, chunks_of(plan, name)

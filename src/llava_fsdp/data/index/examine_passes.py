@@ -16,23 +16,27 @@ from typing import Any, TypeVar
 import numpy as np
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from llava_fsdp.config import Examine
-from llava_fsdp.data.containers.data_files import CacheFolder
+from llava_fsdp.config import Examine, is_remote
+from llava_fsdp.data.containers.data_files import CacheFolder, open_folder
 from llava_fsdp.data.containers.location import ImageLocation
-from llava_fsdp.data.images.check import ImageFacts, ImageFile, check_links, examine, head_of, inline_images
+from llava_fsdp.data.images.check import ImageFacts, ImageFile, check_links, examine, head_of, image_in, inline_images
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling, examine_video
 from llava_fsdp.data.index.image_sample import ImageSample, ends_of
 from llava_fsdp.data.index.record_store import RecordStore
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
+from llava_fsdp.data.records.forms import SIZE_KEYS, given_sizes
 from llava_fsdp.data.records.problems import BITS, Kind
 from llava_fsdp.data.records.record import INLINE, Record, is_video, unread_reason
 from llava_fsdp.data.text.templates import IMAGE_TAG
-from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.terminal_text import shown_name
 
 T = TypeVar("T")
 AHEAD = 64
 """Number of records whose images are downloaded together from remote files."""
+Looked = tuple[str | None, str, bool]
+"""An image that was examined: (image folder, name, whether it was decoded)."""
 Tell = Callable[[str, str], None]
 """Function (kind of problem, reason for the user) that stores a problem of one record."""
 
@@ -236,7 +240,7 @@ class ExaminePictures(Pass):
     Columns with a value per image: width and height in pixels after turning by the EXIF orientation, stored_height
     (before turning), and digest (uint64, xxh3 checksum of the file's bytes if all were read). If videos are read, also
     frames (number of a video's frames) and rate (float64, frames per second); both are 0 for an image. All are 0 for an
-    image or a video with problems, and for one that is not opened.
+    image or a video with problems, and for one that is not opened, unless its record gives its size.
     """
 
     records_folder: Path
@@ -251,6 +255,8 @@ class ExaminePictures(Pass):
     """Whether training scales 16-bit and floating point images to 8 bits (depends on `data.pixels`). If so, an image
     that cannot be scaled has a problem."""
     allow_links: bool
+    sized_by_records: ImageTokens | None = None
+    """With `lazy`, the rule for the tokens of images if they depend on sizes: the records give these then."""
 
     @cached_property
     def names(self) -> PictureNames:
@@ -259,7 +265,7 @@ class ExaminePictures(Pass):
     @cached_property
     def real_folders(self) -> dict[str, str]:
         folders = {part.file.images for part in self.store.parts}
-        return {folder: os.path.realpath(folder) for folder in folders if folder is not None}
+        return {folder: os.path.realpath(folder) for folder in folders if folder is not None and not is_remote(folder)}
 
     @cached_property
     def sample(self) -> ImageSample:
@@ -287,12 +293,19 @@ class ExaminePictures(Pass):
         if self.sampling is not None:
             kinds |= {"frames": np.int32, "rate": np.float64}
         columns = {name: np.zeros(end - begin, dtype=kind) for name, kind in kinds.items()}
+        if self.sized_by_records is not None:
+            for number, record in self.records(numbers):
+                first = int(self.names.first[number]) - begin
+                sizes = sizes_of(number, record, self.store, self.sized_by_records)
+                for row, (width, height) in enumerate(sizes, first):
+                    columns["width"][row] = width
+                    columns["height"][row] = columns["stored_height"][row] = height
         decoded = self.decoded(begin, end)
-        seen: dict[tuple[str | None, str, bool], ImageFacts | ImageProblem] = {}
+        seen: dict[Looked, ImageFacts | ImageProblem] = {}
         opened = self.opened(numbers, decoded)
         for at, number in enumerate(opened):
             if at % AHEAD == 0:
-                self.store.fetch_ahead(opened[at : at + AHEAD], partial(self.needed, decoded))
+                self.store.fetch_ahead(opened[at : at + AHEAD], partial(self.needed, decoded, seen))
             names = self.names.of(number)
             inline = self.inline_of(number, names)
             record: Record | None = None  # read once: a hostile record names many missing images
@@ -333,19 +346,23 @@ class ExaminePictures(Pass):
         own = self.names.first[numbers.start : numbers.stop + 1]
         return (np.unique(np.searchsorted(own, rows, side="right")) - 1 + numbers.start).tolist()
 
-    def needed(self, decoded: Collection[int], number: int, name: str, location: ImageLocation) -> ImageLocation | None:
-        """Return the location of the part of an image, inside a Parquet file or tar, that is read when it is examined;
-        None if it is not opened.
+    def needed(
+        self, decoded: Collection[int], seen: Collection[Looked], number: int, name: str, location: ImageLocation
+    ) -> ImageLocation | None:
+        """Return the location of the part of a remote image that is read when it is examined; None if it is not opened,
+        or was examined before.
 
         Args:
             decoded: indices of the images that are decoded.
+            seen: the images that were examined before.
             number: number of the record.
             name: name of the image in the record.
         """
         rows = range(*self.rows_of(range(number, number + 1)))
-        if rows[self.names.of(number).index(name)] in decoded:
-            return location
-        return head_of(location) if self.opens_all else None
+        full = rows[self.names.of(number).index(name)] in decoded
+        if (self.store.locate(number)[0].images, name, full) in seen:
+            return None
+        return location if full else head_of(location) if self.opens_all else None
 
     def inline_of(self, number: int, names: list[str]) -> dict[str, ImageFile]:
         """Return the images that are embedded in a record or in its file (Parquet or tar), by their names.
@@ -369,8 +386,12 @@ class ExaminePictures(Pass):
         """
         if file is None and folder is None:
             return ImageFacts(0, 0, 0)
-        file = Path(str(folder)) / name if file is None else file
         try:
+            file = image_in(open_folder(str(folder), self.store.data_files), name) if file is None else file
+            if is_video(name) and not isinstance(file, Path):
+                return ImageProblem(
+                    Kind.image_unreadable, f"video {file} is remote; videos are only read from local folders"
+                )
             if isinstance(file, Path):
                 check_links(file, name, self.real_folders[str(folder)], self.allow_links)
                 if is_video(name) and self.sampling is not None:
@@ -380,6 +401,31 @@ class ExaminePictures(Pass):
             if error.kind is None:
                 raise
             return ImageProblem(error.kind, str(error))
+
+
+def sizes_of(number: int, record: Record, store: RecordStore, tokens: ImageTokens) -> list[tuple[int, int]]:
+    """Return the sizes that a record gives of its images; empty if the numbers of their tokens do not depend on sizes.
+
+    Raises:
+        ConfigError: the record does not give the sizes of all its images, or has a video.
+    """
+    has_video = any(map(is_video, record.images))
+    if not record.images or not (has_video or tokens.needs_size(record.num_images)):
+        return []
+    sizes = None if has_video else given_sizes(store.raw(number), len(record.images))
+    if sizes is None:
+        lacks = (
+            "has a video, whose frames must be counted"
+            if has_video
+            else f"does not give the size of each image in its keys {' and '.join(SIZE_KEYS)}, a number of pixels or a "
+            "list of them; add these keys"
+        )
+        raise ConfigError(
+            f"{record.where} {lacks}: data.examine=lazy opens no file before training, and with "
+            f"data.image_aspect_ratio={tokens.aspect.value} the number of tokens depends on it. Or set "
+            "data.examine=head, which reads only the beginning of each image"
+        )
+    return sizes
 
 
 class PictureNames:

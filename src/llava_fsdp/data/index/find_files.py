@@ -68,6 +68,27 @@ def find_files(value: str, key: str) -> list[str | RemoteFile]:
     return found
 
 
+def find_images(value: str, key: str) -> str:
+    """Return the folder of images that the value of an `images` key names: a local path as it is, or a URL. A branch
+    or tag of the hub in the URL is resolved to its commit.
+
+    Args:
+        key: name of the setting, for messages.
+
+    Raises:
+        ConfigError: the local folder does not exist.
+        SourceError: see `RemoteStorage.pin_folder`.
+    """
+    if is_remote(value):
+        return RemoteStorage().pin_folder(value)
+    if not Path(value).is_dir():
+        raise ConfigError(
+            f"{key}={value} is not a folder; give the one with the records' images, or its URL: s3://, gs:// or "
+            "hf://datasets/ORG/NAME"
+        )
+    return value
+
+
 def remote_files(url: str, key: str) -> list[RemoteFile]:
     """Return the files of records that a URL names; arguments and errors as for `find_files`."""
     listed = RemoteStorage().list_files(url)

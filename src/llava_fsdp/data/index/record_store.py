@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import DataConfig, is_remote, paths_in
-from llava_fsdp.data.containers.data_files import CacheFolder, DataFiles
+from llava_fsdp.data.containers.data_files import CacheFolder, DataFiles, RemoteFolder, open_folder
 from llava_fsdp.data.containers.file_reader import reading
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.containers.remote_file import SHA256, RemoteFile
-from llava_fsdp.data.index.find_files import find_files
+from llava_fsdp.data.index.find_files import find_files, find_images
 from llava_fsdp.data.index.integrity import DONE, damaged, read_column, read_json, write_done
 from llava_fsdp.data.index.worker_pool import Columns, open_column, write_column
 from llava_fsdp.data.records.forms import RecordKeys, parse_record
@@ -36,7 +36,7 @@ from llava_fsdp.data.records.record import (
     parse_text,
 )
 from llava_fsdp.runtime.durable_files import replacing
-from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
+from llava_fsdp.runtime.errors import DataError, SourceError
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
 
 COMMIT = re.compile(r"^(hf://datasets/[^@]+)@[^/]+")
@@ -61,7 +61,8 @@ class SourceFile:
     path: str
     """Local path or URL."""
     images: str | None
-    """Folder that the image paths of the records are relative to; None if no folder is configured."""
+    """Path or URL of the folder that the image paths of the records are relative to; see `find_images`. None if no
+    folder is configured."""
     question: str | None = None
     """Key of a record's question, if the configuration names one; `answer` and `image_column` likewise."""
     answer: str | None = None
@@ -79,8 +80,10 @@ class SourceFile:
     @property
     def identity(self) -> list[Any]:
         """Values that the parsed records depend on, in addition to the file's content. The commit in a URL of the
-        Hugging Face hub is left out, because a new commit need not change this file."""
-        images = self.images and os.path.realpath(self.images)
+        Hugging Face hub is left out, because a new commit need not change this file. The commit in the URL of a folder
+        of images stays, because a new commit may change any of its images."""
+        is_local = self.images is not None and not is_remote(self.images)
+        images = os.path.realpath(str(self.images)) if is_local else self.images
         return [self.name, COMMIT.sub(r"\1", self.path), images, self.keys]
 
     @property
@@ -134,18 +137,14 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
     if not named:
         assert cfg.path is not None, "checked by DataConfig"
         named = {Path(paths_in(cfg.path)[0]).name: (cfg.path, cfg.images)}
-    sources = []
+    sources, folders = [], dict[str, str]()
     for name, (path, images) in named.items():
         key = f"{group}.sources.{name}." if cfg.sources else f"{group}."
         columns = cfg.question, cfg.answer, cfg.image_column
         files = find_files(path, f"{key}path")
-        if images is not None and is_remote(images):
-            raise ConfigError(
-                f"{key}images={images} is remote; only images in tars and Parquet files are read from there: pack "
-                "them, or copy the folder"
-            )
-        if images is not None and not Path(images).is_dir():
-            raise ConfigError(f"{key}images={images} is not a folder; give the one with the records' images")
+        if images is not None and images not in folders:
+            folders[images] = find_images(images, f"{key}images")
+        images = images and folders[images]
         own = tuple(
             SourceFile(name, file, images, *columns)
             if isinstance(file, str)
@@ -241,9 +240,9 @@ class RecordStore:
         return self.parts[bisect.bisect_right(self._part_begins, number) - 1]
 
     @cached_property
-    def _folders(self) -> dict[SourceFile, Path | None]:
+    def _folders(self) -> dict[SourceFile, Path | RemoteFolder | None]:
         files = (part.file for part in self.parts)
-        return {file: None if file.images is None else Path(file.images) for file in files}
+        return {file: None if file.images is None else open_folder(file.images, self.data_files) for file in files}
 
     def read(self, number: int) -> bytes:
         """Return the bytes of a record.
@@ -297,19 +296,24 @@ class RecordStore:
         return name_place(source.path, index, self.line(number))
 
     def fetch_ahead(self, numbers: Iterable[int], needed: Needed = lambda number, name, place: place) -> None:
-        """Begin to download the images of records that are inside remote files, and return at once.
+        """Begin to download the images of records that are in remote files or folders; see `DataFiles.fetch_ahead`.
 
         Args:
             numbers: numbers of the records.
             needed: function (record number, image name, image location) -> location of the part of the image to
                 download, or None.
         """
-        if not self.data_files.remote:
-            return
         places = []
         for number in numbers:
+            source = self.part(number).file
+            folder = self._folders[source]
+            if source.remote is None and not isinstance(folder, RemoteFolder):
+                continue
             with contextlib.suppress(DataError):  # reported where the record is read
-                held = self.record(number).inline.items() if self.part(number).file.remote else ()
+                record = self.record(number)
+                held = list(record.inline.items()) if source.remote else []
+                if isinstance(folder, RemoteFolder):
+                    held += [(name, folder.location(name)) for name in record.images if name not in record.inline]
                 places += [needed(number, name, place) for name, place in held if isinstance(place, ImageLocation)]
         self.data_files.fetch_ahead(place for place in places if place is not None)
 

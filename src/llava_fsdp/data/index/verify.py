@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from llava_fsdp.data.containers.data_files import open_folder
 from llava_fsdp.data.containers.location import ImageLocation
-from llava_fsdp.data.images.check import ImageInContainer, read_file
+from llava_fsdp.data.images.check import ImageInContainer, image_in, read_file
 from llava_fsdp.data.images.video import video_digest
 from llava_fsdp.data.index.build import CHUNKS, Index, Plan, find
 from llava_fsdp.data.index.examine_passes import PictureNames
@@ -84,7 +85,7 @@ class CompareContent:
                 elif name.startswith(INLINE) or source.images is None:  # an image in the text is in the record's digest
                     continue
                 else:
-                    file = Path(source.images) / name
+                    file = image_in(open_folder(source.images, self.store.data_files), name)
                 if not known:
                     continue
                 now = seen[file] if file in seen else seen.setdefault(file, digest_of(file))

@@ -65,6 +65,10 @@ VIDEO_KEYS = (VIDEO, "videos")
 """Keys of a record for its videos."""
 VIDEO_GIVEN_AS = (VIDEO, "path")
 """Keys with a video in a part of a turn."""
+SIZE_KEYS = ("width", "height")
+"""Keys of a record for the sizes in pixels of its images, as they are shown (after turning)."""
+LONGEST_SIDE = (1 << 31) - 1
+"""Greatest width or height in pixels that a record may give."""
 ANY_TAG = re.compile(rf"{IMAGE_TAG}|(?i:<video>)")
 DATA_URL = re.compile(r"data:image/[\w.+-]+(?:;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 
@@ -316,6 +320,24 @@ class RecordReader:
             if value is not None and (key == main or not is_empty(value)):
                 found[key] = [read(key, own) for own in (value if isinstance(value, list) else [value])]
         return found
+
+
+def given_sizes(raw: Any, count: int) -> list[tuple[int, int]] | None:
+    """Return the width and height of each image of a record, as its keys SIZE_KEYS give them: each a number, or a list
+    with one for each of the record's `count` images. None if they do not give the sizes of all."""
+    columns: list[list[int]] = []
+    for key in SIZE_KEYS:
+        value = raw.get(key)
+        values = value if isinstance(value, list) else [value]
+        if len(values) != count or not all(is_side(own) for own in values):
+            return None
+        columns.append([int(own) for own in values])
+    return list(zip(*columns, strict=True))
+
+
+def is_side(value: Any) -> bool:
+    """Return whether a JSON value is a number of pixels; tables with missing values have integers as floats."""
+    return type(value) in (int, float) and 1 <= value <= LONGEST_SIDE and value == int(value)
 
 
 def given_images(raw: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,16 @@ import numpy as np
 from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.containers.parquet_container import ParquetContainer
-from llava_fsdp.data.records.forms import ENTRY_KEYS, FORMS, NO_KEYS, TOOL_KEYS, TURN_KEYS, VIDEO_KEYS, RecordKeys
+from llava_fsdp.data.records.forms import (
+    ENTRY_KEYS,
+    FORMS,
+    NO_KEYS,
+    SIZE_KEYS,
+    TOOL_KEYS,
+    TURN_KEYS,
+    VIDEO_KEYS,
+    RecordKeys,
+)
 from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
 from llava_fsdp.data.records.record import HELD, LOCATION, PARQUET, TOO_LARGE, is_empty, names_media, without_locations
 from llava_fsdp.runtime.errors import ConfigError, DataError
@@ -57,7 +66,17 @@ def read_columns(keys: RecordKeys, schema: Any) -> list[str]:
     paths."""
     names = dict.fromkeys(("id", *keys.images, *turn_columns(keys)))
     names |= dict.fromkeys(key for key in VIDEO_KEYS if key in schema.names and has_paths(schema, key))
+    names |= dict.fromkeys(key for key in SIZE_KEYS if key in schema.names and has_numbers(schema, key))
     return [name for name in names if name in schema.names]
+
+
+def has_numbers(schema: Any, name: str) -> bool:
+    """Return whether a column of an Arrow schema has integers or floats, or lists of them."""
+    from pyarrow import types
+
+    kind = schema.field(name).type
+    kind = kind.value_type if is_list(kind) else kind
+    return types.is_integer(kind) or types.is_floating(kind)
 
 
 def has_paths(schema: Any, name: str) -> bool:
@@ -280,7 +299,7 @@ class ParquetRows:
             value, own = values.get(name), held.get(name, [])
             if name in self.unread:
                 value = HELD if name in more or not is_empty(value) else None
-            elif name == "id" and value != value:  # NaN, as pandas writes a missing number
+            elif name in ("id", *SIZE_KEYS) and value != value:  # NaN, as pandas writes a missing number
                 value = None
             elif name in (*self.keys.images, *VIDEO_KEYS):
                 value = self.images(name, value, own)

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.data.containers.data_files import DataFiles
+from llava_fsdp.data.containers.data_files import DataFiles, RemoteFolder
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.runtime.errors import DataError
@@ -79,7 +79,7 @@ class Record:
     has_image_key: bool
     """Whether the record has the key `image`, even with an empty value, or a key `video` that is read, or any image or
     video; LLaVA treats such a record as one with an image."""
-    folder: Path | None = None
+    folder: Path | RemoteFolder | None = None
     """Image folder of the record's data source; None: the image folder that is set for all sources."""
     sizes: tuple[tuple[int, int], ...] | None = None
     """(width, height) in pixels of each image after turning by its EXIF orientation; None if the record does not come
