@@ -12,7 +12,6 @@ from fake_hub import COMMIT, TOKEN, FakeHub
 from faulty_proxy import FaultyProxy
 from harness import CPU
 from huggingface_hub import constants
-from llava_fsdp.data.containers.place import Place
 from PIL import Image
 from s3 import s3_server
 from small import make_config
@@ -20,8 +19,9 @@ from test_build import FITS, open_again, plan_of
 from test_containers import check_equal, rows_of, steps_of
 
 from llava_fsdp.config import Config
-from llava_fsdp.config.paths import places_read
+from llava_fsdp.config.paths import paths_read
 from llava_fsdp.data.containers.data_files import CacheFolder, DataFiles, RemoteFolder
+from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.containers.remote import LONGEST_URL, RemoteStorage
 from llava_fsdp.data.images.check import HEAD_BYTES, image_in, read_file, read_size
 from llava_fsdp.data.index.dataset import Records
@@ -120,7 +120,7 @@ def test_equal_tensors(
     proxy.seen.clear()
     check_equal(steps_of(cfg, parts), expected)
     assert not fetched(proxy) and {request.method for request in proxy.seen} == {"HEAD"}
-    assert places_read(cfg).keys() >= {"data.path"} and "data.images" not in places_read(cfg)
+    assert paths_read(cfg).keys() >= {"data.path"} and "data.images" not in paths_read(cfg)
 
 
 def test_records_and_images_of_the_hub(expected: Any, hub: FakeHub, parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_nothing_is_fetched_but_what_is_examined(
     if how == "head":
         assert max(int(own.partition("-")[2]) for own in sent) < HEAD_BYTES, sent
         assert len(fetched(proxy)) > 9
-        assert records.index.texts and not problems(records)
+        assert records.index.store and not problems(records)
     else:
         assert len(asked) <= {"sample": 5, "lazy": 0}[how] and asked == fetched(proxy)
 
@@ -263,7 +263,7 @@ def test_sizes_of_missing_and_large_images(bucket: Any, tmp_path: Path) -> None:
     shards = DataFiles(cache=CacheFolder(tmp_path / "cache", 1))
     folder = RemoteFolder("s3://bkt/b", shards)
     images = [image_in(folder, name) for name in ("small.png", "none.png")]
-    shards.fetch_ahead([Place("s3://bkt/b/small.png", 0, HEAD_BYTES), Place("s3://bkt/b/none.png")])
+    shards.fetch_ahead([ImageLocation("s3://bkt/b/small.png", 0, HEAD_BYTES), ImageLocation("s3://bkt/b/none.png")])
     assert read_size(images[0], "x") == (37, 11)
     with pytest.raises(ImageError) as missing:
         read_size(images[1], "record 7")
