@@ -96,6 +96,7 @@ def test_what_answers_depend_on_is_kept_with_them(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(evaluate, "model_digest", lambda _: "digest")
     own = SimpleNamespace(source=SimpleNamespace(template="v1", aspect=AspectRatio.pad))
     monkeypatch.setattr(evaluate, "open_model", lambda *_: own)
+    monkeypatch.setattr(evaluate, "folder_of", lambda _: Path("images"))
     data = SimpleNamespace(template="auto", image_aspect_ratio=AspectRatio.square)
     cfg: Any = SimpleNamespace(answers="a.jsonl", max_new_tokens=9, data=data, model=SimpleNamespace(checkpoint="m"))
     assert evaluate.AnswerGenerator(cfg, [], Shard()).settings == {

@@ -135,7 +135,7 @@ def test_a_source_that_the_run_would_move_away_is_refused(made: Path, parts: Pat
 
 
 def test_a_run_knows_its_own_base(made: Path, parts: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"base=.* is for the folder of an adapter, .* source=.* is none"):
+    with pytest.raises(ConfigError, match=r"base=.* is for the folder of an adapter, .* source=.* is not one"):
         export(conversion(made, tmp_path / "to", f"base={parts / 'language'}", "dtype=bf16"))
 
 

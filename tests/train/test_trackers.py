@@ -155,7 +155,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(
     monkeypatch.setattr(trackers, "TensorBoard", Stuck)
     monkeypatch.setattr(trackers, "MOST_WAITING", 3)
     follow(cfg("track.tensorboard=true"), 0, 10).close(patience=0.2)
-    assert "behind by 3 rows" in caplog.text and "not finished" in caplog.text
+    assert "3 rows behind" in caplog.text and "not finished" in caplog.text
 
 
 def test_the_end_has_one_deadline(cfg: Any) -> None:
