@@ -114,8 +114,8 @@ class CopyStreams:
             self.stored[number % 2].record(self.outward)
 
     def end(self) -> None:
-        """Block the host until all copies from the device are done. After that the buffers are freed, and a checkpoint
-        may read the moments."""
+        """End an optimizer step: block the host until all copies of the moments from the device to the host are done.
+        Then the caller may free the buffers on the device, and a checkpoint may read the moments on the host."""
         self.outward.synchronize()
 
 

@@ -173,7 +173,10 @@ def own_chat_template(form: ChatTemplate, start_end: bool, gap: Gap, video: bool
     `add_generation_prompt`, the text ends where answers begin in training, also if the model's own prompt differs.
 
     Args:
-        start_end, gap, video: see `chat_template`.
+        form: the language model's own template, as training used it.
+        start_end: whether to put `<im_start>` and `<im_end>` around every image.
+        gap: where to put a space before the text between two images.
+        video: accept parts of type `video` and `<video>` tags, which are treated like images.
     """
     content = "[{'type': 'text', 'text': said.text}]" if form.parts else "said.text"
     answer = quoted(ANSWER)

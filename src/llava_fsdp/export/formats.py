@@ -184,7 +184,13 @@ def write_folder(
 
 def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> None:
     """Write the notes of an exported folder (`llava_fsdp.json`): settings that its other files do not contain, and
-    digests of all other files, which must be complete."""
+    digests of all other files, which must be complete.
+
+    Args:
+        source: the exported model; the notes contain its settings of data and images.
+        staged: the exported folder, before it gets its final name.
+        notes: further values, added to those of `source`.
+    """
     notes = {
         **source.history,
         **notes,

@@ -387,7 +387,13 @@ def write_onevision(folder: Path, staged: Path, config: LlavaOnevisionConfig, to
 
 def convert_tokenizer_to_original(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
     """Write the tokenizer for the original LLaVA, which uses transformers 4.37. Tokens with ids of `vocab_size` or more
-    are left out."""
+    are left out.
+
+    Args:
+        folder: folder with the tokenizer that is converted.
+        staged: folder that the files are written to.
+        max_length: greatest number of tokens of a text, which is written into the tokenizer's configuration.
+    """
     if lacks_tokenizer(folder, staged):
         return
     old = read_optional(folder / "tokenizer_config.json")

@@ -175,8 +175,12 @@ def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None
 
 
 def check_names(config: PretrainedConfig, names: Collection[str]) -> None:
-    """Raise ModelError unless transformers' model with this configuration has exactly the parameters `names`, which are
-    llava_fsdp's names."""
+    """Raise ModelError unless transformers' model with this configuration is made of exactly the parameters `names`.
+
+    Args:
+        names: llava_fsdp's names of the parameters; transformers' names are converted to these before they are
+            compared.
+    """
     needed = {name for output in plan_save(config, read_nothing).values() for name in output.sources}
     if needed != set(names):
         raise ModelError(f"transformers' class and this model do not agree about {min(needed ^ set(names))}")

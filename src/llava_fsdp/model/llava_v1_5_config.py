@@ -46,7 +46,9 @@ def is_original(raw: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Selection:
-    """The settings of projector and vision features that a model was trained with."""
+    """Which features of the vision tower a model was trained with, and how they become image tokens: the projector's
+    type, the layer of the tower, whether its CLS token is a feature, how tiles are merged, and whether special tokens
+    surround an image."""
 
     projector_type: str
     select_layer: int

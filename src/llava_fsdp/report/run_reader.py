@@ -108,6 +108,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
     """Read everything in a run's folder except the weights.
 
     Args:
+        name: name of the run on pages; None: the folder's name.
         is_own: whether this process is the one that runs, or ran, the training. If not, the folder's lock is checked,
             which shows whether the training was killed.
         window: number of steps over which the last loss and the lowest loss are averaged.

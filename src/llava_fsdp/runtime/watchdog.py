@@ -244,7 +244,8 @@ class Watchdog:
         self.size = 1  # after the last barrier other ranks may end first; not reached if the body raised an error
 
     def watch(self) -> None:
-        """Body of the thread: write heartbeats and handle events until the context manager ends."""
+        """Body of the watchdog's thread: write heartbeats, and handle signals and the ends of other ranks, until the
+        watchdog is closed."""
         next_beat = 0.0
         while not self.ending.is_set():
             if time.monotonic() >= next_beat:

@@ -41,7 +41,12 @@ from llava_fsdp.train.summary import show_run
 
 
 def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | None) -> TrainState:
-    """Build the state of a training at step 0: the data, and the sharded model and optimizer with initial weights."""
+    """Build the state of a training at step 0: the data, and the sharded model and optimizer with initial weights.
+
+    Args:
+        plan: what the sharding strategy shards (row of the table in `distributed/zero.py`).
+        mesh: the ranks, with the dimensions of the sharding strategy; None for a single rank, see `make_mesh`.
+    """
     model, projector = open_model(cfg, world.device)
     parts = model.parts
     warnings = on_first_rank(lambda: check_prompts(cfg, model), "the export cannot be rehearsed")

@@ -78,7 +78,12 @@ class RunParts(Run):
 
 
 def train(cfg: Config, parts: RunParts | None = None) -> None:
-    """Run a training, from its configuration to its export."""
+    """Run a training, from its configuration to its export.
+
+    Args:
+        parts: gets the parts of the run as they are built, for a caller that needs them when the process ends; None:
+            the caller does not need them.
+    """
     parts = parts or RunParts()
     if cfg.dry_run is not None:
         return dry_run(cfg)

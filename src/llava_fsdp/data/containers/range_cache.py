@@ -93,7 +93,11 @@ class RangeCache:
 
     def put(self, content: str, offset: int, data: bytes) -> None:
         """Add `data`, the bytes from byte `offset` on of a remote file, to the cache. If the disk is full or fails,
-        nothing is added, and a warning is logged once."""
+        nothing is added, and a warning is logged once.
+
+        Args:
+            content: key of the file's content, which changes when the file changes (`RemoteFile.content`).
+        """
         path = self.path(content, offset, len(data))
         staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TMP}")
         try:

@@ -149,7 +149,12 @@ class SampleReader:
         return turn | {"content": [self.part(part) for part in turn["content"]]}
 
     def part(self, part: Any) -> Any:
-        """Return a part of a turn in which an image that is a member of the sample is replaced by its location."""
+        """Return a part of a turn, in which the name of an image that is a file of the same sample in the tar is replaced
+        by the image's location.
+
+        Args:
+            part: the part as a JSON value: an object for a text or an image.
+        """
         if not isinstance(part, dict):
             return part
         return part | {key: self.put(part[key]) for key in GIVEN_AS if key in part}
