@@ -149,8 +149,8 @@ class SampleReader:
         return turn | {"content": [self.part(part) for part in turn["content"]]}
 
     def part(self, part: Any) -> Any:
-        """Return a part of a turn, in which the name of an image that is a file of the same sample in the tar is replaced
-        by the image's location.
+        """Return a part of a turn. If it names an image that is a file of the same sample in the tar, the name is
+        replaced by the image's location.
 
         Args:
             part: the part as a JSON value: an object for a text or an image.
