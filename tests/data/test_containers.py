@@ -14,7 +14,6 @@ from containers import HOLD_IMAGES, write_container
 from fake_hub import COMMIT, TOKEN, FakeHub
 from faulty_proxy import FaultyProxy
 from harness import CPU
-from huggingface_hub import constants
 from runs import Runs, metrics
 from s3 import SECRET, s3_server
 from small import make_config
@@ -140,17 +139,6 @@ def test_files_of_s3(kind: str, expected: Any, proxy: FaultyProxy, parts: Path, 
     assert not [request for request in proxy.seen if "range" in request.headers], "every image is in the cache"
     written = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
     assert not any(SECRET.encode() in content for content in written)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    made = FakeHub({})
-    monkeypatch.setattr(constants, "ENDPOINT", made.url)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_ENDPOINT", made.url)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    yield made
-    made.close()
 
 
 def test_a_dataset_of_the_hub(expected: Any, hub: FakeHub, parts: Path, dataset: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 from fake_hub import COMMIT, TOKEN, FakeHub
 from faulty_proxy import FaultyProxy
 from harness import CPU
-from huggingface_hub import constants
 from PIL import Image
 from s3 import s3_server
 from small import make_config
@@ -61,17 +60,6 @@ def without_faults(request: pytest.FixtureRequest) -> None:
         proxy = request.getfixturevalue("proxy")
         proxy.spoil("", 0)
         proxy.seen.clear()
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    made = FakeHub({})
-    monkeypatch.setattr(constants, "ENDPOINT", made.url)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_ENDPOINT", made.url)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    yield made
-    made.close()
 
 
 def write_records(folder: Path, rows: list[Any]) -> Path:

@@ -299,14 +299,16 @@ class ChatTemplate:
 
 
 def stripped(padded: str, frame: str, pad: str, strip: Any) -> str | None:
-    """Return the argument of `strip` with which a template strips the text of a turn; raise Unfit if it is none of
-    STRIPPED.
+    """Return the argument of `strip` with which a template strips the text of a turn: one of STRIPPED.
 
     Args:
         padded: text of the template before a turn (or the reversed text after it), rendered with the white space `pad`
             between it and the turn.
         frame: the same text, rendered without `pad`.
         strip: `str.lstrip` or `str.rstrip`.
+
+    Raises:
+        Unfit: the template strips other characters.
     """
     for chars in STRIPPED:
         rest = strip(pad, chars)
