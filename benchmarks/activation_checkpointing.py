@@ -37,7 +37,7 @@ from llava_fsdp.data.synthetic import SyntheticLoader, fullest, synthetic_step
 from llava_fsdp.distributed.comm_volume import Traffic
 from llava_fsdp.distributed.fake_collectives import is_simulated, simulate_collectives
 from llava_fsdp.distributed.malloc import return_freed_memory
-from llava_fsdp.distributed.mesh import World, distributed, make_mesh
+from llava_fsdp.distributed.mesh import World, distributed, make_meshes
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.plan.model_shapes import shapes_of
@@ -104,7 +104,7 @@ def drawn(cfg: Config, world: World) -> tuple[TrainState, Llava]:
     plan = SHARD_PLANS[cfg.sharding.strategy]
     torch.manual_seed(cfg.seed)
     model = build_model(cfg, shapes_of(cfg.model), world.device)
-    loader, mesh = SyntheticLoader(world.device, 1000), make_mesh(world, plan, cfg)
+    loader, mesh = SyntheticLoader(world.device, 1000), make_meshes(world, plan, cfg)
     state = assemble(model, loader, draw_shards, cfg, world, plan, mesh)
     if is_simulated():
         simulate_collectives(model, Traffic())

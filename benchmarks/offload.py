@@ -26,7 +26,7 @@ from strategies import Case, build, configure, specialize, write_language_model
 
 from llava_fsdp.config import OffloadConfig, OffloadMode
 from llava_fsdp.data.toy_shapes import ensure_shapes
-from llava_fsdp.distributed.mesh import World, distributed, make_mesh
+from llava_fsdp.distributed.mesh import World, distributed, make_meshes
 from llava_fsdp.distributed.offload import explained_memory_errors
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import OutOfMemory
@@ -157,7 +157,7 @@ def gpu_attempt(mode: str, batch: int, work: Path, options: argparse.Namespace) 
     with distributed(cfg) as world:
         try:
             with explained_memory_errors(cfg, world.device), contextlib.redirect_stderr(io.StringIO()):
-                state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+                state = build_state(cfg, world, plan, make_meshes(world, plan, cfg))
                 state.model.train()
                 results, seconds = [], []
                 for number in range(STEPS + 1):

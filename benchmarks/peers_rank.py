@@ -85,7 +85,7 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
         watchdog.watching_peers(ranks.rank_identities()),
     ):
         shard_plan = SHARD_PLANS[cfg.sharding.strategy]
-        state = build_state(cfg, world, shard_plan, ranks.make_mesh(world, shard_plan, cfg))
+        state = build_state(cfg, world, shard_plan, ranks.make_meshes(world, shard_plan, cfg))
         last = state.loader.total_steps
         steps = prepared_steps(cfgs, world, state.model, plan)
         line = Line(plan)

@@ -22,7 +22,7 @@ from strategies import Case, configure, specialize, write_language_model
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.toy_shapes import ensure_shapes
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.mesh import World, make_meshes
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import fit
@@ -70,7 +70,7 @@ def time_run(world: World, cfg: Config, work: Path) -> dict[str, Any]:
     """Wall-clock seconds of each step and of each comparison, on this rank, and the bytes that it compares."""
     plan = SHARD_PLANS[cfg.sharding.strategy]
     with contextlib.redirect_stderr(io.StringIO()):  # without the screen that a run begins with
-        state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+        state = build_state(cfg, world, plan, make_meshes(world, plan, cfg))
     steps: list[float] = []
     checks: list[float] = []
     began = time.perf_counter()

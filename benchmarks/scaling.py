@@ -35,7 +35,7 @@ from llava_fsdp.data.synthetic import Contents, SyntheticLoader, synthetic_micro
 from llava_fsdp.distributed.comm_volume import CollectiveBytes
 from llava_fsdp.distributed.fake_collectives import is_simulated, simulate_collectives
 from llava_fsdp.distributed.malloc import return_freed_memory
-from llava_fsdp.distributed.mesh import World, distributed, make_mesh
+from llava_fsdp.distributed.mesh import World, distributed, make_meshes
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import build_llava
@@ -123,7 +123,7 @@ def measure(point: Point, steps: int, work: Path) -> dict[str, Any]:
     return_freed_memory()
     with distributed(cfg) as world, contextlib.redirect_stderr(io.StringIO()):
         plan = SHARD_PLANS[cfg.sharding.strategy]
-        mesh = make_mesh(world, plan, cfg)
+        mesh = make_meshes(world, plan, cfg)
         model = build_model(cfg, find_parts(cfg.model), world.device)
         shape = shape_of(model)
         assert shape.image_tokens == PICTURE

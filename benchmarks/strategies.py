@@ -39,7 +39,7 @@ from provenance import REPOSITORY, commit, machine
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,7 +50,7 @@ from llava_fsdp.data.toy_shapes import ensure_shapes
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing, clean_name
 from llava_fsdp.distributed.comm_volume import KINDS, CollectiveBytes
 from llava_fsdp.distributed.local_shards import local_shards
-from llava_fsdp.distributed.mesh import World, distributed, make_mesh, read_world
+from llava_fsdp.distributed.mesh import Meshes, World, distributed, make_meshes, read_world
 from llava_fsdp.distributed.precision import DTYPES, MasterWeights, store_weights
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh, ShardPlan
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
@@ -206,10 +206,10 @@ def build_whole(cfg: Config, world: World) -> TrainState:
     return TrainState(model, masters, optimizer, learning_rate, loader, sources, {})
 
 
-def mesh_of(variant: str, plan: ShardPlan, cfg: Config, world: World) -> DeviceMesh | None:
+def mesh_of(variant: str, plan: ShardPlan, cfg: Config, world: World) -> Meshes:
     if variant == "fully_shard":
-        return init_device_mesh(world.device.type, (1,), mesh_dim_names=("shard",))
-    return make_mesh(world, plan, cfg)
+        return Meshes(init_device_mesh(world.device.type, (1,), mesh_dim_names=("shard",)))
+    return make_meshes(world, plan, cfg)
 
 
 def materialize_whole(model: Any, cfg: Config, device: torch.device) -> MasterWeights:

@@ -16,7 +16,7 @@ from PIL import Image
 from llava_fsdp.config import AspectRatio, BadRecords, Normalize, Parity, Pixels, SourceConfig, TooLong
 from llava_fsdp.data import loader
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, StepFacts
-from llava_fsdp.data.batching.collate import Collator, dropout_seeds
+from llava_fsdp.data.batching.collate import Collator, per_token, tile_seeds
 from llava_fsdp.data.batching.sampler import Shuffle, amounts, shares_of
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.containers.data_files import CacheFolder
@@ -199,9 +199,16 @@ def test_a_micro_batch_of_nothing_is_one_position_without_a_label(pack: bool) ->
 def test_tiles_have_seeds_of_their_own_below_the_bound() -> None:
     sample = Sample(np.zeros(1), np.zeros(1), (), (), 0, 0)
     rows = [(sample, [np.zeros((2, 1)), np.zeros((1, 1))]), (sample, []), (sample, [np.zeros((3, 1))])]
-    made = dropout_seeds([10, 20, 2**31 - 2], rows)
-    assert made["seeds"].tolist() == [10, 20, 2**31 - 2]
-    assert made["tile_seeds"].tolist() == [11, 12, 13, 2**31 - 1, 0, 1]
+    seeds = [10, 20, 2**31 - 2]
+    assert tile_seeds(seeds, rows).tolist() == [11, 12, 13, 2**31 - 1, 0, 1]
+    assert tile_seeds(seeds, rows, [[2], [], [0, 1]]).tolist() == [13, 2**31 - 1, 0], "the same, of some tiles"
+    assert not len(tile_seeds([], rows))
+
+
+def test_every_token_has_the_seed_of_its_sample() -> None:
+    assert per_token([7, 9], (1, 3), True).tolist() == [[7, 9, 9, 9]]
+    assert per_token([7, 9], (1, 3), False).tolist() == [[7], [9]], "every column of a padded row"
+    assert per_token([], (2, 1), True).tolist() == [[0, 0, 0]]
 
 
 def sources(**own: dict[str, Any]) -> dict[str, SourceConfig]:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from llava_fsdp.config import Config, OffloadMode
 from llava_fsdp.distributed.host_memory import PAGE, Arena
 from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.mesh import World, make_meshes
 from llava_fsdp.distributed.offload import describe_offload, explained_memory_errors, fsdp_parameters
 from llava_fsdp.distributed.streamed_buffers import DeviceStaging, FileStaging
 from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer, padded, split_into_buckets
@@ -92,7 +92,7 @@ def where_states_lie(world: World, cfg: Config) -> dict[str, bool]:
     plan = SHARD_PLANS[cfg.sharding.strategy]
     held: dict[str, bool] = {}
     with train.distributed(cfg) as world:
-        state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+        state = train.build_state(cfg, world, plan, make_meshes(world, plan, cfg))
         state.model.train()
         for name, parameter in state.model.named_parameters():
             if local(parameter).numel():

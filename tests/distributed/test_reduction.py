@@ -10,7 +10,7 @@ from torch import nn
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.local_shards import whole
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.mesh import World, make_meshes
 from llava_fsdp.distributed.offload import Offload
 from llava_fsdp.distributed.parallelize import parallelize
 from llava_fsdp.distributed.precision import MasterWeights
@@ -48,7 +48,7 @@ def run_backward(
         model = make()
     stacks = [model.get_submodule("blocks")]
     offload = Offload(cfg, world.device)
-    masters = parallelize(model, stacks, make_mesh(world, plan, cfg), plan, cfg, offload, [])  # type: ignore[arg-type]
+    masters = parallelize(model, stacks, make_meshes(world, plan, cfg).states, plan, cfg, offload, [])  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in masters.named.values():
             parameter.fill_(weight)

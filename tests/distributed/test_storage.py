@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from llava_fsdp.config import Config, Strategy
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.memory import bytes_per_rank
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.mesh import World, make_meshes
 from llava_fsdp.distributed.offload import Offload
 from llava_fsdp.distributed.parallelize import parallelize, weights_of
 from llava_fsdp.distributed.precision import MasterWeights
@@ -73,7 +73,9 @@ def train_a_step(cfg: Config, world: World) -> tuple[nn.Module, MasterWeights, t
     with torch.device("meta"):
         model = Model()
     stacks = [model.layers]
-    masters = parallelize(model, stacks, make_mesh(world, plan, cfg), plan, cfg, Offload(cfg, world.device), [])
+    masters = parallelize(
+        model, stacks, make_meshes(world, plan, cfg).states, plan, cfg, Offload(cfg, world.device), []
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             local(parameter).fill_(0.01)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.comm_volume import CollectiveBytes
 from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.mesh import World, make_meshes
 from llava_fsdp.distributed.parallelize import describe_units, useless_settings
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import Llava
@@ -54,10 +54,11 @@ def told(world: World, configs: list[Config]) -> list[list[str]]:
     found = []
     for cfg in configs:
         plan = SHARD_PLANS[cfg.sharding.strategy]
-        mesh = make_mesh(world, plan, cfg)
-        model = train.build_state(cfg, world, plan, mesh).model
+        meshes = make_meshes(world, plan, cfg)
+        model = train.build_state(cfg, world, plan, meshes).model
         assert isinstance(model, Llava)
-        found.append(useless_settings(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None))
+        shards = meshes.states["shard"].size() if meshes.states is not None else None
+        found.append(useless_settings(cfg.sharding, model.blocks(), shards))
     return found
 
 

@@ -29,7 +29,7 @@ from llava_fsdp.data.text.conversation import prompt
 from llava_fsdp.data.text.encode import encode_prompt
 from llava_fsdp.data.text.templates import TEMPLATES
 from llava_fsdp.distributed.local_shards import local_shards
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.mesh import World, make_meshes
 from llava_fsdp.distributed.parallelize import materialize
 from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -429,7 +429,7 @@ def rows_read(world: World, cfg: Config) -> dict[str, list[tuple[int, int]]]:
     plan = SHARD_PLANS[cfg.sharding.strategy]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoredTensor, "rows", watched)
-        train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+        train.build_state(cfg, world, plan, make_meshes(world, plan, cfg))
     return read
 
 

@@ -18,6 +18,7 @@ from llava_fsdp.doctor.software import needs_of
 from llava_fsdp.model.attention import (
     NAMES,
     AttentionForm,
+    Boundaries,
     CachedRows,
     Kernel,
     Lengths,
@@ -242,7 +243,7 @@ def test_a_packed_row_attends_as_its_samples_alone(key_heads: int) -> None:
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = 4 // key_heads, True
     bounds = torch.tensor([0, 5, 6, 9], dtype=torch.int32)
-    found = each_alone(module, query, key, value, PackedRow(bounds, Lengths(lengths, 5), AttentionForm()))
+    found = each_alone(module, query, key, value, PackedRow(Boundaries(bounds, Lengths(lengths, 5)), AttentionForm()))
     whole = [part.repeat_interleave(4 // key_heads, dim=1) for part in (key, value)]
     begin = 0
     for length in lengths:
@@ -259,7 +260,7 @@ def test_a_packed_row_drops_and_scales_as_its_samples_do() -> None:
     module = nn.Module()
     module.is_causal = True  # type: ignore[assignment]
     query, key, value = torch.randn(3, 1, 4, 8, 5, generator=torch.Generator().manual_seed(0)).unbind()
-    row = PackedRow(torch.tensor([0, 3, 8], dtype=torch.int32), Lengths((3, 5), 5), AttentionForm(0.7, 0.5))
+    row = PackedRow(Boundaries(torch.tensor([0, 3, 8], dtype=torch.int32), Lengths((3, 5), 5)), AttentionForm(0.7, 0.5))
     torch.manual_seed(1)
     found = each_alone(module, query, key, value, row)
     torch.manual_seed(1)

@@ -77,7 +77,7 @@ def test_adapters_without_linear_layers_are_refused(parts: Path, dataset: Path, 
 def masks(p: float, name: str, seeds: list[int], length: int, channels: int) -> torch.Tensor:
     """bool [samples, length, channels]: what stays."""
     keys = TokenKeys()
-    keys.set(torch.tensor(seeds), torch.zeros(0, dtype=torch.int64), torch.Size((len(seeds), length)), None, 1)
+    keys.set(torch.tensor(seeds)[:, None], torch.zeros(0, dtype=torch.int64), torch.Size((len(seeds), length)), None, 1)
     dropout = SampleDropout(p, name, keys)
     out = dropout(torch.ones(len(seeds), length, channels))
     assert set(out.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p)).item()}
@@ -161,8 +161,8 @@ def test_masks_are_those_of_the_sample_wherever_it_is_packed() -> None:
     alone, together = TokenKeys(), TokenKeys()
     held = boundaries(lengths)
     segments = held["position_ids"], held["cu_seqlens"], held["lengths"]
-    together.set(seeds, none, torch.Size((1, 11)), segments, 1)
-    alone.set(seeds, none, torch.Size((3, 6)), None, 1)
+    together.set(seeds.repeat_interleave(torch.tensor(lengths))[None], none, torch.Size((1, 11)), segments, 1)
+    alone.set(seeds[:, None], none, torch.Size((3, 6)), None, 1)
     assert together.language is not None and alone.language is not None
     for own, row, length in zip(together.language[0].split(lengths), alone.language, lengths, strict=True):
         assert torch.equal(own, row[:length])

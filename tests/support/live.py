@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llava_fsdp.config import Config
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.mesh import World, make_meshes
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.train import main as train
@@ -49,7 +49,7 @@ class AllAlive(TorchDispatchMode):
 def measure_step(world: World, cfg: Config) -> tuple[int, list[MicroBatch]]:
     """Most bytes alive in a run's second step on this rank, and the micro-batches of that step."""
     plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state = train.build_state(cfg, world, plan, make_meshes(world, plan, cfg))
     state.model.train()
     train_step(state, state.loader.steps.prepare(0), plan, cfg, 0.0)
     step = state.loader.steps.prepare(1)

@@ -7,7 +7,7 @@ from loaders import agreed_steps
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.mesh import World, make_meshes
 from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.checkpoint_contents import tensors
@@ -21,7 +21,7 @@ Trace = tuple[list[float], list[float], dict[str, torch.Tensor]]
 def begin(world: World, cfg: Config) -> tuple[TrainState, ShardPlan]:
     """A run before its first step, and the settings of its strategy."""
     plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state = build_state(cfg, world, plan, make_meshes(world, plan, cfg))
     state.model.train()
     return state, plan
 

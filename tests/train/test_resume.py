@@ -16,7 +16,7 @@ from small import Configure, make_config
 from llava_fsdp.checkpoint.snapshot import Snapshot
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.sampler import ComputedShuffle
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.mesh import World, make_meshes
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.weight_names import ours
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
@@ -191,7 +191,7 @@ def resumed_step(world: World, cfg: Config, older: Path) -> int:
     if world.rank:
         cfg.checkpoint.resume = str(older)
     plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state = train.build_state(cfg, world, plan, make_meshes(world, plan, cfg))
     assert resume(state, cfg)
     return state.step
 

@@ -29,7 +29,7 @@ from llava_fsdp.data.validation_prompts import ask, lay_out_prompts
 from llava_fsdp.data.validation_set import held_out_sampler, spread, warn_of_trained
 from llava_fsdp.distributed.compile import run_block
 from llava_fsdp.distributed.eval_mode import evaluating
-from llava_fsdp.distributed.mesh import World, make_mesh
+from llava_fsdp.distributed.mesh import World, make_meshes
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.generation import Sampling, write_tokens
 from llava_fsdp.runtime.errors import ConfigError, DataError, Stopped
@@ -188,7 +188,7 @@ def test_training_is_the_same_to_the_bit(
 
 def open_state(world: World, cfg: Config) -> tuple[TrainState, Validation]:
     plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, world, plan, make_mesh(world, plan, cfg))
+    state = train.build_state(cfg, world, plan, make_meshes(world, plan, cfg))
     assert state.held_out is not None
     Path(cfg.output_dir).mkdir(exist_ok=True)
     state.model.train()

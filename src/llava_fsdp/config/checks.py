@@ -50,6 +50,7 @@ def check_training(cfg: Config) -> None:
     """Raise ConfigError if a number of a training's configuration is out of its bounds, or if keys contradict each
     other."""
     check_packing(cfg)
+    check_context(cfg)
     check_base(cfg)
     check_compile(cfg)
     check_offload(cfg)
@@ -75,10 +76,12 @@ def check_packing(cfg: Config) -> None:
         if cfg.attention not in (Attention.auto, Attention.sdpa):
             raise ConfigError(f"attention={cfg.attention.value} is for packed rows; with pack=false set attention=auto")
         return
-    if isinstance(tokens, int) and tokens < cfg.data.max_length:
+    context = cfg.parallel.num_context
+    if isinstance(tokens, int) and tokens * context < cfg.data.max_length and cfg.parallel.context != AUTO:
+        room = f"tokens_per_micro_batch={tokens}" + (f" x parallel.context={context}" if context > 1 else "")
         raise ConfigError(
-            f"tokens_per_micro_batch={tokens} has no room for a sample of data.max_length={cfg.data.max_length}; "
-            "a sample is never split: raise it, or lower data.max_length"
+            f"{room} has no room for a sample of data.max_length={cfg.data.max_length}; raise it or parallel.context, "
+            "which lets several ranks process a sample together, or lower data.max_length"
         )
     if is_original and isinstance(tokens, int):
         raise ConfigError(
@@ -89,6 +92,20 @@ def check_packing(cfg: Config) -> None:
         raise ConfigError(
             "loss.normalize=micro_batch is a mean of means, and a packed micro-batch is whatever fits into "
             "a row: a sample would weigh more or less with its neighbours; set pack=false, or loss.normalize=step"
+        )
+
+
+def check_context(cfg: Config) -> None:
+    """Raise ConfigError for settings that cannot be used if several ranks process each row together."""
+    if cfg.parallel.context == 1:
+        return
+    context = f"parallel.context={cfg.parallel.context}"
+    if not cfg.packs:
+        raise ConfigError(f"{context} divides packed rows among ranks; set pack=true, or parallel.context=1")
+    if cfg.sampler.name is SamplerName.llava_v1_5:
+        raise ConfigError(
+            f"{context} with sampler=llava_v1_5: the original LLaVA gives every rank rows of its own; set "
+            "sampler=shuffle, or parallel.context=1"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 WORDS = {
     "compile": "true, false or auto",
     "pack": "true, false or auto",
+    "parallel.context": "a number of ranks, or auto",
     "tokens_per_micro_batch": "a number of tokens, auto or null",
     "profile_steps": "the first and the last step to profile, as [10, 12], or null",
 }

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
-from llava_fsdp.config.checks import above_zero, at_least
+from llava_fsdp.config.checks import AUTO, above_zero, at_least
+from llava_fsdp.config.describe import WORDS
 from llava_fsdp.config.enums import (
     ActivationCheckpointing,
+    ContextHow,
     DType,
     LinearKind,
     MasterDType,
@@ -39,6 +41,29 @@ class ShardingConfig:
                 f"sharding.shard_size={self.shard_size} has no meaning for {self.strategy.value}; "
                 "set it to null, or choose sharding=hybrid or sharding=hybrid2"
             )
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """Keys of the kinds of parallelism beside the sharding of states."""
+
+    context: int | str = 1
+    """Number of ranks that process each packed row together, each some of its positions; auto: the planner chooses the
+    smallest number that fits. A row then has up to that many times the tokens of a micro-batch."""
+    context_how: ContextHow = ContextHow.auto
+    """How ranks that share a row compute its attention."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.context, str):
+            if self.context != AUTO:
+                raise ConfigError(f"parallel.context={self.context} must be {WORDS['parallel.context']}")
+        else:
+            at_least("parallel.context", self.context, 1)
+
+    @property
+    def num_context(self) -> int:
+        """Number of ranks that process a row together; 1 until the planner has replaced `auto`."""
+        return self.context if isinstance(self.context, int) else 1
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,6 +17,17 @@ class Strategy(Enum):
     """The planner (`llava-fsdp plan`) chooses a strategy when a training begins, and the run records the choice."""
 
 
+class ContextHow(Enum):
+    """Choices of `parallel.context_how`: how ranks that share a row compute its attention."""
+
+    auto = "auto"
+    """`ulysses` if the number of ranks divides the number of attention heads, else `gather`."""
+    ulysses = "ulysses"
+    """Each rank computes all positions for some of the heads (arXiv 2309.14509)."""
+    gather = "gather"
+    """Each rank computes its own positions, with the keys and values of all (arXiv 2407.21783 section 3.3.2)."""
+
+
 class Part(Enum):
     projector = "projector"
     language = "language"

@@ -10,6 +10,7 @@ from llava_fsdp.config.distributed import (
     ActivationCheckpointingConfig,
     CommConfig,
     OffloadConfig,
+    ParallelConfig,
     PrecisionConfig,
     ShardingConfig,
 )
@@ -171,6 +172,7 @@ class Config:
     model: ModelConfig
     data: DataConfig
     sharding: ShardingConfig
+    parallel: ParallelConfig
     precision: PrecisionConfig
     activation_checkpointing: ActivationCheckpointingConfig
     offload: OffloadConfig
@@ -233,10 +235,12 @@ class Config:
 
     @property
     def row_tokens(self) -> int:
-        """Maximum number of tokens of a packed row."""
+        """Maximum number of tokens of a packed row, on all ranks that process it together."""
         assert not self.plans_tokens, "the planner must replace auto first"
         tokens = self.tokens_per_micro_batch
-        return tokens if isinstance(tokens, int) else self.micro_batch_size * self.data.max_length
+        if isinstance(tokens, int):
+            return tokens * self.parallel.num_context
+        return self.micro_batch_size * self.data.max_length
 
     @property
     def packs(self) -> bool:

@@ -31,6 +31,7 @@ from llava_fsdp.data.text.jinja_template import ChatTemplate, open_template
 from llava_fsdp.data.text.llava_v1_5 import Original
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log
@@ -73,28 +74,34 @@ def build_loader(
     device: torch.device,
     gather: Gather = list,
     choose: Callable[[Records], Sampler] | None = None,
+    cut: ContextCut | None = None,
 ) -> Loader:
     """Open the dataset, and what encodes its records for one model (tokenizer, conversation template, image
     preprocessor). Return a Loader of training steps.
 
     Args:
+        rank: number of this rank among those that process different rows.
+        world_size: number of ranks that process different rows at the same time.
         gather: collective operation that collects the skipped samples of all ranks.
         choose: function that makes the sampler from the opened records; None: the setting `sampler` selects it.
+        cut: which positions of each packed row this rank processes; None: all.
 
     Raises:
         ConfigError: the dataset, the model and the configuration do not fit together.
         DataError: a dataset file cannot be read, or training may not begin because of bad records.
     """
     encoder, image_reader = open_encoding(cfg, language_folder, vision_folder, shape)
-    records = open_records(cfg, encoder, image_reader, watch if rank == 0 else watch_silently)
-    if rank == 0 and (message := remarks(records)):
+    is_first = rank == 0 and (cut is None or cut.index == 0)
+    records = open_records(cfg, encoder, image_reader, watch if is_first else watch_silently)
+    if is_first and (message := remarks(records)):
         log().warning(message)
     sampler = open_sampler(records, cfg, world_size) if choose is None else choose(records)
     workers = cfg.data.workers
     if workers is None:
         workers = read_host().data_workers(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     watched = replace(image_reader, status=WorkerStatus(workers))
-    return Loader(Steps(records, sampler, encoder, watched, cfg, rank, world_size, shape.cost), cfg, device, gather)
+    steps = Steps(records, sampler, encoder, watched, cfg, rank, world_size, shape.cost, cut)
+    return Loader(steps, cfg, device, gather)
 
 
 def open_encoding(
@@ -269,6 +276,8 @@ class Loader:
         if self.data.bad_records is BadRecords.fail:
             return step
         skipped = self.gather(step.facts.skipped)
+        if self.steps.cut is not None:
+            skipped = self.every_occurrence(step.facts.step, skipped)
         new = {sample.number for sample in skipped} - self.broken
         self.broken |= new
         records = self.steps.records
@@ -280,6 +289,17 @@ class Loader:
                 f"{self.data.max_bad_records}; the last one: {skipped[-1].reason}"
             )
         return step.without(skipped, self.steps.collate.normalize)
+
+    def every_occurrence(self, step: int, skipped: list[SkippedSample]) -> list[SkippedSample]:
+        """Return the samples that a step skips, where several ranks process a row together: each record as often as the
+        step has it. Several ranks may have reported the same sample, because an image can show in the parts of two.
+
+        Args:
+            skipped: the samples that were reported by all ranks.
+        """
+        numbers = self.steps.sampler.samples(step)
+        found = {sample.number: sample for sample in skipped}
+        return [found[number] for number in numbers if number in found]
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
         """Return a copy of a micro-batch on the device, with normalised images."""

@@ -76,7 +76,7 @@ def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool, ble
         label_positions=torch.arange(contents.labels),
         label_ids=torch.zeros(contents.labels, dtype=torch.int64),
         scale=1 / max(1, contents.labels),
-        seeds=torch.arange(len(contents.lengths)),
+        seeds=torch.zeros((rows, contents.tokens if pack else 1), dtype=torch.int64),
         tile_seeds=torch.arange(contents.tiles),
         **(four if blends else {"image_rows": image_rows}),
         **(boundaries(contents.lengths) if pack else {}),

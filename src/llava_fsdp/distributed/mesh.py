@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from llava_fsdp.config import Config
+from llava_fsdp.config import Config, ParallelConfig
 from llava_fsdp.distributed.consensus import gathered
 from llava_fsdp.distributed.fake_collectives import join_fake
 from llava_fsdp.distributed.malloc import keep_freed_memory, limit_kernel_cache
@@ -41,6 +41,18 @@ class World:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The device meshes of a training. Each arranges all ranks, in their order."""
+
+    states: DeviceMesh | None = None
+    """How weights, gradients and optimizer states are sharded, with the dimensions (replicate, shard) or (shard,);
+    ranks that process a row together are among them. None for a single rank, unless `offload` needs FSDP to move
+    weights."""
+    context: DeviceMesh | None = None
+    """Dimensions (data, context): the ranks of `context` process a row together; None if each row has one rank."""
 
 
 @contextmanager
@@ -110,25 +122,26 @@ def is_lost_peer(error: BaseException | None) -> bool:
     return False
 
 
-def num_collectives(mesh: DeviceMesh | None) -> Callable[[], int]:
+def num_collectives(meshes: Meshes) -> Callable[[], int]:
     """Return a function that returns the number of collectives which this rank has started so far. A rank that lags
     behind the others has started fewer."""
     if not dist.is_initialized():
         return int
-    groups = groups_of(mesh)
+    groups = groups_of(meshes)
     return lambda: sum(getattr(group, "_get_sequence_number_for_group")() for group in groups)  # noqa: B009  not in its stubs
 
 
-def groups_of(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """Return the default process group and those of the mesh, each once."""
-    groups = [dist.distributed_c10d._get_default_group(), *(mesh.get_all_groups() if mesh is not None else [])]
+def groups_of(meshes: Meshes) -> list[dist.ProcessGroup]:
+    """Return the default process group and those of the meshes, each once."""
+    made = [mesh for mesh in (meshes.states, meshes.context) if mesh is not None]
+    groups = [dist.distributed_c10d._get_default_group(), *(group for mesh in made for group in mesh.get_all_groups())]
     return list({id(group): group for group in groups}.values())
 
 
-def shorten_timeout(mesh: DeviceMesh | None, seconds: int) -> None:
+def shorten_timeout(meshes: Meshes, seconds: int) -> None:
     """Set the timeout of all process groups to `seconds`. Called when weights are loaded and the first step is
     compiled, which takes longer than later steps."""
-    for group in groups_of(mesh) if dist.is_initialized() else ():
+    for group in groups_of(meshes) if dist.is_initialized() else ():
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -236,19 +249,38 @@ def gather_lists(items: list[T]) -> list[T]:
     return [item for of_rank in gathered(items) for item in of_rank]
 
 
-def make_mesh(world: World, plan: ShardPlan, cfg: Config) -> DeviceMesh | None:
-    """Create the device mesh of a sharding strategy, with the dimensions (replicate, shard) or (shard,). Return None
-    for a single rank, unless `offload` needs FSDP to move weights.
+def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
+    """Create the device meshes of a training.
 
     Raises:
-        ConfigError: `sharding.shard_size` does not divide the number of ranks.
+        ConfigError: `sharding.shard_size` or `parallel.context` does not divide the number of ranks.
     """
+    rank_of_data(world, cfg.parallel)
     shape = mesh_shape(plan, world.size, cfg.sharding.shard_size or world.local_size)
     if world.size == 1 and not cfg.offload.mode.moves_weights:
-        return None
-    if plan.mesh is Mesh.SHARD:
-        return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        return Meshes()
+    kind, size = world.device.type, cfg.parallel.num_context
+    states = {"replicate": shape[0], "shard": shape[1]} if plan.mesh is not Mesh.SHARD else {"shard": world.size}
+    return Meshes(
+        init_device_mesh(kind, tuple(states.values()), mesh_dim_names=tuple(states)),
+        init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("data", "context")) if size > 1 else None,
+    )
+
+
+def rank_of_data(world: World, parallel: ParallelConfig) -> tuple[int, int]:
+    """Return this rank's number among those that process different rows, and how many these are. Consecutive ranks
+    process a row together.
+
+    Raises:
+        ConfigError: `parallel.context` does not divide the number of ranks.
+    """
+    size = parallel.num_context
+    if world.size % size:
+        divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
+        raise ConfigError(
+            f"parallel.context={size} does not divide the {world.size} ranks of this run; choose one of {divisors}"
+        )
+    return world.rank // size, world.size // size
 
 
 def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, int]:

@@ -158,11 +158,18 @@ def head_size(language: PretrainedConfig) -> int:
 
 def register_attention() -> None:
     """Register llava_fsdp's attention implementations with transformers; calling this again changes nothing."""
-    varlen = make_varlen() if importlib.util.find_spec("torch.nn.attention.varlen") is not None else None
-    kernels = {Attention.sdpa: each_alone, Attention.varlen: varlen, Attention.flash: flash}
-    for attention, kernel in kernels.items():
+    for attention, name in NAMES.items():
+        kernel = kernel_of(attention)
         if kernel is not None:
-            AttentionInterface.register(NAMES[attention], attend_with(kernel))
+            AttentionInterface.register(name, attend_with(kernel))
+
+
+def kernel_of(attention: Attention) -> Attend | None:
+    """Return the function that computes attention over a packed row with an implementation; None if the installed torch
+    does not have it."""
+    if attention is Attention.varlen:
+        return make_varlen() if importlib.util.find_spec("torch.nn.attention.varlen") is not None else None
+    return {Attention.sdpa: each_alone, Attention.flash: flash}[attention]
 
 
 def padded_attention(language: PretrainedConfig) -> str:
@@ -252,13 +259,23 @@ class AttentionForm:
 
 
 @dataclass(frozen=True)
-class PackedRow:
-    """Sample boundaries of a packed row, and the options of a layer's attention."""
+class Boundaries:
+    """Where the samples of a packed row begin and end."""
 
     cu_seqlens: torch.Tensor
     """Cumulative sample lengths, int32 [samples + 1]."""
     lengths: Lengths
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """Sample boundaries of a packed row, and the options of a layer's attention."""
+
+    queries: Boundaries
     form: AttentionForm
+    keys: Boundaries | None = None
+    """Boundaries of the keys and values, if there are more of them than queries: the queries of a sample are then its
+    last tokens. None: there are as many."""
 
 
 Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, PackedRow], torch.Tensor]
@@ -266,8 +283,15 @@ Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, PackedRo
 size]. Query, key and value are [1, heads, tokens, size]."""
 
 
-def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
-    """Return a function for transformers' AttentionInterface that computes attention over packed rows with `kernel`."""
+def attend_with(
+    kernel: Attend, around: Callable[[Attend, Any], Attend] = lambda kernel, parts: kernel
+) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Return a function for transformers' AttentionInterface that computes attention over packed rows with `kernel`.
+
+    Args:
+        around: function (kernel, the argument `parts` of the forward pass) -> the function that computes the attention
+            of a packed row; by default the kernel itself.
+    """
 
     def attend(
         module: nn.Module,
@@ -284,6 +308,7 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
         segment_lengths: Lengths | None = None,
         visits: list[tuple[nn.Module, int | None]] | None = None,
         allowed: torch.Tensor | None = None,
+        parts: Any = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """Compute a layer's causal attention; for a packed row, only within each sample.
@@ -292,6 +317,7 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
             sliding_window, softcap, s_aux: transformers' names for `window`, `softcap` and `sinks` of `AttentionForm`.
             allowed: the mask for generation with a key-value cache (`CachedRows.allowed`).
             visits: list to which (module, window) is appended if the row is packed; None: nothing is recorded.
+            parts: second argument for `around`.
         """
         refuse_other_attention(module, others, attention_mask)
         form = AttentionForm(scaling, dropout, sliding_window, softcap, s_aux)
@@ -300,7 +326,8 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
         if visits is not None:
             visits.append((module, sliding_window))
         chosen = kernel if form.is_plain else each_alone  # the other kernels have neither soft caps nor sinks
-        return chosen(module, query, key, value, PackedRow(cu_seqlens, segment_lengths, form)), None
+        row = PackedRow(Boundaries(cu_seqlens, segment_lengths), form)
+        return around(chosen, parts)(module, query, key, value, row), None
 
     return attend
 
@@ -325,6 +352,8 @@ def attend_alone(
     length, total = query.shape[2], key.shape[2]
     if allowed is not None:
         allowed = allowed[..., allowed.shape[-1] - total :]
+    elif length < total:  # SDPA's own causal mask would take the queries for the first tokens
+        allowed = in_window(length, total, total, query.device)
     if form.window is not None and total > form.window:
         within = in_window(length, total, form.window, query.device)
         allowed = within if allowed is None else allowed & within
@@ -402,7 +431,9 @@ def each_alone(
     The row is divided with `split`, not with slices: the backward pass of a slice would fill a whole row with zeros for
     every sample.
     """
-    parts = zip(*(part.split(row.lengths.each, dim=2) for part in (query, key, value)), strict=True)
+    keys = (row.keys or row.queries).lengths.each
+    queries, keys, values = query.split(row.queries.lengths.each, 2), key.split(keys, 2), value.split(keys, 2)
+    parts = zip(queries, keys, values, strict=True)
     return torch.cat([attend_alone(module, q, k, v, row.form) for q, k, v in parts], dim=1)
 
 
@@ -433,12 +464,19 @@ def make_varlen() -> Attend:
         elif groups > 1:
             key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))  # [tokens, heads, size]
-        longest = row.lengths.longest
-        output = varlen_attn(q, k, v, row.cu_seqlens, row.cu_seqlens, longest, longest, **options)
+        output = varlen_attn(q, k, v, *both_boundaries(row), **options)
         assert isinstance(output, torch.Tensor)
         return output[None]
 
     return varlen
+
+
+def both_boundaries(row: PackedRow) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Return the boundaries of a row's samples as FlashAttention's functions take them: cumulative lengths of queries
+    and of keys, and the greatest number of queries and of keys of a sample. If a sample has more keys than queries, its
+    queries are its last tokens (flash-attn since 2.1)."""
+    queries, keys = row.queries, row.keys or row.queries
+    return queries.cu_seqlens, keys.cu_seqlens, queries.lengths.longest, keys.lengths.longest
 
 
 def flash(
@@ -447,13 +485,9 @@ def flash(
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     parts = [part[0].transpose(0, 1) for part in (query, key, value)]  # [tokens, heads, size]
-    longest = row.lengths.longest
     return flash_attn_varlen_func(
         *parts,
-        row.cu_seqlens,
-        row.cu_seqlens,
-        longest,
-        longest,
+        *both_boundaries(row),
         dropout_p=row.form.dropout,
         softmax_scale=row.form.scaling,
         causal=True,

@@ -41,19 +41,14 @@ class TokenKeys:
         """Compute the hashes of a micro-batch from the seeds of its samples and image tiles.
 
         Args:
-            seeds: int64 [samples], below 2**31.
+            seeds: of the tokens, int64, [rows, length] or broadcast to it; below 2**31.
             tile_seeds: int64 [tiles], below 2**31.
             shape: [rows, length]
             segments: sample boundaries of a packed row; None: every row is one sample.
             vision_tokens: number of tokens that an image tile has in the vision tower.
         """
-        if segments is None:
-            positions = torch.arange(shape[1], device=seeds.device)[None]
-            token_seeds = seeds[:, None]
-        else:
-            positions, boundaries, _ = segments
-            token_seeds = seeds.repeat_interleave(boundaries.diff(), output_size=shape[1])[None]
-        self.language = hashed(token_seeds, positions)
+        positions = torch.arange(shape[1], device=seeds.device)[None] if segments is None else segments[0]
+        self.language = hashed(seeds, positions)
         if not len(tile_seeds):
             tile_seeds = tile_seeds.new_zeros(1)  # without images, a trainable vision tower runs on a blank image
         self.vision = hashed(tile_seeds[:, None], torch.arange(vision_tokens, device=seeds.device)[None])

@@ -174,7 +174,8 @@ def inputs_of(model: Llava, micro: MicroBatch, packed: bool, blends: bool = Fals
         rows = (four, torch.zeros(four.shape)) if blends else places.clone()
         images = torch.zeros((micro.tiles, 3, size, size))
         labels = torch.zeros(micro.labels, dtype=torch.int64)
-        seeds = torch.zeros(micro.samples, dtype=torch.int64), torch.zeros(micro.tiles, dtype=torch.int64)
+        token_seeds = torch.zeros(ids.shape if packed else (micro.rows, 1), dtype=torch.int64)
+        seeds = token_seeds, torch.zeros(micro.tiles, dtype=torch.int64)
         label_ids = labels.clone()
     return ids, segments, places, rows, images, seeds, labels, label_ids
 

@@ -6,22 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from llava_fsdp.config import Config, DType, Source, check_profile
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
 from llava_fsdp.distributed.compile import Compilations, choose_compiling
 from llava_fsdp.distributed.consensus import on_first_rank
+from llava_fsdp.distributed.context import exchange_in, gather_in
 from llava_fsdp.distributed.local_shards import local_shards
-from llava_fsdp.distributed.mesh import World, first_rank_first, gather_lists
+from llava_fsdp.distributed.mesh import Meshes, World, first_rank_first, gather_lists, rank_of_data
 from llava_fsdp.distributed.offload import Offload, warn_if_useless
 from llava_fsdp.distributed.parallelize import parallelize, useless_settings, weights_of
 from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
+from llava_fsdp.model.context_attention import ContextPlan, plan_context, share_attention
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
@@ -40,12 +40,12 @@ from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.summary import show_run
 
 
-def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | None) -> TrainState:
+def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes) -> TrainState:
     """Build the state of a training at step 0: the data, and the sharded model and optimizer with initial weights.
 
     Args:
         plan: what the sharding strategy shards (row of the table in `distributed/zero.py`).
-        mesh: the ranks, with the dimensions of the sharding strategy; None for a single rank, see `make_mesh`.
+        meshes: the arrangement of the ranks.
     """
     model, projector = open_model(cfg, world.device)
     parts = model.parts
@@ -77,7 +77,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, mesh: DeviceMesh | N
     def load(model: Llava, masters: MasterWeights) -> None:
         load_weights(sources, local_shards(model, masters), watch_loading(world.is_first), packed)
 
-    state = assemble(model, loader, load, cfg, world, plan, mesh)
+    state = assemble(model, loader, load, cfg, world, plan, meshes)
     known = {"sources": sources, "fingerprints": fingerprints, "digests": digests, "about": about}
     return replace(state, **known, utilization=utilization, held_out=held_out)
 
@@ -102,7 +102,15 @@ def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = N
         with first_rank_first(world):
             draw_shapes(cfg.data)
     folders = model.parts.language_folder, model.parts.vision_folder
-    return build_loader(cfg, *folders, shape_of(model), world.rank, world.size, world.device, gather_lists, choose)
+    args = shape_of(model), *rank_of_data(world, cfg.parallel), world.device, gather_lists, choose
+    cut = context_of(cfg, world, model).cut if cfg.parallel.num_context > 1 else None
+    return build_loader(cfg, *folders, *args, cut)
+
+
+def context_of(cfg: Config, world: World, model: Llava) -> ContextPlan:
+    """Return how this rank and others share the attention of a row."""
+    size = cfg.parallel.num_context
+    return plan_context(cfg.parallel.context_how, model.parts.language, size, world.rank % size)
 
 
 def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
@@ -141,7 +149,7 @@ def assemble(
     cfg: Config,
     world: World,
     plan: ShardPlan,
-    mesh: DeviceMesh | None,
+    meshes: Meshes,
 ) -> TrainState:
     """Shard and compile a model that is on the meta device, load its weights and build its optimizer. Return the state
     of a training at step 0.
@@ -153,7 +161,12 @@ def assemble(
         fill: function that fills this rank's shards with the initial weights.
         plan: the FSDP2 settings of the sharding strategy.
     """
-    buffers = computed_buffers(model)
+    if meshes.context is not None:
+        assert model.kernel is not None, "checked by the configuration"
+        group = meshes.context.get_group("context")
+        collectives = exchange_in(group), gather_in(group)
+        share_attention(model.language_model, model.kernel, context_of(cfg, world, model), *collectives)
+    buffers, mesh = computed_buffers(model), meshes.states
     offload = Offload(cfg, world.device)
     warn_if_useless(cfg, world)
     compiling = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention)

@@ -23,7 +23,7 @@ from llava_fsdp.distributed.comm_volume import CollectiveBytes
 from llava_fsdp.distributed.fake_collectives import is_simulated, simulate_collectives
 from llava_fsdp.distributed.local_shards import local, local_shards
 from llava_fsdp.distributed.malloc import return_freed_memory
-from llava_fsdp.distributed.mesh import World, distributed, make_mesh
+from llava_fsdp.distributed.mesh import World, distributed, make_meshes
 from llava_fsdp.distributed.offload import explained_memory_errors
 from llava_fsdp.distributed.precision import DTYPES, MasterWeights
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -101,13 +101,13 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         cfg = replace(cfg, precision=replace(cfg.precision, scaler=ScalerConfig(scale=1.0)))
     return_freed_memory()
     plan = SHARD_PLANS[cfg.sharding.strategy]
-    mesh = make_mesh(world, plan, cfg)
+    meshes = make_meshes(world, plan, cfg)
     model = build_model(cfg, shapes_of(cfg.model), world.device)
     shape = shape_of(model)
     contents = contents or fullest(cfg, shape)
     planned = plan_of(cfg, world, contents)
     meter = PeakMeter(world.device)
-    state = assemble(model, SyntheticLoader(world.device, STEPS), draw_shards, cfg, world, plan, mesh)
+    state = assemble(model, SyntheticLoader(world.device, STEPS), draw_shards, cfg, world, plan, meshes)
     held: dict[str, int] = {}
     state.optimizer.register_step_post_hook(lambda *_: held.update(held_bytes(state)))
     state.model.train()

@@ -16,7 +16,7 @@ from llava_fsdp.config.paths import check_same_settings
 from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.distributed import mesh as ranks
 from llava_fsdp.distributed.consensus import on_first_rank
-from llava_fsdp.distributed.mesh import World, distributed, gather_lists, make_mesh
+from llava_fsdp.distributed.mesh import World, distributed, gather_lists, make_meshes
 from llava_fsdp.distributed.offload import explained_memory_errors
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -105,9 +105,9 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
         check_same_settings(cfg, gather_lists)
         cfg = settle_auto(cfg, world)
         plan = SHARD_PLANS[cfg.sharding.strategy]
-        mesh = make_mesh(world, plan, cfg)
-        parts.count_collectives = ranks.num_collectives(mesh)
-        state = parts.state = build_state(cfg, world, plan, mesh)
+        meshes = make_meshes(world, plan, cfg)
+        parts.count_collectives = ranks.num_collectives(meshes)
+        state = parts.state = build_state(cfg, world, plan, meshes)
         if cfg.private:  # not set earlier: everybody who may read the dataset may also read the index written for it
             os.umask(0o077)
         last_step = state.loader.total_steps
@@ -136,7 +136,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
                 reporter(result)
             controller.after_step(result)
             if state.step == first_step + 1:  # weights are loaded and kernels compiled, so that steps are short now
-                ranks.shorten_timeout(mesh, cfg.comm.timeout)
+                ranks.shorten_timeout(meshes, cfg.comm.timeout)
                 watchdog.limit = cfg.comm.timeout
             if validation is not None and validation.is_due():
                 validation.measure()

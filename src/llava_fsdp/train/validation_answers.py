@@ -77,7 +77,9 @@ class AnswerGenerator:
         keeps of a token for the backward pass of a block.
         """
         longest = max(len(question.sample.input_ids) for question in self.questions) + self.cfg.val.max_new_tokens
-        return max(1, min(self.cfg.val.batch_size, self.cfg.row_tokens // 2 // longest))
+        return max(
+            1, min(self.cfg.val.batch_size, self.cfg.row_tokens // self.cfg.parallel.num_context // 2 // longest)
+        )
 
     def answers(self) -> list[Answered]:
         """Answer all questions, each on one rank. Return the answers on every rank, in the order of the questions.

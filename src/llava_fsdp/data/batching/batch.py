@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -46,13 +46,19 @@ class MicroBatch:
     """Offsets in a packed row: the begin of each sample, then the end of the last one, int32 [samples + 1]; empty with
     padded rows."""
     lengths: tuple[int, ...] = ()
-    """Number of tokens of each sample of a packed row, kept on the CPU; empty with padded rows."""
-    seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
-    """Dropout seed of each sample, int64 [samples], below 2**31; it does not depend on the number of ranks."""
+    """Number of tokens of each sample of a packed row, kept on the CPU; empty with padded rows. If several ranks
+    process a row together (context parallelism), `cu_seqlens` and `lengths` describe the whole row, with a last sample
+    for its padding; all other fields describe the positions that this rank processes."""
+    seeds: torch.Tensor = field(default_factory=lambda: torch.zeros((1, 1), dtype=torch.int64))
+    """Dropout seeds below 2**31, which depend only on the sample and the step: of each token of a packed row, int64 [1,
+    tokens], or of each padded row, int64 [rows, 1]."""
     tile_seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """Seed of the vision tower's dropout for each tile, int64 [tiles]."""
     label_sources: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """For each label, the index of its data source in `data.sources`, int64 [labels]; empty with a single source."""
+    label_records: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """For each label, the number of its record in the dataset, int64 [labels]. Only set if several ranks process a row
+    together and one of them may find that a record cannot be read; else empty."""
 
     @property
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
@@ -72,6 +78,14 @@ class MicroBatch:
         images = self.image_inputs
         seeds = self.seeds, self.tile_seeds
         return self.input_ids, self.segments, *images, seeds, self.label_positions, self.label_ids
+
+    def without_labels(self, records: Collection[int]) -> MicroBatch:
+        """Return a copy of the micro-batch without the labels of the records with the given numbers, which then do not
+        change the loss, because samples do not attend to each other. Needs `label_records`."""
+        kept = torch.tensor([number not in records for number in self.label_records.tolist()], dtype=torch.bool)
+        names = ("label_positions", "label_ids", "label_sources", "label_records")
+        present = (name for name in names if len(getattr(self, name)))
+        return replace(self, **{name: getattr(self, name)[kept] for name in present})
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """Return a copy of the micro-batch with `function` applied to each of its tensors."""
@@ -153,10 +167,12 @@ class Step:
         """Return a copy of the step whose counts leave out the samples in `skipped` (those that any rank skipped). If
         the loss is normalised over the step, the scale of each micro-batch becomes 1 / (number of labels left in the
         step)."""
-        facts = self.facts.without(skipped)
+        facts, micros = self.facts.without(skipped), self.micro_batches
+        if skipped and any(len(micro.label_records) for micro in micros):
+            micros = [micro.without_labels({sample.number for sample in skipped}) for micro in micros]
         if normalize is Normalize.micro_batch or not skipped:
-            return Step(facts, self.micro_batches)
-        return Step(facts, [replace(m, scale=1 / max(1, facts.label_tokens)) for m in self.micro_batches])
+            return Step(facts, micros)
+        return Step(facts, [replace(micro, scale=1 / max(1, facts.label_tokens)) for micro in micros])
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Step:
         """Return a copy of the step with `function` applied to each tensor of its micro-batches. The order of the

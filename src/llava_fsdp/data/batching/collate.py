@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ import torch
 
 from llava_fsdp.config import Normalize
 from llava_fsdp.data.batching.batch import MicroBatch, StepFacts
-from llava_fsdp.data.images.image_tokens import join_tokens
+from llava_fsdp.data.images.image_tokens import join_tokens, needed_tiles
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import Sample
+from llava_fsdp.runtime.context_cut import ContextCut
 
 Row = tuple[Sample, list[np.ndarray]]
 """An encoded sample, and for each of its images the tiles, uint8 [tiles, 3, size, size]."""
@@ -23,10 +25,18 @@ Row = tuple[Sample, list[np.ndarray]]
 class Collator:
     """Makes a micro-batch from encoded samples and their images."""
 
-    def __init__(self, image_reader: ImageReader, normalize: Normalize, pack: bool):
+    def __init__(self, image_reader: ImageReader, normalize: Normalize, pack: bool, cut: ContextCut | None = None):
+        """Create a collator.
+
+        Args:
+            pack: whether the samples of a micro-batch are packed into one row.
+            cut: which positions of a packed row this rank processes; None: all.
+        """
+        assert pack or cut is None, "only packed rows are divided among ranks"
         self.image_reader = image_reader
         self.normalize = normalize
         self.pack = pack
+        self.cut = cut
 
     def __call__(
         self,
@@ -35,26 +45,45 @@ class Collator:
         micro_batches: int,
         seeds: Sequence[int] = (),
         sources: Sequence[int] = (),
+        numbers: Sequence[int] = (),
+        tile_numbers: Sequence[Sequence[int]] | None = None,
     ) -> MicroBatch:
         """Return a micro-batch of the given samples, as one packed row or as padded rows; without samples, a
-        micro-batch of one token and no label.
+        micro-batch of one token and no label. If this rank processes only some positions of a row, the samples must be
+        whole, but with the tokens and tiles of those images alone that this rank needs (`shown_images`).
 
         Args:
             facts: counts of the whole step.
-            micro_batches: number of micro-batches of the whole step, over all ranks.
+            micro_batches: number of micro-batches of the whole step, counting once what several ranks process together.
             seeds: dropout seed of each row, below 2**31; empty without dropout.
             sources: index of each row's data source in `data.sources`; empty with a single source.
+            numbers: number of each row's record, to be stored for each label; empty if it is not needed.
+            tile_numbers: for each row, the numbers of its tiles among all tiles of the sample, from 0; None: all.
         """
-        ids, labels = (packed if self.pack else padded)([sample for sample, _ in rows])
-        lengths = tuple(len(s.input_ids) for s, _ in rows) or (1,)
+        samples = [sample for sample, _ in rows]
+        ids, labels = (packed if self.pack else padded)(samples)
+        lengths = tuple(len(sample.input_ids) for sample in samples) or (1,)
+        label_rows = np.repeat(np.arange(len(samples)), [sample.num_labels for sample in samples])
+        token_seeds = per_token(seeds, lengths, self.pack)
+        if self.normalize is Normalize.step:
+            scale = 1 / max(1, facts.label_tokens)
+        else:
+            scale = 1 / (max(1, len(label_rows)) * micro_batches)
+        edges = boundaries(lengths) if self.pack else {}
+        if self.cut is not None:
+            padding = self.cut.padding(ids.shape[1])
+            edges = boundaries((*lengths, padding) if padding else lengths)
+            here = self.cut.positions(ids.shape[1] + padding)
+            label_rows = label_rows[np.isin(np.flatnonzero(labels != IGNORE), here)]
+            ids, labels, token_seeds = (
+                np.pad(values, ((0, 0), (0, padding)), constant_values=filler)[:, here]
+                for values, filler in ((ids, 0), (labels, IGNORE), (token_seeds, 0))
+            )
+            edges["position_ids"] = edges["position_ids"][:, here]
         image_positions = np.flatnonzero(ids == IMAGE_ID)
         label_positions = np.flatnonzero(labels != IGNORE)
         ids[ids == IMAGE_ID] = 0
         images, image_rows, image_weights = self.lay_out(rows)
-        if self.normalize is Normalize.step:
-            scale = 1 / max(1, facts.label_tokens)
-        else:
-            scale = 1 / (max(1, len(label_positions)) * micro_batches)
         return MicroBatch(
             input_ids=torch.from_numpy(ids),
             image_positions=torch.from_numpy(image_positions),
@@ -64,9 +93,11 @@ class Collator:
             label_positions=torch.from_numpy(label_positions),
             label_ids=torch.from_numpy(labels.reshape(-1)[label_positions]),
             scale=scale,
-            **(boundaries(lengths) if self.pack else {}),
-            **(dropout_seeds(seeds, rows) if seeds else {}),
-            **(label_sources(sources, rows) if sources else {}),
+            **edges,
+            seeds=torch.from_numpy(token_seeds),
+            tile_seeds=tile_seeds(seeds, rows, tile_numbers),
+            **of_labels("label_sources", sources, label_rows),
+            **of_labels("label_records", numbers, label_rows),
         )
 
     def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -79,7 +110,7 @@ class Collator:
         found = [pair for sample, images in rows for pair in zip(images, sample.image_rows, strict=True)]
         per_tile = self.image_reader.tokens.features
         joined = join_tokens([(tokens, len(tiles) * per_tile) for tiles, tokens in found])
-        return np.concatenate([self.image_reader.no_tiles(), *(tiles for tiles, _ in found)]), *joined
+        return np.concatenate([self.image_reader.no_tiles(), *(tiles for tiles, _ in found if len(tiles))]), *joined
 
 
 def aligned(values: np.ndarray) -> torch.Tensor:
@@ -126,26 +157,68 @@ def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def dropout_seeds(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
-    """Return the MicroBatch fields `seeds` and `tile_seeds`. The seeds of a sample's tiles are derived from the seed of
-    the sample.
+def per_token(seeds: Sequence[int], lengths: tuple[int, ...], pack: bool) -> np.ndarray:
+    """Return the dropout seeds of a micro-batch's tokens, int64 [1, tokens] for a packed row; for padded rows, whose
+    tokens all have the seed of their row, int64 [rows, 1]. Zeros without seeds.
 
     Args:
-        seeds: dropout seed of each row.
+        seeds: dropout seed of each sample; may be empty.
+        lengths: number of tokens of each sample.
     """
-    tiles = [
-        (seed + number) % 2**31
-        for seed, (_, images) in zip(seeds, rows, strict=True)
-        for number in range(1, 1 + sum(len(image) for image in images))
-    ]
-    return {"seeds": torch.tensor(seeds), "tile_seeds": torch.tensor(tiles, dtype=torch.int64)}
+    of_samples = np.array(seeds if len(seeds) else [0] * len(lengths), dtype=np.int64)
+    return np.repeat(of_samples, lengths)[None] if pack else of_samples[:, None]
 
 
-def label_sources(sources: Sequence[int], rows: list[Row]) -> dict[str, Any]:
-    """Return the MicroBatch field `label_sources`: for each label of the rows, the index of its data source.
+def tile_seeds(seeds: Sequence[int], rows: list[Row], numbers: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
+    """Return the dropout seeds of image tiles, int64 [tiles]: the seed of the tile's sample, plus the tile's number in
+    the sample from 1.
 
     Args:
-        sources: index of the data source of each row.
+        seeds: dropout seed of each row; empty without dropout.
+        numbers: for each row, the numbers of its tiles among all tiles of the sample, from 0; None: all tiles are here.
     """
-    labels = [sample.num_labels for sample, _ in rows]
-    return {"label_sources": torch.from_numpy(np.repeat(np.array(sources, dtype=np.int64), labels))}
+    if not len(seeds):
+        return torch.zeros(0, dtype=torch.int64)
+    if numbers is None:
+        numbers = [range(sum(map(len, images))) for _, images in rows]
+    found = [(seed + 1 + number) % 2**31 for seed, own in zip(seeds, numbers, strict=True) for number in own]
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def of_labels(field: str, values: Sequence[int], label_rows: np.ndarray) -> dict[str, Any]:
+    """Return a field of MicroBatch that has for each label the value of the label's row; nothing without values.
+
+    Args:
+        field: name of the field.
+        values: value of each row.
+        label_rows: index of the row of each label.
+    """
+    return {field: torch.from_numpy(np.array(values, dtype=np.int64)[label_rows])} if len(values) else {}
+
+
+def shown_images(
+    sample: Sample, here: np.ndarray, features: int, read: Callable[[int], np.ndarray], first_tiles: Sequence[int]
+) -> tuple[Row, list[int]]:
+    """Return a sample with those image tokens and tiles alone that a rank needs which processes some of its positions,
+    and the numbers of these tiles among all tiles of the sample. The sample's token ids and labels stay whole.
+
+    Args:
+        here: whether the rank processes each position of the sample, bool [tokens].
+        features: number of vision features of a tile.
+        read: function (index of an image) -> all its tiles, uint8 [tiles, 3, size, size]. It is called only for images
+            that the rank needs.
+        first_tiles: for each image, the number of its first tile among all tiles of the sample.
+    """
+    is_here = here[sample.input_ids == IMAGE_ID]
+    names, tokens, tiles, numbers = [], [], [], list[int]()
+    ends = np.cumsum([len(rows) for rows in sample.image_rows])
+    for place, (rows, end) in enumerate(zip(sample.image_rows, ends, strict=True)):
+        kept = rows[is_here[end - len(rows) : end]]
+        if not len(kept):
+            continue
+        needed, kept = needed_tiles(kept, features)
+        names.append(sample.images[place])
+        tokens.append(kept)
+        tiles.append(read(place)[needed] if len(needed) else np.zeros(0, dtype=np.uint8))
+        numbers += [first_tiles[place] + int(tile) for tile in needed]
+    return (replace(sample, images=tuple(names), image_rows=tuple(tokens)), tiles), numbers

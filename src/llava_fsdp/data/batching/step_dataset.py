@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.utils.data import Dataset
 
 from llava_fsdp.config import BadRecords, Config
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, StepFacts
-from llava_fsdp.data.batching.collate import Collator, Row
+from llava_fsdp.data.batching.collate import Collator, Row, shown_images
 from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
 from llava_fsdp.data.batching.sampler import Sampler
@@ -19,7 +20,8 @@ from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.records.record import Record, is_video
-from llava_fsdp.data.text.encode import Encoder
+from llava_fsdp.data.text.encode import Encoder, Sample
+from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import DataError, ImageError
 from llava_fsdp.runtime.seeds import derive
 
@@ -37,7 +39,16 @@ class Steps(Dataset):
         rank: int,
         world_size: int,
         cost: CostModel,
+        cut: ContextCut | None = None,
     ):
+        """Create the dataset.
+
+        Args:
+            rank: number of this rank among those that process different rows; ranks that process a row together have
+                the same number.
+            world_size: number of ranks that process different rows at the same time.
+            cut: which positions of each row this rank processes; None: all.
+        """
         self.records = records
         self.sampler = sampler
         self.encoder = encoder
@@ -46,8 +57,9 @@ class Steps(Dataset):
         self.micro_batch_size = cfg.micro_batch_size
         self.most_tokens = cfg.row_tokens if cfg.packs else None
         self.bad = cfg.data.bad_records
-        self.collate = Collator(image_reader, cfg.loss.normalize, cfg.packs)
+        self.collate = Collator(image_reader, cfg.loss.normalize, cfg.packs, cut)
         self.cost = cost
+        self.cut = cut
         self.rank = rank
         self.world_size = world_size
         self.seed = cfg.seed
@@ -77,17 +89,69 @@ class Steps(Dataset):
         numbers = self.sampler.samples(step)
         facts = self.facts(step, numbers)
         micro_batches = self.assignment(step, numbers)[self.rank]
+        total = len(micro_batches) * self.world_size
+        if self.cut is not None:
+            micros = [self.prepare_part(micro, facts, total) for micro in micro_batches]
+            return Step(facts, micros)
         self.records.fetch_ahead({n for micro in micro_batches for n in micro})
         read = {n: self.read(n) for micro in micro_batches for n in dict.fromkeys(micro)}
         facts.skipped = [out for micro in micro_batches for n in micro if isinstance(out := read[n], SkippedSample)]
-        total = len(micro_batches) * self.world_size
         micros = []
         for micro in micro_batches:
             kept = [(n, row) for n in micro if not isinstance(row := read[n], SkippedSample)]
-            seeds = [derive("dropout", self.seed, step, n) % 2**31 for n, _ in kept] if self.drops else []
-            sources = self.sources_of([n for n, _ in kept]).tolist() if len(self.sources) > 1 else []
-            micros.append(self.collate([row for _, row in kept], facts, total, seeds, sources))
+            keys = self.seeds_and_sources(step, [n for n, _ in kept])
+            micros.append(self.collate([row for _, row in kept], facts, total, *keys))
         return Step(facts, micros)
+
+    def seeds_and_sources(self, step: int, numbers: list[int]) -> tuple[list[int], list[int]]:
+        """Return the dropout seeds and the data sources of samples, as `Collator` takes them, given the numbers of
+        their records."""
+        seeds = [derive("dropout", self.seed, step, n) % 2**31 for n in numbers] if self.drops else []
+        return seeds, self.sources_of(numbers).tolist() if len(self.sources) > 1 else []
+
+    def prepare_part(self, numbers: list[int], facts: StepFacts, micro_batches: int) -> MicroBatch:
+        """Read and collate this rank's positions of a row that several ranks process together. Of the images, only
+        those are read that have tokens at these positions.
+
+        If an image cannot be read and `data.bad_records=skip`, black tiles take its place, and the sample is added to
+        `facts.skipped`; `Loader.agree` then removes the sample's labels on all ranks. The sample must stay in the row,
+        because the other ranks of the row may not read this image.
+
+        Args:
+            numbers: numbers of the row's records.
+            facts: counts of the whole step.
+            micro_batches: number of rows of the step.
+        """
+        cut = self.cut
+        assert cut is not None
+        records = [self.parse(n) for n in numbers]
+        samples = [self.encode(record, n) for record, n in zip(records, numbers, strict=True)]
+        lengths = [len(sample.input_ids) for sample in samples]
+        tokens = sum(lengths) or 1
+        is_here = np.zeros(tokens + cut.padding(tokens), dtype=bool)
+        is_here[cut.positions(len(is_here))] = True
+        rows, tile_numbers = [], []
+        ends = np.cumsum(lengths)
+        for number, record, sample, end in zip(numbers, records, samples, ends, strict=True):
+            counts = [self.image_reader.count_tiles(record, place) for place in range(len(sample.images))]
+
+            def read(
+                place: int, number: int = number, record: Record = record, counts: list[int] = counts
+            ) -> np.ndarray:
+                try:
+                    return self.tiles(record, number, place)
+                except DataError as error:
+                    facts.skipped.append(self.skipped(number, error))
+                    return np.zeros((counts[place], *self.image_reader.no_tiles().shape[1:]), dtype=np.uint8)
+
+            here, per_tile = is_here[end - len(sample.input_ids) : end], self.image_reader.tokens.features
+            first_tiles = [0, *itertools.accumulate(counts)][:-1]
+            row, own_tiles = shown_images(sample, here, per_tile, read, first_tiles)
+            rows.append(row)
+            tile_numbers.append(own_tiles)
+        kept = numbers if self.bad is BadRecords.skip else []
+        keys = self.seeds_and_sources(facts.step, numbers)
+        return self.collate(rows, facts, micro_batches, *keys, kept, tile_numbers)
 
     def sources_of(self, numbers: list[int] | np.ndarray) -> np.ndarray:
         """Return the index of the data source of each given record, int64 [records]."""
@@ -129,13 +193,26 @@ class Steps(Dataset):
         try:
             return self.load(number)
         except DataError as error:
-            if self.bad is BadRecords.fail or error.kind is None:
-                raise
-            where, lacks = self.records.where(number), self.facts(0, [number])
-            return SkippedSample(number, where, error.kind, str(error), lacks)
+            return self.skipped(number, error)
 
     def load(self, number: int) -> Row:
         record = self.parse(number)
+        sample = self.encode(record, number)
+        return sample, [self.tiles(record, number, place) for place in range(len(sample.images))]
+
+    def skipped(self, number: int, error: DataError) -> SkippedSample:
+        """Return what describes a record that is left out of a step because of an error. Raise the error instead if
+        `data.bad_records=fail`, or if the error has no kind.
+
+        Args:
+            number: number of the record.
+        """
+        if self.bad is BadRecords.fail or error.kind is None:
+            raise error
+        return SkippedSample(number, self.records.where(number), error.kind, str(error), self.facts(0, [number]))
+
+    def encode(self, record: Record, number: int) -> Sample:
+        """Encode a record, given its number; raise DataError if it is not what it was when it was indexed."""
         if self.image_reader.status is not None:
             self.image_reader.status.at(record.where)
         sample = self.encoder(record)
@@ -145,7 +222,7 @@ class Steps(Dataset):
                 f"{record.where} is not what it was when the dataset was examined: {length} tokens and {labels} "
                 "labels then; remove the index and examine it again"
             )
-        return sample, [self.tiles(record, number, place) for place in range(len(sample.images))]
+        return sample
 
     def tiles(self, record: Record, number: int, place: int) -> np.ndarray:
         """Read an image or a video of a record as tiles, uint8 [tiles, 3, size, size].

@@ -235,3 +235,22 @@ def join_tokens(images: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, n
         weights += [tokens["weight"]] if tokens.dtype == BLENDED else []
         before += features
     return np.concatenate(joined or [np.zeros(0, dtype=np.int64)]), np.concatenate(weights)
+
+
+def needed_tiles(tokens: np.ndarray, features: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return which tiles of an image some of its tokens are made of, as ascending numbers, and these tokens with
+    indices among the features of these tiles alone.
+
+    Args:
+        tokens: some tokens of the image, as `ImageTokens` returns them.
+        features: number of features of a tile.
+    """
+    rows = tokens["row"] if tokens.dtype == BLENDED else tokens
+    is_newline = rows == NEWLINE_ROW
+    needed = np.unique(rows[~is_newline] // features)
+    moved = np.where(is_newline, NEWLINE_ROW, np.searchsorted(needed, rows // features) * features + rows % features)
+    if tokens.dtype != BLENDED:
+        return needed, moved
+    tokens = tokens.copy()
+    tokens["row"] = moved
+    return needed, tokens
