@@ -147,7 +147,9 @@ def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
         "read": lambda number: out if number == 1 else f"row {number}",
         "collate": lambda rows, facts, total, seeds, sources: given.append((rows, total, seeds, sources)),
     }
-    vars(steps).update(stand_ins, rank=0, world_size=3, seed=5, drops=True, sources=["a", "b"], ends=np.array([2, 3]))
+    vars(steps).update(
+        stand_ins, rank=0, world_size=3, seed=5, drops=True, sources=["a", "b"], ends=np.array([2, 3]), cut=None
+    )
     assert steps.prepare(7).facts.skipped == [out]
     seeds = [derive("dropout", 5, 7, number) % 2**31 for number in (2, 0)]
     assert given == [(["row 2"], 6, seeds[:1], [1]), (["row 0"], 6, seeds[1:], [0])]
