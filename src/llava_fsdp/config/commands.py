@@ -80,7 +80,10 @@ class PlanConfig(Config):
     rows: int
     """Maximum number of rows of the printed table."""
     page: str
-    """HTML file for the chart of tokens per second against the number of nodes; written if nodes > 1."""
+    """HTML file for the chart of tokens per second against the number of nodes, written if nodes > 1; or of the longest
+    sample against the number of GPUs."""
+    longest: bool
+    """Whether to predict the longest sample that can be trained on 1, 2, 4, ... GPUs, instead of ways to train."""
     format: Format
 
     def __post_init__(self) -> None:

@@ -296,6 +296,7 @@ class Config:
             self.sharding.strategy is Strategy.auto
             or self.activation_checkpointing.mode is ActivationCheckpointing.auto
             or self.plans_tokens
+            or self.parallel.context == AUTO
         )
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,10 +26,12 @@ class Contents:
     tiles: int
     labels: int
     image_tokens: int
+    context: int = 1
+    """Number of ranks that process a row together. All other numbers but `lengths` are those of one rank's part."""
 
     @property
     def tokens(self) -> int:
-        return sum(self.lengths)
+        return sum(self.lengths) // self.context
 
 
 def fullest(cfg: Config, shape: ModelShape) -> Contents:
@@ -39,8 +42,10 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
     one token of text. The labels are those of samples with `data.max_length` tokens that begin with one image of the
     fewest tokens; all other tokens are labels.
     """
-    length = cfg.data.max_length
+    length, context = cfg.data.max_length, cfg.parallel.num_context
     tokens = cfg.row_tokens if cfg.packs else cfg.micro_batch_size * length
+    if context > 1:  # rows are padded to a multiple of the ranks' chunks
+        tokens += -tokens % (2 * context)
     lengths = (length,) * (tokens // length) + ((tokens % length,) if tokens % length else ())
     rule = ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens)
     sizes = rule.sizes if rule.needs_size(1) else (None,)
@@ -49,8 +54,10 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
 
     def with_images(size: Size | None) -> Contents:
         each = len(rule.of(size, 1))
-        images = max(1, tokens // (each + 1)) if cfg.packs else cfg.micro_batch_size
-        return Contents(lengths, images, images * rule.count_tiles(size, 1), labels, min(tokens, images * each))
+        own = tokens // context
+        images = max(1, own // (each + 1)) if cfg.packs else cfg.micro_batch_size
+        tiles, image_tokens = images * rule.count_tiles(size, 1), min(own, images * each)
+        return Contents(lengths, images, tiles, min(own, labels), image_tokens, context)
 
     return max(map(with_images, sizes), key=lambda contents: (contents.tiles, contents.image_tokens))
 
@@ -79,25 +86,32 @@ def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool, ble
         seeds=torch.zeros((rows, contents.tokens if pack else 1), dtype=torch.int64),
         tile_seeds=torch.arange(contents.tiles),
         **(four if blends else {"image_rows": image_rows}),
-        **(boundaries(contents.lengths) if pack else {}),
+        **(edges(contents) if pack else {}),
     )
+
+
+def edges(contents: Contents) -> dict[str, Any]:
+    """Return the fields of a micro-batch that separate the samples of a packed row."""
+    found = boundaries(contents.lengths)
+    return {**found, "position_ids": found["position_ids"][:, : contents.tokens]}
 
 
 def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
     """Return how many micro-batches of a step a dry run computes: at most two, because all later ones would be like the
     second."""
-    return min(2, math.ceil(cfg.global_batch_size / (len(contents.lengths) * world_size)))
+    return min(2, math.ceil(cfg.global_batch_size * contents.context / (len(contents.lengths) * world_size)))
 
 
 def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Config, world_size: int) -> Step:
     """Return this rank's part of a synthetic training step, whose micro-batches all have the given contents."""
     count = micro_batches_of(contents, cfg, world_size)
     times = count * world_size
+    rows = times // contents.context
     facts = StepFacts(
         number,
-        samples=times * len(contents.lengths),
+        samples=rows * len(contents.lengths),
         tokens=times * contents.tokens,
-        pairs=times * sum(length**2 for length in contents.lengths),
+        pairs=rows * sum(length**2 for length in contents.lengths),
         label_tokens=times * contents.labels,
         images=times * contents.images,
         tiles=times * contents.tiles,

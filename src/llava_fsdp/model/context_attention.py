@@ -35,8 +35,6 @@ from llava_fsdp.runtime.errors import ConfigError
 
 Collective = Callable[[torch.Tensor], torch.Tensor]
 """Type of a differentiable collective operation."""
-NAME = "llava_fsdp_context"
-"""Name of the attention implementation in transformers' AttentionInterface."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,12 @@ def plan_context(how: ContextHow, language: PretrainedConfig, size: int, index: 
 
 
 def share_attention(
-    language_model: nn.Module, kernel: Kernel, plan: ContextPlan, exchange: Collective, gather: Collective
+    language_model: nn.Module,
+    kernel: Kernel,
+    plan: ContextPlan,
+    exchange: Collective,
+    gather: Collective,
+    name: str = "llava_fsdp_context",
 ) -> None:
     """Make a language model attend over rows that several ranks process together. Rows that are not packed (those of
     answers to validation questions) are computed by each rank alone, as before.
@@ -83,6 +86,7 @@ def share_attention(
     Args:
         exchange: sends part i of a tensor [ranks, ...] to rank i, and returns what all ranks have sent here, in order.
         gather: [n, ...] -> [ranks * n, ...], the tensors of all ranks in order.
+        name: name of the attention implementation in transformers' AttentionInterface.
     """
     config: Any = language_model.config
     attend = kernel_of(kernel.attention)
@@ -92,8 +96,8 @@ def share_attention(
     else:
         function = attend_with(attend, lambda chosen, parts: GatheredKeys(chosen, gather, parts))
         language_model.register_forward_pre_hook(GiveParts(plan.cut), with_kwargs=True)
-    AttentionInterface.register(NAME, function)
-    config._attn_implementation = NAME
+    AttentionInterface.register(name, function)
+    config._attn_implementation = name
 
 
 class Ulysses:

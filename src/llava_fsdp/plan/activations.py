@@ -21,6 +21,7 @@ from llava_fsdp.distributed.parallelize import block_names
 from llava_fsdp.distributed.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
 from llava_fsdp.model.attention import Kernel, NothingPacked, packing_refused
 from llava_fsdp.model.blocks import find_blocks
+from llava_fsdp.model.context_attention import plan_context, share_attention
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan.meta_trace import Event, FuseAttention, LiveBytes, Trace, collect_gradients
@@ -34,12 +35,14 @@ class MicroBatch:
 
     rows: int
     length: int
-    """Number of tokens in a row, padding included."""
+    """Number of tokens in a row, padding included; if several ranks process the row together, of one rank's part."""
     samples: int
     tiles: int
     """Number of image tiles."""
     labels: int
     image_tokens: int
+    context: int = 1
+    """Number of ranks that process the row together. All other numbers but `samples` are those of one rank's part."""
 
     @property
     def tokens(self) -> int:
@@ -122,6 +125,8 @@ class ActivationMeter:
         compute_norms_in_fp32(model, cfg.precision)
         apply_activation_checkpointing(model.blocks(), activation_checkpointing, torch.device("meta"))
         model.train()
+        if cfg.parallel.num_context > 1 and kernel is not None:
+            share_simulated(model, kernel, cfg)
         self.model = model
         self.packed = kernel is not None
         self.blends = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens).blends
@@ -137,6 +142,16 @@ class ActivationMeter:
         segments = split_into_segments(trace, self.model, self.vocabulary, self.master)
         self.model.zero_grad(set_to_none=True)
         return segments if self.depth is None else deepened(segments, stack_name(self.model), self.depth)
+
+
+def share_simulated(model: Llava, kernel: Kernel, cfg: Config) -> None:
+    """Make a model on the meta device attend over rows that several ranks process together. The collectives only
+    allocate what real ones would."""
+    size = cfg.parallel.num_context
+    plan = plan_context(cfg.parallel.context_how, model.parts.language, size, 0)
+    share_attention(
+        model.language_model, kernel, plan, torch.clone, lambda own: torch.cat([own] * size), "llava_fsdp_planned"
+    )
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:
@@ -166,8 +181,9 @@ def inputs_of(model: Llava, micro: MicroBatch, packed: bool, blends: bool = Fals
         segments = None
         if packed:
             begins = torch.zeros(micro.samples + 1, dtype=torch.int32)
-            each = micro.tokens // micro.samples
-            lengths = (*[each] * (micro.samples - 1), micro.tokens - each * (micro.samples - 1))
+            tokens = micro.tokens * micro.context
+            each = tokens // micro.samples
+            lengths = (*[each] * (micro.samples - 1), tokens - each * (micro.samples - 1))
             segments = torch.zeros_like(ids), begins, lengths
         places = torch.zeros(micro.image_tokens, dtype=torch.int64)
         four = torch.zeros((micro.image_tokens, 4), dtype=torch.int64)

@@ -1,5 +1,5 @@
-"""Choose values for `pack`, `sharding`, `activation_checkpointing` and `tokens_per_micro_batch` where the configuration
-says `auto`."""
+"""Choose values for `pack`, `sharding`, `parallel.context`, `activation_checkpointing` and `tokens_per_micro_batch`
+where the configuration says `auto`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,6 +60,8 @@ class Decision:
     activation_checkpointing: ActivationCheckpointingConfig
     tokens: int | None
     """Value for `tokens_per_micro_batch`; None stands for null."""
+    context: int
+    """Value for `parallel.context`."""
     reason: str
 
     def applied(self, cfg: Config) -> Config:
@@ -69,6 +71,7 @@ class Decision:
         return replace(
             cfg,
             sharding=replace(cfg.sharding, strategy=self.strategy, shard_size=shard_size),
+            parallel=replace(cfg.parallel, context=self.context),
             activation_checkpointing=self.activation_checkpointing,
             tokens_per_micro_batch=self.tokens if cfg.plans_tokens else cfg.tokens_per_micro_batch,
         )
@@ -78,6 +81,8 @@ class Decision:
         values = []
         if cfg.sharding.strategy is Strategy.auto:
             values.append(f"sharding={SHARD_PLANS[self.strategy].zero}")
+        if cfg.parallel.context == AUTO:
+            values.append(f"parallel.context={self.context}")
         if has_auto_checkpointing(cfg):
             values.append(f"activation_checkpointing={self.activation_checkpointing.mode.value}")
         if cfg.plans_tokens:
@@ -96,19 +101,26 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
         ConfigError: the planner predicts that no values fit into memory.
     """
     machine = with_margin(this_machine(world.local_size, world.device.type), cfg)
-    planner = Planner(cfg, machine, samples, parts)
     before = recorded(cfg) if continues else None
     if before is not None:
-        row = rows_for(planner, before, world)[0]
+        row = rows_for(Planner(before, machine, samples, parts), before, world)[0]
         if row.fits:
             tokens = before.tokens_per_micro_batch if isinstance(before.tokens_per_micro_batch, int) else None
-            return Decision(row.choice.strategy, before.activation_checkpointing, tokens, "as when this run began")
-    try:
-        best = rows_for(planner, cfg, world)[0]
-    except LlavaFsdpError:
-        raise
-    except Exception as error:  # a model that does not run on the meta device, such as a mixture of experts in fp32
-        return without_plan(cfg, error)
+            found = row.choice.strategy, before.activation_checkpointing, tokens, before.parallel.num_context
+            return Decision(*found, "as when this run began")
+    best: PlanRow | None = None
+    for tried in with_contexts(cfg, world.size):
+        try:
+            row = rows_for(Planner(tried, machine, samples, parts), tried, world)[0]
+        except LlavaFsdpError:
+            raise
+        except Exception as error:  # a model that does not run on the meta device, such as a mixture of experts in fp32
+            return without_plan(tried, error)
+        if best is None or row.fits or row.bytes["total"] < best.bytes["total"]:
+            best, cfg = row, replace(cfg, parallel=tried.parallel)
+        if row.fits:
+            break
+    assert best is not None
     if not best.fits:
         mode = best.choice.activation_checkpointing.mode.value
         raise ConfigError(
@@ -119,7 +131,30 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
         )
     reason = f"{cost(best)}, as predicted; llava-fsdp plan compares all values"
     tokens = best.tokens if cfg.plans_tokens else None
-    return Decision(best.choice.strategy, best.choice.activation_checkpointing, tokens, reason)
+    context = cfg.parallel.num_context
+    return Decision(best.choice.strategy, best.choice.activation_checkpointing, tokens, context, reason)
+
+
+def with_contexts(cfg: C, world_size: int) -> list[C]:
+    """Return the configuration with each value that `parallel.context=auto` may take, the smallest first: the divisors
+    of the number of ranks for which a sample of the maximum length fits into a row. Without `auto`, return it as it is.
+
+    Raises:
+        ConfigError: no such number is large enough.
+    """
+    if cfg.parallel.context != AUTO:
+        return [cfg]
+    found: list[C] = []
+    error: ConfigError | None = None
+    for size in (n for n in range(1, world_size + 1) if world_size % n == 0):
+        try:
+            found.append(replace(cfg, parallel=replace(cfg.parallel, context=size)))
+        except ConfigError as refused:
+            error = refused
+    if not found:
+        assert error is not None
+        raise error
+    return found
 
 
 def without_plan(cfg: Config, error: Exception) -> Decision:
@@ -130,7 +165,8 @@ def without_plan(cfg: Config, error: Exception) -> Decision:
     if has_auto_checkpointing(cfg):
         checkpointing = ActivationCheckpointingConfig(mode=ActivationCheckpointing.full, budget=None)
     why = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-    return Decision(strategy, checkpointing, None, f"the planner cannot compute this model ({why})")
+    reason = f"the planner cannot compute this model ({why})"
+    return Decision(strategy, checkpointing, None, cfg.parallel.num_context, reason)
 
 
 def with_margin(machine: Machine, cfg: Config) -> Machine:
@@ -161,7 +197,7 @@ def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
     splits = splits_to_try(planner, cfg, world.size, is_free=cfg.plans_tokens)
     if cfg.plans_tokens:  # micro_batch_size is the upper limit, as with null
         most = cfg.micro_batch_size * cfg.data.max_length
-        splits = [split for split in splits if split[0].tokens <= most] or splits[-1:]
+        splits = [split for split in splits if split[0].tokens * split[0].context <= most] or splits[-1:]
     return plan_rows(planner, choices, ranks, splits)
 
 
@@ -184,11 +220,15 @@ def recorded(cfg: Config) -> Config | None:
             activation_checkpointing = ActivationCheckpointingConfig(mode=mode, budget=budget)
         tokens = OmegaConf.select(tree, "tokens_per_micro_batch")
         lacks_tokens = cfg.plans_tokens and not isinstance(tokens, int)
-        if strategy is Strategy.auto or activation_checkpointing.mode is ActivationCheckpointing.auto or lacks_tokens:
+        context = cfg.parallel.context
+        if context == AUTO:
+            context = OmegaConf.select(tree, "parallel.context") or 1
+        has_auto = strategy is Strategy.auto or activation_checkpointing.mode is ActivationCheckpointing.auto
+        if has_auto or lacks_tokens or not isinstance(context, int):
             return None
         if cfg.sharding.strategy is not Strategy.auto:
             strategy = cfg.sharding.strategy
-        return Decision(strategy, activation_checkpointing, tokens, "").applied(cfg)
+        return Decision(strategy, activation_checkpointing, tokens, context, "").applied(cfg)
     except (OmegaConfBaseException, yaml.YAMLError, ConfigError, ValueError, OSError, AssertionError):
         return (
             None  # resuming reports a damaged file; recorded values that contradict the present keys are chosen again

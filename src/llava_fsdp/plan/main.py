@@ -15,18 +15,21 @@ from pathlib import Path
 
 from llava_fsdp.config import DType, Format, OffloadMode, PlanConfig, SamplerName, Source
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
-from llava_fsdp.plan.auto import settle_packing
+from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.plan.auto import settle_packing, with_contexts
 from llava_fsdp.plan.hardware import Machine, machine_named
+from llava_fsdp.plan.longest import longest
+from llava_fsdp.plan.longest import write_page as write_longest
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Planner, PlanRow, Ranks
 from llava_fsdp.plan.scaling_page import scale, write_page
 from llava_fsdp.plan.search import choices, distinct_strategies, plan_rows, splits_to_try
-from llava_fsdp.plan.table import as_object, names, show_plan
+from llava_fsdp.plan.table import as_object, names, show_longest, show_plan
 from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log
 
-OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "format"}
+OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "longest", "format"}
 CHOSEN = {"sharding", "activation_checkpointing", "offload", "tokens_per_micro_batch", "dry_run"}
 """Configuration groups and keys that are not copied from the user's arguments into the recommended command: those that
 the planner chooses, and `dry_run`, which would keep the command from training."""
@@ -59,12 +62,17 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     cfg, padded = settle_packing(cfg, parts.language)
     if padded is not None:
         log().info("auto: %s", padded)
-    planner = Planner(cfg, machine, parts=parts)
+    if cfg.longest:
+        return print_longest(cfg, machine, parts)
     ranks = Ranks(cfg.gpus * cfg.nodes, cfg.sharding.shard_size or cfg.gpus, cfg.gpus)
     # every recipe sets micro_batch_size, so only a user who sets tokens_per_micro_batch has chosen a size
     is_free = not isinstance(cfg.tokens_per_micro_batch, int)
-    splits = splits_to_try(planner, cfg, ranks.world_size, is_free)
-    rows = plan_rows(planner, choices(cfg, machine.device, distinct_strategies(ranks)), ranks, splits)
+    for tried in with_contexts(cfg, ranks.world_size):
+        planner = Planner(tried, machine, parts=parts)
+        splits = splits_to_try(planner, tried, ranks.world_size, is_free)
+        rows = plan_rows(planner, choices(tried, machine.device, distinct_strategies(ranks)), ranks, splits)
+        if rows[0].fits:
+            break
     best = command(cfg, rows[0], typed) if rows[0].fits else None
     more = {}
     if cfg.nodes > 1:
@@ -77,6 +85,18 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     show_plan(console, planner, rows, cfg.rows, best)
     if more:
         console.print(f"tokens/s against nodes: {more['page']}")
+
+
+def print_longest(cfg: PlanConfig, machine: Machine, parts: Parts) -> None:
+    """Print the longest samples that can be trained on 1, 2, 4, ... GPUs, and write a page with a chart of them."""
+    points = longest(cfg, machine, parts)
+    title = f"{cfg.model.name}, {machine.name}, {cfg.precision.param_dtype.value}, zero3"
+    page = str(write_longest(points, title, Path(cfg.page)))
+    if cfg.format is Format.json:
+        print(json.dumps({"longest": points, "page": page}))
+        return
+    show_longest(TextConsole(width=None if sys.stdout.isatty() else 160), points, title)
+    print(f"longest sample against GPUs: {page}")
 
 
 def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[PlanConfig, list[str]]:

@@ -17,6 +17,7 @@ from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan
+from llava_fsdp.model.context_attention import plan_context
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import Parts
@@ -34,7 +35,7 @@ from llava_fsdp.plan.simulate import (
     simulate_step,
     simulate_unsharded_step,
 )
-from llava_fsdp.plan.step_time import Step, Volume, recomputed_share, sample_flops, step_time, volume
+from llava_fsdp.plan.step_time import Step, Volume, context_volume, recomputed_share, sample_flops, step_time, volume
 from llava_fsdp.plan.workload import Samples, configured_split, samples_of
 
 STREAMED = 2 * 128 * MIB
@@ -203,6 +204,7 @@ class Planner:
             passes = self.passes(ActivationCheckpointing.full, micros, between)
             host += max(sum(inputs_of_blocks(one).values()) for one in passes)
         sent = volume(self.weights, strategy, precision, world_size, shard_size, ranks.node_size, len(micros))
+        sent = self.with_context(sent, choice, micros)
         flops = sample_flops(self.flops, self.samples)
         share = recomputed_share(choice.activation_checkpointing)
         recomputed = share * (sample_flops(self.recomputing_flops, self.samples) - flops)
@@ -238,6 +240,18 @@ class Planner:
             tokens_per_second=rate * self.samples.tokens,
             mfu=rate * flops / (world_size * self.machine.peak(precision.param_dtype)),
         )
+
+    def with_context(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch]) -> Volume:
+        """Return the volume of communication with that of attention between ranks that process a row together."""
+        size = self.cfg.parallel.num_context
+        if size == 1:
+            return sent
+        how = plan_context(self.cfg.parallel.context_how, self.parts.language, size, 0).how
+        width = DTYPES[self.cfg.precision.param_dtype].itemsize
+        share = recomputed_share(choice.activation_checkpointing)
+        tokens = sum(micro.tokens for micro in micros)
+        moved, count = context_volume(how, size, self.parts.language, width, tokens, share)
+        return replace(sent, context=moved, exchanges=count * len(micros), context_size=size)
 
     def offloads_activations(self, choice: Choice) -> bool:
         """Return whether this way to train offloads the inputs of blocks to host memory; false on a CPU machine, whose

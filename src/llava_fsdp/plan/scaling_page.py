@@ -83,11 +83,25 @@ def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -
         one, counts = points[0]["tokens_per_second"], sorted({p["nodes"] for p in points})
         lines.append(Line("as many times one node", [Point(n, *[one * n] * 3) for n in counts], 7 + COLOURS))
     title = f"{planner.cfg.model.name}, {planner.machine.name}, {planner.cfg.global_batch_size} samples a step"
-    chart = draw(Chart("Tokens a second against nodes", lines, "predicted", logs=True, wide=True, along="nodes"))
+    chart = Chart("Tokens a second against nodes", lines, "predicted", logs=True, wide=True, along="nodes")
     names = [name for name in points[0] if name != "fits"]
-    rows = ([shown(p[n]) for n in names] for p in points if p["fits"])
-    fastest = table([name.replace("_", " ") for name in names], rows)
-    body = heading("plan", title) + chart + section("Fastest way to train on each", fastest)
+    rows = [[shown(p[n]) for n in names] for p in points if p["fits"]]
+    return write_chart(path, title, chart, "Fastest way to train on each", names, rows)
+
+
+def write_chart(
+    path: Path, title: str, chart: Chart, table_title: str, names: Sequence[str], rows: Sequence[Sequence[object]]
+) -> Path:
+    """Write an HTML page with a chart and a table below it.
+
+    Args:
+        names: names of the table's columns, with underscores for spaces.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    values = table([name.replace("_", " ") for name in names], rows)
+    body = heading("plan", title) + draw(chart) + section(table_title, values)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(whole_page(title, body))

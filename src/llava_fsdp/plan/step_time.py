@@ -4,12 +4,16 @@ not hide.
 The estimate uses the rates in the table of GPUs. It is good enough to compare ways to train, but not exact.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from transformers import PretrainedConfig
 
 from llava_fsdp.config import (
     ActivationCheckpointing,
     ActivationCheckpointingConfig,
+    ContextHow,
     OffloadMode,
     PrecisionConfig,
     Strategy,
@@ -73,13 +77,19 @@ class Volume:
     """Number of all-gathers and reduce-scatters."""
     reductions: int = 0
     """Number of all-reduces."""
+    context: float = 0.0
+    """Bytes received from the ranks that process the same row, by attention."""
+    exchanges: int = 0
+    """Number of collectives between the ranks that process the same row."""
+    context_size: int = 1
+    """Number of ranks that process a row together."""
     shards: int = 1
     replicas: int = 1
     node_size: int = 1
 
     @property
     def total(self) -> float:
-        return self.sharded + self.replicated
+        return self.sharded + self.replicated + self.context
 
     @property
     def nodes(self) -> int:
@@ -99,7 +109,9 @@ class Volume:
         crossing = HOP_BETWEEN * self.nodes
         latency = self.gathers * (LATENCY + HOP * (self.shards - 1) + (crossing if spans else 0))
         latency += self.reductions * (LATENCY + HOP * (self.replicas - 1) + (crossing if self.nodes > 1 else 0))
-        return latency + (self.sharded / ring + self.replicated / replicas) / LINK_EFFICIENCY
+        within = network if self.context_size > self.node_size else link
+        latency += self.exchanges * (LATENCY + HOP * (self.context_size - 1))
+        return latency + (self.sharded / ring + self.replicated / replicas + self.context / within) / LINK_EFFICIENCY
 
 
 def volume(
@@ -138,6 +150,35 @@ def volume(
         replicas=replicas,
         node_size=node_size,
     )
+
+
+def context_volume(
+    how: ContextHow, size: int, language: PretrainedConfig, width: int, tokens: int, recomputed: float
+) -> tuple[float, int]:
+    """Count what attention moves in a step between the ranks that process the same rows.
+
+    With `ulysses`, queries, keys, values and the result are exchanged: a rank receives (size - 1) / size of what it
+    holds. With `gather`, it receives the keys and values of all other ranks, and in the backward pass their gradients.
+
+    Args:
+        how: `ulysses` or `gather`.
+        size: number of ranks that process a row together.
+        language: configuration of the language model.
+        width: bytes of a value.
+        tokens: positions that the rank processes in a step, in all its micro-batches.
+        recomputed: share of the forward pass that runs again in the backward pass.
+
+    Returns:
+        The bytes that a rank receives, and the number of collectives for each micro-batch.
+    """
+    heads, keys = language.num_attention_heads, getattr(language, "num_key_value_heads", language.num_attention_heads)
+    head = getattr(language, "head_dim", None) or language.hidden_size // heads
+    layers, passes = language.num_hidden_layers, 2 + recomputed
+    if how is ContextHow.ulysses:
+        keys *= size // math.gcd(keys, size)
+        each = (2 * heads + 2 * keys) * (size - 1) / size
+        return layers * passes * each * head * width * tokens, math.ceil(4 * layers * passes)
+    return layers * passes * 2 * keys * (size - 1) * head * width * tokens, math.ceil(2 * layers * passes)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def rows_table(rows: Sequence[PlanRow]) -> Table:
     table = Table(
         "sharding", "activation_checkpointing", "offload", "tokens x micro-batches", "fits", "total GB", "states",
         "gathered", "reducing", "acts.", "logits", "s/step", "tokens/s", "MFU", "sent GB",
-        title="GB on a rank at the worst moment of a step; best first", title_justify="left",
+        title=f"GB on a rank at the worst moment of a step; best first{together(rows)}", title_justify="left",
     )  # fmt: skip
     for row in rows:
         held = {name: size / GB for name, size in row.bytes.items()}
@@ -88,6 +88,29 @@ def rows_table(rows: Sequence[PlanRow]) -> Table:
             f"{row.sent.total / GB:.1f}",
         )
     return table
+
+
+def together(rows: Sequence[PlanRow]) -> str:
+    """Return a text that says how many ranks process a row together; empty if each rank has its own rows."""
+    context = rows[0].micro_batches[0].context
+    return f"; {context} ranks process a row together (parallel.context={context})" if context > 1 else ""
+
+
+def show_longest(console: Console, points: Sequence[dict[str, Any]], title: str) -> None:
+    """Print a table of the longest samples that fit: a line for each number of GPUs, and a column for each number of
+    ranks that process a row together.
+
+    Args:
+        points: the predictions of `plan.longest.longest`.
+    """
+    contexts = sorted({point["context"] for point in points})
+    columns = [f"{context} rank{'s' * (context > 1)} a row" for context in contexts]
+    table = Table("GPUs", *columns, title=f"longest sample in tokens that fits: {title}", title_justify="left")
+    for gpus in sorted({point["gpus"] for point in points}):
+        own = {point["context"]: point["tokens"] for point in points if point["gpus"] == gpus}
+        cells = ["" if context not in own else f"{own[context]:,}" if own[context] else "none" for context in contexts]
+        table.add_row(f"{gpus}", *cells)
+    console.print(table)
 
 
 def formula_table(planner: Planner, world_size: int) -> Table:
@@ -133,6 +156,7 @@ def row_object(row: PlanRow) -> dict[str, Any]:
         "offload": choice.offload.value,
         "tokens_per_micro_batch": row.tokens,
         "micro_batches": len(row.micro_batches),
+        "context": row.micro_batches[0].context,
         "bytes": row.bytes,
         "moment": row.moment,
         "at_rest": row.at_rest,

@@ -133,22 +133,30 @@ def most_tokens(samples: Samples, count: float) -> int:
     return math.ceil(count * samples.tokens + 3 * samples.spread * math.sqrt(count))
 
 
-def micro_batch(samples: Samples, rows: int, length: int, count: int) -> MicroBatch:
-    """Estimate the sizes of a micro-batch of `count` samples in `rows` rows of `length` tokens."""
-    tokens = rows * length
-    tiles = min(int(tokens // samples.tile_tokens), math.ceil(count * samples.tiles))
-    labels = min(tokens, max(1, math.ceil(count * samples.labels)))
-    return MicroBatch(rows, length, count, tiles, labels, math.ceil(tiles * samples.tile_tokens))
+def micro_batch(samples: Samples, rows: int, length: int, count: int, context: int = 1) -> MicroBatch:
+    """Estimate the sizes of a micro-batch of `count` samples in `rows` rows of `length` tokens.
+
+    Args:
+        context: number of ranks that process a row together; the sizes are then those of one rank's part.
+    """
+    own = math.ceil(length / context)
+    tokens = rows * own
+    tiles = min(math.ceil(tokens / samples.tile_tokens), math.ceil(count * samples.tiles / context))
+    tiles = tiles if context > 1 else min(int(tokens // samples.tile_tokens), tiles)
+    labels = min(tokens, max(1, math.ceil(count * samples.labels / context)))
+    image_tokens = min(tokens, math.ceil(tiles * samples.tile_tokens))
+    return MicroBatch(rows, own, count, tiles, labels, image_tokens, context)
 
 
 def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list[MicroBatch]]:
     """Return all ways to split a rank's samples of a step into micro-batches of packed or padded rows, those with the
-    largest micro-batches first.
+    largest micro-batches first. Ranks that process a row together share its samples.
 
     Raises:
         ConfigError: `global_batch_size` is not a multiple of the number of ranks, but the sampler llava_v1_5 needs it.
     """
-    per_rank = cfg.global_batch_size / world_size
+    context = cfg.parallel.num_context
+    per_rank = cfg.global_batch_size * context / world_size
     splits: dict[MicroBatch, list[MicroBatch]] = {}
     if not cfg.packs:
         for count in range(1, math.ceil(per_rank) + 1):
@@ -166,14 +174,15 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
     most = max(cfg.data.max_length, most_tokens(samples, per_rank))
     for count in range(1, max(1, math.ceil(most / cfg.data.max_length)) + 1):
         tokens = max(cfg.data.max_length, 256 * math.ceil(most / count / 256))
-        micro = micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)))
+        micro = micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)), context)
         splits.setdefault(micro, [micro] * count)
     return list(splits.values())
 
 
 def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[MicroBatch]:
     """Split a rank's samples of a step into micro-batches of the size that the configuration sets."""
-    per_rank = cfg.global_batch_size / world_size
+    context = cfg.parallel.num_context
+    per_rank = cfg.global_batch_size * context / world_size
     if not cfg.packs:
         rows = min(cfg.micro_batch_size, math.ceil(per_rank))
         micro = micro_batch(samples, rows, cfg.data.max_length, rows)
@@ -185,4 +194,4 @@ def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[Mic
     most = max(cfg.data.max_length, most_tokens(samples, per_rank))
     count = max(1, math.ceil(per_rank * samples.tokens / cfg.row_tokens))
     tokens = min(cfg.row_tokens, max(cfg.data.max_length, math.ceil(most / count)))
-    return [micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)))] * count
+    return [micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)), context)] * count

@@ -155,7 +155,8 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     """
     rows = 1 if cfg.packs else len(contents.lengths)
     samples, tokens = len(contents.lengths), contents.tokens
-    micro = MicroBatch(rows, tokens // rows, samples, contents.tiles, contents.labels, contents.image_tokens)
+    own = contents.tiles, contents.labels, contents.image_tokens
+    micro = MicroBatch(rows, tokens // rows, samples, *own, contents.context)
     return plan_peak(cfg, world.size, world.device, [micro] * micro_batches_of(contents, cfg, world.size))
 
 

@@ -1,0 +1,124 @@
+"""Predict the longest sample that can be trained on 1, 2, 4, ... GPUs, for each number of ranks that process a row
+together, and write an HTML page with a chart and a table."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, OffloadMode, PlanConfig, Strategy
+from llava_fsdp.model.context_attention import plan_context
+from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.plan.activations import MicroBatch
+from llava_fsdp.plan.hardware import Machine
+from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
+from llava_fsdp.plan.scaling_page import shown, write_chart
+from llava_fsdp.plan.workload import Samples, micro_batch
+from llava_fsdp.report.downsample import Point
+from llava_fsdp.report.svg import Chart, Line
+from llava_fsdp.runtime.errors import ConfigError
+
+MOST_TOKENS = 1 << 20
+"""Greatest length of a sample that is tried."""
+PIECE = 1024
+"""Lengths are multiples of this number of tokens for each rank of a row."""
+MODES = (ActivationCheckpointing.full, ActivationCheckpointing.offload)
+"""Modes of activation checkpointing that are tried: those that keep the fewest bytes on the device."""
+
+
+def longest(cfg: PlanConfig, machine: Machine, parts: Parts) -> list[dict[str, Any]]:
+    """Predict the longest sample with which a step fits into memory, with zero3, for 1, 2, 4, ... GPUs and each number
+    of ranks that may process a row together. Each row holds one sample, with the mix of images, text and labels that
+    the dataset has on average. Lengths beyond the positions of the language model are reported as well.
+
+    Returns:
+        An object for each number of GPUs and of ranks a row; `tokens` is 0 if no sample fits.
+    """
+    points = []
+    for context in sizes_of(cfg, parts):
+        planner = Planner(replace(cfg, parallel=replace(cfg.parallel, context=context)), machine, parts=parts)
+        modes = MODES if machine.device == "cuda" else MODES[:1]
+        ways = [ActivationCheckpointingConfig(mode=mode, budget=None) for mode in modes]
+        for gpus in counts(cfg):
+            if gpus % context:
+                continue
+            ranks = Ranks(gpus, gpus, cfg.gpus)
+            found = [longest_row(planner, Choice(Strategy.FULL_SHARD, way, OffloadMode.none), ranks) for way in ways]
+            row = max(found, key=lambda row: 0 if row is None else row.tokens, default=None)
+            points.append(
+                {
+                    "gpus": gpus,
+                    "context": context,
+                    "tokens": 0 if row is None else row.tokens * context,
+                    "activation_checkpointing": None if row is None else row.choice.activation_checkpointing.mode.value,
+                    "bytes": None if row is None else row.bytes["total"],
+                }
+            )
+    return points
+
+
+def counts(cfg: PlanConfig) -> Iterator[int]:
+    """Yield 1, 2, 4, ... GPUs, up to all GPUs of the configuration."""
+    count = 1
+    while count < cfg.gpus * cfg.nodes:
+        yield count
+        count *= 2
+    yield cfg.gpus * cfg.nodes
+
+
+def sizes_of(cfg: PlanConfig, parts: Parts) -> list[int]:
+    """Return the numbers of ranks a row to try: powers of two up to the number of GPUs. With
+    `parallel.context_how=ulysses`, only those that divide the attention heads."""
+    found = []
+    for size in sorted({1 << n for n in range(12) if 1 << n <= cfg.gpus * cfg.nodes}):
+        try:
+            plan_context(cfg.parallel.context_how, parts.language, size, 0)
+        except ConfigError:
+            break
+        found.append(size)
+    return found
+
+
+def longest_row(planner: Planner, choice: Choice, ranks: Ranks) -> PlanRow | None:
+    """Return the prediction for the longest sample that fits into memory, found by bisection; None if none fits."""
+    context = planner.cfg.parallel.num_context
+    ends = [one_sample(planner.samples, PIECE * context, context), one_sample(planner.samples, MOST_TOKENS, context)]
+
+    def row(pieces: int) -> PlanRow:
+        return planner.row(choice, ranks, [one_sample(planner.samples, PIECE * context * pieces, context)], ends)
+
+    first, last = 0, MOST_TOKENS // (PIECE * context)
+    while first < last:
+        middle = (first + last + 1) // 2
+        if row(middle).fits:
+            first = middle
+        else:
+            last = middle - 1
+    return row(first) if first else None
+
+
+def one_sample(samples: Samples, tokens: int, context: int) -> MicroBatch:
+    """Estimate the sizes of a micro-batch of one sample of `tokens` tokens.
+
+    Args:
+        samples: mean sizes of the dataset's samples, whose shares of image and label tokens the sample has.
+        context: number of ranks that process the sample together.
+    """
+    return replace(micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)), context), samples=1)
+
+
+def write_page(points: Sequence[dict[str, Any]], title: str, path: Path) -> Path:
+    """Write an HTML page with a chart and a table of the predictions of `longest`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    lines = []
+    for colour, context in enumerate(sorted({point["context"] for point in points})):
+        own = [point for point in points if point["context"] == context and point["tokens"]]
+        values = [Point(point["gpus"], *[float(point["tokens"])] * 3) for point in own]
+        lines.append(Line(f"{context} rank{'s' * (context > 1)} a row", values, colour, dots=True))
+    chart = Chart("Longest sample in tokens against GPUs", lines, "predicted", logs=True, wide=True, along="GPUs")
+    names = list(points[0])
+    rows = [[shown(point[name]) for name in names] for point in points]
+    return write_chart(path, title, chart, "Longest sample on each", names, rows)
