@@ -1,43 +1,218 @@
 """Training with context parallelism equals the plain loop: several ranks process each packed row together."""
 
+import itertools
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from harness import RankPool
-from reference import EXPORTED, TOLERANCE, Outcome, assert_near, difference, outcome, plain_loop, train_on, vocabulary
+from reference import (
+    EXPORTED,
+    TOLERANCE,
+    Adapters,
+    Outcome,
+    assert_near,
+    difference,
+    outcome,
+    plain_loop,
+    train_on,
+    trained_weights,
+    vocabulary,
+)
+from saves import interrupted
 from small import Configure, make_config
+from test_adapters import EVERY_ROW, LORA, first_values
 from tiers import slow_after
 
+from llava_fsdp.config import ContextHow
+from llava_fsdp.model.attention import AttentionForm, Boundaries, Lengths, PackedRow, each_alone
+from llava_fsdp.model.context_attention import GatheredKeys, Ulysses, parts_of, plan_context
+from llava_fsdp.runtime.context_cut import ContextCut
+from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 
 BATCH = "global_batch_size=16"
 HYBRID = ("hybrid", "hybrid2")
 STRATEGIES = ("zero0", "zero1", "zero2", "zero3", *HYBRID)
+TOWER = "model.train=[projector,language,vision]"
+VARIANTS = {"full": (), "tower": (TOWER,), "lora": (*LORA, "model.lora.dropout=0.1")}
+CASES = [
+    ("full", "zero3", 2, 2),
+    *((variant, "zero2", 2, 2) for variant in ("lora", "tower")),
+    *(("full", strategy, 4, context) for strategy in STRATEGIES for context in (2, 4)),
+    *((variant, strategy, 4, 2) for variant in ("lora", "tower") for strategy in ("zero3", "hybrid")),
+]
+
+
+def heads_of_four(parts: Path, folder: Path) -> Path:
+    """The small model with four heads, two of keys and values, so that four ranks can share them."""
+    for part in ("language", "vision"):
+        (folder / part).mkdir(parents=True)
+        for path in (parts / part).iterdir():
+            (folder / part / path.name).write_bytes(path.read_bytes())
+    path = folder / "language" / "config.json"
+    found = json.loads(path.read_text())
+    found |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10}
+    path.write_text(json.dumps(found))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def reference(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Outcome]:
-    """The plain loop's outcome, and the weights that everything starts from."""
+def model(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return heads_of_four(parts, tmp_path_factory.mktemp("heads") / "parts")
+
+
+@pytest.fixture(scope="module")
+def references(model: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """By variant: the plain loop's outcome, of what trains."""
+    found = {}
     folder = tmp_path_factory.mktemp("start")
-    train.train(make_config(parts, dataset, folder, "max_steps=1", "optim.lr=0", BATCH, *EXPORTED))
-    cfg = make_config(parts, dataset, folder / "none", BATCH)
-    return plain_loop(cfg, folder / "export"), outcome(folder)
+    train.train(make_config(model, dataset, folder, "max_steps=1", "optim.lr=0", BATCH, *EXPORTED))
+    for name, overrides in VARIANTS.items():
+        cfg = make_config(model, dataset, folder / "none", BATCH, *overrides)
+        first = first_values(cfg) if cfg.model.lora.enabled else None
+        found[name] = plain_loop(cfg, folder / "export", None if first is None else Adapters(first))
+        if first is not None:
+            found[name].weights = {key: found[name].weights[key] for key in first}
+    return found
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", ["ulysses", "gather"])
-@pytest.mark.parametrize(
-    ("strategy", "size", "context"),
-    slow_after(1, [("zero3", 2, 2), *((s, 4, c) for s in STRATEGIES for c in (2, 4))]),
-)
+@pytest.mark.parametrize(("variant", "strategy", "size", "context"), slow_after(1, CASES))
 def test_training_is_that_of_the_plain_loop(
-    strategy: str, size: int, context: int, how: str, reference: tuple[Outcome, Outcome],
-    configure: Configure, pools: dict[int, RankPool],
+    variant: str, strategy: str, size: int, context: int, how: str, references: dict[str, Outcome], model: Path,
+    dataset: Path, tmp_path: Path, pools: dict[int, RankPool],
 ) -> None:  # fmt: skip
-    cfg = configure(
-        f"sharding={strategy}", f"sharding.shard_size={2 if strategy in HYBRID else 'null'}", BATCH, "pack=true",
-        f"parallel.context={context}", f"parallel.context_how={how}", "tokens_per_micro_batch=256", *EXPORTED,
+    """Several rows a step on each group of ranks, with recomputation where the strategy's place is odd."""
+    recompute = ("none", "full")[STRATEGIES.index(strategy) % 2]
+    cfg = make_config(
+        model, dataset, tmp_path, f"sharding={strategy}", BATCH, "pack=true",
+        f"sharding.shard_size={2 if strategy in HYBRID else 'null'}", f"activation_checkpointing={recompute}",
+        f"parallel.context={context}", f"parallel.context_how={how}", f"tokens_per_micro_batch={300 // context}",
+        *VARIANTS[variant], *(EXPORTED if variant != "lora" else ()),
     )  # fmt: skip
-    got = outcome(train_on(size, cfg, pools))
-    assert_near(got, reference[0], vocabulary(cfg), f"{strategy} {how}")
-    assert difference(got.weights, reference[1].weights, vocabulary(cfg)) > 100 * TOLERANCE, "nothing was trained"
+    folder = train_on(size, cfg, pools)
+    if variant == "lora":
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        got = Outcome([r["loss"] for r in rows], [r["grad_norm"] for r in rows], trained_weights(folder))
+    else:
+        got = outcome(folder)
+    assert_near(got, references[variant], EVERY_ROW if variant == "lora" else vocabulary(cfg), f"{strategy} {how}")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_run_continues_with_any_number_of_ranks_a_row(
+    model: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """One rank a row, then two, then four, then one."""
+    more = (BATCH, "pack=true", "max_steps=8", "checkpoint.every=2", "checkpoint.keep=9", *EXPORTED)
+    whole = outcome(train_on(1, make_config(model, dataset, tmp_path / "whole", *more), pools))
+    before = tmp_path / "whole"
+    ways = {2: (2, 2, "zero3"), 4: (4, 4, "zero2"), 6: (2, 1, "zero1")}
+    for step, (size, context, strategy) in ways.items():
+        folder = tmp_path / f"{size}-{context}"
+        interrupted(before, folder, step)
+        tokens = f"tokens_per_micro_batch={300 // context}"
+        own = f"sharding={strategy}", f"parallel.context={context}", tokens
+        cfg = make_config(model, dataset, folder, *more, *own)
+        got = outcome(train_on(size, cfg, pools))
+        assert got.losses == pytest.approx(whole.losses, rel=TOLERANCE)
+        assert difference(got.weights, whole.weights, vocabulary(cfg)) < TOLERANCE
+        before = folder
+
+
+def test_ranks_share_heads_or_gather_keys(parts: Path) -> None:
+    class Language:
+        num_attention_heads = 6
+
+    assert plan_context(ContextHow.auto, Language(), 3, 1).how is ContextHow.ulysses  # type: ignore[arg-type]
+    gathers = plan_context(ContextHow.auto, Language(), 4, 1)  # type: ignore[arg-type]
+    assert gathers.how is ContextHow.gather and gathers.cut.head_tail and "6" in gathers.reason
+    with pytest.raises(ConfigError, match="does not divide them"):
+        plan_context(ContextHow.ulysses, Language(), 4, 1)  # type: ignore[arg-type]
+
+
+class Ranks:
+    """Collectives between threads, one for each rank of a row."""
+
+    def __init__(self, size: int):
+        self.barrier = threading.Barrier(size)
+        self.given: dict[int, torch.Tensor] = {}
+        self.size = size
+
+    def all(self, rank: int, own: torch.Tensor) -> list[torch.Tensor]:
+        self.given[rank] = own
+        self.barrier.wait(20)
+        found = [self.given[other] for other in range(self.size)]
+        self.barrier.wait(20)
+        return found
+
+    def exchange(self, rank: int, parts: torch.Tensor) -> torch.Tensor:
+        return torch.stack([other[rank] for other in self.all(rank, parts)])
+
+    def gather(self, rank: int, own: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.all(rank, own))
+
+
+FORMS = [
+    AttentionForm(), AttentionForm(window=3), AttentionForm(scaling=0.3, softcap=2.0),
+    AttentionForm(sinks=torch.linspace(-1, 1, 12)), AttentionForm(window=4, sinks=torch.linspace(-1, 1, 12)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["ulysses", "gather"])
+@pytest.mark.parametrize("form", FORMS, ids=["plain", "window", "softcap", "sinks", "window-sinks"])
+@pytest.mark.parametrize(("size", "keys"), [(2, 3), (3, 4), (4, 2), (4, 12), (6, 4)])
+def test_attention_of_the_parts_is_that_of_the_row(size: int, keys: int, form: AttentionForm, how: str) -> None:
+    """Twelve heads; samples of one token, over borders, and one that is longer than a rank's part."""
+    torch.manual_seed(size)
+    lengths = (1, 31, 1, 2, 9, 4)
+    query, key, value = (torch.randn(1, heads, sum(lengths), 8, dtype=torch.float64) for heads in (12, keys, keys))
+    begins = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    row = PackedRow(Boundaries(begins, Lengths(lengths, max(lengths))), form)
+    whole = each_alone(torch.nn.Module(), query, key, value, row)
+    ranks = Ranks(size)
+
+    def part(index: int) -> tuple[np.ndarray, torch.Tensor]:
+        cut = ContextCut(size, index, head_tail=how == "gather")
+        here = cut.positions(sum(lengths))
+        own = (tensor[:, :, here] for tensor in (query, key, value))
+        if how == "ulysses":
+            attend = Ulysses(each_alone, cut, partial(ranks.exchange, index))
+        else:
+            parts = parts_of(lengths, cut, torch.device("cpu"))
+            attend = GatheredKeys(each_alone, partial(ranks.gather, index), parts)
+        return here, attend(torch.nn.Module(), *own, row)
+
+    with ThreadPoolExecutor(size) as pool:
+        for here, found in pool.map(part, range(size)):
+            assert torch.allclose(found, whole[:, here], atol=1e-12 if form.is_plain else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["pack=false", "tokens_per_micro_batch=null"], "pack"),
+        (["sampler=llava_v1_5", "tokens_per_micro_batch=null"], "sampler"),
+        (["tokens_per_micro_batch=100"], "tokens_per_micro_batch"),
+        (["parallel.context=0"], "parallel.context"),
+        (["parallel.context=some"], "parallel.context"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(overrides: list[str], key: str, configure: Configure) -> None:
+    with pytest.raises(ConfigError, match=key):
+        configure("parallel.context=2", *overrides)
+
+
+@pytest.mark.ranks
+def test_ranks_that_do_not_divide_are_refused(configure: Configure, pools: dict[int, RankPool]) -> None:
+    cfg = configure("parallel.context=3", "tokens_per_micro_batch=256")
+    with pytest.raises(Exception, match="3 does not divide the 2"):
+        train_on(2, cfg, pools)

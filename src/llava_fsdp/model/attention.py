@@ -359,10 +359,25 @@ def attend_alone(
         allowed = within if allowed is None else allowed & within
     if form.is_plain:
         options = {"dropout": form.dropout, "scaling": form.scaling}
-        return sdpa_attention_forward(module, query, key, value, allowed, **options)[0]
+        grouped: Any = HeadGroups(query.shape[1] // key.shape[1])
+        return sdpa_attention_forward(grouped, query, key, value, as_four(allowed), **options)[0]
     if allowed is None:
         allowed = in_window(length, total, total, query.device)
     return attend_in_steps(query, key, value, form, allowed)
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """What transformers' SDPA reads of a layer. The layer itself may have other numbers of heads than a part of it that
+    one rank computes."""
+
+    num_key_value_groups: int
+    is_causal: bool = True
+
+
+def as_four(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return an attention mask with four dimensions, as transformers' SDPA needs it for a single query."""
+    return mask if mask is None or mask.ndim == 4 else mask[None, None]
 
 
 def in_window(length: int, total: int, window: int, device: torch.device) -> torch.Tensor:
