@@ -25,7 +25,7 @@ from reference import (
     vocabulary,
 )
 from saves import interrupted
-from small import Configure, make_config
+from small import Configure, make_config, with_heads
 from test_adapters import EVERY_ROW, LORA, first_values
 from tiers import slow_after
 
@@ -49,22 +49,10 @@ CASES = [
 ]
 
 
-def heads_of_four(parts: Path, folder: Path) -> Path:
-    """The small model with four heads, two of keys and values, so that four ranks can share them."""
-    for part in ("language", "vision"):
-        (folder / part).mkdir(parents=True)
-        for path in (parts / part).iterdir():
-            (folder / part / path.name).write_bytes(path.read_bytes())
-    path = folder / "language" / "config.json"
-    found = json.loads(path.read_text())
-    found |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10}
-    path.write_text(json.dumps(found))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def model(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return heads_of_four(parts, tmp_path_factory.mktemp("heads") / "parts")
+    """The small model with heads that four ranks can share."""
+    return with_heads(parts, tmp_path_factory.mktemp("heads"), 4, 2)
 
 
 @pytest.fixture(scope="module")

@@ -59,11 +59,12 @@ def measure_step(world: World, cfg: Config) -> tuple[int, list[MicroBatch]]:
     alive = AllAlive(own)
     with alive:
         train_step(state, step, plan, cfg, 0.0)
-    return alive.peak, [describe(micro) for micro in step.micro_batches]
+    return alive.peak, [describe(micro, world.rank) for micro in step.micro_batches]
 
 
-def describe(micro: Any) -> MicroBatch:
+def describe(micro: Any, rank: int = 0) -> MicroBatch:
     ids, segments, places, _, images, _, labels, _ = micro.inputs
     rows, length = ids.shape
     samples = rows if segments is None else len(segments[2])
-    return MicroBatch(rows, length, samples, len(images), len(labels), len(places))
+    context = 1 if segments is None else sum(segments[2]) // (rows * length)
+    return MicroBatch(rows, length, samples, len(images), len(labels), len(places), context, rank % context)

@@ -197,3 +197,12 @@ class Configure(Protocol):
     """The fixture `configure`: `make_config` for the session's small model and dataset."""
 
     def __call__(self, *overrides: str, to: str | Path = "", stage: str = "finetune") -> Config: ...
+
+
+def with_heads(parts: Path, folder: Path, heads: int, keys: int) -> Path:
+    """A copy of a model without weights, with other numbers of attention heads and of heads of keys and values."""
+    shutil.copytree(parts, folder, dirs_exist_ok=True)
+    path = folder / "language" / "config.json"
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": 10}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    return folder

@@ -10,13 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 OPERATIONS = {
     "all_gather": (
         "c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_",
-        "_c10d_functional::all_gather_into_tensor",
+        "_c10d_functional::all_gather_into_tensor", "_c10d_functional::all_gather_single",
     ),
     "reduce_scatter": (
         "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_", "c10d::reduce_scatter_tensor_coalesced_",
-        "_c10d_functional::reduce_scatter_tensor",
+        "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::reduce_scatter_single",
     ),
     "all_reduce": ("c10d::allreduce_", "c10d::allreduce_coalesced_", "_c10d_functional::all_reduce"),
+    "all_to_all": ("c10d::alltoall_base_", "_c10d_functional::all_to_all_single"),
 }  # fmt: skip
 KINDS = tuple(OPERATIONS)
 COLLECTIVES = {name: kind for kind, names in OPERATIONS.items() for name in names}
@@ -26,7 +27,7 @@ class Traffic:
     """Counts of the collectives that this rank has issued. For each kind of collective, such as `all_gather`, the dict
     `moved` has the entries `calls`, `bytes` and `sent`.
 
-    `bytes` are those of whole tensors: the output of an all-gather, the input of a reduce-scatter or an all-reduce.
+    `bytes` are those of whole tensors: the output of an all-gather, the input of the others.
     `sent` are the bytes that one of n ranks sends in a ring algorithm: (n - 1) / n of the whole tensor, and twice that
     for an all-reduce. Collectives of a single rank send nothing and are not counted.
     """

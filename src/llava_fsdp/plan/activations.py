@@ -43,6 +43,8 @@ class MicroBatch:
     image_tokens: int
     context: int = 1
     """Number of ranks that process the row together. All other numbers but `samples` are those of one rank's part."""
+    part: int = 0
+    """Number of this rank among them. With gathered keys, ranks differ in the keys that their queries attend to."""
 
     @property
     def tokens(self) -> int:
@@ -113,8 +115,18 @@ class ActivationMeter:
     device with its language model cut to three blocks."""
 
     def __init__(
-        self, parts: Parts, cfg: Config, activation_checkpointing: ActivationCheckpointingConfig, kernel: Kernel | None
+        self,
+        parts: Parts,
+        cfg: Config,
+        activation_checkpointing: ActivationCheckpointingConfig,
+        kernel: Kernel | None,
+        part: int = 0,
     ):
+        """Build the model.
+
+        Args:
+            part: number of the rank among those that process a row together.
+        """
         short = with_depth(parts, MEASURED_BLOCKS)
         # padded rows use this package's SDPA: the mask of transformers' depends on values, which meta tensors lack
         attention = kernel or (
@@ -126,7 +138,7 @@ class ActivationMeter:
         apply_activation_checkpointing(model.blocks(), activation_checkpointing, torch.device("meta"))
         model.train()
         if cfg.parallel.num_context > 1 and kernel is not None:
-            share_simulated(model, kernel, cfg)
+            share_simulated(model, kernel, cfg, part)
         self.model = model
         self.packed = kernel is not None
         self.blends = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens).blends
@@ -144,11 +156,11 @@ class ActivationMeter:
         return segments if self.depth is None else deepened(segments, stack_name(self.model), self.depth)
 
 
-def share_simulated(model: Llava, kernel: Kernel, cfg: Config) -> None:
-    """Make a model on the meta device attend over rows that several ranks process together. The collectives only
-    allocate what real ones would."""
+def share_simulated(model: Llava, kernel: Kernel, cfg: Config, part: int) -> None:
+    """Make a model on the meta device attend over rows that several ranks process together, as rank number `part` of
+    them. The collectives only allocate what real ones would."""
     size = cfg.parallel.num_context
-    plan = plan_context(cfg.parallel.context_how, model.parts.language, size, 0)
+    plan = plan_context(cfg.parallel.context_how, model.parts.language, size, part)
     share_attention(
         model.language_model, kernel, plan, torch.clone, lambda own: torch.cat([own] * size), "llava_fsdp_planned"
     )

@@ -134,7 +134,7 @@ class Planner:
         self.recomputing_flops = count_flops(self.model, activation_checkpointing=True)
         self.image_rule = ImageTokens.of_config(cfg, self.parts.image_size, self.model.image_tokens)
         self.samples = samples or samples_of(cfg, self.image_rule)
-        self.meters: dict[ActivationCheckpointing, ActivationMeter] = {}
+        self.meters: dict[tuple[ActivationCheckpointing, int], ActivationMeter] = {}
         self.measured: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
         self.interpolated: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
 
@@ -148,10 +148,12 @@ class Planner:
         `selective` activation checkpointing. Results are cached."""
         key = mode, micro
         if key not in self.measured:
-            if mode not in self.meters:
+            meter = mode, micro.part
+            if meter not in self.meters:
                 activation_checkpointing = ActivationCheckpointingConfig(mode=mode, budget=None)
-                self.meters[mode] = ActivationMeter(self.parts, self.cfg, activation_checkpointing, self.kernel)
-            self.measured[key] = self.meters[mode].segments(micro)
+                own = self.parts, self.cfg, activation_checkpointing, self.kernel, micro.part
+                self.meters[meter] = ActivationMeter(*own)
+            self.measured[key] = self.meters[meter].segments(micro)
         return self.measured[key]
 
     def passes(

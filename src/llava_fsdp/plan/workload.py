@@ -137,7 +137,8 @@ def micro_batch(samples: Samples, rows: int, length: int, count: int, context: i
     """Estimate the sizes of a micro-batch of `count` samples in `rows` rows of `length` tokens.
 
     Args:
-        context: number of ranks that process a row together; the sizes are then those of one rank's part.
+        context: number of ranks that process a row together; the sizes are then those of the part of the last of them,
+            which needs the most memory with gathered keys.
     """
     own = math.ceil(length / context)
     tokens = rows * own
@@ -145,7 +146,7 @@ def micro_batch(samples: Samples, rows: int, length: int, count: int, context: i
     tiles = tiles if context > 1 else min(int(tokens // samples.tile_tokens), tiles)
     labels = min(tokens, max(1, math.ceil(count * samples.labels / context)))
     image_tokens = min(tokens, math.ceil(tiles * samples.tile_tokens))
-    return MicroBatch(rows, own, count, tiles, labels, image_tokens, context)
+    return MicroBatch(rows, own, count, tiles, labels, image_tokens, context, context - 1)
 
 
 def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list[MicroBatch]]:

@@ -216,6 +216,6 @@ def show(report: dict[str, Any]) -> None:
     planned = report["peak"]["planned"]
     for number, (name, value) in enumerate((n, v) for n, v in report["peak"].items() if n != "planned"):
         table.add_row(name.replace("_", " "), f"{value:,}", "" if number else f"{planned:,}")
-    for name, own in report["collectives"].items():
+    for name, own in ((name, own) for name, own in report["collectives"].items() if own["calls"]):
         table.add_row(f"{name.replace('_', '-')} in a step ({own['calls']} calls)", f"{own['bytes']:,}", "")
     console.print(table)
