@@ -164,8 +164,11 @@ def assemble(
     if meshes.context is not None:
         assert model.kernel is not None, "checked by the configuration"
         group = meshes.context.get_group("context")
-        collectives = exchange_in(group), gather_in(group)
-        share_attention(model.language_model, model.kernel, context_of(cfg, world, model), *collectives)
+        context = context_of(cfg, world, model)
+        if world.is_first:
+            ranks, how = context.cut.size, context.how.value
+            log().info("%d ranks process each row together, parallel.context_how=%s: %s", ranks, how, context.reason)
+        share_attention(model.language_model, model.kernel, context, exchange_in(group), gather_in(group))
     buffers, mesh = computed_buffers(model), meshes.states
     offload = Offload(cfg, world.device)
     warn_if_useless(cfg, world)

@@ -201,9 +201,11 @@ def describe_precision(precision: PrecisionConfig) -> str:
 
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
     if cfg.sampler.name is not SamplerName.llava_v1_5 and cfg.packs:
+        context = cfg.parallel.num_context
+        each = "each rank" if context == 1 else f"each {context} ranks, which process a row together"
         return (
             f"{cfg.global_batch_size} samples packed into rows of at most {cfg.row_tokens:,} tokens, "
-            "as few as they need on each rank"
+            f"as few as they need on {each}"
         )
     count = loader.num_micro_batches
     return (
