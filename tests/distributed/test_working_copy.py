@@ -26,7 +26,7 @@ from transformers import LlavaForConditionalGeneration
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import TENSORS
 from llava_fsdp.distributed.local_shards import whole
-from llava_fsdp.distributed.mesh import World
+from llava_fsdp.distributed.mesh import Meshes, World
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.train import final_export
 from llava_fsdp.train.build_state import build_state
@@ -63,7 +63,7 @@ def one_rank_mesh(device: torch.device, folder: Path) -> Iterator[DeviceMesh]:
 
 def build_run(cfg: Config, device: torch.device, mesh: DeviceMesh | None) -> TrainState:
     """A run before its first step, as `train` builds it, on any device and mesh."""
-    state = build_state(cfg, World(0, 1, 0, 1, device), SHARD_PLANS[cfg.sharding.strategy], mesh)
+    state = build_state(cfg, World(0, 1, 0, 1, device), SHARD_PLANS[cfg.sharding.strategy], Meshes(mesh))
     state.model.train()
     return state
 

@@ -12,7 +12,7 @@ from torch import nn
 from llava_fsdp.config import Config, OffloadMode
 from llava_fsdp.distributed.host_memory import Arena
 from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.mesh import World
+from llava_fsdp.distributed.mesh import Meshes, World
 from llava_fsdp.distributed.streamed_buffers import DeviceStaging
 from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -45,7 +45,7 @@ def run(cfg: Config, device: torch.device, folder: Path) -> tuple[Trace, TrainSt
             state.model.train()
             return run_steps(state, cfg), state
         with one_rank_mesh(device, folder) as mesh:
-            state = build_state(cfg, world, plan, mesh)
+            state = build_state(cfg, world, plan, Meshes(mesh))
             state.model.train()
             return run_steps(state, cfg), state
     finally:

@@ -40,12 +40,12 @@ from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.summary import show_run
 
 
-def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes) -> TrainState:
+def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | None) -> TrainState:
     """Build the state of a training at step 0: the data, and the sharded model and optimizer with initial weights.
 
     Args:
         plan: what the sharding strategy shards (row of the table in `distributed/zero.py`).
-        meshes: the arrangement of the ranks.
+        meshes: arrangements of the ranks (`make_meshes`); None: there is one rank.
     """
     model, projector = open_model(cfg, world.device)
     parts = model.parts
@@ -149,7 +149,7 @@ def assemble(
     cfg: Config,
     world: World,
     plan: ShardPlan,
-    meshes: Meshes,
+    meshes: Meshes | None,
 ) -> TrainState:
     """Shard and compile a model that is on the meta device, load its weights and build its optimizer. Return the state
     of a training at step 0.
@@ -161,6 +161,7 @@ def assemble(
         fill: function that fills this rank's shards with the initial weights.
         plan: the FSDP2 settings of the sharding strategy.
     """
+    meshes = meshes or Meshes()
     if meshes.context is not None:
         assert model.kernel is not None, "checked by the configuration"
         group = meshes.context.get_group("context")
