@@ -50,7 +50,9 @@ class Fits:
         return self.results is not None
 
 
-def attempt(limit: int | None, function: Callable[..., Any], *args: Any, timeout: float = 900) -> Fits:
+def attempt(
+    limit: int | None, function: Callable[..., Any], *args: Any, timeout: float = 900, size: int = RANKS
+) -> Fits:
     """Call `function(world, *args)` on every rank, in processes that may have `limit` bytes of private memory each.
 
     Raises:
@@ -61,9 +63,10 @@ def attempt(limit: int | None, function: Callable[..., Any], *args: Any, timeout
         context = multiprocessing.get_context("fork")
         store = Path(folder) / "store"
         pipes, ranks = [], []
-        for rank in range(RANKS):
+        for rank in range(size):
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=serve, args=(rank, store, there, limit, function, args), daemon=True)
+            own = rank, size, store, there, limit, function, args
+            process = context.Process(target=serve, args=own, daemon=True)
             process.start()
             there.close()
             pipes.append(here)
@@ -80,7 +83,7 @@ def collect(pipes: list[Any], ranks: list[Any], timeout: float) -> Fits:
     """The answers of all ranks; the first that fails speaks for all, because the others wait for it."""
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
-    while len(results) < RANKS:
+    while len(results) < len(ranks):
         if time.monotonic() > deadline:
             raise RuntimeError(f"no answer within {timeout} s")
         for rank, pipe in enumerate(pipes):
@@ -96,19 +99,21 @@ def collect(pipes: list[Any], ranks: list[Any], timeout: float) -> Fits:
             if kind == "error":
                 raise RuntimeError(f"rank {rank}: {value}")
             results[rank] = value
-    return Fits([results[rank] for rank in range(RANKS)])
+    return Fits([results[rank] for rank in range(len(ranks))])
 
 
-def serve(rank: int, store: Path, pipe: Any, limit: int | None, function: Callable[..., Any], args: Any) -> None:
+def serve(
+    rank: int, size: int, store: Path, pipe: Any, limit: int | None, function: Callable[..., Any], args: Any
+) -> None:
     torch.set_num_threads(1)
     return_freed_memory()  # the same for all: else the heap's holes are measured
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS, timeout=timedelta(minutes=20)
+            "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=timedelta(minutes=20)
         )
-        pipe.send(("done", function(World(rank, RANKS, rank, RANKS, torch.device("cpu")), *args)))
+        pipe.send(("done", function(World(rank, size, rank, size, torch.device("cpu")), *args)))
     except BaseException as error:
         memory = isinstance(error, MemoryError | OutOfMemory) or NO_ROOM.search(str(error))
         pipe.send(("memory", str(error).splitlines()[0][:200]) if memory else ("error", traceback.format_exc()))
