@@ -1,5 +1,6 @@
 """Training with context parallelism equals the plain loop: several ranks process each packed row together."""
 
+import contextlib
 import itertools
 import json
 import threading
@@ -30,6 +31,7 @@ from test_adapters import EVERY_ROW, LORA, first_values
 from tiers import slow_after
 
 from llava_fsdp.config import ContextHow
+from llava_fsdp.distributed.context import check_torch
 from llava_fsdp.model.attention import AttentionForm, Boundaries, Lengths, PackedRow, each_alone
 from llava_fsdp.model.context_attention import GatheredKeys, Ulysses, parts_of, plan_context
 from llava_fsdp.runtime.context_cut import ContextCut
@@ -197,6 +199,13 @@ def test_attention_of_the_parts_is_that_of_the_row(size: int, keys: int, form: A
 def test_what_does_not_go_together_is_refused(overrides: list[str], key: str, configure: Configure) -> None:
     with pytest.raises(ConfigError, match=key):
         configure("parallel.context=2", *overrides)
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, refused in (("2.12.1+cpu", True), ("2.13.0+cpu", False), ("3.0", False)):
+        monkeypatch.setattr(torch, "__version__", version)
+        with pytest.raises(ConfigError, match="torch 2") if refused else contextlib.nullcontext():
+            check_torch()
 
 
 @pytest.mark.ranks

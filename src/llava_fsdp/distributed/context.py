@@ -3,11 +3,27 @@
 They are the differentiable collectives that torch.compile knows (torch.distributed._functional_collectives).
 """
 
+import re
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives
+
+from llava_fsdp.runtime.errors import ConfigError
+
+OLDEST_TORCH = (2, 13)
+"""Context parallelism was not tried with older releases of torch."""
+
+
+def check_torch() -> None:
+    """Raise ConfigError if the installed torch is older than `OLDEST_TORCH`."""
+    found = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+    if found < OLDEST_TORCH:
+        raise ConfigError(
+            f"parallel.context above 1 was never tried with torch {torch.__version__}; use "
+            f"{'.'.join(map(str, OLDEST_TORCH))} or newer, or set parallel.context=1"
+        )
 
 
 def exchange_in(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:

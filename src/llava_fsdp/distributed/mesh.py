@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llava_fsdp.config import Config, ParallelConfig
 from llava_fsdp.distributed.consensus import gathered
+from llava_fsdp.distributed.context import check_torch
 from llava_fsdp.distributed.fake_collectives import join_fake
 from llava_fsdp.distributed.malloc import keep_freed_memory, limit_kernel_cache
 from llava_fsdp.distributed.zero import Mesh, ShardPlan
@@ -253,9 +254,12 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
     """Create the device meshes of a training.
 
     Raises:
-        ConfigError: `sharding.shard_size` or `parallel.context` does not divide the number of ranks.
+        ConfigError: `sharding.shard_size` or `parallel.context` does not divide the number of ranks, or the installed
+            torch is too old for `parallel.context`.
     """
     rank_of_data(world, cfg.parallel)
+    if cfg.parallel.num_context > 1:
+        check_torch()
     shape = mesh_shape(plan, world.size, cfg.sharding.shard_size or world.local_size)
     if world.size == 1 and not cfg.offload.mode.moves_weights:
         return Meshes()

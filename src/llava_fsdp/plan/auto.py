@@ -102,7 +102,7 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     """
     machine = with_margin(this_machine(world.local_size, world.device.type), cfg)
     before = recorded(cfg) if continues else None
-    if before is not None:
+    if before is not None and world.size % before.parallel.num_context == 0:
         row = rows_for(Planner(before, machine, samples, parts), before, world)[0]
         if row.fits:
             tokens = before.tokens_per_micro_batch if isinstance(before.tokens_per_micro_batch, int) else None
