@@ -60,7 +60,7 @@ def read_image(file: Reader, location: ImageLocation, pages: PageCache) -> bytes
 
     Raises:
         ImageError: the image has more than `MOST_BYTES` bytes, or the page that contains it cannot be decompressed.
-        SourceError: the file cannot be read, or is shorter than when its index was made.
+        SourceError: the file cannot be read, or is shorter than when the dataset was indexed.
     """
     assert file.name == location.file, (file.name, location.file)
     size = file.size if location.size is None else location.size
