@@ -25,7 +25,8 @@ HAS_MEMORY_FILES = sys.platform.startswith("linux")
 
 
 class Outbox:
-    """The memory files of one data worker. Each contains a training step that is being transferred, or is empty."""
+    """The memory files of one data worker process. Each contains a training step that is being transferred to the
+    rank's process, or is empty."""
 
     def __init__(self, files: int):
         """Create memory files; raise OSError if the process has too many files open.
@@ -39,7 +40,8 @@ class Outbox:
             self.files.append(memory_file())
 
     def put(self, step: Step) -> Sent:
-        """Write the tensors of a step to an empty memory file; raise OSError if the system is out of memory."""
+        """Write the tensors of a training step to an empty memory file of this worker, and return what the rank's
+        process needs to read them. Raise OSError if the system is out of memory."""
         file = next((file for file in self.files if not os.fstat(file).st_size), None)
         assert file is not None, "there are as many files as steps in transfer"
         size = 0
@@ -71,8 +73,12 @@ class Sent:
     """Total size of the tensors in bytes, including padding."""
 
     def receive(self, pin_memory: bool = False) -> Step:
-        """Copy the step from its memory file into memory of this process, and empty the file. This must be called once,
-        in the rank's process."""
+        """Copy the training step from its memory file into memory of this process, and empty the file. This must be
+        called once, in the rank's process.
+
+        Args:
+            pin_memory: whether to use page-locked memory, for asynchronous copies to a GPU.
+        """
         memory, begin = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin_memory), 0
         written = memory[: os.fstat(self.file).st_size]
         each_byte(written, lambda rest, done: os.preadv(self.file, [rest], done))
@@ -87,8 +93,8 @@ class Sent:
         return self.step.map(read)
 
     def pin_memory(self) -> Step:
-        """Receive the step into page-locked memory, for asynchronous copies to a GPU; torch's DataLoader calls this in
-        a thread."""
+        """Receive the training step from the data worker into page-locked memory, for asynchronous copies to a GPU;
+        torch's DataLoader calls this in a thread."""
         return self.receive(pin_memory=True)
 
 
@@ -101,6 +107,7 @@ def each_byte(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> N
     """Call `move` until all bytes of a uint8 tensor are transferred, because one system call transfers at most 2 GiB.
 
     Args:
+        values: the tensor, on the CPU.
         move: function (remaining bytes, number of bytes already moved) -> number of bytes that it moved.
     """
     data, done = values.numpy().data, 0
