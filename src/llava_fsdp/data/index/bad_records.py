@@ -35,7 +35,12 @@ the text."""
 
 def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch) -> Records:
     """Open the records of the configured dataset, and check whether training may begin with them. If the dataset has no
-    index, make it first.
+    index (the folder with what is known about each record), make it first.
+
+    Args:
+        encoder: encodes a record as token ids and labels.
+        reader: reads images as tiles.
+        show: makes a progress bar.
 
     Raises:
         DataError: there are more bad or long records than `data.bad_records`, `data.max_bad_records` and
@@ -56,10 +61,13 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch
 
 
 def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: str) -> Records:
-    """Examine the bad records of an index again, because the user may have fixed their files, and return the records of
-    the updated index. If the index cannot be written, log a warning and return `records` unchanged.
+    """Examine the bad records of a dataset again, because the user may have fixed their files, and return the records
+    of the updated index. If the index cannot be written, log a warning and return `records` unchanged.
 
     Args:
+        plan: the dataset, the encoder and the image reader from which the index is made.
+        records: the dataset as it was opened.
+        show: makes a progress bar.
         since: an earlier result of `last_look`. If another process has examined the bad images since then, the index
             that it made is used.
     """
@@ -79,7 +87,7 @@ def report(records: Records, cfg: Config, plan: Plan) -> None:
 
 
 def same_files(records: Records) -> str:
-    """Return a warning about files that several data sources contain; empty if there are none."""
+    """Return a warning about files that several data sources of the dataset contain; empty if there are none."""
     names: dict[str, list[str]] = {}
     for part in records.index.store.parts:
         names.setdefault(os.path.realpath(part.file.path), []).append(part.file.name)
@@ -88,8 +96,8 @@ def same_files(records: Records) -> str:
 
 
 def remarks(records: Records) -> str:
-    """Return warnings about records that have a problem but are trained on, sources whose records have no image, and
-    files that several sources contain; empty if there are none."""
+    """Return warnings about a dataset: records that have a problem but are trained on, data sources whose records have
+    no image, and files that several sources contain; empty if there are none."""
     said = [
         f"{records.counts[kind]:,} {words}"
         for kind, words in NOTED.items()
@@ -106,7 +114,7 @@ def remarks(records: Records) -> str:
 
 
 def refuse_bad_records(records: Records, cfg: DataConfig) -> None:
-    """Raise DataError if there are more bad or too long records than the configuration allows."""
+    """Raise DataError if the dataset has more bad or too long records than the configuration allows."""
     report = cfg.index_folder / PAGE
     if cfg.too_long is TooLong.fail and records.counts[Kind.too_long]:
         how = "raise data.max_length, or set data.too_long=truncate or skip"

@@ -30,7 +30,7 @@ def damaged(path: Path, what: str) -> DamagedError:
     """Return a DamagedError about a file of a dataset's index.
 
     Args:
-        path: the file; its path ends in INDEX/STATE/PART/NAME.
+        path: the file. The folder of the whole index is taken to be three levels above it.
         what: what is wrong with the file.
     """
     folder = path.parents[min(2, len(path.parents) - 1)]
@@ -40,7 +40,7 @@ def damaged(path: Path, what: str) -> DamagedError:
 
 @contextlib.contextmanager
 def from_index(path: Path) -> Iterator[None]:
-    """Context manager for reading a file of a dataset's index. In the `with` block, FileNotFoundError becomes
+    """Context manager for reading the file `path` of a dataset's index. In the `with` block, FileNotFoundError becomes
     DamagedError, and any other OSError becomes SourceError."""
     with reading(path):
         try:
@@ -58,8 +58,9 @@ def read_json(path: Path) -> dict[str, Any]:
             raise damaged(path, str(error)) from error
 
 
-def read_column(path: Path, mmap_mode: str | None = "r") -> np.ndarray:
-    """Open a column of a dataset's index (a .npy file) as a memory-mapped array.
+def read_column(path: Path) -> np.ndarray:
+    """Open a column of a dataset's index (a .npy file) as a read-only, memory-mapped array; an empty array is read into
+    memory.
 
     Raises:
         DamagedError: the file is missing or not a whole .npy file.
@@ -67,7 +68,7 @@ def read_column(path: Path, mmap_mode: str | None = "r") -> np.ndarray:
     with from_index(path):
         try:
             mapped = path.stat().st_size > 128  # an empty array cannot be mapped
-            return np.load(path, mmap_mode=mmap_mode if mapped else None, allow_pickle=False)  # pyright: ignore[reportArgumentType]
+            return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
         except NOT_NUMPY as error:
             raise damaged(path, "it is not a whole .npy file") from error
 
@@ -87,8 +88,12 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_done(folder: Path, facts: dict[str, Any]) -> None:
-    """Write `done.json` into a folder of a dataset's index, with `facts` and the size and checksum of every file in the
-    folder. Call this after all other files are written."""
+    """Write `done.json` into a folder of a dataset's index, with the size and checksum of every file in the folder.
+    Call this after all other files are written.
+
+    Args:
+        facts: other entries of `done.json`, as JSON values.
+    """
     paths = [path for path in sorted(folder.iterdir()) if path.name != DONE]
     files = {path.name: [path.stat().st_size, check_sum(path)] for path in paths}
     (folder / DONE).write_text(json.dumps({**facts, FILES: files}))

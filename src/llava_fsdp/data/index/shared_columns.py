@@ -26,6 +26,7 @@ def shared_column(path: Path, count: int, dtype: np.dtype, make: Callable[[], It
     Args:
         path: the file, in a folder for such arrays; its name must change with everything that the values depend on.
         count: number of values.
+        dtype: type of the values.
         make: function that computes the values, in pieces.
 
     Raises:
