@@ -100,8 +100,8 @@ class SkippedSample:
 
 @dataclass
 class StepFacts:
-    """Counts of one step over all ranks (samples, tokens, labels, ...). Every rank computes all of them from the
-    dataset's index, without communication."""
+    """Counts of one training step over all ranks (samples, tokens, labels, ...). Every rank computes all of them from
+    numbers that were counted before training, without communication."""
 
     step: int
     samples: int = 0
@@ -125,7 +125,7 @@ class StepFacts:
     """Number of label tokens of each data source, by the source's name."""
 
     def without(self, skipped: list[SkippedSample]) -> StepFacts:
-        """Return the counts of the step without the samples in `skipped`."""
+        """Return these counts of a training step without the samples in `skipped`."""
         counts = {name: getattr(self, name) - sum(getattr(s.lacks, name) for s in skipped) for name in COUNTS}
         named = [record for sample in skipped for record in sample.lacks.unlabelled]
         unlabelled = [record for record in self.unlabelled if record not in named]

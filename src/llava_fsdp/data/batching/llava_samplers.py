@@ -24,7 +24,8 @@ class LlavaSampler:
     def __init__(
         self, lengths: list[int], batch_size: int, accumulation: int, world_size: int, seed: int, grouped: bool
     ):
-        """Make the sampler, and draw the order of the records in the first epoch.
+        """Make the sampler that chooses the same records for each step as LLaVA, and draw the order of the records in
+        the first epoch.
 
         Args:
             lengths: number of words of each record, negative for a record without image (LLaVA train.py:684-690).

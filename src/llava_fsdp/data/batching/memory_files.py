@@ -25,11 +25,12 @@ HAS_MEMORY_FILES = sys.platform.startswith("linux")
 
 
 class Outbox:
-    """The memory files of one data worker process. Each contains a training step that is being transferred to the
-    rank's process, or is empty."""
+    """The memory files (anonymous files in memory) of one data worker process. Each contains a training step that is
+    being transferred to the rank's process, or is empty."""
 
     def __init__(self, files: int):
-        """Create memory files; raise OSError if the process has too many files open.
+        """Create the memory files (anonymous files in memory) of one data worker process; raise OSError if the process
+        has too many files open.
 
         Args:
             files: number of files, one for each step that may be in transfer at the same time.
@@ -40,8 +41,8 @@ class Outbox:
             self.files.append(memory_file())
 
     def put(self, step: Step) -> Sent:
-        """Write the tensors of a training step to an empty memory file of this worker, and return what the rank's
-        process needs to read them. Raise OSError if the system is out of memory."""
+        """Write the tensors of a training step to an empty memory file (an anonymous file in memory) of this data
+        worker. Return what the rank's process needs to read them. Raise OSError if the system is out of memory."""
         file = next((file for file in self.files if not os.fstat(file).st_size), None)
         assert file is not None, "there are as many files as steps in transfer"
         size = 0
@@ -63,7 +64,8 @@ class Outbox:
 
 @dataclass(frozen=True)
 class Sent:
-    """A training step whose tensors are in a memory file, each at a multiple of ALIGNMENT bytes."""
+    """A training step whose tensors are in a memory file (an anonymous file in memory), each at a multiple of ALIGNMENT
+    bytes."""
 
     step: Step
     """The step with its tensors on the meta device, which have shapes and types but no values."""
@@ -73,8 +75,8 @@ class Sent:
     """Total size of the tensors in bytes, including padding."""
 
     def receive(self, pin_memory: bool = False) -> Step:
-        """Copy the training step from its memory file into memory of this process, and empty the file. This must be
-        called once, in the rank's process.
+        """Copy the training step from its memory file (an anonymous file in memory) into memory of this process, and
+        empty the file. This must be called once, in the rank's process.
 
         Args:
             pin_memory: whether to use page-locked memory, for asynchronous copies to a GPU.
@@ -99,7 +101,7 @@ class Sent:
 
 
 def padded_size(values: torch.Tensor) -> int:
-    """Return the number of bytes that a tensor takes in a memory file, including padding to a multiple of ALIGNMENT."""
+    """Return the number of bytes that a tensor takes in a file, including padding to a multiple of ALIGNMENT."""
     return -(-values.nbytes // ALIGNMENT) * ALIGNMENT
 
 

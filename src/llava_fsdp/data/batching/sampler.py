@@ -62,7 +62,8 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """One of several data sources, and the number of samples that it contributes to each epoch (`samples`)."""
+    """One of several data sources that are mixed in training, and the number of samples that it contributes to each
+    epoch (`samples`)."""
 
     name: str
     first: int

@@ -96,8 +96,8 @@ class Steps(Dataset):
         return np.searchsorted(self.ends, numbers, side="right")
 
     def facts(self, step: int, numbers: list[int]) -> StepFacts:
-        """Return the counts of a training step that consists of the given records. They come from the dataset's index;
-        the records themselves are read only to name those without labels.
+        """Return the counts (samples, tokens, labels, ...) of a training step that consists of the given records. They
+        were counted before training; the records themselves are read only to name those without labels.
 
         Args:
             step: number of the step, from 0.
@@ -122,14 +122,14 @@ class Steps(Dataset):
 
     def read(self, number: int) -> Row | SkippedSample:
         """Read and encode a record, given its number in the dataset. If the record or an image is invalid and
-        `data.bad_records=skip`, return a SkippedSample.
+        `data.bad_records=skip`, return a SkippedSample, which describes what is skipped.
 
         Returns:
             (encoded record; tiles of each of its images, uint8 [tiles, 3, size, size]), or the SkippedSample
 
         Raises:
-            DataError: the record or an image is invalid and `data.bad_records=fail`, or the record has changed since it
-                was indexed.
+            DataError: the record or an image is invalid and `data.bad_records=fail`, or the record has changed since
+                the dataset was examined.
         """
         try:
             return self.load(number)
@@ -170,8 +170,8 @@ class Steps(Dataset):
             raise ImageError(f"{error}; {unknown}", error.kind).about(**error.culprit) from error
 
     def parse(self, number: int) -> Record:
-        """Parse a record, given its number in the dataset. It was valid when the dataset was indexed. If it is not
-        valid now, raise a DataError without a kind, which stops the run even if bad records are skipped."""
+        """Parse a record, given its number in the dataset. It was valid when the dataset was examined before training.
+        If it is not valid now, raise a DataError that stops the run even if bad records are skipped."""
         try:
             return self.records[number]
         except DataError as error:

@@ -83,7 +83,7 @@ class WorkerStatus:
             self.current[worker.id].value = shown_name(name).encode()[: CURRENT_BYTES - 1]
 
     def end(self) -> None:
-        """Write to the shared memory that this data worker has finished its step."""
+        """Write to the shared memory that this data worker has finished its training step."""
         self.begin(IDLE)
 
     def describe_worker(self, worker: int) -> str:
@@ -129,11 +129,12 @@ def shared(kind: Any) -> Any:
 
 
 class WatchedSteps(Dataset):
-    """Wraps a dataset of training steps for use in data workers. It writes to a WorkerStatus when a worker begins and
-    ends a step, and transfers the step to the rank's process through the worker's memory files."""
+    """Wraps a dataset of training steps for use in data workers. It writes to shared memory when a worker begins and
+    ends a step, and transfers the step to the rank's process through a memory file (an anonymous file in memory)."""
 
     def __init__(self, steps: Dataset, status: WorkerStatus, prefetch: int):
-        """Create the memory files of each data worker; raise OSError if the process has too many files open.
+        """Create the memory files (anonymous files in memory) through which each data worker transfers training steps;
+        raise OSError if the process has too many files open.
 
         Args:
             steps: the dataset of training steps that is wrapped.
@@ -154,8 +155,9 @@ class WatchedSteps(Dataset):
         return prepared
 
     def send(self, step: Step, worker: int) -> Sent | OutOfMemory:
-        """Write a training step to a memory file of a data worker, given the worker's index. Return what the rank's
-        process needs to read it, or an OutOfMemory error if the system has no memory for it."""
+        """Write a training step to a memory file (an anonymous file in memory) of a data worker, given the worker's
+        index. Return what the rank's process needs to read it, or an OutOfMemory error if the system has no memory for
+        it."""
         try:
             return self.outboxes[worker].put(step)
         except OSError as error:

@@ -54,7 +54,7 @@ class DataFiles:
         Raises:
             ImageError: the image is too large, the Parquet page that contains it cannot be decompressed, or it does not
                 exist in the remote folder.
-            SourceError: the file cannot be read, or is shorter than when the dataset was indexed.
+            SourceError: the file cannot be read, or is shorter than when the dataset was examined.
         """
         if location.file in self.remote:
             return read_image(RemoteReader(self._ahead, self.remote[location.file]), location, self._pages)
@@ -169,7 +169,7 @@ def within(location: ImageLocation, file: RemoteFile) -> ImageLocation:
 
 class Blocks:
     """Reads a remote file from its beginning to its end, in requests of BLOCK bytes. It has the interface
-    `file_reader.Reader`."""
+    `file_reader.Reader` for reading byte ranges of a file."""
 
     def __init__(self, storage: RemoteStorage, file: RemoteFile):
         self.storage = storage

@@ -54,7 +54,8 @@ def reading(path: Path) -> Iterator[None]:
 
 
 class LocalFile:
-    """An open local file, with the interface `Reader`. Several threads and forked processes may read it at once."""
+    """An open local file, of which ranges of bytes can be read. Several threads and forked processes may read it at
+    once."""
 
     def __init__(self, path: str | Path):
         """Open a file.

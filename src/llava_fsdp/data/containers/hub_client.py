@@ -39,7 +39,7 @@ class HubClient:
     environment variables of huggingface_hub give the endpoint and the token."""
 
     def __init__(self, idle: float, in_flight: int):
-        """Create the client; nothing is requested yet.
+        """Create the client for the Hugging Face hub; nothing is requested yet.
 
         Args:
             idle: seconds without receiving a byte after which a request has failed.

@@ -85,7 +85,7 @@ class S3Client:
     ETag of the listed object as If-Match, so that a changed object is noticed."""
 
     def __init__(self, idle: float, in_flight: int):
-        """Create the client; nothing is requested yet.
+        """Create the client for S3; nothing is requested yet.
 
         Args:
             idle: seconds without receiving a byte after which a request has failed.
@@ -198,8 +198,8 @@ class GsClient:
     listed object, which is gone if the object was replaced. Not tested against a server."""
 
     def __init__(self, idle: float, in_flight: int):
-        """Create the client. Without credentials this takes seconds, because gcsfs also asks the metadata server of a
-        virtual machine.
+        """Create the client for Google Cloud Storage. Without credentials this takes seconds, because gcsfs also asks
+        the metadata server of a virtual machine.
 
         Args:
             idle: seconds without receiving a byte after which a request has failed.

@@ -159,7 +159,8 @@ def leaves(schema: list[dict[int, Any]]) -> dict[str, Leaf]:
     """Return the leaf columns of a Parquet schema by their dotted paths, such as `image.bytes`.
 
     Args:
-        schema: elements of the schema in depth-first order: each group is followed by its children.
+        schema: elements of the schema (Thrift structs, as {field number: value}) in depth-first order: each group is
+            followed by its children.
     """
     found: dict[str, Leaf] = {}
     # for each open group: number of children to come, path, definition level, repetition level, element level

@@ -45,7 +45,7 @@ class RangeCache:
     size), where content identifies a version of a remote file (`RemoteFile.content`)."""
 
     def __init__(self, folder: Path, gib: float):
-        """Open a cache, and create its folder if it does not exist.
+        """Open a cache of byte ranges of remote files, and create its folder if it does not exist.
 
         Args:
             gib: greatest size of the folder in GiB. If runs with different sizes share a folder, the smallest one
@@ -102,7 +102,7 @@ class RangeCache:
         nothing is added, and a warning is logged once.
 
         Args:
-            content: key of the file's content, which changes when the file changes (`RemoteFile.content`).
+            content: identifies the version of the remote file (`RemoteFile.content`).
         """
         path = self.path(content, offset, len(data))
         staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TMP}")

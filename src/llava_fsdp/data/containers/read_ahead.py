@@ -19,7 +19,7 @@ class ReadAhead:
     the storage. Not thread-safe; usable after a fork, when the child downloads anew."""
 
     def __init__(self, storage: RemoteStorage, cache: RangeCache | None = None, most_ahead: int = MOST_AHEAD):
-        """Create the reader; nothing is requested yet.
+        """Create the reader of remote files; nothing is requested yet.
 
         Args:
             storage: connections to the remote storages.
@@ -95,7 +95,8 @@ class ReadAhead:
 
 @dataclass(frozen=True)
 class RemoteReader:
-    """Reads one remote file through a ReadAhead, with the interface `file_reader.Reader`."""
+    """Reads one remote file through a ReadAhead, which downloads in advance. It has the interface `file_reader.Reader`
+    for reading byte ranges of a file."""
 
     source: ReadAhead
     file: RemoteFile

@@ -49,7 +49,7 @@ class RemoteStorage:
     that process makes connections of its own."""
 
     def __init__(self, deadline: float = 60.0, idle: float = 10.0, in_flight: int = 16):
-        """Create the storage; nothing is requested yet.
+        """Prepare to list and read remote files; nothing is requested yet.
 
         Args:
             deadline: seconds within which a range must be read, repeated requests included.
@@ -106,7 +106,7 @@ class RemoteStorage:
         """Request the size and the present version of a remote file.
 
         Args:
-            url: URL of a folder, as `pin_folder` returns it, with the name of a file.
+            url: URL of the file. Its beginning is the URL of a folder, as `pin_folder` returns it.
 
         Raises:
             RemoteGone: the file does not exist.
@@ -122,7 +122,7 @@ class RemoteStorage:
         """Request the sizes and the present versions of several remote files, with up to `in_flight` requests at once.
 
         Args:
-            urls: URLs of folders, as `pin_folder` returns them, each with the name of a file.
+            urls: URLs of the files. Their beginnings are URLs of folders, as `pin_folder` returns them.
 
         Returns:
             {URL: file, or None if it does not exist}

@@ -100,7 +100,8 @@ class Client(Protocol):
         """Request the size and the present version of a file of the storage.
 
         Args:
-            url: URL of a folder, as `pin_folder` returns it, with the name of a file. No characters of it are special.
+            url: URL of the file. Its beginning is the URL of a folder, as `pin_folder` returns it. No characters are
+                special.
             seconds: time limit.
 
         Raises:
@@ -150,7 +151,8 @@ def check_answer(file: RemoteFile, size: int, length: int | None, content_range:
 
 
 def check_length(data: bytes, size: int) -> bytes:
-    """Return `data`, the body of an HTTP answer; raise Failure if it does not have `size` bytes."""
+    """Return `data`, the body of an HTTP answer; raise Failure (the request failed) if it does not have `size`
+    bytes."""
     if len(data) != size:
         raise Failure(RemoteAway, f"{len(data)} bytes came, {size} were asked for")
     return data

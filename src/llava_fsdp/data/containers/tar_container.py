@@ -252,7 +252,7 @@ def extra_values(file: Reader, at: int, kind: bytes, data: bytes) -> dict[str, s
     Args:
         file: the tar, for error messages.
         at: offset of the header in the tar, for error messages.
-        kind: type of the header, one of EXTRAS.
+        kind: type of the header: the byte that the tar has for it.
         data: content of the header.
     """
     if kind in (LONG_NAME, LONG_LINK):

@@ -35,12 +35,12 @@ the text."""
 
 def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch) -> Records:
     """Open the records of the configured dataset, and check whether training may begin with them. If the dataset has no
-    index (the folder with what is known about each record), make it first.
+    index (a folder of arrays and JSON files with what is known about each record), make it first.
 
     Args:
         encoder: encodes a record as token ids and labels.
         reader: reads images as tiles.
-        show: makes a progress bar.
+        show: function that starts a progress bar.
 
     Raises:
         DataError: there are more bad or long records than `data.bad_records`, `data.max_bad_records` and
@@ -61,15 +61,15 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch
 
 
 def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: str) -> Records:
-    """Examine the bad records of a dataset again, because the user may have fixed their files, and return the records
-    of the updated index. If the index cannot be written, log a warning and return `records` unchanged.
+    """Examine the bad records of a dataset again, because the user may have fixed their files, and return the dataset
+    as it is now. If what was found cannot be written, log a warning and return `records` unchanged.
 
     Args:
-        plan: the dataset, the encoder and the image reader from which the index is made.
+        plan: the configured dataset, its encoder and its image reader.
         records: the dataset as it was opened.
-        show: makes a progress bar.
-        since: an earlier result of `last_look`. If another process has examined the bad images since then, the index
-            that it made is used.
+        show: function that starts a progress bar.
+        since: a text that `last_look` returned earlier. If it has changed, another process has examined the bad images
+            since then, and they are not examined here.
     """
     try:
         index = open_index(plan, show, look_again=True, since=since)

@@ -80,8 +80,8 @@ system turns are read)."""
 
 @dataclass(frozen=True)
 class Plan:
-    """What the index of a dataset is made from (dataset, encoder, image reader), and the number of worker processes
-    that make it."""
+    """What the index (a folder of arrays) of a dataset is made from (dataset, encoder, image reader), and the number of
+    worker processes that make it."""
 
     cfg: DataConfig
     encoder: Encoder
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def opens_all(self) -> bool:
-        """Whether every image is opened while the index is made, at least to read its size."""
+        """Whether every image of the dataset is opened before training, at least to read its size."""
         reader, examine = self.reader, self.cfg.examine
         by_size = reader.tokens.needs_size(1) or reader.pixels is Pixels.llava_v1_5
         return examine in (Examine.decode, Examine.head) or (examine is Examine.sample and by_size)
@@ -112,7 +112,7 @@ class Plan:
         of the dataset.
 
         Args:
-            records: folder of the index with columns about the records, which contain the number of images.
+            records: folder of arrays about the records, from which the number of images is read.
         """
         if self.cfg.examine is not Examine.auto:
             return self
@@ -122,20 +122,22 @@ class Plan:
 
     @property
     def records_name(self) -> str:
-        """Name of the index's folder with columns about the records, which depend on whether videos are read."""
+        """Name of the folder of arrays about the records in the dataset's index. They depend on whether videos are
+        read."""
         return "records" if self.reader.sampling is None else "records-videos"
 
     @property
     def whole_encoder(self) -> Encoder:
         """The encoder of records, changed to truncate those that are too long. Whether they are skipped or stop the run
-        is decided whenever the index is used."""
+        is decided whenever the dataset is opened."""
         encoder = self.encoder
         return replace(encoder, too_long=TooLong.truncate) if isinstance(encoder, ExactEncoder) else encoder
 
 
 @dataclass(frozen=True)
 class Index:
-    """An opened dataset index: its folders of columns, and counts of what is lost by truncation."""
+    """The opened index of a dataset: folders of arrays with one value per record or image, and counts of what is lost
+    by truncation."""
 
     folder: Path
     """Folder of the whole index, with a subfolder for each state of the dataset's files."""
@@ -179,14 +181,15 @@ CHUNKS_FOLDER, ROWS_FOLDER = "chunks", "rows"
 
 
 def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | None = None) -> Index:
-    """Open the index of a dataset. If it is missing or incomplete, make or complete it first.
+    """Open the index (a folder of arrays and JSON files with what is known about each record) of a dataset. If it is
+    missing or incomplete, make or complete it first.
 
     Args:
         plan: the dataset, the encoder and the image reader from which the index is made.
-        watch: makes a progress bar.
+        watch: function that starts a progress bar.
         look_again: whether to read the files of records and every bad image again, because they may have been fixed.
-        since: an earlier result of `last_look`. If another process has examined all bad images since then, they are not
-            examined again.
+        since: a text that `last_look` returned earlier. If it has changed, another process has examined all bad images
+            since then, and they are not examined here.
 
     Raises:
         DataError: a file is not a list of records.
@@ -224,7 +227,8 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
 
 
 def is_foreign(error: OSError, folder: Path) -> bool:
-    """Return whether an OSError is about a file that is not part of the dataset's index in `folder`."""
+    """Return whether an OSError is about a file that is not in `folder`, which has the index (a folder of arrays) of a
+    dataset."""
     if not isinstance(error.filename, (str, bytes)):
         return False
     path, own = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(folder)
@@ -239,17 +243,18 @@ def last_look(plan: Plan) -> str:
     """Return a text that changes whenever a process has examined all bad images of a dataset again.
 
     Args:
-        plan: the dataset, the encoder and the image reader from which the index is made.
+        plan: the configured dataset, its encoder and its image reader.
     """
     path = look_file(plan)
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
 def note_look(plan: Plan) -> None:
-    """Record that all bad images of a dataset have been examined; this changes the result of `last_look`.
+    """Note in a file that all bad images of a dataset have been examined; this changes the text that `last_look`
+    returns.
 
     Args:
-        plan: the dataset, the encoder and the image reader from which the index is made.
+        plan: the configured dataset, its encoder and its image reader.
     """
     look_file(plan).write_text(secrets.token_hex(8))
 
@@ -274,8 +279,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def find(plan: Plan, sources: list[DataSource], folder: Path) -> Index | None:
-    """Open the existing index of a dataset. None if there is no complete index for the present sizes and modification
-    times of its files.
+    """Open the existing index (a folder of arrays) of a dataset. Return None if there is no complete index for the
+    present sizes and modification times of its files.
 
     Args:
         plan: the dataset, the encoder and the image reader from which the index is made.
@@ -314,13 +319,14 @@ def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path)
 
 
 def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
-    """Make all missing parts of the index of a dataset and open it. The caller must hold the lock of the index.
+    """Make all missing parts of the index (a folder of arrays) of a dataset and open it. The caller must hold the lock
+    of the index.
 
     Args:
         plan: the dataset, the encoder and the image reader from which the index is made.
         sources: the data sources of the dataset, with their files of records.
         folder: folder of the index.
-        watch: makes a progress bar.
+        watch: function that starts a progress bar.
         look_again: whether to read the files of records and every bad image again, because they may have been fixed.
     """
     most = plan.cfg.max_record_bytes
@@ -359,20 +365,20 @@ def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, loo
 
 
 def is_part(name: str) -> bool:
-    """Return whether a folder with this name is a complete part of the index of a dataset."""
+    """Return whether a folder with this name is a complete part of the index (a folder of arrays) of a dataset."""
     return name in ("texts", "records", "records-videos") or (
         name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))
     )
 
 
 def chunk_parts(folder: Path) -> list[Path]:
-    """Return the files and folders of a dataset's index that were each made from a single file of records."""
+    """Return the paths in a dataset's index (a folder of arrays) that were each made from a single file of records."""
     return [*folder.glob(f"{CHUNKS_FOLDER}/*/*"), *folder.glob(f"{ROWS_FOLDER}/*")]
 
 
 def undo(folder: Path, state: Path, before: set[Path]) -> None:
-    """Delete the parts of a dataset's index that were made while files of records changed. They may be wrong, and would
-    be taken for valid if the files changed back.
+    """Delete the parts of a dataset's index (a folder of arrays) that were made while files of records changed. They
+    may be wrong, and would be taken for valid if the files changed back.
 
     Args:
         folder: folder of the whole index.
@@ -389,9 +395,9 @@ def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, wat
 
     Args:
         files: all files of records of the dataset.
-        keys: for each file, a text that changes with its path and content; it names a folder of the index.
-        plan: the dataset, the encoder and the image reader from which the index is made.
-        watch: makes a progress bar.
+        keys: for each file, a text that changes with its path and content; the folder for its text file is named by it.
+        plan: the configured dataset, its encoder and its image reader.
+        watch: function that starts a progress bar.
 
     Returns:
         The text file for each file of records.
@@ -442,10 +448,10 @@ def make(
             records, so that only new files are examined when files are added.
         target: the result folder.
         workers: number of worker processes.
-        watch: makes a progress bar.
+        watch: function that starts a progress bar.
         label: name of the pass for the progress bar.
-        finish: called with the pass and the folder of its joined results; may add files to it, and returns facts to
-            store in its `done.json`.
+        finish: called with the pass and the folder of the joined results; may add files to it, and returns JSON values
+            to store in its `done.json`.
         keep: whether to keep the results of single chunks in any case.
     """
     if target.is_dir():
@@ -475,12 +481,12 @@ def pictures_name(plan: Plan) -> str:
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:
-    """Return the name of the folder, in a dataset's index, of the columns about tokens. It changes with the encoder,
-    the image reader and the folder of the columns about images.
+    """Return the name of a folder in a dataset's index (a folder of arrays): the one with the numbers of tokens of the
+    records. It changes with the encoder, the image reader and `pictures`.
 
     Args:
         plan: the dataset, the encoder and the image reader from which the index is made.
-        pictures: the folder of the columns about images.
+        pictures: the folder of the arrays about images.
     """
     return f"encoded-{short(encoding_of(plan), pictures.name)}"
 
@@ -489,7 +495,7 @@ def encoding_of(plan: Plan) -> str:
     """Return a checksum of all settings on which the numbers of tokens of records depend.
 
     Args:
-        plan: the dataset, the encoder and the image reader from which the index is made.
+        plan: the configured dataset, its encoder and its image reader.
     """
     reader = plan.reader
     places = reader.fingerprint, reader.tokens.aspect.value, reader.pixels.value
@@ -497,7 +503,8 @@ def encoding_of(plan: Plan) -> str:
 
 
 def chunks_of(plan: Plan, name: str) -> Path:
-    """Return the folder, in a dataset's index, for the results of single chunks of records of a pass over the dataset.
+    """Return the folder, in a dataset's index (a folder of arrays), for the results of a pass over the dataset (a
+    computation for each record), one file per chunk of records.
 
     Args:
         plan: the dataset, the encoder and the image reader from which the index is made.
@@ -513,13 +520,12 @@ def newest(folder: Path) -> Path | None:
 
 
 def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
-    """Run the pass over the dataset that examines images, unless its result exists, and return the folder of the
-    result.
+    """Examine the images of a dataset, unless this has been done, and return the folder of the result.
 
     Args:
-        plan: the dataset, the encoder and the image reader from which the index is made.
-        state: folder of the index for the present content of the dataset's files.
-        watch: makes a progress bar.
+        plan: the configured dataset, its encoder and its image reader.
+        state: folder for the results with the present content of the dataset's files.
+        watch: function that starts a progress bar.
         look_again: whether to examine bad images again. Chunks of records with an image that was fixed are then
             computed anew.
     """
@@ -550,12 +556,12 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
 
 
 def count_examined(task: ExaminePictures, staged: Path) -> dict[str, Any]:
-    """Return how many images were decoded, as an entry for `done.json` in a folder of the dataset's index; empty except
-    with `data.examine=sample` or `lazy`.
+    """Return how many images of a dataset were decoded, as JSON values to store; empty except with
+    `data.examine=sample` or `lazy`.
 
     Args:
         task: the pass over the dataset that examined the images.
-        staged: folder of its joined columns.
+        staged: folder of the arrays that it has made.
     """
     digests = open_column(staged, "digest")
     if task.how not in (Examine.sample, Examine.lazy) or not len(digests):
@@ -570,7 +576,7 @@ def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
 
     Args:
         task: the pass over the dataset that examines images.
-        folder: folder of the earlier result of this pass.
+        folder: folder of the arrays that it has made before.
     """
     flags = open_column(folder, "flags")
     fixed = {
@@ -582,12 +588,11 @@ def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
 
 
 def encoded_facts(task: EncodeRecords, staged: Path) -> dict[str, Any]:
-    """Add up what truncation loses in each data source. Return the sums, to be stored in `done.json` in a folder of the
-    dataset's index.
+    """Add up what truncation loses in each data source of a dataset, and return the sums as JSON values to store.
 
     Args:
         task: the pass over the dataset that counted tokens.
-        staged: folder of its joined columns.
+        staged: folder of the arrays that it has made.
     """
     shape = len(task.limits), len(LOSSES)
     losses = np.zeros((len(task.store.sources), *shape), dtype=np.int64)

@@ -19,11 +19,11 @@ from llava_fsdp.data.records.record import Record
 
 
 class Records:
-    """Sequence of the records of a dataset that are trained on, and columns (lengths, labels, ...) with one value for
-    each of them. A record is parsed when it is accessed.
+    """Sequence of the records of a dataset that are trained on, and columns (lengths, labels, ...): arrays with one
+    value for each of them. A record is parsed when it is accessed.
 
     The columns are memory-mapped files. If records are skipped, a copy of each column without their values is written
-    into the index when the column is first used.
+    to disk when the column is first used.
     """
 
     def __init__(self, index: Index, labels: Parity, too_long: TooLong):
@@ -63,14 +63,15 @@ class Records:
         return kept
 
     def _choose(self) -> Iterator[np.ndarray]:
-        """Yield the numbers, in the dataset's index, of the records to train on, in blocks, int64 [block]."""
+        """Yield the numbers of the records to train on, counted among all records of the dataset, in blocks, int64
+        [block]."""
         dropping = mask(*self.dropping)
         for begin, flags in self.index.blocks():
             yield np.flatnonzero((flags & dropping) == 0) + begin
 
     def _blocks(self) -> Iterator[np.ndarray]:
-        """Yield the array `numbers` (for each record that is trained on, its number in the dataset's index) in blocks,
-        int64 [block]."""
+        """Yield the array `numbers` in blocks, int64 [block]: for each record that is trained on, its number among all
+        records of the dataset."""
         assert self.numbers is not None
         for begin in range(0, len(self.numbers), BLOCK):
             yield self.numbers[begin : begin + BLOCK]
@@ -82,8 +83,8 @@ class Records:
         return len(self.index) if self.numbers is None else len(self.numbers)
 
     def at(self, number: int) -> int:
-        """Return the number of a record in the dataset's index, which includes skipped records, given its number among
-        the records that are trained on."""
+        """Return the number of a record among all records of the dataset, skipped ones included, given its number among
+        those that are trained on."""
         return number if self.numbers is None else int(self.numbers[number])
 
     def __getitem__(self, number: int) -> Record:
@@ -150,7 +151,7 @@ class Records:
     @cached_property
     def image_tokens(self) -> np.ndarray | None:
         """Number of image tokens of each record that is trained on, after truncation, int32 [records]; None if the
-        dataset's index was made by a version that did not count them."""
+        dataset was examined by a version that did not count them."""
         is_counted = (self.index.encoded / "image_tokens.npy").is_file()
         return self.column(self.index.encoded, "image_tokens") if is_counted else None
 

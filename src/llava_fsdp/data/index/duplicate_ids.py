@@ -1,4 +1,5 @@
-"""Complete the first pass over a dataset: find records with the same id, and index the images by record."""
+"""Complete the first pass over a dataset, which reads all records: find records with the same id, and index the images
+by record."""
 
 import itertools
 import json
@@ -16,13 +17,13 @@ DUPLICATES = "duplicates"
 
 
 def read_facts(task: ReadRecords, staged: Path) -> dict[str, Any]:
-    """Add files to the result of the first pass over a dataset: first_picture (int64 [records + 1], the index of each
-    record's first image), name_end (int64 [images + 1], the end of each image's path in the column `names`) and the
-    list of duplicate ids. Return an empty dict: there are no facts for `done.json`.
+    """Add files to the result of the first pass over a dataset, which reads all records: first_picture (int64 [records
+    + 1], the index of each record's first image), name_end (int64 [images + 1], the end of each image's path in the
+    array of all paths) and the list of duplicate ids. Return an empty dict, because there is nothing else to store.
 
     Args:
-        task: the first pass, which read all records.
-        staged: folder of its joined columns.
+        task: the first pass.
+        staged: folder of the arrays that it has made.
     """
     for name, counts in (("first_picture", "pictures"), ("name_end", "name_size")):
         write_column(staged / f"{name}.npy", running_sum(open_column(staged, counts)), np.dtype(np.int64))

@@ -1,4 +1,5 @@
-"""The first two passes over a dataset that make its index: read all records, and examine all images."""
+"""The first two passes over a dataset that make its index (a folder of arrays): read all records, and examine all
+images."""
 
 from __future__ import annotations
 
@@ -95,9 +96,10 @@ def attempt(make: Callable[[], T], tell: Tell) -> T | None:
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """Base class of the passes over a dataset: computations for each record whose results become columns of the
-    dataset's index. Each call processes one chunk, which consists of at most `size` records of one file. Its columns
-    depend on this file alone, so that they can be used again when other files are added to the dataset."""
+    """Base class of the passes over a dataset: computations for each record whose results become arrays in the
+    dataset's index (a folder of arrays). Each call processes one chunk, which consists of at most `size` records of one
+    file. The results depend on this file alone, so that they can be used again when other files are added to the
+    dataset."""
 
     folder: Path
     """Folder of the index that a RecordStore opens."""
@@ -133,7 +135,7 @@ class Pass(ABC):
         return bisect.bisect_right(self.chunks, number, key=lambda numbers: numbers.start) - 1
 
     def files(self, folder: Path) -> list[Path]:
-        """Return the path of the file for the result of each chunk of records, in a folder of the dataset's index."""
+        """Return the path of the file for the result of each chunk of records, in `folder`."""
         return [folder / f"{self.key_of(numbers)}-{numbers.start - first:09d}.npz"
                 for numbers, first in zip(self.chunks, self.file_begins, strict=True)]  # fmt: skip
 
@@ -468,7 +470,7 @@ def sizes_of(number: int, record: Record, store: RecordStore, tokens: ImageToken
 
 
 class PictureNames:
-    """Reads the names (paths) of the images of records from the columns of a dataset's index."""
+    """Reads the names (paths) of the images of records from the arrays of a dataset's index."""
 
     def __init__(self, records: Path):
         self.first, self.end = open_column(records, "first_picture"), open_column(records, "name_end")
@@ -480,7 +482,7 @@ class PictureNames:
 
 
 class PictureSizes:
-    """Reads the sizes of the images of records from the columns of a dataset's index."""
+    """Reads the sizes of the images of records from the arrays of a dataset's index."""
 
     def __init__(self, records: Path, pictures: Path):
         self.first = open_column(records, "first_picture")
@@ -515,7 +517,7 @@ class PictureSizes:
 
     def frames_of(self, number: int, position: int) -> tuple[int, float]:
         """Return (number of frames, frames per second) of one of a record's videos; zeros for an image, and if the
-        dataset's index was made without videos.
+        dataset was examined without its videos.
 
         Args:
             number: number of the record in the dataset.

@@ -117,11 +117,11 @@ def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageRead
 
 
 def middle(is_image: np.ndarray) -> tuple[int, int]:
-    """Return the range [begin, end) of tokens in the middle of a long sample that are not shown. If the sample is shown
-    completely, the range is empty and at its end.
+    """Return the range [begin, end) of tokens in the middle of a long encoded record that the dataset's report page
+    does not show. If the record is shown completely, the range is empty and at its end.
 
     Args:
-        is_image: whether each token of the sample is an image token, bool [length].
+        is_image: whether each token of the record is an image token, bool [tokens].
     """
     text = np.flatnonzero(~is_image)
     if len(text) <= HEAD + TAIL:
@@ -130,8 +130,8 @@ def middle(is_image: np.ndarray) -> tuple[int, int]:
 
 
 class Roles:
-    """Finds the role (human, gpt, ...) of the text tokens of a sample. With `labels=exact`, each answer is one run of
-    tokens with labels, so that the number of runs before a token tells its role."""
+    """Finds the role (human, gpt, ...) of the text tokens of an encoded record. With `labels=exact`, each answer is one
+    run of tokens with labels, so that the number of runs before a token tells its role."""
 
     def __init__(self, record: Record, sample: Sample, marks: np.ndarray, encoder: Encoder):
         turns = asked_turns(record)

@@ -28,7 +28,7 @@ INDEX = ".index"
 
 
 def find_files(value: str, key: str) -> list[str | RemoteFile]:
-    """Return the files of records that a setting names. Local files are returned as paths.
+    """Return the files of records (JSON, Parquet, tar) that a setting names. Local files are returned as paths.
 
     Args:
         value: value of the setting: a file, a folder, in which all files of records are found, a pattern with `*`, `?`,
@@ -124,13 +124,13 @@ def is_records(name: str) -> bool:
 
 
 def in_index(path: str) -> bool:
-    """Return whether a path is inside the folder of a dataset's index."""
+    """Return whether a path is inside the index (a folder of arrays) of a dataset."""
     return any(part.endswith(INDEX) for part in Path(path).parts[:-1])
 
 
 def in_folder(folder: Path) -> list[str]:
     """Return the paths of the files of records (JSON, Parquet, tar) below a folder, without hidden files and files of a
-    dataset's index. Links to folders are not followed."""
+    dataset's index (a folder of arrays). Links to folders are not followed."""
     found: list[str] = []
     for root, folders, names in os.walk(folder, onerror=cannot_list):
         folders[:] = [name for name in folders if not name.startswith(".") and not name.endswith(INDEX)]

@@ -93,7 +93,8 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class DataSource:
-    """One of the data sources of a dataset (an entry of `data.sources`), with its files of records."""
+    """One of the data sources of a dataset, which are mixed in training (an entry of `data.sources`), with its files of
+    records."""
 
     name: str
     path: str
@@ -187,16 +188,16 @@ def digest(file: SourceFile) -> str:
 
 
 class RecordStore:
-    """Reads the records of an indexed dataset by number. The records of all data sources are numbered in one sequence,
-    in the order of the sources and of their files.
+    """Reads the records of a dataset by number, from positions in their files that were found before. The records of
+    all data sources are numbered in one sequence, in the order of the sources and of their files.
 
     The columns `offset` (int64), `size` and `line` (int32), each [records], are the positions of the records in their
     files. When a RecordStore is pickled, only its arguments are.
 
     Args:
-        folder: folder of the index with the positions of the records.
+        folder: folder of the arrays with the positions of the records.
         videos: whether videos are read. If false, a record that names a video has a problem.
-        cache: folder for byte ranges of remote files; None: they are not cached.
+        cache: folder on a local disk that caches byte ranges of remote files; None: they are not cached.
     """
 
     def __init__(self, folder: Path, videos: bool = False, cache: CacheFolder | None = None):
@@ -358,7 +359,7 @@ def part_from(raw: dict[str, Any]) -> Part:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A text file of records, in which each record is still to be found."""
+    """A text file of records (JSON or JSON Lines) whose positions in the file are not known yet."""
 
     file: SourceFile
     """The file of records that the configuration names."""
@@ -412,7 +413,7 @@ def join_positions(
 
     Args:
         sources: the data sources of the dataset, with their files of records.
-        found: has written the positions for the files of all sources, in their order.
+        found: the computation that has written the positions for the files of all sources, in their order.
         folder: the folder to make.
         fingerprint: checksum of the content of all files.
         check: called before the folder gets its final name; raises an error if a file has changed.

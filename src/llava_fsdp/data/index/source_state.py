@@ -47,10 +47,10 @@ def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch,
 
     Args:
         sources: the data sources of the dataset, with their files of records.
-        folder: folder of the dataset's index, which has the file `known.json`.
+        folder: the folder with `known.json`.
         most: greatest size of a record in bytes. The checksums depend on it, because with another limit other records
             are valid.
-        watch: makes a progress bar.
+        watch: function that starts a progress bar.
         look_again: read the files even if their sizes and modification times are known.
     """
     known = read_known(folder)
@@ -76,8 +76,8 @@ def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: 
 
     Args:
         files: the files of records.
-        folder: folder of the dataset's index, in which the checksums are stored.
-        watch: makes a progress bar.
+        folder: folder in which the checksums are stored.
+        watch: function that starts a progress bar.
     """
     stored: dict[str, list[Any]] = {}
     with contextlib.suppress(ValueError, OSError):
@@ -118,8 +118,8 @@ def check_unchanged(sources: list[DataSource], most: int, since: str, undo: Call
 
 
 def read_known(folder: Path) -> dict[str, State]:
-    """Read `known.json` in the folder of an index: {result of `stamp`: State}. A damaged file counts as empty, because
-    its content can be computed again."""
+    """Read `known.json` in a folder: {text that `stamp` returned for some files of records: checksums of their
+    content}. A damaged file counts as empty, because its content can be computed again."""
     path = folder / KNOWN
     try:
         known = parse_object(path.read_bytes()) if path.is_file() else {}

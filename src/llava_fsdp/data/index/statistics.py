@@ -32,7 +32,7 @@ BARS = 48
 
 @dataclass
 class Counts:
-    """Counts of the records of a data source, or of one of its files."""
+    """Counts of the records, tokens, images and problems of a data source, or of one of its files."""
 
     name: str
     """Name of the data source."""
@@ -183,8 +183,8 @@ def with_problems(records: Records) -> tuple[list[Counts], list[Counts]]:
 
 
 def describe_lengths(index: Index) -> dict[str, Any]:
-    """Return histogram, mean and percentiles of the lengths in tokens of all records of an indexed dataset before
-    truncation, as a part of report.json."""
+    """Return histogram, mean and percentiles of the lengths in tokens of all records of a dataset before truncation, as
+    a part of report.json."""
     full = open_column(index.encoded, "full")
     longest = max((int(full[at : at + BLOCK].max(initial=0)) for at in range(0, len(full), BLOCK)), default=0)
     counts = np.zeros(longest + 1, dtype=np.int64)

@@ -30,9 +30,10 @@ all their labels."""
 class EncodeRecords(Pass):
     """Third pass over a dataset: encode each record, and store its numbers of tokens, labels, images and tiles.
 
-    Columns with an int32 value per record: length, labels, images, tiles, image_tokens, positions_cut, labels_cut, and
-    full (length before truncation). All are 0 for a record that cannot be encoded. Column `losses`, int64: the counts
-    named in LOSSES by chunk and maximum length, flattened.
+    Columns (arrays) with an int32 value per record: length, labels, images, tiles, image_tokens, positions_cut,
+    labels_cut, and full (length before truncation). All are 0 for a record that cannot be encoded. Column `losses`,
+    int64: by chunk of records and maximum length, the numbers of truncated records, of lost tokens, of lost label
+    tokens, and of records that lose all their labels, flattened.
     """
 
     records_folder: Path
@@ -116,7 +117,8 @@ class EncodeRecords(Pass):
                 check_height(stored_height, what)
 
     def losses(self, made: Measured) -> np.ndarray:
-        """Count what truncation of a record at each maximum length in `self.limits` would lose, int64 [limits, LOSSES].
+        """Count what truncation of a record would lose, int64 [limits, 4], for each maximum length in `self.limits`: 1
+        if it is truncated, the lost tokens, the lost label tokens, and 1 if it loses all its labels.
 
         Args:
             made: the encoded record, truncated at each maximum length and whole.

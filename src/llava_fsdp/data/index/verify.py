@@ -1,4 +1,5 @@
-"""Verify, by reading them again, that the records and images from which a dataset's index was made are unchanged.
+"""Verify, by reading them again, that the records and images from which a dataset's index (a folder of arrays) was made
+are unchanged.
 
 Training recognises unchanged files by size and modification time, and does not examine an image again that was once
 good. Only this check finds a change that leaves both size and time as they were.
@@ -42,11 +43,11 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class CompareContent:
-    """Reads the records and images of a dataset again, and compares them with the checksums in the dataset's index. A
-    call with the number of a chunk of records returns the column `rows`, which lists what has changed in it.
+    """Reads the records and images of a dataset again, and compares them with checksums stored before. A call with the
+    number of a chunk of consecutive records returns the array `rows`, which lists what has changed in it.
 
     Records of Parquet files and tars are not compared here (see `changed_rows`). Images that have problems or were not
-    decoded when the index was made have no checksum and are not compared.
+    decoded before have no checksum and are not compared.
     """
 
     store: RecordStore
@@ -108,12 +109,12 @@ def digest_of(path: Path | ImageInContainer) -> int | str:
 
 
 def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
-    """Check that all records and images from which a dataset's index was made are unchanged. Return the number of
-    records and the number of images that were compared.
+    """Check that all records and images from which a dataset's index (a folder of arrays) was made are unchanged.
+    Return the number of records and the number of images that were compared.
 
     Args:
         plan: the dataset, the encoder and the image reader from which the index is made.
-        watch: makes a progress bar.
+        watch: function that starts a progress bar.
 
     Raises:
         ConfigError: there is no complete index of the present files.
@@ -145,8 +146,9 @@ def compare(index: Index, workers: int, watch: Watch) -> list[str]:
     was made.
 
     Args:
+        index: the opened index, which has checksums of the records and images.
         workers: number of worker processes that read the dataset.
-        watch: makes a progress bar.
+        watch: function that starts a progress bar.
     """
     task = CompareContent(index.store, CHUNKS["pictures"], index.records, index.pictures)
     chunks = -(-len(index) // task.size)
@@ -158,8 +160,8 @@ def compare(index: Index, workers: int, watch: Watch) -> list[str]:
 
 
 def changed_rows(index: Index) -> list[str]:
-    """Return a description of each record in a Parquet file or a tar that has changed since the dataset's index was
-    made."""
+    """Return a description of each record in a Parquet file or a tar that has changed since the dataset's index (which
+    has a checksum of each record) was made."""
     known, store = open_column(index.records, "digest"), index.store
     changed = []
     for part in store.parts:

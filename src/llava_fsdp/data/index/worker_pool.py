@@ -188,8 +188,8 @@ def do(task: Task, files: Sequence[Path], chunk: int) -> None:
 
 
 def join(files: Sequence[Path], offsets: Sequence[int], target: Path, finish: Callable[[Path], dict[str, Any]]) -> None:
-    """Concatenate the results of all chunks of a dataset: each column (an array with one value per record or image)
-    becomes a .npy file, and the column ROWS, which lists problems of records, becomes `rows.jsonl`.
+    """Concatenate the results of all chunks of records of a dataset: each column (an array with one value per record or
+    image) becomes a .npy file, and the column ROWS, which lists problems of records, becomes `rows.jsonl`.
 
     Only one column of one chunk is in memory at a time.
 
@@ -198,8 +198,8 @@ def join(files: Sequence[Path], offsets: Sequence[int], target: Path, finish: Ca
         offsets: for each chunk, the number to add to the record numbers in its column ROWS, which are numbered within
             their own file of records.
         target: the folder to make.
-        finish: called with the folder of the joined columns; may add files to it, and returns facts to store in
-            `done.json`.
+        finish: called with the folder of the concatenated columns; may add files to it, and returns JSON values to
+            store in its `done.json`.
 
     Raises:
         SourceError: the file of a chunk is broken. It is deleted, so that the next run makes it again.
