@@ -48,7 +48,7 @@ class Chunk:
     max_repetition: int
 
     def refuse(self, problem: str, cure: str = COPY_AGAIN) -> NoReturn:
-        """Raise a DataError about the column chunk.
+        """Raise a DataError about the column chunk (one column of one row group of a Parquet file).
 
         Args:
             problem: what is wrong with the chunk.

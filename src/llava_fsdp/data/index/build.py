@@ -504,7 +504,7 @@ def encoding_of(plan: Plan) -> str:
 
 def chunks_of(plan: Plan, name: str) -> Path:
     """Return the folder, in a dataset's index (a folder of arrays), for the results of a pass over the dataset (a
-    computation for each record), one file per chunk of records.
+    computation for each record), one file per chunk of consecutive records.
 
     Args:
         plan: the dataset, the encoder and the image reader from which the index is made.

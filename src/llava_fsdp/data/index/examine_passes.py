@@ -135,12 +135,12 @@ class Pass(ABC):
         return bisect.bisect_right(self.chunks, number, key=lambda numbers: numbers.start) - 1
 
     def files(self, folder: Path) -> list[Path]:
-        """Return the path of the file for the result of each chunk of records, in `folder`."""
+        """Return the path of the file for the result of each chunk of consecutive records, in `folder`."""
         return [folder / f"{self.key_of(numbers)}-{numbers.start - first:09d}.npz"
                 for numbers, first in zip(self.chunks, self.file_begins, strict=True)]  # fmt: skip
 
     def key_of(self, numbers: range) -> str:
-        """Return a text that changes with all data on which the results for a chunk of records depend.
+        """Return a text that changes with all data on which the results for a chunk of consecutive records depend.
 
         Args:
             numbers: numbers of the records of the chunk in the dataset.
@@ -300,7 +300,7 @@ class ExaminePictures(Pass):
         return ImageSample(ends, self.sample_size)
 
     def key_of(self, numbers: range) -> str:
-        """Return a text that changes with all data on which the results for a chunk of records depend; with
+        """Return a text that changes with all data on which the results for a chunk of consecutive records depend; with
         `data.examine=sample` also with which images are decoded, because that depends on the whole dataset.
 
         Args:

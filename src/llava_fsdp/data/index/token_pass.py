@@ -32,8 +32,8 @@ class EncodeRecords(Pass):
 
     Columns (arrays) with an int32 value per record: length, labels, images, tiles, image_tokens, positions_cut,
     labels_cut, and full (length before truncation). All are 0 for a record that cannot be encoded. Column `losses`,
-    int64: by chunk of records and maximum length, the numbers of truncated records, of lost tokens, of lost label
-    tokens, and of records that lose all their labels, flattened.
+    int64: by chunk of consecutive records and maximum length, the numbers of truncated records, of lost tokens, of lost
+    label tokens, and of records that lose all their labels, flattened.
     """
 
     records_folder: Path
@@ -48,8 +48,8 @@ class EncodeRecords(Pass):
         return PictureSizes(self.records_folder, self.pictures_folder)
 
     def key_of(self, numbers: range) -> str:
-        """Return a text that changes with all data on which the results for a chunk of records depend, including the
-        sizes of the images and lengths of the videos.
+        """Return a text that changes with all data on which the results for a chunk of consecutive records depend,
+        including the sizes of the images and lengths of the videos.
 
         Args:
             numbers: numbers of the records of the chunk in the dataset.

@@ -60,7 +60,8 @@ def chunk_files(folder: Path, chunks: int) -> list[Path]:
 
 
 def run_chunks(task: Task, files: Sequence[Path], workers: int, advance: Advance) -> None:
-    """Compute the results of each chunk of a dataset whose file is missing or incomplete, and write the file.
+    """Compute the results of each chunk of consecutive records of a dataset whose file is missing or incomplete, and
+    write the file.
 
     This process computes chunks for ALONE_SECONDS. Then worker processes compute the rest.
 
@@ -155,8 +156,8 @@ WORK: list[Callable[[int], None]] = []
 
 
 def begin(parent: int, task: Task, files: Sequence[Path]) -> None:
-    """Initialise a worker process, so that it computes chunks of records, ends when its parent ends, and ignores
-    Ctrl-C.
+    """Initialise a worker process, so that it computes chunks of consecutive records, ends when its parent ends, and
+    ignores Ctrl-C.
 
     Args:
         parent: id of the parent process.
@@ -175,8 +176,8 @@ def do_in_worker(chunk: int) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether the file with the results of a chunk of records exists and is a complete zip archive. After a
-    power loss, its end may be missing."""
+    """Return whether the file with the results of a chunk of consecutive records exists and is a complete zip archive.
+    After a power loss, its end may be missing."""
     return path.is_file() and zipfile.is_zipfile(path)
 
 
@@ -188,8 +189,9 @@ def do(task: Task, files: Sequence[Path], chunk: int) -> None:
 
 
 def join(files: Sequence[Path], offsets: Sequence[int], target: Path, finish: Callable[[Path], dict[str, Any]]) -> None:
-    """Concatenate the results of all chunks of records of a dataset: each column (an array with one value per record or
-    image) becomes a .npy file, and the column ROWS, which lists problems of records, becomes `rows.jsonl`.
+    """Concatenate the results of all chunks of consecutive records of a dataset: each column (an array with one value
+    per record or image) becomes a .npy file, and the column ROWS, which lists problems of records, becomes
+    `rows.jsonl`.
 
     Only one column of one chunk is in memory at a time.
 
@@ -232,8 +234,8 @@ def column(path: Path, name: str) -> np.ndarray:
 
 
 def columns_of(path: Path, *names: str) -> Columns:
-    """Read columns (arrays with one value per record or image) from the file with the results of a chunk of records.
-    Raise SourceError if the file is broken.
+    """Read columns (arrays with one value per record or image) from the file with the results of a chunk of consecutive
+    records. Raise SourceError if the file is broken.
 
     Args:
         names: names of the columns; all columns if none is given.
