@@ -21,7 +21,8 @@ Row = tuple[Sample, list[np.ndarray]]
 
 
 class Collator:
-    """Makes a micro-batch from encoded samples and their images."""
+    """Makes a micro-batch (inputs and labels of one forward pass) from encoded samples and the tiles of their
+    images."""
 
     def __init__(self, image_reader: ImageReader, normalize: Normalize, pack: bool):
         self.image_reader = image_reader
@@ -40,10 +41,11 @@ class Collator:
         micro-batch of one token and no label.
 
         Args:
-            facts: counts of the whole step.
+            rows: encoded samples, each with the tiles of each of its images, uint8 [tiles, 3, size, size].
+            facts: counts of the whole step over all ranks, from which the scale of the loss is computed.
             micro_batches: number of micro-batches of the whole step, over all ranks.
-            seeds: dropout seed of each row, below 2**31; empty without dropout.
-            sources: index of each row's data source in `data.sources`; empty with a single source.
+            seeds: dropout seed of each sample, below 2**31; empty without dropout.
+            sources: index of each sample's data source in `data.sources`; empty with a single source.
         """
         ids, labels = (packed if self.pack else padded)([sample for sample, _ in rows])
         lengths = tuple(len(s.input_ids) for s, _ in rows) or (1,)
@@ -72,9 +74,13 @@ class Collator:
     def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Concatenate the images of a micro-batch.
 
+        Args:
+            rows: encoded samples, each with the tiles of each of its images, uint8 [tiles, 3, size, size].
+
         Returns:
-            (tiles of all images, uint8 [tiles, 3, size, size]; for each image token the indices of its vision features
-            among the features of all tiles; and their weights), the last two as `join_tokens` returns them.
+            (tiles of all images, uint8 [tiles, 3, size, size]; for each image token the index of its vision feature
+            among the features of all tiles, or of the four features of which it is a weighted sum, int64 [image tokens]
+            or [image tokens, 4]; the weights of the four, float32 [image tokens, 4], or empty)
         """
         found = [pair for sample, images in rows for pair in zip(images, sample.image_rows, strict=True)]
         per_tile = self.image_reader.tokens.features
@@ -91,10 +97,11 @@ def aligned(values: np.ndarray) -> torch.Tensor:
 
 
 def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and labels as padded rows, both int64 [rows, length of the longest sample].
+    """Return token ids and labels of encoded samples as padded rows, both int64 [samples, length of the longest
+    sample].
 
     Labels are shifted: each is at the position of the token that predicts it. Rows are padded on the right, token ids
-    with 0 and labels with IGNORE.
+    with 0 and labels with IGNORE (-100).
     """
     length = max((len(s.input_ids) for s in samples), default=1)
     ids = np.zeros((max(1, len(samples)), length), dtype=np.int64)
@@ -106,9 +113,10 @@ def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and labels of all samples in one row, both int64 [1, tokens].
+    """Return token ids and labels of all encoded samples, one after the other in one row, both int64 [1, tokens].
 
-    Labels are shifted: each is at the position of the token that predicts it. The last position of a sample has IGNORE.
+    Labels are shifted: each is at the position of the token that predicts it. The last position of a sample has IGNORE
+    (-100).
     """
     if not samples:
         return padded(samples)
@@ -118,7 +126,8 @@ def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Return the MicroBatch fields that separate the samples of a packed row: position_ids, cu_seqlens and lengths."""
+    """Return the MicroBatch fields that separate the samples of a packed row (position_ids, cu_seqlens and lengths),
+    given the number of tokens of each sample."""
     return {
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
@@ -127,11 +136,12 @@ def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def dropout_seeds(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
-    """Return the MicroBatch fields `seeds` and `tile_seeds`. The seeds of a sample's tiles are derived from the seed of
-    the sample.
+    """Return the MicroBatch fields `seeds` and `tile_seeds`, the seeds of dropout. The seeds of a sample's image tiles
+    are derived from the seed of the sample.
 
     Args:
-        seeds: dropout seed of each row.
+        seeds: dropout seed of each sample.
+        rows: encoded samples, each with the tiles of each of its images.
     """
     tiles = [
         (seed + number) % 2**31
@@ -142,10 +152,11 @@ def dropout_seeds(seeds: Sequence[int], rows: list[Row]) -> dict[str, Any]:
 
 
 def label_sources(sources: Sequence[int], rows: list[Row]) -> dict[str, Any]:
-    """Return the MicroBatch field `label_sources`: for each label of the rows, the index of its data source.
+    """Return the MicroBatch field `label_sources`: for each label of the samples, the index of its data source.
 
     Args:
-        sources: index of the data source of each row.
+        sources: index of the data source of each sample.
+        rows: encoded samples, each with its images, which are not used.
     """
     labels = [sample.num_labels for sample, _ in rows]
     return {"label_sources": torch.from_numpy(np.repeat(np.array(sources, dtype=np.int64), labels))}
