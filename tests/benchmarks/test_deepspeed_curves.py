@@ -98,6 +98,7 @@ def test_without_deepspeed_it_says_so(curves: ModuleType, monkeypatch: pytest.Mo
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_training_that_fails_is_named(curves: ModuleType, tmp_path: Path) -> None:
     """One rank fails and the other waits for it: torchrun ends both, and the message has what was printed."""
     script = tmp_path / "fails.py"

@@ -312,6 +312,7 @@ def test_images_and_their_tags(talk: Conversation, pictures: list[Path], tmp_pat
         few.add(pictures[1], "here")
 
 
+@pytest.mark.slow
 def test_every_folder_can_be_asked(noise: Path, assistant: Assistant, pictures: list[Path], tmp_path: Path) -> None:
     """A run, its export, a checkpoint, a run whose export is gone, and the original's format: the same answers."""
     original = export(conversion(noise, tmp_path / "original", "format=llava", "verify=false"))

@@ -145,6 +145,7 @@ def as_shown(text: str) -> str:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_conversation(served: Served, assistant: Assistant, dataset: Path) -> None:
     """Two images and a question, then another question; nothing comes from elsewhere, texts are no HTML."""
     pictures = [dataset / "images" / name for name in ("0.jpg", "1.png")]
@@ -226,6 +227,7 @@ def test_an_answer_is_stopped(served: Served, assistant: Assistant) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_one_question_too_many_is_refused_at_once(served: Served) -> None:
     """Gradio's own queue is bounded, and a question that is cancelled frees its place."""
     waiting: list[dict[str, Any]] = []
@@ -250,6 +252,7 @@ def test_one_question_too_many_is_refused_at_once(served: Served) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_requests_of_others(served: Served, tmp_path: Path) -> None:
     """Crafted by hand, against the server itself."""
     inside = json.loads(served.sent("a.txt", b"text")[1])[0]
@@ -274,6 +277,7 @@ def test_requests_of_others(served: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_it_ends_and_leaves_nothing(served: Served) -> None:
     """The last test of this server. SIGTERM is no failure, and files that were sent are gone."""
     folder = Path(json.loads(served.sent("b.txt", b"text")[1])[0]).parents[1]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import CPU, single_world
 from saves import cut, loaded_alone, save_steps, saver_of, whole_tensors
+from tiers import slow_after
 
 from llava_fsdp.checkpoint import commit, safetensors_stream
 from llava_fsdp.checkpoint.verify import verify
@@ -63,7 +64,7 @@ def save_and_crash(rank: int, parent: Path, crash: tuple[int, str]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("rank", "point"), CRASHES)
+@pytest.mark.parametrize(("rank", "point"), slow_after(10, CRASHES))
 def test_the_newest_whole_checkpoint_is_found(rank: int, point: str, tmp_path: Path) -> None:
     parent = tmp_path / "checkpoints"
     save_steps(single_world(), parent, [1, 2], with_adapter=True)

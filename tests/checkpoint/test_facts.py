@@ -215,6 +215,7 @@ def test_starting_over_leaves_nothing_of_the_run_but_its_configuration(tmp_path:
     assert not list((tmp_path / "old-1").iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_with_skipped_steps_continues_as_if_it_had_not_stopped(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

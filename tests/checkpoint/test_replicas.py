@@ -9,6 +9,7 @@ from harness import RankPool
 from loaders import agreed_steps
 from small import Configure
 from steps import begin
+from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.local_shards import local
@@ -104,7 +105,7 @@ SLOWER = ((2, "zero0"), (2, "zero1"), (2, "zero2"), (4, "zero0"), (4, "hybrid2")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("size", "sharding", "has_replicas"),
-    [pytest.param(*each, marks=pytest.mark.slow if each[:2] in SLOWER else ()) for each in STRATEGIES],
+    slow_after(1, [pytest.param(*each, marks=pytest.mark.slow if each[:2] in SLOWER else ()) for each in STRATEGIES]),
 )
 def test_a_flipped_bit_is_found_wherever_it_is(
     size: int, sharding: str, has_replicas: bool, configure: Configure, pools: dict[int, RankPool]

@@ -9,6 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from small import config_of
+from tiers import slow_after
 from torch.distributed.fsdp import ShardingStrategy
 
 from llava_fsdp.config import (
@@ -78,7 +79,7 @@ def leaves(path: Path) -> dict[str, object]:
     return made | dotted({str(key): value for key, value in whole.items()})
 
 
-@pytest.mark.parametrize(("group", "choice"), CHOICES)
+@pytest.mark.parametrize(("group", "choice"), slow_after(12, CHOICES))
 def test_every_choice_composes(group: str, choice: str) -> None:
     node = composed(f"{group}={choice}", *FILL)
     load(Config, node)
@@ -98,7 +99,7 @@ def test_yaml_has_exactly_the_keys_of_the_schema(name: str) -> None:
     load(SCHEMAS[name], composed(*(["source=a", "to=b"] if name == "export" else []), name=name))
 
 
-@pytest.mark.parametrize(("stage", "model"), list(product(STAGES, MODELS)))
+@pytest.mark.parametrize(("stage", "model"), slow_after(8, list(product(STAGES, MODELS))))
 def test_recipe_wins_over_stage_and_command_line_over_recipe(stage: str, model: str) -> None:
     recipe = f"{stage}_{model}"
     expected = leaves(config_dir() / "stage" / f"{stage}.yaml")

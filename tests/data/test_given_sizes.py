@@ -13,6 +13,7 @@ from pyarrow import parquet
 from small import make_config
 from test_build import FITS, TILED, open_again
 from test_containers import check_equal, rows_of, steps_of
+from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.images import check
@@ -54,7 +55,9 @@ def config(parts: Path, dataset: Path, output: Path, path: Path, how: str, *word
     return make_config(parts, dataset, output, *own, f"data.examine={how}", *words)
 
 
-@pytest.mark.parametrize("words", [TILED, MAX, pytest.param((*TILED, "data.pixels=fast"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "words", slow_after(1, [TILED, MAX, pytest.param((*TILED, "data.pixels=fast"), marks=pytest.mark.slow)])
+)
 @pytest.mark.parametrize("kind", ["json", "parquet"])
 def test_the_same_tensors_without_opening_an_image(
     kind: str, words: tuple[str, ...], parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -103,7 +103,9 @@ def test_the_loss_is_of_the_labels_that_remain(parts: Path, dataset: Path, tmp_p
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("size", "breaks"),
-    [(1, True), (2, False), *(pytest.param(size, True, marks=pytest.mark.slow) for size in (2, 4)), (3, True)],
+    slow_after(
+        1, [(1, True), (2, False), *(pytest.param(size, True, marks=pytest.mark.slow) for size in (2, 4)), (3, True)]
+    ),
 )
 def test_every_sample_once_an_epoch(
     size: int, breaks: bool, long_epoch: Path, parts: Path, dataset: Path, pools: dict[int, RankPool]
@@ -129,6 +131,7 @@ def test_every_sample_once_an_epoch(
         pytest.param((1, 2), "sample", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_training_continues_without_what_broke(
     sizes: tuple[int, ...], how: str, dataset: Path, parts: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:

@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", slow_after(3, CASES))
+@pytest.mark.parametrize("case", slow_after(1, CASES))
 def test_a_step_computes_on_aligned_memory(case: str, configure: Configure) -> None:
     operations, kept, count = unaligned(single_world(), configure("max_steps=2", *CASES[case]))
     assert (operations, kept) == ([], [])

@@ -55,7 +55,7 @@ def trained_bytes(cfg: Config, ranks: int, shards: int) -> tuple[int, int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("ranks", "row", "shard_size", "count"), slow_after(4, CASES))
+@pytest.mark.parametrize(("ranks", "row", "shard_size", "count"), slow_after(1, CASES))
 def test_a_step_moves_what_the_table_says(
     ranks: int,
     row: str,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import RankPool
 from small import Configure
+from tiers import slow_after
 from torch import nn
 
 from llava_fsdp.config import Config
@@ -68,7 +69,7 @@ def reduced(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], float, 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("row", [plan.zero for plan in SHARD_PLANS.values()])
+@pytest.mark.parametrize("row", slow_after(3, [plan.zero for plan in SHARD_PLANS.values()]))
 def test_gradients_are_sums_over_micro_batches_and_ranks(
     row: str, configure: Configure, pools: dict[int, RankPool]
 ) -> None:
@@ -110,7 +111,7 @@ def added_in_bf16(world: World, cfg: Config) -> torch.Tensor:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("row", [plan.zero for plan in SHARD_PLANS.values()])
+@pytest.mark.parametrize("row", slow_after(3, [plan.zero for plan in SHARD_PLANS.values()]))
 def test_gradients_in_bf16_are_added_in_fp32(row: str, configure: Configure, pools: dict[int, RankPool]) -> None:
     """256 + 1 is 256 in bf16, and here it is 256 and eleven times 1, over ranks and micro-batches."""
     size = 2 if row.startswith("hybrid") else "null"

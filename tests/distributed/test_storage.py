@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from small import Configure
+from tiers import slow_after
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -90,7 +91,7 @@ def train_a_step(cfg: Config, world: World) -> tuple[nn.Module, MasterWeights, t
     return model, masters, optimizer
 
 
-@pytest.mark.parametrize("row", ["zero0", "zero1", "zero2", "zero3", "hybrid", "hybrid2"])
+@pytest.mark.parametrize("row", slow_after(3, ["zero3", "zero2", "hybrid", "zero0", "zero1", "hybrid2"]))
 def test_storage_equals_the_formulas(row: str, rank: int, configure: Configure) -> None:
     shard_size = 4 if row.startswith("hybrid") else "null"
     cfg = configure(f"sharding={row}", f"sharding.shard_size={shard_size}", "precision=bf16")

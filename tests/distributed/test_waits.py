@@ -37,7 +37,7 @@ def waits(world: World, cfg: Config) -> list[tuple[int, dict[str, int]]]:
 
 
 @pytest.mark.parametrize("case", slow_after(3, CASES))
-@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+@pytest.mark.parametrize("stage", slow_after(1, ["pretrain", "finetune"]))
 def test_one_wait_a_step_however_many_micro_batches(stage: str, case: str, configure: Configure) -> None:
     overrides, accumulation = CASES[case]
     if case == "packed-4" and stage == "pretrain":

@@ -161,7 +161,7 @@ SAME_BITS_CASES = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("stage", "sharding", "activation_checkpointing"), slow_after(2, SAME_BITS_CASES))
+@pytest.mark.parametrize(("stage", "sharding", "activation_checkpointing"), slow_after(1, SAME_BITS_CASES))
 def test_one_rank_equals_fully_shard_bit_for_bit(
     stage: str, sharding: str, activation_checkpointing: str, configure: Configure, tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def settings() -> dict:
     return yaml.safe_load(re.sub(r"!!python/\S+", "", SETTINGS.read_text()))
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_loads_nothing_from_the_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

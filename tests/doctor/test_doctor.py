@@ -359,6 +359,7 @@ def test_the_dataset_is_read(tmp_path: Path) -> None:
     only(disk.judge_images("data.images", [images / "gone.jpg"]), Level.FAIL)
 
 
+@pytest.mark.slow
 def test_paths_that_a_configuration_names(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "records.json").write_text("[]")

@@ -14,6 +14,7 @@ from commands import TORCHRUN
 from forged import forge_notes
 from PIL import Image
 from small import command_config, write_json
+from tiers import slow_after
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_fsdp.chat.assistant import Assistant, Question
@@ -159,6 +160,7 @@ def test_pope_by_category(reply: Reply, keys: list[str], tmp_path: Path) -> None
     assert (found["true_yes"], found["false_yes"], found["true_no"], found["false_no"]) == (2, 1, 1, 1)
 
 
+@pytest.mark.slow
 def test_scienceqa_as_the_original_converts_it(reply: Reply, keys: list[str], tmp_path: Path) -> None:
     rows = [
         {"id": "9", "image": "1.png", "conversations": [
@@ -302,13 +304,16 @@ def test_an_answers_file(keys: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [
-        (lambda rows: rows[0].update(prompt="another"), "answers a question 0 .*'another'.* not among these 5"),
-        (lambda rows: rows[1]["metadata"].update(number=77), "answers a question 77 .*suffix or limit"),
-        (lambda rows: rows[0]["metadata"]["how"].update(max_new_tokens=9), "max_new_tokens=9 there, 4 here"),
-        (lambda rows: rows[0]["metadata"]["how"].update(model="0"), "model=0 there"),
-        (lambda rows: rows[0].pop("metadata"), "a line that this program has not written"),
-    ],
+    slow_after(
+        1,
+        [
+            (lambda rows: rows[0].update(prompt="another"), "answers a question 0 .*'another'.* not among these 5"),
+            (lambda rows: rows[1]["metadata"].update(number=77), "answers a question 77 .*suffix or limit"),
+            (lambda rows: rows[0]["metadata"]["how"].update(max_new_tokens=9), "max_new_tokens=9 there, 4 here"),
+            (lambda rows: rows[0]["metadata"]["how"].update(model="0"), "model=0 there"),
+            (lambda rows: rows[0].pop("metadata"), "a line that this program has not written"),
+        ],
+    ),
 )
 def test_another_evaluations_file_is_refused(
     change: Callable, said: str, keys: list[str], tmp_path: Path, reply: Reply

@@ -67,6 +67,7 @@ def test_the_path_of_the_base_may_be_corrected(copied: Path, parts: Path) -> Non
         open_adapter(copied / "adapter")
 
 
+@pytest.mark.slow
 def test_an_export_of_an_earlier_step_is_not_taken_for_the_adapter(copied: Path, tmp_path: Path) -> None:
     """A run that was continued with export.merge=false, and whose checkpoints are gone."""
     forge_notes(copied / "export", step=1)
@@ -79,6 +80,7 @@ def test_an_export_of_an_earlier_step_is_not_taken_for_the_adapter(copied: Path,
         open_source(conversion(copied, tmp_path / "to"))
 
 
+@pytest.mark.slow
 def test_an_older_export_beside_a_new_adapter_is_said(
     copied: Path, parts: Path, dataset: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

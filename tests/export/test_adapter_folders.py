@@ -130,6 +130,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", slow_after(1, COVERING))
+@pytest.mark.slow
 def test_peft_loads_and_merges_it_as_we_do(kind: str, made: Callable[[str], Made]) -> None:
     """On transformers' language model alone: the merged weights are ours to the bit, or to fp32's last digits where
     rows are divided by their lengths."""
@@ -188,7 +189,7 @@ class MergedTwice(Adapted):
         return merged(self.sources, 2 * self.lora.scaling)
 
 
-@pytest.mark.parametrize("kind", COVERING)
+@pytest.mark.parametrize("kind", slow_after(1, COVERING))
 def test_merged_logits_are_those_of_base_and_adapter(kind: str, made: Callable[[str], Made]) -> None:
     """By peft's own layers, side by side; the bound is far above what is found."""
     opened = made(kind).opened
@@ -212,6 +213,7 @@ def test_merged_weights_are_rounded_once(made: Callable[[str], Made], tmp_path: 
         assert torch.equal(tensor[:rows], exact[ours(name)].bfloat16()[:rows]) and tensor.dtype is torch.bfloat16, name
 
 
+@pytest.mark.slow
 def test_only_the_adapter_where_nothing_is_merged(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
     """export.merge=false; the run still exports when it is asked."""
     run = made("plain")
@@ -255,6 +257,7 @@ def test_merged_after_a_stop_is_merged_without_one(made: Callable[[str], Made], 
     assert same(weights(folder / "export"), whole_one)
 
 
+@pytest.mark.slow
 def test_another_run_continues_from_it(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
     """A run, a checkpoint or a folder; what it brought and this run does not train is in the new folder too."""
     run = made("all biases")
@@ -491,6 +494,7 @@ def test_idle_adapters_of_the_tower_are_left_out(
         export(conversion(folder, tmp_path / "none"))
 
 
+@pytest.mark.slow
 def test_a_run_that_learnt_nothing_says_so(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """The only step's learning rate is 0: an error with the cure, and nothing of that name."""
     values = ["max_steps=1", "optim.warmup_ratio=0.5"]

@@ -14,6 +14,7 @@ from chat_templates import write_tokenizer as write_model
 from jinja2.exceptions import TemplateError
 from PIL import Image
 from small import ASSETS, make_config, write_json
+from tiers import slow_after
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlamaConfig, LlavaProcessor
@@ -133,7 +134,7 @@ def encoder_of(ours: Tokenizer, form: Template | ChatTemplate, start_end: bool, 
 
 
 @pytest.mark.parametrize("records", [24, pytest.param(1500, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_after(5, KINDS))
 def test_ids_are_those_of_training(kind: str, records: int, tmp_path: Path) -> None:
     """Random records in every template, as text with tags and as parts, whole and as prompts."""
     dice = random.Random(kind)
@@ -175,9 +176,9 @@ FAST = ("qwen3", "gemma3", "llava_next", "llama3_2", "deepseek_r1_distill")
 
 
 @pytest.mark.parametrize("pieces", [False, True])
-@pytest.mark.parametrize(("name", "records"), [
+@pytest.mark.parametrize(("name", "records"), slow_after(5, [
     *((name, 6) for name in FAST), *(pytest.param(name, 200, marks=pytest.mark.slow) for name in OWN_TEMPLATES),
-])  # fmt: skip
+]))  # fmt: skip
 def test_ids_are_those_of_training_with_a_model_s_own_template(
     name: str, records: int, pieces: bool, tmp_path: Path
 ) -> None:
@@ -209,7 +210,7 @@ def test_ids_are_those_of_training_with_a_model_s_own_template(
         assert refused < records
 
 
-@pytest.mark.parametrize(("name", "pieces"), [("qwen3", False), ("gemma3", True), ("v1", False)])
+@pytest.mark.parametrize(("name", "pieces"), slow_after(1, [("qwen3", False), ("gemma3", True), ("v1", False)]))
 def test_videos_with_a_model_s_own_template(name: str, pieces: bool, tmp_path: Path) -> None:
     """As with one of LLaVA's: parts and tags, each where training has its tokens; others are refused."""
     code = published().get(name, "")

@@ -12,6 +12,7 @@ from forged import forge_facts, forge_notes, swap_in_exports
 from reference import EXPORTED, outcome
 from safetensors.torch import save_file
 from small import conversion, make_config, write_json, write_parts
+from tiers import slow_after
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from weights import same, weights
 
@@ -109,6 +110,7 @@ def test_original_format_of_a_run(llava: Path, run: Path, parts: Path, tmp_path:
     assert same(weights(back), weights(run / "export"))
 
 
+@pytest.mark.slow
 def test_training_starts_from_the_original_format(llava: Path, run: Path, dataset: Path, tmp_path: Path) -> None:
     """A folder of the original's with its tower's configuration beside it: nothing else is read."""
     start = [f"model.checkpoint={llava}", "model.random_weights=false", "model.vision=no/tower", "max_steps=1"]
@@ -118,6 +120,7 @@ def test_training_starts_from_the_original_format(llava: Path, run: Path, datase
     assert (tmp_path / "on" / "export" / "original" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_projector_of_a_stage_1_run(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Written from a checkpoint, it starts stage 2 with the same bits."""
     values = ["max_steps=1", "checkpoint.every=1"]
@@ -160,7 +163,7 @@ def like_the_hub(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     return parts / "language", folder / "run" / "export"
 
 
-@pytest.mark.parametrize("kind", ["saved by transformers", "in memory", "in memory, older tower", "bin"])
+@pytest.mark.parametrize("kind", slow_after(1, ["saved by transformers", "in memory", "in memory, older tower", "bin"]))
 def test_transformers_folders_as_users_have_them(kind: str, like_the_hub: tuple[Path, Path], tmp_path: Path) -> None:
     """Every naming; 64 rows more than were trained, and two tokens; preprocessing where transformers puts it."""
     language, hub = like_the_hub
@@ -247,6 +250,7 @@ def test_buffers_that_the_original_saved_are_left_out(llava: Path, tmp_path: Pat
     assert same(weights(export(conversion(folder, tmp_path / "made", "format=llava"))), weights(llava))
 
 
+@pytest.mark.slow
 def test_tower_outside(llava: Path, run: Path, tmp_path: Path) -> None:
     """An original's folder without its tower reads it from where it names it, or where it is told."""
     whole = weights(llava)
@@ -336,7 +340,7 @@ def test_a_projector_alone_needs_a_language_model(llava: Path, tmp_path: Path) -
         export(conversion(made, tmp_path / "made"))
 
 
-@pytest.mark.parametrize("form", ["hf", "llava", "projector"])
+@pytest.mark.parametrize("form", slow_after(1, ["hf", "llava", "projector"]))
 def test_the_proof_can_fail(form: str, llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that puts two weights in each other's place: nothing has the name that was asked for."""
     q, k = "language_model.layers.0.self_attn.q_proj.weight", "language_model.layers.1.self_attn.q_proj.weight"

@@ -15,6 +15,7 @@ from PIL import Image
 from reference import EXPORTED, outcome, run_ranks, train_on
 from safetensors.torch import load_file, save_file
 from small import conversion, make_config, write_json, write_parts
+from tiers import slow_after
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from weights import same, weights
 
@@ -130,6 +131,7 @@ def test_processor_loads_and_makes_our_ids(noise: Path, parts: Path, dataset: Pa
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_sharded_export_equals_the_single_one(
     noise: Path, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
@@ -142,6 +144,7 @@ def test_sharded_export_equals_the_single_one(
     assert same(weights(export(conversion(step, tmp_path / "made", "verify=false"))), weights(noise / "export"))
 
 
+@pytest.mark.slow
 def test_export_in_another_dtype_is_made_again(noise: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """In bf16 it is the rounded one in fp32; it is verified."""
     run = Path(shutil.copytree(noise, tmp_path / "run"))
@@ -199,7 +202,7 @@ def start(folder: Path) -> list[str]:
     return [f"model.checkpoint={folder}", "model.random_weights=false"]
 
 
-@pytest.mark.parametrize("kind", ["ours", "original bin"])
+@pytest.mark.parametrize("kind", slow_after(1, ["ours", "original bin"]))
 def test_starts_from_a_whole_model(kind: str, noise: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     folder = noise if kind == "ours" else write_original(noise / "export", tmp_path / "original", "bin")
     values = [*EXPORTED, *start(folder), "max_steps=1"]
@@ -208,6 +211,7 @@ def test_starts_from_a_whole_model(kind: str, noise: Path, parts: Path, dataset:
     assert all(torch.equal(before[n], after[n]) for n in before), "the first step's learning rate is 0"
 
 
+@pytest.mark.slow
 def test_starts_from_a_projector(noise: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Of a run; everything else is drawn."""
     values = [*EXPORTED, f"model.projector={noise}", "seed=7", "max_steps=1"]
@@ -367,7 +371,7 @@ def test_vocabulary_without_a_row_to_spare(dataset: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("aspect", ["square", "pad"])
-@pytest.mark.parametrize(("tower", "tokens"), [("clip", 4), ("clip with CLS", 5), ("siglip", 4)])
+@pytest.mark.parametrize(("tower", "tokens"), slow_after(1, [("clip", 4), ("clip with CLS", 5), ("siglip", 4)]))
 def test_exported_processor_makes_our_pixels_and_tokens(
     tower: str, tokens: int, aspect: str, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
@@ -394,6 +398,7 @@ def test_checkpoint_brings_its_projector(noise: Path, parts: Path, dataset: Path
         train.train(make_config(parts, dataset, tmp_path, *values))
 
 
+@pytest.mark.slow
 def test_samples_without_labels_can_still_be_verified(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """All answers are cut off, and the original trains on that; the proof compares every token, so it needs none."""
     values = [*EXPORTED, "export.verify=true", "max_steps=1", "data.max_length=40", "labels=llava_v1_5"]

@@ -191,6 +191,7 @@ def test_it_answers_as_transformers_does(run: Path, dataset: Path) -> None:
     assert found == [answer.text] and answer.text
 
 
+@pytest.mark.slow
 def test_their_model_trains_and_exports_again(
     theirs: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,6 +245,7 @@ def test_the_projector_alone_beside_a_language_model_that_the_original_lacks(
         assert (made / "mm_projector.safetensors").is_file() and not (made / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_the_last_layer_is_taken_before_the_towers_norm(tower: Path, dataset: Path, tmp_path: Path) -> None:
     """InternVL puts the tower's norm, if it has one, behind layer -1 only; so the layer is written as 3."""
     shutil.copytree(tower, tmp_path / "parts")

@@ -72,6 +72,7 @@ def theirs(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", slow_after(1, ["siglip_qwen3", "clip_llama", "clip_mistral"]))
+@pytest.mark.slow
 def test_trains_on_tiles_and_exports(kind: str, pictures: Path, tmp_path: Path) -> None:
     """transformers' processor makes training's pixels and ids to the bit, and its model training's logits."""
     parts = parts_of(kind, tmp_path / "parts")
@@ -127,7 +128,7 @@ def test_their_folder_comes_back_to_the_bit(theirs: Path, tmp_path: Path) -> Non
     assert processors[0] == processors[1]
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", slow_after(1, [False, True]))
 def test_it_is_tied_as_its_own_configuration_says(tied: bool, theirs: Path, tmp_path: Path) -> None:
     """transformers goes by the value of the whole model, whatever that of the language model is."""
     shutil.copytree(theirs, tmp_path / "theirs")
@@ -141,6 +142,7 @@ def test_it_is_tied_as_its_own_configuration_says(tied: bool, theirs: Path, tmp_
     assert torch.equal(*heads)
 
 
+@pytest.mark.slow
 def test_their_model_trains_and_exports_again(theirs: Path, pictures: Path, tmp_path: Path) -> None:
     cfg = make_config(
         theirs, pictures, tmp_path / "run", *RUN, f"model.checkpoint={theirs}", "model.projector=auto",
@@ -185,7 +187,7 @@ CONTRADICTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("value", "said"), CONTRADICTIONS)
+@pytest.mark.parametrize(("value", "said"), slow_after(3, CONTRADICTIONS))
 def test_what_contradicts_their_folder_is_refused(
     value: str, said: str, theirs: Path, pictures: Path, tmp_path: Path
 ) -> None:

@@ -139,6 +139,7 @@ def test_trains_and_exports(kind: str, pictures: Path, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_videos_have_the_logits_of_transformers(theirs: Path, tmp_path: Path) -> None:
     """A video alone, several, and videos beside one image (of several tiles) and beside two."""
     data = write_mixed(tmp_path)
@@ -198,6 +199,7 @@ def test_their_folder_comes_back_to_the_bit(theirs: Path, tmp_path: Path) -> Non
         assert json.loads((theirs / file).read_text()) == json.loads((made / file).read_text()), file
 
 
+@pytest.mark.slow
 def test_their_model_trains_and_exports_again(theirs: Path, pictures: Path, tmp_path: Path) -> None:
     cfg = make_config(
         theirs, pictures, tmp_path / "run", *RUN, f"model.checkpoint={theirs}", "model.projector=auto",
@@ -237,7 +239,7 @@ CONTRADICTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("value", "said"), CONTRADICTIONS)
+@pytest.mark.parametrize(("value", "said"), slow_after(2, CONTRADICTIONS))
 def test_what_contradicts_their_folder_is_refused(
     value: str, said: str, theirs: Path, pictures: Path, tmp_path: Path
 ) -> None:

@@ -71,7 +71,7 @@ def write(parts: Path, folder: Path, language: str, vision: str, **sizes: Any) -
     return folder
 
 
-@pytest.mark.parametrize("name", slow_after(4, PASS))
+@pytest.mark.parametrize("name", slow_after(2, PASS))
 def test_what_passes(name: str, source: Callable[..., SourceModel], caplog: pytest.LogCaptureFixture) -> None:
     """With values: nothing says that the copy could not be made. Random numbers stay those of the other ranks."""
     language, vision, values = PASS[name]
@@ -124,7 +124,7 @@ def writing(change: Change) -> Callable[[SourceModel, Weights, Path], None]:
     return write
 
 
-@pytest.mark.parametrize("name", slow_after(2, WRONG))
+@pytest.mark.parametrize("name", slow_after(1, WRONG))
 def test_what_is_refused(
     name: str, source: Callable[..., SourceModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +152,7 @@ def test_a_value_of_the_configuration_that_is_written_wrongly(source: Callable[.
         rehearse_hf(own, torch.float32, write)
 
 
+@pytest.mark.slow
 def test_without_a_small_copy_the_export_is_planned_without_values(
     source: Callable[..., SourceModel], caplog: pytest.LogCaptureFixture
 ) -> None:

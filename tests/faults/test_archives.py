@@ -206,7 +206,7 @@ PACKED: dict[str, tuple[str, Callable[[], bytes], str | list[str | None]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_after(5, PACKED))
+@pytest.mark.parametrize("name", slow_after(2, PACKED))
 def test_packed_and_misnamed_files(name: str, parts: Path, tmp_path: Path) -> None:
     suffix, make, expected = PACKED[name]
     path = tmp_path / f"a{suffix}"
@@ -312,7 +312,9 @@ def prepare(path: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name, code", [("control characters, refused", 2), ("control characters in media", 0)])
+@pytest.mark.parametrize(
+    "name, code", slow_after(1, [("control characters, refused", 2), ("control characters in media", 0)])
+)
 def test_the_command(name: str, code: int, tmp_path: Path) -> None:
     """Neither its messages nor its page have a character that a terminal or a browser obeys."""
     path = tmp_path / f"{HOSTILE_NAME}.tar"

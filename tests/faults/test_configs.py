@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from runs import Runs
+from tiers import slow_after
 from transformers import AutoConfig
 
 from llava_fsdp.config import Config, cli, load
@@ -54,7 +55,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG)
+@pytest.mark.parametrize("words", slow_after(12, WRONG))
 def test_values(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train", *words.split()])

@@ -12,6 +12,7 @@ import torch
 from golden_folder import golden_folder
 from safetensors.torch import load_file
 from small import conversion
+from tiers import slow_after
 from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
 
@@ -144,7 +145,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / "pytorch_model.bin", weights_only=True)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_after(1, VARIANTS))
 def test_original_to_hf_and_back_is_bit_identical(variant: str, sides: Sides) -> None:
     before, after = sides.folder_of(variant, "original"), sides.folder_of(variant, "back")
     a, b = tensors_of(before), tensors_of(after)
@@ -255,7 +256,7 @@ def test_stage_1_folder_and_a_language_model_make_a_whole_model(sides: Sides, tm
 
 
 @pytest.mark.parametrize("form", ["hf", "llava"])
-@pytest.mark.parametrize("tokenizer", ["hf4_legacy_false", "hf4_legacy_default"])
+@pytest.mark.parametrize("tokenizer", slow_after(1, ["hf4_legacy_false", "hf4_legacy_default"]))
 def test_an_export_makes_the_ids_of_its_source(tokenizer: str, form: str, tmp_path: Path) -> None:
     """`legacy` and added tokens leave with the model, whatever transformers writes of them."""
     source = tmp_path / "source"

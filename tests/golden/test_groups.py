@@ -22,7 +22,7 @@ LORA = {"lora_enable": "enabled", "lora_r": "r", "lora_alpha": "alpha", "lora_dr
 FLAGS = {"learning_rate": "optim.lr", "mm_projector_lr": "optim.projector_lr", "weight_decay": "optim.weight_decay"}
 
 
-@pytest.mark.parametrize("case", slow_after(5, sorted(read_json("training/param_groups.json"))))
+@pytest.mark.parametrize("case", slow_after(2, sorted(read_json("training/param_groups.json"))))
 def test_groups(case: str, tmp_path: Path, count: Callable) -> None:
     golden = read_json("training/param_groups.json")[case]
     said = golden["cli_overrides"]

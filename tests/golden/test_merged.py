@@ -92,6 +92,7 @@ def test_written_again_it_is_the_originals(tmp_path: Path) -> None:
     assert own["mm_vision_tower"] == str(MODELS / "clip-vit-toy-patch14-56")
 
 
+@pytest.mark.slow
 def test_a_whole_model_as_the_base(merged: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """The same language model inside a LLaVA model, whose projector gives way to the adapter's."""
     whole = f"base={MODELS / 'llava-mha32'}"

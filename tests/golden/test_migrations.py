@@ -81,7 +81,7 @@ def test_auto_is_resolved_as_transformers_does(name: str, tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.parametrize("name", slow_after(5, SCRIPTS))
+@pytest.mark.parametrize("name", slow_after(2, SCRIPTS))
 def test_command_is_the_script(name: str, tmp_path: Path) -> None:
     """Composed, the command has the values of the script, whichever of them it had to say."""
     record = SCRIPTS[name]

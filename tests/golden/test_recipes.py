@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 from golden_folder import golden_folder, read_json
 from small import config_of
+from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.train.optimizer import SCHEDULES
@@ -57,7 +58,7 @@ def value(cfg: Config, key: str) -> object:
     return getattr(found, "value", found)
 
 
-@pytest.mark.parametrize("model", LANGUAGE)
+@pytest.mark.parametrize("model", slow_after(1, LANGUAGE))
 @pytest.mark.parametrize("stage", STAGES)
 def test_recipe_is_the_script(stage: str, model: str) -> None:
     record, cfg = read_json(f"configs/v1_5_{stage}.json"), recipe(stage, model)

@@ -149,6 +149,7 @@ def is_ordinary(record: Record, case: dict) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_exact_labels_where_the_original_is_right(count: Callable) -> None:
     """`labels=exact` has the original's ids, and its labels wherever that one neither masks a sample nor errs."""
     records, originals = conversations(), Originals()

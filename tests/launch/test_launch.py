@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from machine import BASH, FAKE_PYTHON, NOTE, ROOT, Machine
+from tiers import slow_after
 
 FOUND = [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci" / "run"]
 SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in FOUND)
@@ -180,7 +181,7 @@ def test_multinode_meets_at_the_endpoint(machine: Machine, node_rank: str, host:
     )
 
 
-@pytest.mark.parametrize("endpoint", ["127.0.0.1:9", "[::1]:9", "nosuch.invalid:29400"])
+@pytest.mark.parametrize("endpoint", slow_after(1, ["127.0.0.1:9", "[::1]:9", "nosuch.invalid:29400"]))
 def test_multinode_says_who_does_not_answer(machine: Machine, endpoint: str) -> None:
     """With the code for lost ranks: a scheduler may try again."""
     machine.venv()

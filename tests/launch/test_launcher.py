@@ -199,6 +199,7 @@ def launch(tmp_path: Path) -> Iterator[list[Launched]]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_ctrl_c_saves_and_ends_with_our_code(launch: list[Launched], tmp_path: Path) -> None:
     run = Launched(tmp_path, "--nproc-per-node", "2")
     launch.append(run)

@@ -216,6 +216,7 @@ def test_fetching_that_was_cut_short_begins_again(tmp_path: Path) -> None:
     assert {path.name for path in (bucket / "checkpoints").iterdir()} == kept
 
 
+@pytest.mark.slow
 def test_a_bucket_gets_the_results_and_leaves_the_exit_code_alone(tmp_path: Path) -> None:
     bucket, out, script = tmp_path / "bucket", tmp_path / "out", tmp_path / "train.sh"
     script.write_text(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from machine import BASH, ROOT, Machine
+from tiers import slow_after
 
 SRUN = f"""#!{BASH}
 echo "srun $*" >>"$NOTES"
@@ -38,16 +39,19 @@ def run(machine: Machine, *words: str, **environment: str) -> subprocess.Complet
 
 @pytest.mark.parametrize(
     ("told", "code", "requeued", "said"),
-    [
-        ({"CODE": "75", "SAVES": "1"}, 75, True, "to go on after step 5"),
-        pytest.param({"CODE": "5", "SAVES": "1"}, 5, True, "to go on after step 5", marks=pytest.mark.slow),
-        ({"CODE": "75", "SAVES": "1", "STATE": "COMPLETING"}, 75, False, "was cancelled"),
-        ({"CODE": "75"}, 1, False, "has saved nothing since step 0"),
-        pytest.param({"CODE": "2", "SAVES": "1"}, 2, False, "ends with exit code 2", marks=pytest.mark.slow),
-        pytest.param(
-            {"CODE": "75", "SAVES": "1", "REFUSES": "1"}, 75, True, "Slurm refuses that", marks=pytest.mark.slow
-        ),
-    ],
+    slow_after(
+        1,
+        [
+            ({"CODE": "75", "SAVES": "1"}, 75, True, "to go on after step 5"),
+            pytest.param({"CODE": "5", "SAVES": "1"}, 5, True, "to go on after step 5", marks=pytest.mark.slow),
+            ({"CODE": "75", "SAVES": "1", "STATE": "COMPLETING"}, 75, False, "was cancelled"),
+            ({"CODE": "75"}, 1, False, "has saved nothing since step 0"),
+            pytest.param({"CODE": "2", "SAVES": "1"}, 2, False, "ends with exit code 2", marks=pytest.mark.slow),
+            pytest.param(
+                {"CODE": "75", "SAVES": "1", "REFUSES": "1"}, 75, True, "Slurm refuses that", marks=pytest.mark.slow
+            ),
+        ],
+    ),
 )
 def test_put_back_into_the_queue_where_that_helps(
     told: dict[str, str], code: int, requeued: bool, said: str, machine: Machine

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from small import config_of
+from tiers import slow_after
 
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.migrate import main as entry
@@ -276,15 +277,18 @@ WHOLE = OTHER + "--data_path d.json --lora_alpha 32 --lora_dropout 0.05 "
 
 @pytest.mark.parametrize(
     ("script", "lacking"),
-    [
-        (OTHER, {"data.path", "model.lora.alpha", "model.lora.dropout"}),
-        (WHOLE, set()),
-        (WHOLE + "--freeze_stuff 1", {"freeze_stuff"}),
-        (WHOLE + "--lora_target_modules q_proj v_proj", {"lora_target_modules"}),
-        (WHOLE + "--lora_target_modules all-linear", set()),
-        (WHOLE.replace("llava-hf/llava-1.5-7b-hf", "Qwen/Qwen2-7B"), {"model_name_or_path", "model.checkpoint"}),
-        (WHOLE + "--dataset_name HuggingFaceH4/llava", {"dataset_name"}),
-    ],
+    slow_after(
+        3,
+        [
+            (OTHER, {"data.path", "model.lora.alpha", "model.lora.dropout"}),
+            (WHOLE, set()),
+            (WHOLE + "--freeze_stuff 1", {"freeze_stuff"}),
+            (WHOLE + "--lora_target_modules q_proj v_proj", {"lora_target_modules"}),
+            (WHOLE + "--lora_target_modules all-linear", set()),
+            (WHOLE.replace("llava-hf/llava-1.5-7b-hf", "Qwen/Qwen2-7B"), {"model_name_or_path", "model.checkpoint"}),
+            (WHOLE + "--dataset_name HuggingFaceH4/llava", {"dataset_name"}),
+        ],
+    ),
 )
 def test_another_program(script: str, lacking: set[str], tmp_path: Path) -> None:
     """A Trainer script with peft is LoRA on the whole checkpoint; what it lacks is named, and the exit code says so."""
@@ -400,7 +404,7 @@ STAGES = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "stage", "projector"), STAGES)
+@pytest.mark.parametrize(("flags", "stage", "projector"), slow_after(2, STAGES))
 def test_stage(flags: str, stage: str, projector: str | None, tmp_path: Path) -> None:
     done = migrate(finetune_run(tmp_path, flags))
     assert (done.decided["stage"], done.decided.get("model.projector")) == (stage, projector)
@@ -500,7 +504,7 @@ FLAGS_AND_VERDICTS = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "key", "verdict", "decided"), FLAGS_AND_VERDICTS)
+@pytest.mark.parametrize(("flags", "key", "verdict", "decided"), slow_after(20, FLAGS_AND_VERDICTS))
 def test_flags(flags: str, key: str, verdict: Verdict, decided: dict, tmp_path: Path) -> None:
     done = finetune(tmp_path, flags)
     assert row(done, key).verdict is verdict
@@ -546,7 +550,7 @@ ZERO_BLOCKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("block", "expected"), ZERO_BLOCKS, ids=str)
+@pytest.mark.parametrize(("block", "expected"), slow_after(7, ZERO_BLOCKS), ids=str)
 def test_zero_and_offload(block: dict, expected: dict, tmp_path: Path) -> None:
     done = finetune(tmp_path, zero={"zero_optimization": block})
     assert {k: v for k, v in done.decided.items() if k.startswith(("sharding", "offload"))} == expected

@@ -132,6 +132,7 @@ def test_models_that_cannot_are_named_with_the_reason(kind: str) -> None:
     assert re.search(message, str(examine(kind, **values)))
 
 
+@pytest.mark.slow
 def test_a_run_with_a_model_that_cannot_is_padded_by_itself(
     parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

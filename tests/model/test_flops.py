@@ -82,7 +82,7 @@ def test_every_product_is_counted_and_no_other(
 
 @pytest.mark.parametrize(
     ("activation_checkpointing", "base"),
-    slow_after(2, [("full", "none"), ("none", "nf4"), ("none", "none"), ("full", "int8")]),
+    slow_after(1, [("full", "none"), ("none", "nf4"), ("none", "none"), ("full", "int8")]),
 )
 def test_adapters_are_counted_and_no_gradient_of_what_is_frozen(
     activation_checkpointing: str, base: str, parts: Path, dataset: Path, tmp_path: Path

@@ -107,6 +107,7 @@ def test_recommended_command_is_a_training(
         assert cfg.row_tokens == best["tokens_per_micro_batch"]
 
 
+@pytest.mark.slow
 def test_rows_of_the_originals_order_are_those_of_its_micro_batches(
     wide_parts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

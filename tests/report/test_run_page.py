@@ -16,6 +16,7 @@ from commands import command
 from imagined import ODD, imagine, lines
 from pictured import charts_seen
 from small import config_of
+from tiers import slow_after
 
 from llava_fsdp.config.recipes import differences
 from llava_fsdp.report import main as report
@@ -221,7 +222,7 @@ def test_nonsense_is_refused_by_name(name: str | None, content: str, said: str, 
 @pytest.mark.parametrize("name", ["starts.jsonl", "validation.jsonl", "run_status.json"])
 @pytest.mark.parametrize(
     "content",
-    [
+    slow_after(9, [
         "nonsense", "{}", "[]", '{"step": 1}', '{"step": 5, "time": 1e300}', '{"step": 5, "time": 1e17}',
         '{"step": 5, "time": "x", "trains": 3}',
         '{"step": 5, "time": 1, "at_rest": {"a": "b"}, "trains": [[1]]}', '{"step": 5, "loss": NaN}',
@@ -230,7 +231,7 @@ def test_nonsense_is_refused_by_name(name: str | None, content: str, said: str, 
         '{"status": 3, "reason": ["x"], "exit_code": "y"}', '{"status": "failed", "before": {"reason": 5}}',
         '{"status": "failed", "before": 5}', '{"step": 1e400, "time": 1}',
         '{"step": 5, "time": 1, "versions": {"a": {}}, "total_steps": "x", "planned_peak": "y", "ranks": []}',
-    ],
+    ]),
 )  # fmt: skip
 def test_a_page_in_spite_of_damaged_files(name: str, content: str, tmp_path: Path) -> None:
     run = imagine(tmp_path / "run", 60)

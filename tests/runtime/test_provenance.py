@@ -140,7 +140,7 @@ def assert_named(start: str, name: str, copied: Path, parts: Path, dataset: Path
     assert raised.value.exit_code == ExitCode.USER and raised.value.ending == "model"
 
 
-@pytest.mark.parametrize("start", slow_after(2, STARTS))
+@pytest.mark.parametrize("start", slow_after(1, STARTS))
 def test_a_flipped_weight_is_named_by_whoever_starts_from_it(
     start: str, copied: Path, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +238,7 @@ def how_it_ends(world: World, cfg: Config) -> str:
     return "done"
 
 
+@pytest.mark.slow
 def test_a_projectors_file_alone_is_compared(copied: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Given as a file; what lies beside it is not read."""
     file = copied / "projector" / "mm_projector.safetensors"
@@ -251,6 +252,7 @@ def test_a_projectors_file_alone_is_compared(copied: Path, parts: Path, dataset:
 @pytest.mark.parametrize(
     "name", [WEIGHTS, *(pytest.param(own, marks=pytest.mark.slow) for own in ("config.json", NOTES))]
 )
+@pytest.mark.slow
 def test_a_finished_run_writes_a_damaged_export_anew(
     name: str, copied: Path, parts: Path, dataset: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -267,6 +269,7 @@ def test_a_finished_run_writes_a_damaged_export_anew(
     assert path.stat().st_mtime_ns == changed, "what is whole is kept"
 
 
+@pytest.mark.slow
 def test_a_finished_run_writes_a_damaged_adapter_anew(copied: Path, parts: Path, dataset: Path) -> None:
     path = copied / "lora" / "adapter" / "adapter_model.safetensors"
     before = path.read_bytes()

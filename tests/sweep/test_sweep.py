@@ -16,6 +16,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from imagined import imagine
+from tiers import slow_after
 
 from llava_fsdp.config import SweepConfig, SweepMetric, config_dir, load
 from llava_fsdp.config.cli import quoted
@@ -97,18 +98,24 @@ def test_a_job_that_fails_does_so_alone(tmp_path: Path, dataset: Path) -> None:
 @pytest.mark.usefixtures("hydra_here")
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["-m", "optim.lrr=1,2"], "optim.lrr is not a key of the configuration; did you mean optim.lr?"),
-        (["-m", "stage=pretrain,nope"], "Could not find 'stage/nope'"),
-        (["optim.lr=1,2"], "To sweep over it, add --multirun"),
-        (["-m", "seed=1", "hydra.sweep.dir=a/${seed}"], "hydra.sweep.dir=a/${seed} must be a plain folder"),
-        (["-m", "seed=1", "sweep.metric=val_loss"], "needs validations, and val.every=null has none: set val.every="),
-        (["-m", "sweep.metric=val_score", "val.every=1", "val.answers=0"], "needs answers, and val.answers=0"),
-        (["-m", "seed=1", "launch.nnodes=2"], "start each run on several machines with launch/multinode.sh"),
-        (["-m", "seed=1", "launch.nproc_per_node=0"], "launch.nproc_per_node=0 must be at least 1"),
-        (["-m", "seed=1", "output_dir=here"], "give hydra.sweep.dir=FOLDER instead"),
-        (["-m", "seed=1", "hydra.sweeper.direction=maximize"], "the sweeper must minimize"),
-    ],
+    slow_after(
+        5,
+        [
+            (["-m", "optim.lrr=1,2"], "optim.lrr is not a key of the configuration; did you mean optim.lr?"),
+            (["-m", "stage=pretrain,nope"], "Could not find 'stage/nope'"),
+            (["optim.lr=1,2"], "To sweep over it, add --multirun"),
+            (["-m", "seed=1", "hydra.sweep.dir=a/${seed}"], "hydra.sweep.dir=a/${seed} must be a plain folder"),
+            (
+                ["-m", "seed=1", "sweep.metric=val_loss"],
+                "needs validations, and val.every=null has none: set val.every=",
+            ),
+            (["-m", "sweep.metric=val_score", "val.every=1", "val.answers=0"], "needs answers, and val.answers=0"),
+            (["-m", "seed=1", "launch.nnodes=2"], "start each run on several machines with launch/multinode.sh"),
+            (["-m", "seed=1", "launch.nproc_per_node=0"], "launch.nproc_per_node=0 must be at least 1"),
+            (["-m", "seed=1", "output_dir=here"], "give hydra.sweep.dir=FOLDER instead"),
+            (["-m", "seed=1", "hydra.sweeper.direction=maximize"], "the sweeper must minimize"),
+        ],
+    ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_costs_no_launch(
@@ -466,7 +473,9 @@ def test_a_job_whose_process_was_killed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("hydra_here")
-@pytest.mark.parametrize(("private", "folder_mode", "mode"), [(True, 0o700, 0o600), (False, 0o755, 0o644)])
+@pytest.mark.parametrize(
+    ("private", "folder_mode", "mode"), slow_after(1, [(True, 0o700, 0o600), (False, 0o755, 0o644)])
+)
 def test_files_of_a_sweep_are_private(
     private: bool,
     folder_mode: int,

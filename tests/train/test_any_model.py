@@ -183,7 +183,7 @@ INSIDE = {
 
 @pytest.mark.parametrize(
     ("kind", "part"),
-    slow_after(2, itertools.product(INSIDE, ("vision", "language"))),
+    slow_after(1, itertools.product(INSIDE, ("vision", "language"))),
 )
 def test_a_part_of_a_whole_model(
     kind: str, part: str, saved: Callable[[str], Path], parts: Path, dataset: Path, tmp_path: Path

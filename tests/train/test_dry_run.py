@@ -78,6 +78,7 @@ def test_states_are_those_of_the_plan(
         ),
     ],
 )
+@pytest.mark.slow
 def test_every_state_is_planned_wherever_it_lies(
     ranks: int, precision: str, offload: str, parts: Path, dataset: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

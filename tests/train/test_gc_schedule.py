@@ -5,6 +5,7 @@ import gc
 import pytest
 from harness import single_world
 from small import Configure
+from tiers import slow_after
 from torch.utils.data import Dataset
 
 from llava_fsdp.data.batching.workers import WorkerStatus, from_workers
@@ -15,7 +16,7 @@ from llava_fsdp.train.loop import fit
 from llava_fsdp.train.state import StepResult
 
 
-@pytest.mark.parametrize(("every", "expected"), [("2", [2, 4]), ("50", []), ("null", None)])
+@pytest.mark.parametrize(("every", "expected"), slow_after(1, [("2", [2, 4]), ("50", []), ("null", None)]))
 def test_a_run_collects_at_its_steps(every: str, expected: list[int] | None, configure: Configure) -> None:
     cfg = configure(f"gc_every={every}", "max_steps=5")
     plan = SHARD_PLANS[cfg.sharding.strategy]

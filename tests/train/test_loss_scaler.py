@@ -11,6 +11,7 @@ import torch
 from harness import RankPool, single_world
 from small import Configure
 from steps import begin, held_masters, run_steps
+from tiers import slow_after
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -119,7 +120,7 @@ FORCED = {
 }
 
 
-@pytest.mark.parametrize("name", FORCED)
+@pytest.mark.parametrize("name", slow_after(2, FORCED))
 def test_every_setting_by_a_forced_overflow(name: str, configure: Configure) -> None:
     """In training. A skipped step leaves weights, moments and the schedule as they were; the loss is without scale."""
     overrides, powers, marks = FORCED[name]
@@ -203,6 +204,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
     assert mine["collectives"] == pools[2].run(collectives, bf16)[0] > 0
 
 
+@pytest.mark.slow
 def test_scale_and_skipped_steps_are_continued(configure: Configure, tmp_path: Path) -> None:
     """To the bit, and the rows of metrics.jsonl say what happened."""
     values = [*FP16, "max_steps=5", "checkpoint.every=3", "checkpoint.keep=9", "precision.scaler.initial_power=19"]

@@ -86,6 +86,7 @@ def test_nothing_is_written_into_another_folder(
     assert os.listdir(folder) == ["metrics.jsonl"] and (folder / "metrics.jsonl").read_text() == "another run's\n"
 
 
+@pytest.mark.slow
 def test_another_recipe_is_refused_before_the_folder_is_touched(
     parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

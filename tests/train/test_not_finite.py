@@ -166,6 +166,7 @@ def test_a_resume_continues_behind_skipped_steps(configure: Configure, tmp_path:
         assert facts[0][name] == facts[1][name], name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_due_at_a_skipped_step_is_saved_after_the_next(
     configure: Configure, tmp_path: Path
 ) -> None:
@@ -246,6 +247,7 @@ def test_a_stop_is_saved_once(configure: Configure, monkeypatch: pytest.MonkeyPa
     assert written == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_last_step_leaves_the_export_to_the_next_start(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,6 +310,7 @@ def test_a_rank_that_reports_a_step_is_behind_those_that_go_on(configure: Config
     assert [beat.place for beat in seen] == sorted({beat.place for beat in seen})
 
 
+@pytest.mark.slow
 def test_a_watchdog_that_cannot_watch_handles_signals(tmp_path: Path) -> None:
     class Broken(Run):
         def data_position(self) -> str:

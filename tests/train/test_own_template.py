@@ -45,6 +45,7 @@ def run(language: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_records_which_template_it_was(run: Path, language: Path) -> None:
     name = own_name(language / "language")
     assert name is not None and f"template: {name}" in (run / "config.yaml").read_text()
@@ -93,6 +94,7 @@ def test_a_run_continues_with_the_same_template_alone(run: Path, language: Path,
             train.train(cfg)
 
 
+@pytest.mark.slow
 def test_the_next_stage_begins_with_it(run: Path, dataset: Path, tmp_path: Path) -> None:
     """A training from the export has its template, and the index of another template's is not used."""
     words = [f"model.checkpoint={run / 'export'}", "model.random_weights=false", "model.projector=auto", "max_steps=1"]

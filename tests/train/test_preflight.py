@@ -15,6 +15,7 @@ import torch
 from chat_templates import published, write_tokenizer
 from forged import forge_notes
 from small import Configure, changed_parts, config_of, make_config, write_json
+from tiers import slow_after
 
 from llava_fsdp.config import Config, Examine, PrepareConfig, cli, load
 from llava_fsdp.data.text.jinja_template import own_name
@@ -179,6 +180,7 @@ def test_doctor_warns_as_train_does(parts: Path, dataset: Path, tmp_path: Path) 
     assert rows[1].result.startswith("12 steps of 12 samples"), "three epochs of 44 records"
 
 
+@pytest.mark.slow
 def test_a_projector_of_other_parts_names_them(
     noise: Path, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +281,7 @@ def test_a_training_that_waits_for_stage_1_is_planned_without_a_warning(
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("module", "more"), [("plan", "gpus=1"), ("prepare", "prepare.workers=1"), ("train", "dry_run=1")]
+    ("module", "more"), slow_after(1, [("plan", "gpus=1"), ("prepare", "prepare.workers=1"), ("train", "dry_run=1")])
 )
 def test_plan_prepare_and_dry_run_check_first(
     module: str, more: str, parts: Path, dataset: Path, tmp_path: Path
@@ -300,10 +302,13 @@ def test_plan_prepare_and_dry_run_check_first(
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["data.examine=sample", "data.examine_images=2"],
-        ["stage=finetune_lora", "val.every=1", "offload=optimizer", "data.template=v0", "labels=llava_v1_5"],
-    ],
+    slow_after(
+        1,
+        [
+            ["data.examine=sample", "data.examine_images=2"],
+            ["stage=finetune_lora", "val.every=1", "offload=optimizer", "data.template=v0", "labels=llava_v1_5"],
+        ],
+    ),
 )
 def test_the_first_screen_has_fifteen_lines(
     words: list[str], parts: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

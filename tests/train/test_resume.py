@@ -93,6 +93,7 @@ def test_finished_run_does_nothing(whole_run: Path, configure: Configure, tmp_pa
     assert (folder / "metrics.jsonl").read_text() == (whole_run / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_more_steps_continue(whole_run: Path, configure: Configure, tmp_path: Path) -> None:
     shutil.copytree(whole_run, tmp_path / "copy")
     train.train(configure(*OFTEN, "max_steps=7", to="copy"))
@@ -155,6 +156,7 @@ def test_another_dataset_is_refused_and_a_moved_one_is_not(
     assert outcome(folder).losses == outcome(whole_run).losses
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(
     whole_run: Path, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +261,7 @@ def load_export(folder: Path) -> dict[str, torch.Tensor]:
     return {ours(n): t for n, t in load_file(folder / "export" / "model.safetensors").items()}
 
 
+@pytest.mark.slow
 def test_going_back_starts_a_branch(whole_run: Path, configure: Configure, tmp_path: Path) -> None:
     """From an earlier checkpoint by name: the later ones are another branch, and never continued from again."""
     folder = tmp_path / "copy"

@@ -364,6 +364,7 @@ def test_keys_are_checked(values: list[str], message: str, configure: Configure)
         configure(*values)
 
 
+@pytest.mark.slow
 def test_held_out_records_are_checked_before_the_first_step(parts: Path, dataset: Path, tmp_path: Path) -> None:
     def refused(kind: type[Exception], message: str, records: list[dict[str, Any]] | None, *values: str) -> None:
         file = tmp_path / "held.json"

@@ -1,6 +1,7 @@
 """Entry point of `python -m llava_fsdp.chat`; see main.py for what it does."""
 
 from llava_fsdp.config import ChatConfig, cli
+from llava_fsdp.runtime.imports import importing
 from llava_fsdp.runtime.log import leave_noise_out
 
 
@@ -10,7 +11,8 @@ def main() -> None:
 
 
 def task(cfg: ChatConfig) -> None:
-    from llava_fsdp.chat.main import chat  # imported after the command line is checked, as torch takes seconds
+    with importing():  # after the command line is checked, as torch takes seconds
+        from llava_fsdp.chat.main import chat
 
     chat(cfg)
 

@@ -1,6 +1,7 @@
 """Entry point of `python -m llava_fsdp.evaluate`; see main.py for what it does."""
 
 from llava_fsdp.config import EvaluateConfig, cli
+from llava_fsdp.runtime.imports import importing
 from llava_fsdp.runtime.log import leave_noise_out
 
 
@@ -10,7 +11,8 @@ def main() -> None:
 
 
 def task(cfg: EvaluateConfig) -> None:
-    from llava_fsdp.evaluate.main import evaluate  # imported after the command line is checked, as torch takes seconds
+    with importing():  # after the command line is checked, as torch takes seconds
+        from llava_fsdp.evaluate.main import evaluate
 
     evaluate(cfg)
 

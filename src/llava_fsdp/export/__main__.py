@@ -1,6 +1,7 @@
 """Entry point of `python -m llava_fsdp.export`; see main.py for what it does."""
 
 from llava_fsdp.config import ConversionConfig, cli
+from llava_fsdp.runtime.imports import importing
 from llava_fsdp.runtime.log import leave_noise_out
 
 
@@ -10,7 +11,8 @@ def main() -> None:
 
 
 def task(cfg: ConversionConfig) -> None:
-    from llava_fsdp.export.main import export  # imported after the command line is checked, as torch takes seconds
+    with importing():  # after the command line is checked, as torch takes seconds
+        from llava_fsdp.export.main import export
 
     export(cfg)
 

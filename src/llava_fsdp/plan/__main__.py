@@ -3,6 +3,7 @@
 import sys
 
 from llava_fsdp.config import PlanConfig, cli
+from llava_fsdp.runtime.imports import importing
 from llava_fsdp.runtime.log import leave_noise_out
 
 
@@ -10,9 +11,9 @@ def main() -> None:
     words = sys.argv[1:]
 
     def task(cfg: PlanConfig) -> None:
-        # imported after the command line is checked, because importing torch takes seconds
-        from llava_fsdp.plan.main import plan
-        from llava_fsdp.train.preflight import warn_if_refused
+        with importing():  # after the command line is checked, as torch takes seconds
+            from llava_fsdp.plan.main import plan
+            from llava_fsdp.train.preflight import warn_if_refused
 
         warn_if_refused(cfg)
         plan(cfg, words)

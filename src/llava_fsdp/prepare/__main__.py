@@ -1,6 +1,7 @@
 """Entry point of `python -m llava_fsdp.prepare`, which examines and indexes a dataset (main.py)."""
 
 from llava_fsdp.config import PrepareConfig, cli
+from llava_fsdp.runtime.imports import importing
 from llava_fsdp.runtime.log import leave_noise_out
 
 
@@ -10,7 +11,8 @@ def main() -> None:
 
 
 def task(cfg: PrepareConfig) -> None:
-    from llava_fsdp.prepare.main import prepare  # once the command line is checked: torch takes seconds
+    with importing():  # after the command line is checked, as torch takes seconds
+        from llava_fsdp.prepare.main import prepare
 
     prepare(cfg)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from llava_fsdp.config import Config, cli
 from llava_fsdp.report.run_reader import REPORT_FILE
+from llava_fsdp.runtime.imports import importing
 from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.status_file import Outcome, log_write_errors, write_ending
 
@@ -17,7 +18,8 @@ def main() -> None:
     parts: RunParts | None = None
 
     def task(cfg: Config) -> None:
-        from llava_fsdp.train.main import RunParts, train
+        with importing():
+            from llava_fsdp.train.main import RunParts, train
 
         nonlocal parts
         parts = RunParts()

@@ -16,6 +16,7 @@ from loaders import agreed_steps
 from PIL import Image
 from small import make_config
 from test_loader import open_loader
+from tiers import slow_after
 from torch.utils.data import _utils
 
 from llava_fsdp.data.batching.workers import StartWorker, WorkerStatus
@@ -120,6 +121,7 @@ def test_a_worker_that_stalls(parts: Path, dataset: Path, tmp_path: Path) -> Non
     assert said.startswith("no data came for 1 seconds: data worker ") and f"is at {where} (for step 3)" in said
 
 
+@pytest.mark.slow
 def test_slow_records_are_no_stall(parts: Path, dataset: Path) -> None:
     """A step may take longer than data.stall while its records progress."""
     loader = open_loader(parts, dataset, "data.workers=1", "max_steps=1", "global_batch_size=4", "data.stall=1")
@@ -181,7 +183,7 @@ if sys.argv[4] == "killed":
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux to end them")
-@pytest.mark.parametrize("end", ["killed", "at its end", "after an error"])
+@pytest.mark.parametrize("end", slow_after(1, ["killed", "at its end", "after an error"]))
 def test_workers_end_with_the_process_that_they_work_for(end: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """A process that ends while it still holds its iterator must not wait for workers that ignore SIGTERM."""
     script = tmp_path / "orphans.py"

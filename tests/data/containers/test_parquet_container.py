@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow
 import pytest
 from pyarrow import parquet
+from tiers import slow_after
 
 from llava_fsdp.data.containers import parquet_container, parquet_footer, parquet_values
 from llava_fsdp.data.containers.file_reader import LocalFile
@@ -127,7 +128,7 @@ def refused(data: bytes, path: str = "raw") -> DataError:
     return error.value
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_after(14, LAYOUTS))
 def test_images_are_those_that_were_written(name: str, tmp_path: Path) -> None:
     rows, layout = make_rows(), LAYOUTS[name]
     path = tmp_path / "a.parquet"

@@ -129,6 +129,7 @@ def test_two_at_once_wait_for_each_other(parts: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "index").glob("*/encoded-*"))) == 1
 
 
+@pytest.mark.slow
 def test_who_waits_goes_on_when_the_builder_dies(parts: Path, tmp_path: Path) -> None:
     path, planted = write_planted(tmp_path, lines=True)
     first = builder(parts, path, tmp_path / "index")
@@ -167,7 +168,7 @@ TILED = "data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad", "da
 
 
 @pytest.mark.usefixtures("chunks")
-@pytest.mark.parametrize("tiles", [(), TILED], ids=["one tile", "tiles"])
+@pytest.mark.parametrize("tiles", slow_after(1, [(), TILED]), ids=["one tile", "tiles"])
 def test_mended_pictures_are_found_when_looking_again(tiles: tuple[str, ...], parts: Path, tmp_path: Path) -> None:
     """Also where their sizes decide how long a record is."""
     path, planted = write_planted(tmp_path, lines=False)

@@ -13,6 +13,7 @@ from harness import CPU
 from PIL import Image
 from small import config_of, make_config, write_json
 from test_build import TILED, open_again, plan_of
+from tiers import slow_after
 
 from llava_fsdp.config import AspectRatio, Config, Examine, PrepareConfig
 from llava_fsdp.data.images.check import HEAD_BYTES
@@ -63,6 +64,7 @@ def test_a_sample_is_fixed_and_has_the_end_of_every_file(ends: tuple[int, ...], 
         assert begin == end or end - 1 in own
 
 
+@pytest.mark.slow
 def test_each_image_is_drawn_as_often_as_another() -> None:
     counts = np.zeros(7)
     for total in range(1_000, 8_000):
@@ -120,10 +122,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
 @pytest.mark.parametrize(
     ("how", "overrides", "rest"),
-    [
+    slow_after(4, [
         ("decode", (), True), ("head", (), False), ("lazy", (), None), ("lazy", ("data.pixels=llava_v1_5",), None),
         ("sample", (), None), ("sample", TILED, False), ("sample", ("data.pixels=llava_v1_5",), False),
-    ],
+    ]),
 )  # fmt: skip
 def test_no_more_is_opened_than_needed(
     how: str, overrides: tuple[str, ...], rest: bool | None, parts: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
@@ -260,6 +262,7 @@ def test_verify_compares_what_was_decoded(parts: Path, shards: Path) -> None:
         verify_index(plan_of(cfg, parts), watch_silently)
 
 
+@pytest.mark.slow
 def test_prepare_reports_a_sample(parts: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut(shards / "images" / "21.png")  # the last of its file
     given = [

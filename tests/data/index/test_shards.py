@@ -11,6 +11,7 @@ import pytest
 from pyarrow import parquet
 from small import make_config
 from test_build import open_again
+from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.index.dataset import Records
@@ -186,7 +187,7 @@ def test_a_compressed_file_is_as_its_content(suffix: str, parts: Path, dataset: 
     assert open_again(config(parts, dataset, tmp_path, path), parts).fingerprint == records.fingerprint
 
 
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
+@pytest.mark.parametrize("suffix", slow_after(1, [".jsonl.gz", ".jsonl.zst"]))
 def test_a_damaged_or_hostile_compressed_file_is_named(suffix: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     whole = write_packed(tmp_path / f"whole{suffix}", b'{"id": 1}\n' * 999).read_bytes()
     bomb = write_packed(tmp_path / f"bomb{suffix}", b" " * (300 << 20)).read_bytes()

@@ -8,6 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from tiers import slow_after
 
 from llava_fsdp.data.containers.file_reader import reading as source_of
 from llava_fsdp.data.records import json_stream
@@ -204,7 +205,7 @@ def test_a_record_of_exactly_the_most_bytes_is_looked_into(tmp_path: Path) -> No
         list(spans(tmp_path / "a.jsonl", most=6))
 
 
-@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+@pytest.mark.parametrize("suffix", slow_after(1, [".json", ".jsonl"]))
 def test_memory_does_not_grow_with_a_record(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_stream, "BLOCK", 1 << 12)
     large = json.dumps({"id": "x", "text": ["words and "] * 100_000})

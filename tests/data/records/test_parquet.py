@@ -10,6 +10,7 @@ from harness import CPU
 from pyarrow import parquet
 from small import make_config
 from test_build import FITS, open_again
+from tiers import slow_after
 
 from llava_fsdp.data.containers import parquet_container
 from llava_fsdp.data.containers.data_files import DataFiles
@@ -100,7 +101,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("form", ["struct", "structs", "bytes", "lists of bytes"])
+@pytest.mark.parametrize("form", slow_after(2, ["struct", "structs", "bytes", "lists of bytes"]))
 def test_images_are_read_in_place(form: str, layout: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """The pixels are those of the files, no image is in the index, and no other file is open for it."""
     files = [(dataset / "images" / name).read_bytes() for name in ("0.jpg", "1.png", "2.jpg", "3.png", "0.jpg")]

@@ -14,6 +14,7 @@ import pytest
 from chat_templates import changed, published, specials, write_tokenizer
 from documents import ROOT
 from small import write_json
+from tiers import slow_after
 from transformers import PreTrainedTokenizerFast
 
 from llava_fsdp.config import SpecialTokens, TooLong
@@ -107,7 +108,7 @@ def rows_of(*images: Any) -> np.ndarray:
 @pytest.mark.parametrize(("pieces", "count"), [
     (False, 4), pytest.param(False, 1000, marks=pytest.mark.slow), pytest.param(True, 300, marks=pytest.mark.slow),
 ])  # fmt: skip
-@pytest.mark.parametrize("name", sorted(PUBLISHED.keys() - REFUSED))
+@pytest.mark.parametrize("name", slow_after(14, sorted(PUBLISHED.keys() - REFUSED)))
 def test_ids_are_transformers_and_labels_are_the_answers(name: str, pieces: bool, count: int, tmp_path: Path) -> None:
     """Random dialogues; the labels are also compared with TRL's marks where TRL's template writes the same text."""
     code, dice = PUBLISHED[name], random.Random(f"{name} {pieces}")

@@ -62,19 +62,20 @@ class MicroBatch:
 
     @property
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
-        """The boundaries of the samples in a packed row, as (position_ids, cu_seqlens, lengths); None with padded
-        rows."""
+        """The boundaries of the samples in a packed row (all samples one after the other), as (position_ids, int64 [1,
+        tokens]; cu_seqlens, int32 [samples + 1]; lengths); None with padded rows."""
         return (self.position_ids, self.cu_seqlens, self.lengths) if self.lengths else None
 
     @property
     def image_inputs(self) -> tuple[torch.Tensor, Any, torch.Tensor]:
-        """The arguments `image_positions`, `image_rows` and `images` of `Llava.forward` for this micro-batch."""
+        """The arguments `image_positions`, `image_rows` and `images` of the model's forward (`Llava.forward`) for this
+        micro-batch."""
         weights = self.image_weights
         return self.image_positions, (self.image_rows, weights) if len(weights) else self.image_rows, self.images
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """The positional arguments of `Llava.forward` for this micro-batch."""
+        """The positional arguments of the model's forward (`Llava.forward`) for this micro-batch."""
         images = self.image_inputs
         seeds = self.seeds, self.tile_seeds
         return self.input_ids, self.segments, *images, seeds, self.label_positions, self.label_ids
@@ -113,8 +114,8 @@ class SkippedSample:
 
 @dataclass
 class StepFacts:
-    """Counts of one step over all ranks (samples, tokens, labels, ...). Every rank computes all of them from the
-    dataset's index, without communication."""
+    """Counts of one training step over all ranks (samples, tokens, labels, ...). Every rank computes all of them from
+    numbers that were counted before training, without communication."""
 
     step: int
     samples: int = 0
@@ -138,7 +139,7 @@ class StepFacts:
     """Number of label tokens of each data source, by the source's name."""
 
     def without(self, skipped: list[SkippedSample]) -> StepFacts:
-        """Return the counts of the step without the samples in `skipped`."""
+        """Return these counts of a training step without the samples in `skipped`."""
         counts = {name: getattr(self, name) - sum(getattr(s.lacks, name) for s in skipped) for name in COUNTS}
         named = [record for sample in skipped for record in sample.lacks.unlabelled]
         unlabelled = [record for record in self.unlabelled if record not in named]
@@ -155,7 +156,7 @@ COUNTS = ("samples", "tokens", "pairs", "label_tokens", "images", "tiles", "trun
 
 @dataclass
 class Step:
-    """This rank's part of one training step."""
+    """This rank's part of one training step: its micro-batches, and counts of the whole step."""
 
     facts: StepFacts
     """Counts of the step over all ranks. When a data worker returns the step, `skipped` lists only the samples skipped
@@ -164,9 +165,13 @@ class Step:
     """Micro-batches of this rank; every rank has the same number."""
 
     def without(self, skipped: list[SkippedSample], normalize: Normalize) -> Step:
-        """Return a copy of the step whose counts leave out the samples in `skipped` (those that any rank skipped). If
-        the loss is normalised over the step, the scale of each micro-batch becomes 1 / (number of labels left in the
-        step)."""
+        """Return a copy of the training step whose counts leave out skipped samples. If the loss is normalised over the
+        step, the scale of each micro-batch's loss becomes 1 / (number of labels left in the step).
+
+        Args:
+            skipped: the samples of the step that any rank skipped.
+            normalize: whether the loss is normalised over the step or over each micro-batch.
+        """
         facts, micros = self.facts.without(skipped), self.micro_batches
         if skipped and any(len(micro.label_records) for micro in micros):
             micros = [micro.without_labels({sample.number for sample in skipped}) for micro in micros]

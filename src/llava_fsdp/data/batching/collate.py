@@ -23,7 +23,8 @@ Row = tuple[Sample, list[np.ndarray]]
 
 
 class Collator:
-    """Makes a micro-batch from encoded samples and their images."""
+    """Makes a micro-batch (inputs and labels of one forward pass) from encoded samples and the tiles of their
+    images."""
 
     def __init__(self, image_reader: ImageReader, normalize: Normalize, pack: bool, cut: ContextCut | None = None):
         """Create a collator.
@@ -53,12 +54,14 @@ class Collator:
         whole, but with the tokens and tiles of those images alone that this rank needs (`shown_images`).
 
         Args:
-            facts: counts of the whole step.
+            rows: encoded samples, each with the tiles of each of its images, uint8 [tiles, 3, size, size].
+            facts: counts of the whole step over all ranks, from which the scale of the loss is computed.
             micro_batches: number of micro-batches of the whole step, counting once what several ranks process together.
-            seeds: dropout seed of each row, below 2**31; empty without dropout.
-            sources: index of each row's data source in `data.sources`; empty with a single source.
-            numbers: number of each row's record, to be stored for each label; empty if it is not needed.
-            tile_numbers: for each row, the numbers of its tiles among all tiles of the sample, from 0; None: all.
+            seeds: dropout seed of each sample, below 2**31; empty without dropout.
+            sources: index of each sample's data source in `data.sources`; empty with a single source.
+            numbers: number of each sample's record, to be stored for each label; empty if it is not needed.
+            tile_numbers: for each sample, the numbers of its tiles among all its tiles, from 0; None: all tiles are
+                given.
         """
         samples = [sample for sample, _ in rows]
         ids, labels = (packed if self.pack else padded)(samples)
@@ -103,9 +106,13 @@ class Collator:
     def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Concatenate the images of a micro-batch.
 
+        Args:
+            rows: encoded samples, each with the tiles of each of its images, uint8 [tiles, 3, size, size].
+
         Returns:
-            (tiles of all images, uint8 [tiles, 3, size, size]; for each image token the indices of its vision features
-            among the features of all tiles; and their weights), the last two as `join_tokens` returns them.
+            (tiles of all images, uint8 [tiles, 3, size, size]; for each image token the index of its vision feature
+            among the features of all tiles, or of the four features of which it is a weighted sum, int64 [image tokens]
+            or [image tokens, 4]; the weights of the four, float32 [image tokens, 4], or empty)
         """
         found = [pair for sample, images in rows for pair in zip(images, sample.image_rows, strict=True)]
         per_tile = self.image_reader.tokens.features
@@ -122,10 +129,11 @@ def aligned(values: np.ndarray) -> torch.Tensor:
 
 
 def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and labels as padded rows, both int64 [rows, length of the longest sample].
+    """Return token ids and labels of encoded samples as padded rows, both int64 [samples, length of the longest
+    sample].
 
     Labels are shifted: each is at the position of the token that predicts it. Rows are padded on the right, token ids
-    with 0 and labels with IGNORE.
+    with 0 and labels with IGNORE (-100).
     """
     length = max((len(s.input_ids) for s in samples), default=1)
     ids = np.zeros((max(1, len(samples)), length), dtype=np.int64)
@@ -137,9 +145,10 @@ def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and labels of all samples in one row, both int64 [1, tokens].
+    """Return token ids and labels of all encoded samples, one after the other in one row, both int64 [1, tokens].
 
-    Labels are shifted: each is at the position of the token that predicts it. The last position of a sample has IGNORE.
+    Labels are shifted: each is at the position of the token that predicts it. The last position of a sample has IGNORE
+    (-100).
     """
     if not samples:
         return padded(samples)
@@ -149,7 +158,8 @@ def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Return the MicroBatch fields that separate the samples of a packed row: position_ids, cu_seqlens and lengths."""
+    """Return the MicroBatch fields that separate the samples of a packed row (position_ids, cu_seqlens and lengths),
+    given the number of tokens of each sample."""
     return {
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),

@@ -9,7 +9,8 @@ UNIT = 1e6
 
 @dataclass(frozen=True)
 class CostModel:
-    """Estimates the FLOPs of the forward and backward pass of a sample."""
+    """Estimates the FLOPs of the forward and backward pass of a sample from its numbers of tokens, labels and image
+    tiles."""
 
     token: float = UNIT
     """FLOPs of a token in the linear layers of the transformer blocks."""

@@ -23,7 +23,8 @@ def permuted(positions: np.ndarray, count: int, *purpose: str | int) -> np.ndarr
 
     Args:
         positions: integers in range(count), in any order.
-        purpose: words and numbers that select the permutation (with `count`), as for `derive`.
+        purpose: words and numbers that seed the permutation; the same ones and the same `count` give the same
+            permutation.
     """
     keys = np.array([derive(*purpose, count, number) for number in range(ROUNDS)], dtype=np.uint64)
     bits = half_bits(count)
@@ -34,14 +35,19 @@ def permuted(positions: np.ndarray, count: int, *purpose: str | int) -> np.ndarr
 
 
 def half_bits(count: int) -> int:
-    """Return the number of bits of each half of the Feistel network's values. The network then permutes at least
-    `count` and at most 4 * `count` integers."""
+    """Return how many bits each half of a value has in the Feistel network that permutes range(count). The network then
+    permutes at least `count` and at most 4 * `count` integers."""
     return max(1, ((count - 1).bit_length() + 1) // 2)
 
 
 def network(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
-    """Apply the Feistel network to values of 2 * `bits` bits, uint64 [values]. It is a bijection: no two values have
-    the same result."""
+    """Apply a Feistel network to each value, uint64 [values]. It is a bijection: no two values have the same result.
+
+    Args:
+        values: integers of 2 * `bits` bits, uint64 [values].
+        keys: key of each round of the network, uint64 [rounds].
+        bits: number of bits of each half of a value.
+    """
     half, low = np.uint64(bits), np.uint64((1 << bits) - 1)
     left, right = values >> half, values & low
     for key in keys:

@@ -24,13 +24,20 @@ class LlavaSampler:
     def __init__(
         self, lengths: list[int], batch_size: int, accumulation: int, world_size: int, seed: int, grouped: bool
     ):
-        """Make the sampler, and draw the order of the records in the first epoch.
+        """Make the sampler that chooses the same records for each step as LLaVA, and draw the order of the records in
+        the first epoch.
 
         Args:
             lengths: number of words of each record, negative for a record without image (LLaVA train.py:684-690).
-            batch_size: number of rows of a micro-batch.
+            batch_size: number of records of a micro-batch.
             accumulation: number of micro-batches of each rank in a step.
+            world_size: number of ranks.
+            seed: the seed that LLaVA's training was given.
             grouped: whether LLaVA's `group_by_modality_length` is on.
+
+        Raises:
+            ConfigError: an epoch has too few micro-batches for a step, or LLaVA's sampler fails at a record without
+                words.
         """
         self.lengths = lengths
         self.batch_size = batch_size
@@ -66,15 +73,15 @@ class LlavaSampler:
         return [[self.epoch(epoch)[rank][at] for epoch, at in places] for rank in range(self.world_size)]
 
     def epoch(self, number: int) -> Assignment:
-        """Return the record numbers of an epoch by rank and micro-batch. Its order can only be drawn after those of all
-        epochs before it."""
+        """Return the record numbers of an epoch (`number`, from 0) as nested lists: [rank][micro-batch][record]. Its
+        order can only be drawn after those of all epochs before it."""
         while len(self.epochs) <= number:
             self.epochs.append(self.deal(self.flat_order()))
         return self.epochs[number]
 
     def flat_order(self) -> list[int]:
-        """Draw the order of the next epoch, with the random numbers that LLaVA draws, and return the record numbers in
-        this order."""
+        """Draw the order of the records in the next epoch, with the random numbers that LLaVA draws, and return the
+        record numbers in this order."""
         # torch's DataLoader draws the seed of its workers
         torch.empty((), dtype=torch.int64).random_(generator=self.process_generator)
         alone = self.world_size == 1
@@ -91,16 +98,32 @@ class LlavaSampler:
         return order
 
     def deal(self, order: list[int]) -> Assignment:
-        """Split the record numbers of an epoch, given in order, into micro-batches by rank. With one rank, the last
-        micro-batch may be short; with several ranks, all micro-batches are full."""
+        """Distribute the records of an epoch over micro-batches and ranks. With one rank, the last micro-batch may be
+        short; with several ranks, all micro-batches are full.
+
+        Args:
+            order: numbers of the records in the order of the epoch.
+
+        Returns:
+            [rank][micro-batch] -> record numbers
+        """
         if self.world_size == 1:
             return [chunked(order, self.batch_size)]
         return even_batches(order, self.batch_size, self.world_size)
 
 
 def even_batches(order: list[int], batch_size: int, world_size: int) -> Assignment:
-    """Split record numbers into micro-batches and give micro-batch j to rank j % world_size. The last micro-batches are
-    filled up with records from the beginning of `order`, as accelerate's BatchSamplerShard does."""
+    """Split records into micro-batches and give micro-batch j to rank j % world_size. The last micro-batches are filled
+    up with records from the beginning of `order`, as accelerate's BatchSamplerShard does.
+
+    Args:
+        order: numbers of the records in the order of the epoch.
+        batch_size: number of records of a micro-batch.
+        world_size: number of ranks.
+
+    Returns:
+        [rank][micro-batch] -> record numbers
+    """
     batches = chunked(order, batch_size)
     again = itertools.cycle(order)
     batches[-1] = batches[-1] + list(itertools.islice(again, batch_size - len(batches[-1])))
@@ -120,6 +143,7 @@ def modality_grouped(
 
     Args:
         lengths: number of words of each record, negative for a record without image.
+        batch_size: number of records of a micro-batch.
         chunks: number of micro-batches in a megabatch.
         megabatches: generator that draws the order of the megabatches.
         process: generator that draws the order of the records of each kind.
@@ -141,7 +165,13 @@ def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: 
     """Return record numbers in an order that groups records of similar length (LLaVA llava_trainer.py:91-100).
 
     The records are shuffled and cut into megabatches of chunks * batch_size records. Each megabatch is sorted by length
-    and divided into chunks of nearly equal total length.
+    and divided into micro-batches of nearly equal total length.
+
+    Args:
+        lengths: number of words of each record.
+        batch_size: number of records of a micro-batch.
+        chunks: number of micro-batches in a megabatch.
+        generator: generator that shuffles the records.
     """
     order = torch.randperm(len(lengths), generator=generator).tolist()
     return [
@@ -153,8 +183,17 @@ def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: 
 
 
 def even_chunks(indices: list[int], lengths: list[int], chunks: int) -> list[list[int]]:
-    """Split record numbers into chunks of equal size and nearly equal sum of lengths (LLaVA llava_trainer.py:38-58). If
-    the sizes cannot be equal, chunk i gets the records i, i + chunks, i + 2 * chunks and so on of `indices`."""
+    """Split records into chunks of equal size and nearly equal sum of lengths (LLaVA llava_trainer.py:38-58). If the
+    sizes cannot be equal, chunk i gets the records i, i + chunks, i + 2 * chunks and so on of `indices`.
+
+    Args:
+        indices: numbers of the records to split.
+        lengths: length of each record of the dataset, by its number.
+        chunks: number of chunks.
+
+    Returns:
+        [chunk] -> record numbers
+    """
     if len(indices) % chunks:
         return [indices[i::chunks] for i in range(chunks)]
     filled: list[list[int]] = [[] for _ in range(chunks)]

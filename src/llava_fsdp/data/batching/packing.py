@@ -17,13 +17,14 @@ all, a step of 4096 samples would take a second."""
 
 
 def split_step(lengths: list[int], world_size: int, micro_batch_size: int) -> Assignment:
-    """Assign the samples of a training step to ranks and micro-batches of at most `micro_batch_size` padded rows.
+    """Assign the samples of a training step to ranks and padded micro-batches of at most `micro_batch_size` samples.
 
-    Samples are sorted by length, so that there is little padding, and all ranks process rows of similar length at the
-    same time. Every rank gets the same number of micro-batches; with few samples some of them are empty.
+    Samples are sorted by length, so that there is little padding, and all ranks process samples of similar length at
+    the same time. Every rank gets the same number of micro-batches; with few samples some of them are empty.
 
     Args:
         lengths: tokens of each sample of the step.
+        world_size: number of ranks.
 
     Returns:
         [rank][micro_batch] -> indices into `lengths`.
@@ -37,7 +38,13 @@ def split_step(lengths: list[int], world_size: int, micro_batch_size: int) -> As
 
 
 def num_micro_batches(samples: int, world_size: int, micro_batch_size: int) -> int:
-    """Return the number of micro-batches of each rank in a training step of `samples` padded rows."""
+    """Return how many padded micro-batches each rank processes in a training step.
+
+    Args:
+        samples: number of samples of the step, over all ranks.
+        world_size: number of ranks.
+        micro_batch_size: greatest number of samples of a micro-batch.
+    """
     return max(1, math.ceil(samples / (world_size * micro_batch_size)))
 
 
@@ -55,6 +62,7 @@ def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens
     Args:
         lengths: tokens of each sample of the step, at most `most_tokens`.
         costs: cost of each sample, whole numbers from 1 in any unit.
+        world_size: number of ranks.
 
     Returns:
         [rank][micro_batch] -> indices into `lengths`.
@@ -74,7 +82,15 @@ def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens
 
 def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
     """Distribute samples over bins (micro-batches) with `place_by_cost` or, if that finds no room for a sample, with
-    `place_by_length`. Return the bin of each sample, int64 [samples]; None if neither finds room for all."""
+    `place_by_length`; then fill empty bins. Return the bin of each sample, int64 [samples]; None if neither finds room
+    for all.
+
+    Args:
+        tokens: number of tokens of each sample.
+        work: cost of each sample.
+        bins: number of bins.
+        most_tokens: greatest number of tokens in a bin.
+    """
     place = place_by_cost(tokens, work, bins, most_tokens)
     if place is None:
         place = place_by_length(tokens, bins, most_tokens)
@@ -88,6 +104,7 @@ def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: 
     Args:
         tokens: number of tokens of each sample.
         work: cost of each sample.
+        bins: number of bins.
         most_tokens: greatest number of tokens in a bin.
     """
     place, room = np.zeros(len(tokens), dtype=np.int64), [most_tokens] * bins
@@ -112,6 +129,7 @@ def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarr
 
     Args:
         tokens: number of tokens of each sample.
+        bins: number of bins.
         most_tokens: greatest number of tokens in a bin.
     """
     place, room = np.zeros(len(tokens), dtype=np.int64), np.full(bins, most_tokens, dtype=np.int64)
@@ -132,6 +150,7 @@ def fill_empty(place: np.ndarray, work: np.ndarray, bins: int) -> np.ndarray:
     Args:
         place: bin of each sample, int64 [samples]; changed in place and returned.
         work: cost of each sample.
+        bins: number of bins.
     """
     held = np.bincount(place, minlength=bins)
     for empty in np.flatnonzero(held == 0):
@@ -154,6 +173,7 @@ def seats(load: np.ndarray, world_size: int) -> np.ndarray:
 
     Args:
         load: cost of each bin.
+        world_size: number of ranks; the number of bins is a multiple of it.
     """
     count = len(load) // world_size
     seat, total = np.zeros(len(load), dtype=np.int64), np.zeros(world_size)
@@ -173,6 +193,7 @@ def balance(place: np.ndarray, work: np.ndarray, tokens: np.ndarray, owner: np.n
         work: cost of each sample.
         tokens: number of tokens of each sample.
         owner: the owner of each bin, int64 [bins]: either the bin itself, or the rank that the bin belongs to.
+        most_tokens: greatest number of tokens in a bin.
     """
     bins, owners = len(owner), int(owner.max()) + 1
     for _ in range(20 * owners):

@@ -40,29 +40,30 @@ class Sampler(Protocol):
 
     @property
     def shape(self) -> str:
-        """Text that must not change when a run is resumed. It contains the settings (such as the number of ranks) that
-        affect which records a step gets; empty if there are none."""
+        """Text that must not change when a run is resumed with this sampler. It contains the settings (such as the
+        number of ranks) that affect which records a step gets; empty if there are none."""
         ...
 
     def samples(self, step: int) -> list[int]:
-        """Return the numbers of the records that all ranks together train on in a step. The last step of an epoch may
-        have fewer records than the others."""
+        """Return the numbers of the records that all ranks together train on in a training step (`step`, from 0). The
+        last step of an epoch may have fewer records than the others."""
         ...
 
     def draw(self, steps: int) -> None:
-        """Choose the records of the first `steps` steps now. This is called before data workers are forked, so that the
-        workers share the result."""
+        """Choose the records of the first `steps` training steps now. This is called before data workers are forked, so
+        that the workers share the result."""
         ...
 
     def assignment(self, step: int) -> Assignment | None:
-        """Return the record numbers of a step by rank and micro-batch; None if the records are distributed by
-        `packing.py`."""
+        """Return the record numbers of a training step (`step`, from 0) as nested lists: [rank][micro-batch][record];
+        None if this sampler leaves the distribution of the records to `packing.py`."""
         ...
 
 
 @dataclass(frozen=True)
 class Share:
-    """One of several data sources, and the number of samples that it contributes to each epoch (`samples`)."""
+    """One of several data sources that are mixed in training, and the number of samples that it contributes to each
+    epoch (`samples`)."""
 
     name: str
     first: int
@@ -74,8 +75,8 @@ class Share:
 
 @dataclass(frozen=True)
 class EpochSampler(ABC):
-    """Base class of samplers that shuffle the records anew in each epoch; the order depends only on the seed, the epoch
-    and `shares`."""
+    """Base class of samplers that shuffle the records anew in each epoch. The order depends only on the seed, the
+    epoch, and the number of samples of each data source."""
 
     count: int
     """Number of records of the dataset."""
@@ -99,11 +100,17 @@ class EpochSampler(ABC):
 
     @abstractmethod
     def part(self, epoch: int, begin: int, end: int) -> np.ndarray:
-        """Return the record numbers of an epoch at the positions [begin, end) of its order, int64 or int32 [end -
-        begin]."""
+        """Return the numbers of some records of an epoch, int64 or int32 [end - begin].
+
+        Args:
+            epoch: number of the epoch, from 0.
+            begin: position in the epoch's order of the first record.
+            end: position after the last record.
+        """
 
     def draw(self, steps: int) -> None:  # noqa: B027  not abstract: right for all subclasses
-        """Do nothing, because records are chosen when a step is needed."""
+        """Do nothing: this sampler chooses the records of a step when the step is needed. Others choose those of the
+        first `steps` steps here."""
 
     def assignment(self, step: int) -> None:
         return None
@@ -125,15 +132,15 @@ class Shuffle(EpochSampler):
         return self.epoch(epoch)[begin:end]
 
     def epoch(self, number: int) -> np.ndarray:
-        """Return the record numbers of an epoch in order, int32 or int64 [samples_per_epoch]."""
+        """Return the record numbers of an epoch (`number`, from 0) in order, int32 or int64 [samples_per_epoch]."""
         if number not in self._drawn:
             self._drawn.clear()
             self._drawn[number] = self.shared(number)
         return self._drawn[number]
 
     def shared(self, number: int) -> np.ndarray:
-        """Return the record numbers of an epoch in order. The order of a large epoch is drawn by one process of a
-        machine, and memory-mapped by the others."""
+        """Return the record numbers of an epoch (`number`, from 0) in order, int32 or int64 [samples_per_epoch]. The
+        order of a large epoch is drawn by one process of a machine, and memory-mapped by the others."""
         samples = self.samples_per_epoch
         if self.folder is None or samples < LARGE:
             return self.drawn(number)
@@ -152,8 +159,12 @@ class Shuffle(EpochSampler):
     def members(self, share: Share, epoch: int) -> np.ndarray:
         """Return the numbers of the records that an epoch takes from a data source, int32 or int64 [share.samples].
 
-        Epochs take `share.samples` records each from an endless sequence of permutations of the source. So each record
-        is used once before any record is used again, however small the share.
+        Epochs take `share.samples` records each from an endless sequence of permutations of the source's records. So
+        each record is used once before any record is used again, however few an epoch takes.
+
+        Args:
+            share: the data source, and how many samples it contributes to each epoch.
+            epoch: number of the epoch, from 0.
         """
         begin, end = epoch * share.samples, (epoch + 1) * share.samples
         passes = range(begin // share.count, -(-end // share.count))
@@ -165,16 +176,21 @@ class Shuffle(EpochSampler):
 @dataclass(frozen=True)
 class ComputedShuffle(EpochSampler):
     """Sampler that computes the records of a step from (seed, epoch, step), without computing the order of the whole
-    epoch. Its memory does not grow with the number of records. Its order differs from that of Shuffle."""
+    epoch. Its memory does not grow with the number of records. Its order differs from that of the sampler `Shuffle`."""
 
     shape = f"computed_shuffle, version {VERSION}"
 
     def part(self, epoch: int, begin: int, end: int) -> np.ndarray:
-        """Return the record numbers of an epoch at the positions [begin, end) of its order, int64 [end - begin].
+        """Return the numbers of some records of an epoch, int64 [end - begin].
 
         The samples of all data sources are permuted together. The samples of one source are the next part of an endless
-        sequence of permutations of the source, which continues from epoch to epoch. So each record is used once before
-        any record is used again, however small the share.
+        sequence of permutations of the source's records, which continues from epoch to epoch. So each record is used
+        once before any record is used again, however few an epoch takes.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            begin: position in the epoch's order of the first record.
+            end: position after the last record.
         """
         samples = permuted(np.arange(begin, end), self.samples_per_epoch, "computed order", self.seed, epoch)
         if not self.shares:
@@ -183,16 +199,21 @@ class ComputedShuffle(EpochSampler):
         owners = np.searchsorted(ends, samples, side="right")
         for owner in np.unique(owners).tolist():
             share, own = self.shares[owner], np.flatnonzero(owners == owner)
-            places = samples[own] - (ends[owner] - share.samples) + epoch * share.samples
-            samples[own] = share.first + self.members(share, places)
+            positions = samples[own] - (ends[owner] - share.samples) + epoch * share.samples
+            samples[own] = share.first + self.members(share, positions)
         return samples
 
-    def members(self, share: Share, places: np.ndarray) -> np.ndarray:
-        """Return the values at the given positions (`places`) of a data source's endless sequence of permutations:
-        numbers of records within the source, int64 [places]."""
+    def members(self, share: Share, positions: np.ndarray) -> np.ndarray:
+        """Return the values at the given positions of a data source's endless sequence of permutations of its records:
+        numbers of records within the source, int64 [positions].
+
+        Args:
+            share: the data source, and how many samples it contributes to each epoch.
+            positions: positions in the sequence, int64.
+        """
         if share.samples % share.count == 0:  # an epoch uses each record equally often, and its samples are permuted
-            return places % share.count
-        passes, members = np.divmod(places, share.count)
+            return positions % share.count
+        passes, members = np.divmod(positions, share.count)
         for number in np.unique(passes).tolist():
             own = np.flatnonzero(passes == number)
             members[own] = permuted(members[own], share.count, "computed pass", self.seed, share.name, number)
@@ -212,9 +233,11 @@ def smallest_dtype(count: int) -> np.dtype:
 
 
 def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[Share, ...]:
-    """Return the Share of each data source (how many samples it contributes to an epoch); empty without `data.sources`.
+    """Return how many samples each data source contributes to an epoch, in the order of `sources`; empty without
+    `data.sources`.
 
     Args:
+        sources: {name: settings} of the data sources.
         counts: number of records of each source, in the order of `sources`.
 
     Raises:
@@ -243,6 +266,10 @@ def amounts(sources: dict[str, SourceConfig], counts: Sequence[int]) -> list[int
     With `epochs`, a source contributes its number of records times `epochs`, rounded. With `weight`, an epoch has as
     many samples as all sources have records, divided in proportion to the weights; the parts are rounded to whole
     numbers by the method of the largest remainder. Fractions keep decimal numbers of the configuration exact.
+
+    Args:
+        sources: {name: settings} of the data sources: `weight`, or `epochs`.
+        counts: number of records of each source, in the order of `sources`.
     """
     if any(source.weight is None for source in sources.values()):
         wanted = (Fraction(str(own.epochs or 1)) * count for own, count in zip(sources.values(), counts, strict=True))
@@ -257,7 +284,11 @@ def amounts(sources: dict[str, SourceConfig], counts: Sequence[int]) -> list[int
 
 
 def open_sampler(records: Records, cfg: Config, world_size: int) -> Sampler:
-    """Make the sampler that the setting `sampler` selects.
+    """Make the sampler that the setting `sampler` selects. A sampler chooses the records of each training step.
+
+    Args:
+        records: the dataset.
+        world_size: number of ranks.
 
     Raises:
         ConfigError: LLaVA's sampler cannot handle this number of ranks or these records, or a source would contribute

@@ -68,8 +68,8 @@ class Steps(Dataset):
         self.ends = np.cumsum(records.source_counts)
 
     def fingerprints(self) -> dict[str, str]:
-        """Return texts that change with the dataset, with its encoding and with the order of the samples. A resumed run
-        compares them with those of its checkpoint."""
+        """Return texts that change with the dataset, with its encoding and with the order of the samples, by the names
+        `dataset`, `encoding` and `order`. A resumed run compares them with those of its checkpoint."""
         encoding = f"{self.encoder.tokenizer.fingerprint} {self.image_reader.fingerprint}"
         return {
             "dataset": self.records.fingerprint,
@@ -85,7 +85,8 @@ class Steps(Dataset):
             return error
 
     def prepare(self, step: int) -> Step:
-        """Read and collate this rank's part of a step, and count the samples of the whole step."""
+        """Read and collate this rank's part of a training step (`step`, from 0), and count the samples of the whole
+        step."""
         numbers = self.sampler.samples(step)
         facts = self.facts(step, numbers)
         micro_batches = self.assignment(step, numbers)[self.rank]
@@ -154,16 +155,17 @@ class Steps(Dataset):
         return self.collate(rows, facts, micro_batches, *keys, kept, tile_numbers)
 
     def sources_of(self, numbers: list[int] | np.ndarray) -> np.ndarray:
-        """Return the index of the data source of each given record, int64 [records]."""
+        """Return the index of the data source of each record, int64 [records], given the numbers of the records in the
+        dataset."""
         return np.searchsorted(self.ends, numbers, side="right")
 
     def facts(self, step: int, numbers: list[int]) -> StepFacts:
-        """Return the counts of a step that consists of the given records. They come from the dataset's index; no record
-        is read.
+        """Return the counts (samples, tokens, labels, ...) of a training step that consists of the given records. They
+        were counted before training; the records themselves are read only to name those without labels.
 
         Args:
-            step: number of the step.
-            numbers: numbers of the records.
+            step: number of the step, from 0.
+            numbers: numbers of the records in the dataset.
         """
         own = np.array(numbers, dtype=np.int64)
         records = self.records
@@ -183,12 +185,15 @@ class Steps(Dataset):
         )
 
     def read(self, number: int) -> Row | SkippedSample:
-        """Read and encode a record with its images. If the record or an image is invalid and `data.bad_records=skip`,
-        return a SkippedSample.
+        """Read and encode a record, given its number in the dataset. If the record or an image is invalid and
+        `data.bad_records=skip`, return a SkippedSample, which describes what is skipped.
+
+        Returns:
+            (encoded record; tiles of each of its images, uint8 [tiles, 3, size, size]), or the SkippedSample
 
         Raises:
-            DataError: the record or an image is invalid and `data.bad_records=fail`, or the record has changed since it
-                was indexed.
+            DataError: the record or an image is invalid and `data.bad_records=fail`, or the record has changed since
+                the dataset was examined.
         """
         try:
             return self.load(number)
@@ -228,7 +233,8 @@ class Steps(Dataset):
         """Read an image or a video of a record as tiles, uint8 [tiles, 3, size, size].
 
         Args:
-            number: number of the record.
+            record: the parsed record.
+            number: number of the record in the dataset.
             place: index of the image in the record.
         """
         try:
@@ -241,8 +247,8 @@ class Steps(Dataset):
             raise ImageError(f"{error}; {unknown}", error.kind).about(**error.culprit) from error
 
     def parse(self, number: int) -> Record:
-        """Parse a record, which was valid when the index was made. If it is not valid now, raise a DataError without a
-        kind, which stops the run even if bad records are skipped."""
+        """Parse a record, given its number in the dataset. It was valid when the dataset was examined before training.
+        If it is not valid now, raise a DataError that stops the run even if bad records are skipped."""
         try:
             return self.records[number]
         except DataError as error:
@@ -254,8 +260,12 @@ class Steps(Dataset):
             ) from error
 
     def records_of(self, step: int, ranks: list[int]) -> list[str]:
-        """Return the names, for messages, of the records that the given ranks process in a step; if `ranks` is empty,
-        those of all ranks."""
+        """Return the names, for messages, of the records that ranks process in a training step.
+
+        Args:
+            step: number of the step, from 0.
+            ranks: the ranks; empty: all ranks.
+        """
         numbers = self.sampler.samples(step)
         if ranks:
             by_rank = self.assignment(step, numbers)
@@ -263,10 +273,14 @@ class Steps(Dataset):
         return [self.records.where(n) for n in dict.fromkeys(numbers)]
 
     def assignment(self, step: int, numbers: list[int]) -> Assignment:
-        """Distribute the records of a step: return their numbers by rank and micro-batch.
+        """Distribute the records of a training step over ranks and micro-batches.
 
         Args:
-            numbers: numbers of the records.
+            step: number of the step, from 0.
+            numbers: numbers of the step's records in the dataset.
+
+        Returns:
+            [rank][micro-batch] -> record numbers
         """
         if (by_rank := self.sampler.assignment(step)) is not None:
             return by_rank

@@ -47,8 +47,8 @@ CURES = {
 
 
 class WorkerStatus:
-    """Memory shared with data workers, in which each worker writes its process id, its current step, and its current
-    record or image.
+    """Memory shared with data worker processes, in which each worker writes its process id, its current step, and its
+    current record or image.
 
     Workers call `begin`, `at` and `end`. In the main process, these methods do nothing.
     """
@@ -64,17 +64,18 @@ class WorkerStatus:
         return len(self.pids)
 
     def begin(self, step: int) -> None:
-        """Write that this worker begins to prepare a step."""
+        """Write to the shared memory that this data worker begins to prepare a training step (`step`, from 0)."""
         worker = get_worker_info()
         if worker is not None and self.workers:
             self.current[worker.id].value = b""
             self.steps[worker.id] = step
 
     def at(self, record: str, image: ImageFile | None = None) -> None:
-        """Write that this worker begins to read a record, or one of the record's images.
+        """Write to the shared memory that this data worker begins to read a record, or one of the record's images.
 
         Args:
             record: name of the record in error messages.
+            image: the image; None: the record itself.
         """
         worker = get_worker_info()
         if worker is not None and self.workers:
@@ -82,26 +83,27 @@ class WorkerStatus:
             self.current[worker.id].value = shown_name(name).encode()[: CURRENT_BYTES - 1]
 
     def end(self) -> None:
-        """Write that this worker has finished its step."""
+        """Write to the shared memory that this data worker has finished its training step."""
         self.begin(IDLE)
 
     def describe_worker(self, worker: int) -> str:
-        """Return text for an error message that says what a worker is reading."""
+        """Return text for an error message that says what a data worker is reading, given the worker's index."""
         if self.steps[worker] == IDLE:
             return "between two steps"
         at = self.current[worker].value.decode(errors="replace")
         return f"at {at or 'no record yet'} (for step {self.steps[worker] + 1})"
 
     def describe_step(self, step: int) -> str:
-        """Return text for an error message that says which worker prepares a step and what that worker is reading."""
+        """Return text for an error message that says which data worker prepares a training step (`step`, from 0), and
+        what that worker is reading."""
         for worker in range(self.workers):
             if self.steps[worker] == step:
                 return f"data worker {worker} is {self.describe_worker(worker)}"
         return f"no data worker has begun step {step + 1}"
 
     def check(self) -> None:
-        """Raise WorkerError if a worker has died while it prepared a step, or WorkerLost if it died between two steps.
-        The message names the record that the worker was reading."""
+        """Raise WorkerError if a data worker has died while it prepared a step, or WorkerLost if it died between two
+        steps. The message names the record that the worker was reading."""
         alive = {child.pid for child in multiprocessing.active_children()}
         for worker, pid in enumerate(self.pids):
             if pid and pid not in alive:
@@ -111,8 +113,8 @@ class WorkerStatus:
                 raise WorkerError(message).about(record=self.describe_worker(worker))
 
     def forget(self) -> None:
-        """Stop checking the workers. The array of process ids is replaced, because a worker that is still starting will
-        write its id to the old array."""
+        """Stop checking whether the data workers are alive. The array of process ids is replaced, because a worker that
+        is still starting will write its id to the old array."""
         self.pids = shared(ctypes.c_int64 * self.workers)
 
 
@@ -121,17 +123,24 @@ def shared(kind: Any) -> Any:
     need /dev/shm.
 
     Args:
-        kind: type of the array.
+        kind: ctypes type of the array, which includes its length.
     """
     return kind.from_buffer(mmap.mmap(-1, max(1, ctypes.sizeof(kind))))
 
 
 class WatchedSteps(Dataset):
-    """Wraps a dataset of training steps for use in data workers. It writes to a WorkerStatus when a worker begins and
-    ends a step, and transfers the step to the rank's process through the worker's memory files."""
+    """Wraps a dataset of training steps for use in data workers. It writes to shared memory when a worker begins and
+    ends a step, and transfers the step to the rank's process through a memory file (an anonymous file in memory)."""
 
     def __init__(self, steps: Dataset, status: WorkerStatus, prefetch: int):
-        """Create the memory files of each worker; raise OSError if the process has too many files open."""
+        """Create the memory files (anonymous files in memory) through which each data worker transfers training steps;
+        raise OSError if the process has too many files open.
+
+        Args:
+            steps: the dataset of training steps that is wrapped.
+            status: memory in which the workers write what they are reading.
+            prefetch: number of steps that each worker prepares in advance.
+        """
         self.steps = steps
         self.status = status
         # one more than is prefetched: the rank requests the next step before it has received this one
@@ -146,7 +155,9 @@ class WatchedSteps(Dataset):
         return prepared
 
     def send(self, step: Step, worker: int) -> Sent | OutOfMemory:
-        """Write a step to a memory file of a worker; return an OutOfMemory error if the system has no memory for it."""
+        """Write a training step to a memory file (an anonymous file in memory) of a data worker, given the worker's
+        index. Return what the rank's process needs to read it, or an OutOfMemory error if the system has no memory for
+        it."""
         try:
             return self.outboxes[worker].put(step)
         except OSError as error:
@@ -185,6 +196,12 @@ def from_workers(
     itself.
 
     Args:
+        steps: dataset of training steps.
+        numbers: numbers of the wanted steps.
+        status: memory in which the workers write what they are reading; it determines the number of workers.
+        prefetch: number of steps that each worker prepares in advance.
+        stall: seconds that a worker may stay at one record.
+        pin_memory: whether steps are put into page-locked memory, for asynchronous copies to a GPU.
         give_up: called about every second while waiting for a step. Once it returns True, None is yielded and the
             iteration ends.
 
@@ -207,8 +224,8 @@ def from_workers(
 
 
 def end_workers_at_exit(arriving: Any) -> None:
-    """Register a function that kills the running workers of a DataLoader iterator when this process exits. Otherwise
-    multiprocessing would wait for them forever.
+    """Register a function that kills the data workers of a DataLoader iterator, if they still run, when this process
+    exits. Otherwise multiprocessing would wait for them forever.
 
     Args:
         arriving: the iterator of torch's DataLoader.
@@ -234,7 +251,17 @@ def start_workers(
     steps: Dataset, numbers: range, status: WorkerStatus, prefetch: int, stall: float, pin_memory: bool
 ) -> Iterator[object] | None:
     """Start worker processes and return an iterator over the steps that they prepare. If they cannot be started, log a
-    warning and return None."""
+    warning and return None.
+
+    Args:
+        steps: dataset of training steps.
+        numbers: numbers of the wanted steps.
+        status: memory in which the workers write what they are reading; it determines the number of workers.
+        prefetch: number of steps that each worker prepares in advance.
+        stall: the iterator raises RuntimeError after this many seconds without a step, and after POLL seconds at the
+            latest.
+        pin_memory: whether steps are put into page-locked memory, for asynchronous copies to a GPU.
+    """
     before = multiprocessing.active_children()
     try:
         loader = DataLoader(
@@ -262,9 +289,9 @@ def start_workers(
 
 
 def num_queues(workers: int) -> int:
-    """Return how many queues to create on trial, before a DataLoader with this many workers is made. The DataLoader
-    itself creates workers + 1 queues; the other half stands for the locks of its event and the handles of its
-    processes."""
+    """Return how many multiprocessing queues to create on trial, before a DataLoader with this many workers is made.
+    The DataLoader itself creates workers + 1 queues; the other half stands for the locks of its event and the handles
+    of its processes."""
     return 2 * (workers + 1)
 
 
@@ -277,10 +304,18 @@ def lock_bytes(workers: int) -> int:
 def next_step(
     arriving: Iterator[object], number: int, status: WorkerStatus, stall: float, give_up: Callable[[], bool]
 ) -> object:
-    """Return the next step from the workers, step `number`; arguments and errors as for `from_workers`.
+    """Return the next training step that the data workers have prepared; None if `give_up` returned True.
 
     Args:
         arriving: the iterator of torch's DataLoader.
+        number: number of the step.
+        status: memory in which the workers write what they are reading.
+        stall: seconds that the worker which prepares this step may stay at one record.
+        give_up: called about every second while waiting.
+
+    Raises:
+        WorkerError: a worker died, or stayed at one record for `stall` seconds.
+        WorkerLost: a worker died between two steps.
     """
     seen, since = status.describe_step(number), time.monotonic()
     while True:

@@ -35,7 +35,7 @@ class CacheFolder:
 @dataclass(frozen=True, eq=False)
 class DataFiles:
     """Reads the files of a dataset, local and remote, and the images in them. It keeps the local files open that were
-    used last; a pickled copy has no open files and connections. Not thread-safe."""
+    used last; a pickled copy has no open files or connections. Not thread-safe."""
 
     remote: Mapping[str, RemoteFile] = field(default_factory=dict)
     """The remote files by their URLs."""
@@ -45,13 +45,16 @@ class DataFiles:
         return DataFiles, (self.remote, self.cache)
 
     def read(self, location: ImageLocation) -> bytes:
-        """Return the bytes of the image at a location. If the location in a remote folder's file goes past the end of
-        the file, return what the file has.
+        """Return the bytes of an image file, still encoded (JPEG for example).
+
+        Args:
+            location: file that contains the image, and which bytes of it are the image. In a file of a remote folder,
+                the bytes may go past the end of the file: then those up to the end are returned.
 
         Raises:
             ImageError: the image is too large, the Parquet page that contains it cannot be decompressed, or it does not
                 exist in the remote folder.
-            SourceError: the file cannot be read, or is shorter than when its index was made.
+            SourceError: the file cannot be read, or is shorter than when the dataset was examined.
         """
         if location.file in self.remote:
             return read_image(RemoteReader(self._ahead, self.remote[location.file]), location, self._pages)
@@ -66,15 +69,20 @@ class DataFiles:
             ) from None
 
     def open(self, file: str) -> Reader:
-        """Open a file, to read it from its beginning to its end."""
+        """Open a file of the dataset, to read it from its beginning to its end.
+
+        Args:
+            file: path of a local file, or URL of a remote one, which must be in `self.remote`.
+        """
         return Blocks(self._ahead.storage, self.remote[file]) if file in self.remote else self._local(file)
 
     def fetch_ahead(self, locations: Iterable[ImageLocation]) -> None:
         """Begin to download the images at the given locations that are in remote files or folders. Return once the
-        sizes of the images in remote folders are known. Images of earlier calls that were not read are dropped.
+        sizes of the images in remote folders are known. Images that earlier calls have begun to download, and that were
+        not read, are dropped.
 
         Raises:
-            SourceError: a storage does not answer, or refuses.
+            SourceError: a remote storage does not answer, or refuses access.
         """
         wanted = [location for location in locations if is_remote(location.file)]
         if not wanted:
@@ -106,8 +114,8 @@ class DataFiles:
 
     @cached_property
     def _found(self) -> dict[str, RemoteFile | None]:
-        """The images in remote folders that are downloaded in advance, by their URLs; None: the image does not
-        exist."""
+        """{URL of an image in a remote folder: its file} for the images that `fetch_ahead` was last asked for; None for
+        an image that does not exist."""
         return {}
 
     @cached_property
@@ -127,7 +135,8 @@ class DataFiles:
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A remote folder with one file per image; used instead of the path of a local folder."""
+    """A folder in a remote storage with one file per image. Where a local folder of images would be given as a `Path`,
+    this is given instead."""
 
     url: str
     """URL without a final slash; see `RemoteStorage.pin_folder`."""
@@ -135,22 +144,32 @@ class RemoteFolder:
     """Reads the images."""
 
     def location(self, name: str) -> ImageLocation:
-        """Return the location of an image; `name` is a relative path that `check_name` accepts."""
+        """Return the location of an image in this remote folder: its URL.
+
+        Args:
+            name: path of the image below the folder, without `..`.
+        """
         return ImageLocation(f"{self.url}/{PurePosixPath(name)}")
 
 
 def open_folder(name: str, data_files: DataFiles) -> Path | RemoteFolder:
-    """Return a folder of images, given its path or URL as `find_images` returns it."""
+    """Return a folder of images: a `Path` if it is local, else a `RemoteFolder`.
+
+    Args:
+        name: path or URL of the folder. A URL of the Hugging Face hub contains the commit.
+        data_files: reads the images of a remote folder.
+    """
     return RemoteFolder(name, data_files) if is_remote(name) else Path(name)
 
 
 def within(location: ImageLocation, file: RemoteFile) -> ImageLocation:
-    """Return a location without the part that is past the end of the file."""
+    """Return the location of an image in a remote file, without the part that is past the end of the file."""
     return replace(location, size=file.size if location.size is None else min(location.size, file.size))
 
 
 class Blocks:
-    """Reads a remote file from its beginning to its end, in requests of BLOCK bytes; a `file_reader.Reader`."""
+    """Reads a remote file from its beginning to its end, in requests of BLOCK bytes. It has the interface
+    `file_reader.Reader` for reading byte ranges of a file."""
 
     def __init__(self, storage: RemoteStorage, file: RemoteFile):
         self.storage = storage

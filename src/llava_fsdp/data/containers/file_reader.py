@@ -25,7 +25,7 @@ class Reader(Protocol):
 
     @property
     def name(self) -> str:
-        """Path of a local file, or URL of a remote one."""
+        """Path of the file if it is local, else its URL."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class Reader(Protocol):
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context manager that converts an OSError while a file is read into a SourceError with advice."""
+    """Context manager that converts an OSError while the file `path` is read into a SourceError with advice."""
     try:
         yield
     except OSError as error:
@@ -54,7 +54,8 @@ def reading(path: Path) -> Iterator[None]:
 
 
 class LocalFile:
-    """An open local file; a `Reader`. Several threads and forked processes may read it at once."""
+    """An open local file, of which ranges of bytes can be read. Several threads and forked processes may read it at
+    once."""
 
     def __init__(self, path: str | Path):
         """Open a file.

@@ -50,15 +50,20 @@ class ImageLocation:
         return where if self.name is None else f"{shown_name(self.name)} in {where}"
 
     def to_json(self) -> list[Any]:
-        """Return all fields but `file` as a list of JSON values; `location_from` reads it."""
+        """Return all fields of this location of an image but `file`, as a list of JSON values; `location_from` reads
+        it."""
         return [self.name, self.offset, self.size, None if self.page is None else list(astuple(self.page))]
 
 
 def location_from(file: str, values: Any) -> ImageLocation:
-    """Return the location in `file` whose other fields were written by `ImageLocation.to_json`.
+    """Make an ImageLocation again from the list of values that `ImageLocation.to_json` returned.
+
+    Args:
+        file: path or URL of the file that contains the image.
+        values: the list.
 
     Raises:
-        ValueError: `values` were not written by `ImageLocation.to_json`.
+        ValueError: `values` is no such list.
     """
     match values:
         case [None | str() as name, int() as offset, int() as size, page] if offset >= 0 and size >= 0:

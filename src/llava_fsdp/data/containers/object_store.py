@@ -24,7 +24,13 @@ EXPIRED = ("ExpiredToken", "InvalidToken")
 
 
 def finish(fs: Any, request: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """Run a coroutine on the event loop of an fsspec file system; after `seconds`, cancel it and raise TimeoutError."""
+    """Run a coroutine on the event loop of an fsspec file system, and return its result.
+
+    Args:
+        fs: the file system.
+        request: function that makes the coroutine.
+        seconds: time after which the coroutine is cancelled, and TimeoutError raised.
+    """
     from fsspec.asyn import sync
 
     async def bounded() -> T:
@@ -49,18 +55,21 @@ def split_url(url: str) -> tuple[str, str, str | None]:
 
 
 def check_folder(url: str) -> str:
-    """Return the URL of a folder. Raises SourceError if it has no bucket, or a version of an object."""
+    """Return the URL of a folder unchanged. Raise SourceError if it has no bucket, or a version (`?versionId=`), which
+    only single objects have."""
     if split_url(url)[2] is not None:
         raise SourceError(f"{url.partition('?')[0]}: a folder has no versionId; leave it out").about(file=url)
     return url
 
 
 def found_files(folder: str, listed: dict[str, Any], pin: Callable[[dict[str, Any]], str]) -> dict[str, RemoteFile]:
-    """Convert a listing of fsspec to {path relative to `folder`: file}, without folders and the empty objects that
-    stand for them.
+    """Convert fsspec's listing of a folder of S3 or Google Cloud Storage to {path relative to `folder`: file}, without
+    subfolders and the empty objects that stand for them.
 
     Args:
-        pin: returns the `RemoteFile.pin` of a file, given its entry in the listing.
+        folder: URL of the folder.
+        listed: {path that begins with the bucket: fsspec's entry for it}.
+        pin: function that returns the version of a file (`RemoteFile.pin`), given its entry.
     """
     scheme = folder.partition("://")[0]
     files = {}
@@ -72,11 +81,11 @@ def found_files(folder: str, listed: dict[str, Any], pin: Callable[[dict[str, An
 
 
 class S3Client:
-    """Client for S3 and storages with the same interface; a `remote_file.Client`. Every request sends the ETag of the
-    listed object as If-Match, so that a changed object is noticed."""
+    """Client for S3 and storages with the same interface; it implements `remote_file.Client`. Every request sends the
+    ETag of the listed object as If-Match, so that a changed object is noticed."""
 
     def __init__(self, idle: float, in_flight: int):
-        """Create the client; nothing is requested yet.
+        """Create the client for S3; nothing is requested yet.
 
         Args:
             idle: seconds without receiving a byte after which a request has failed.
@@ -109,11 +118,9 @@ class S3Client:
         return {"": RemoteFile(folder, info["ContentLength"], f"etag:{info['ETag']}")}
 
     def pin_folder(self, folder: str, seconds: float) -> str:
-        """See `Client.pin_folder`."""
         return check_folder(folder)
 
     def stat(self, url: str, seconds: float) -> RemoteFile:
-        """See `Client.stat`."""
         bucket, key, _ = split_url(url)
         try:
             info = self._finish(lambda: self.fs._call_s3("head_object", Bucket=bucket, Key=key), seconds)
@@ -154,8 +161,8 @@ class S3Client:
 
 
 def s3_failure(error: BaseException) -> Failure:
-    """Convert an error of s3fs, botocore or aiohttp into a Failure. The error's message is not used, because it may
-    contain a URL with a signature."""
+    """Convert an error of s3fs, botocore or aiohttp into a `Failure`, the error of a request to a remote storage. The
+    error's message is not used, because it may contain a URL with a signature."""
     from botocore.exceptions import (
         NoCredentialsError,
         ParamValidationError,
@@ -187,12 +194,16 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class GsClient:
-    """Client for Google Cloud Storage; a `remote_file.Client`. Every request names the generation of the listed object,
-    which is gone if the object was replaced. Not tested against a server."""
+    """Client for Google Cloud Storage; it implements `remote_file.Client`. Every request names the generation of the
+    listed object, which is gone if the object was replaced. Not tested against a server."""
 
     def __init__(self, idle: float, in_flight: int):
-        """Create the client. Without credentials this takes seconds, because gcsfs also asks the metadata server of a
-        virtual machine. The arguments are those of `S3Client`; `in_flight` is not used.
+        """Create the client for Google Cloud Storage. Without credentials this takes seconds, because gcsfs also asks
+        the metadata server of a virtual machine.
+
+        Args:
+            idle: seconds without receiving a byte after which a request has failed.
+            in_flight: not used; all clients of remote storages have it.
 
         Raises:
             ConfigError: gcsfs is not installed.
@@ -212,11 +223,9 @@ class GsClient:
         return found_files(folder, listed, lambda info: f"generation:{info['generation']}")
 
     def pin_folder(self, folder: str, seconds: float) -> str:
-        """See `Client.pin_folder`."""
         return check_folder(folder)
 
     def stat(self, url: str, seconds: float) -> RemoteFile:
-        """See `Client.stat`."""
         bucket, key, _ = split_url(url)
         info = self._finish(lambda: self.fs._info(f"{bucket}/{key}"), seconds)
         if info["type"] != "file":

@@ -38,7 +38,8 @@ BUFFER = 1 << 20
 
 
 class ReaderFile(io.RawIOBase):
-    """Wraps a `Reader` as a read-only file object, for libraries that need one."""
+    """Read-only file object over a `file_reader.Reader` (byte ranges of one file), for libraries that need a file
+    object."""
 
     def __init__(self, reader: Reader):
         super().__init__()
@@ -73,7 +74,7 @@ class ReaderFile(io.RawIOBase):
 class GroupLocations:
     """Locations of the images in one column of one row group of a Parquet file.
 
-    A row has one element, or if the column has lists, as many as its list.
+    Each image is an element. A row has one element or, if the column has lists, as many as its list.
     """
 
     file: str
@@ -86,11 +87,12 @@ class GroupLocations:
     """The compressed pages to which `values` refers."""
 
     def row(self, row: int) -> list[ImageLocation | None]:
-        """Return the locations of the images of a row; None for each null."""
+        """Return the locations of the images of a row of this row group, given its index; None for each null."""
         return [self.location(index) for index in range(self.first[row], self.first[row + 1])]
 
     def location(self, index: int) -> ImageLocation | None:
-        """Return the location of an element of `values`; None if it is null."""
+        """Return the location of one image, given its index among all images and nulls of the column in this row group;
+        None if it is null."""
         offset, size, page = (int(own[index]) for own in (self.values.offset, self.values.size, self.values.page))
         return ImageLocation(self.file, offset, size, None if page < 0 else self.pages[page]) if size >= 0 else None
 
@@ -109,16 +111,16 @@ class ParquetContainer:
 
     @property
     def groups(self) -> int:
-        """Number of row groups."""
+        """Number of row groups of the Parquet file."""
         return len(self.footer.groups)
 
     def rows(self, group: int) -> int:
-        """Return the number of rows of a row group."""
+        """Return the number of rows of a row group, given its index in the Parquet file."""
         return self.footer.rows(group)
 
     def binary_leaves(self) -> list[str]:
-        """Return the paths of the leaf columns that may contain images: those of bytes that the schema does not declare
-        as text."""
+        """Return the paths of the leaf columns of the Parquet file that may contain images: those of bytes that the
+        schema does not declare as text."""
         return [path for path, leaf in self.footer.leaves.items() if leaf.binary]
 
     def locations(self, path: str, group: int) -> GroupLocations:
@@ -146,11 +148,12 @@ class ParquetContainer:
         return GroupLocations(self.reader.name, first, values[exists], pages)
 
     def batches(self, group: int, leave_out: Collection[str]) -> Iterator[Any]:
-        """Yield the rows of a row group as pyarrow RecordBatches, without the leaf columns in `leave_out`, which are
-        not read. A batch has at most ROWS_AT_ONCE rows, and fewer if rows repeat long values.
+        """Yield the rows of a row group of a Parquet file as pyarrow RecordBatches. A batch has at most ROWS_AT_ONCE
+        rows, and fewer if rows repeat long values.
 
         Args:
-            leave_out: paths of leaf columns, such as `image.bytes`. A struct keeps its other fields.
+            group: index of the row group.
+            leave_out: paths of leaf columns that are not read, such as `image.bytes`. A struct keeps its other fields.
         """
         chunks = {path: self.footer.chunk(path, group) for path in self.footer.leaves}
         kept = [path for path in chunks if path not in leave_out]
@@ -173,7 +176,7 @@ class ParquetContainer:
 
     @functools.cached_property
     def arrow(self) -> Any:
-        """The file as opened by pyarrow (a `ParquetFile`)."""
+        """The Parquet file as opened by pyarrow (a `ParquetFile`)."""
         from pyarrow import PythonFile
         from pyarrow.parquet import ParquetFile
 
@@ -181,7 +184,8 @@ class ParquetContainer:
 
     @contextlib.contextmanager
     def reading(self, group: int) -> Iterator[None]:
-        """Context manager in which errors of pyarrow become DataErrors about a row group."""
+        """Context manager that converts errors of pyarrow into DataErrors that name the row group with index
+        `group`."""
         import pyarrow
 
         try:
@@ -193,9 +197,9 @@ class ParquetContainer:
             ).about(file=self.reader.name) from error
 
     def check_pages(self, chunk: Chunk) -> int:
-        """Check the sizes in the page headers of a column chunk, before pyarrow allocates memory for the pages. Return
-        the size in bytes of the largest page whose values rows can repeat: a dictionary, or a page with the encoding
-        DELTA_BYTE_ARRAY."""
+        """Check the sizes in the page headers of a column chunk (one column of one row group), before pyarrow allocates
+        memory for the pages. Return the size in bytes of the largest page whose values rows can repeat: a dictionary,
+        or a page with the encoding DELTA_BYTE_ARRAY."""
         longest = 0
         for header in page_headers(chunk):
             if header.unpacked > min(MOST_BYTES, header.packed * MOST_RATIO.get(chunk.codec, MOST_BYTES)):

@@ -81,7 +81,7 @@ class Footer:
         return self.file.read(size - 8 - footer, footer)
 
     def refuse(self, problem: str, cure: str) -> NoReturn:
-        """Raise a DataError about the file.
+        """Raise a DataError about the Parquet file.
 
         Args:
             problem: what is wrong with the file.
@@ -90,14 +90,15 @@ class Footer:
         raise DataError(f"{self.file.name}: {problem}; {cure}").about(file=self.file.name)
 
     def rows(self, group: int) -> int:
-        """Return the number of rows of a row group."""
+        """Return the number of rows of a row group, given its index in the Parquet file."""
         try:
             return number_of(self.groups[group], 3, MOST_VALUES)
         except Malformed as error:
             self.refuse(f"the number of rows of row group {group} is damaged or too large ({error})", REWRITE)
 
     def chunk(self, path: str, group: int) -> Chunk:
-        """Return the bytes of a leaf column in a row group, checked against the size of the file.
+        """Return which bytes of the Parquet file are a leaf column of a row group, and how they are compressed. The
+        numbers are checked against the size of the file.
 
         Args:
             path: path of the leaf column, such as `image.bytes`.
@@ -158,7 +159,8 @@ def leaves(schema: list[dict[int, Any]]) -> dict[str, Leaf]:
     """Return the leaf columns of a Parquet schema by their dotted paths, such as `image.bytes`.
 
     Args:
-        schema: elements of the schema in depth-first order: each group is followed by its children.
+        schema: elements of the schema (Thrift structs, as {field number: value}) in depth-first order: each group is
+            followed by its children.
     """
     found: dict[str, Leaf] = {}
     # for each open group: number of children to come, path, definition level, repetition level, element level

@@ -17,15 +17,16 @@ GROUPS_AT_ONCE = 8192
 
 
 class Malformed(Exception):
-    """Data does not follow its format. The message is the reason."""
+    """Bytes of a Parquet file do not follow their format. The message is the reason."""
 
 
 class EndsEarly(Malformed):
-    """Data ends before the value that is being read."""
+    """Bytes of a Parquet file end before the value that is being read."""
 
 
 class Cursor:
-    """Reads numbers and Thrift structs from bytes, and keeps the position of the next byte to read."""
+    """Reads numbers and Thrift structs from bytes, one after the other, and keeps the position of the next byte to
+    read."""
 
     def __init__(self, data: bytes, at: int = 0, most_fields: int = MOST_FIELDS):
         self.data, self.at = data, at
@@ -58,7 +59,11 @@ class Cursor:
         return (number >> 1) ^ -(number & 1)
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """Read a Thrift struct and return its values by field number."""
+        """Read a Thrift struct and return its values by field number.
+
+        Args:
+            depth: number of structs and lists that contain this struct. More than MOST_DEPTH are refused.
+        """
         if depth > MOST_DEPTH:
             raise Malformed(f"structs are nested more than {MOST_DEPTH} deep")
         values, number = {}, 0

@@ -48,7 +48,7 @@ class Chunk:
     max_repetition: int
 
     def refuse(self, problem: str, cure: str = COPY_AGAIN) -> NoReturn:
-        """Raise a DataError about the column chunk.
+        """Raise a DataError about the column chunk (one column of one row group of a Parquet file).
 
         Args:
             problem: what is wrong with the chunk.
@@ -82,8 +82,8 @@ class PageHeader:
 
 
 def page_headers(chunk: Chunk) -> Iterator[PageHeader]:
-    """Yield the page headers of a column chunk. Their sizes are checked against the size of the chunk, and their
-    numbers of values against the chunk's.
+    """Yield the page headers of a column chunk (one column of one row group) of a Parquet file. The pages' sizes and
+    numbers of values are checked against those of the chunk.
 
     Raises:
         DataError: a page header is damaged.
@@ -139,8 +139,8 @@ def page_header(chunk: Chunk, at: int) -> PageHeader:
 
 
 def read_struct(chunk: Chunk, at: int) -> tuple[Cursor, dict]:
-    """Read the Thrift struct at byte `at` of the file of a column chunk. Return a cursor after the struct, and the
-    values of the struct by field number."""
+    """Read the Thrift struct that begins at byte `at` of the file of a Parquet column chunk. Return a cursor after the
+    struct, and the values of the struct by field number."""
     for size in HEADER_SIZES:
         size = min(size, chunk.end - at)
         cursor = Cursor(chunk.file.read(at, size))

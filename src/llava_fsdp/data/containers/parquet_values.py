@@ -50,7 +50,7 @@ class Body:
     """The compressed page; None if the content is in the file itself."""
 
     def take(self, size: int) -> tuple[bytes, "Body"]:
-        """Return the first `size` bytes of the content, and the rest of the content."""
+        """Return the first `size` bytes of this content of a page, and the rest of the content."""
         if size > self.end - self.begin:
             raise EndsEarly(f"{size} bytes expected, {self.end - self.begin} are left in the page")
         return self.read(self.begin, size), replace(self, begin=self.begin + size)
@@ -81,11 +81,11 @@ class Values:
 
 
 def chunk_values(chunk: Chunk) -> tuple[Values, list[Page], np.ndarray, np.ndarray]:
-    """Find the positions of the values of a BYTE_ARRAY column chunk.
+    """Find the positions of the values of a BYTE_ARRAY column chunk (one column of one row group of a Parquet file).
 
     Returns:
-        (positions of the values in order, nulls included; the compressed pages; definition levels, int64 [values];
-        repetition levels, int64 [values])
+        (positions of the values in order, nulls included; the compressed pages to which the positions refer by index;
+        definition levels, int64 [values]; repetition levels, int64 [values])
 
     Raises:
         DataError: the chunk is damaged, too large, or compressed or encoded in a way that is not supported.
@@ -117,12 +117,16 @@ def chunk_values(chunk: Chunk) -> tuple[Values, list[Page], np.ndarray, np.ndarr
 def page_values(
     chunk: Chunk, header: PageHeader, dictionary: Values, pages: list[Page]
 ) -> tuple[np.ndarray, np.ndarray, Values]:
-    """Return the definition levels, the repetition levels and the positions of the values of a data page, nulls
-    included.
+    """Find the positions of the values of a data page of a Parquet column chunk.
 
     Args:
-        dictionary: positions of the values of the chunk's dictionary.
-        pages: the compressed pages found so far; this page is added if needed.
+        chunk: the column chunk (one column of one row group).
+        header: header of the page.
+        dictionary: positions of the values of the chunk's dictionary; empty if it has none.
+        pages: the compressed pages that positions refer to by index; this page is appended if its positions need it.
+
+    Returns:
+        (definition levels, int64 [values]; repetition levels, int64 [values]; positions of the values, nulls included)
     """
     plain = header.encoding == PLAIN
     if not plain and header.encoding not in (PLAIN_DICTIONARY, RLE_DICTIONARY):
@@ -157,7 +161,13 @@ def page_values(
 
 
 def level(data: bytes, most: int, count: int) -> np.ndarray:
-    """Decode the definition or repetition levels of a page, which are from 0 to `most`, int64 [count]."""
+    """Decode the definition or repetition levels of a Parquet page, int64 [count].
+
+    Args:
+        data: the encoded levels.
+        most: highest level that the column can have.
+        count: number of values of the page, each of which has one level.
+    """
     if most == 0:
         return np.zeros(count, np.int64)
     check_runs(len(data), count)
@@ -168,15 +178,19 @@ def level(data: bytes, most: int, count: int) -> np.ndarray:
 
 
 def check_runs(size: int, count: int) -> None:
-    """Raise Malformed if `count` encoded small numbers take more bytes than any encoder uses (at most nine for
-    each)."""
+    """Raise Malformed if encoded small numbers take more bytes than any encoder uses (at most nine for each).
+
+    Args:
+        size: number of bytes of the encoded numbers.
+        count: how many numbers they are.
+    """
     if size > 9 * count + 64:
         raise Malformed(f"{count} small numbers take {size} bytes")
 
 
 def page_body(chunk: Chunk, header: PageHeader) -> Body:
-    """Return the content of a page, decompressed if it is compressed. The levels of a page of version 2 are left
-    out."""
+    """Return the content of a page of a Parquet column chunk, decompressed if it is compressed. The definition and
+    repetition levels at the beginning of a page of version 2 are left out."""
     levels = sum(header.level_sizes)
     begin, end = header.body + levels, header.body + header.packed
     whole = header.compressed or (header.kind != DICTIONARY and header.encoding != PLAIN)
@@ -197,8 +211,14 @@ def page_body(chunk: Chunk, header: PageHeader) -> Body:
 
 
 def plain_values(body: Body, count: int, pages: list[Page]) -> Values:
-    """Find the positions of the `count` values that fill a page in the encoding PLAIN: each value is preceded by its
-    length in four bytes. A compressed page is added to `pages`."""
+    """Find the positions of the values of a Parquet page in the encoding PLAIN: each value is preceded by its length in
+    four bytes.
+
+    Args:
+        body: the content of the page, which the values fill.
+        count: number of the values.
+        pages: the compressed pages that positions refer to by index; this page is appended if it is compressed.
+    """
     if count > MOST_IMAGES:
         raise Malformed(f"it has {count} values, most are {MOST_IMAGES}")
     if 4 * count > body.end - body.begin:
@@ -219,7 +239,13 @@ def plain_values(body: Body, count: int, pages: list[Page]) -> Values:
 
 
 def dictionary_values(body: Body, count: int, dictionary: Values) -> Values:
-    """Find the positions of the `count` values of a page that contains their indices in a dictionary."""
+    """Find the positions of the values of a Parquet page that contains the values' indices in a dictionary.
+
+    Args:
+        body: the content of the page.
+        count: number of the values.
+        dictionary: positions of the values of the dictionary.
+    """
     if count == 0:
         return Values.nulls(0)
     width, body = body.take(1)

@@ -45,7 +45,7 @@ class RangeCache:
     size), where content identifies a version of a remote file (`RemoteFile.content`)."""
 
     def __init__(self, folder: Path, gib: float):
-        """Open a cache, and create its folder if it does not exist.
+        """Open a cache of byte ranges of remote files, and create its folder if it does not exist.
 
         Args:
             gib: greatest size of the folder in GiB. If runs with different sizes share a folder, the smallest one
@@ -70,7 +70,13 @@ class RangeCache:
             ) from error
 
     def path(self, content: str, offset: int, size: int) -> Path:
-        """Return the file of the entry for a byte range; arguments as for `get`."""
+        """Return the file of the cache entry for a byte range of a remote file. The entry may not exist.
+
+        Args:
+            content: identifies the version of the remote file (`RemoteFile.content`).
+            offset: first byte of the range.
+            size: number of bytes of the range.
+        """
         name = hashlib.sha256(f"{offset} {size} {content}".encode("utf-8", "surrogatepass")).hexdigest()
         return self.folder / name[:2] / name
 
@@ -96,7 +102,7 @@ class RangeCache:
         nothing is added, and a warning is logged once.
 
         Args:
-            content: key of the file's content, which changes when the file changes (`RemoteFile.content`).
+            content: identifies the version of the remote file (`RemoteFile.content`).
         """
         path = self.path(content, offset, len(data))
         staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TMP}")
@@ -124,8 +130,8 @@ class RangeCache:
             self._report()
 
     def _read(self, path: Path, size: int) -> bytes | None:
-        """Return the `size` bytes of an entry, given its file. A damaged entry is deleted; then return None. Raises
-        OSError."""
+        """Return the `size` bytes of a remote file that a cache entry contains, given the entry's file. If the entry is
+        damaged, delete it and return None. Raise OSError if it cannot be read."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as file:
             status = os.fstat(descriptor)
@@ -141,9 +147,9 @@ class RangeCache:
         return None
 
     def _report(self) -> None:
-        """Add the number of bytes that this process has written to the total of all processes, and delete old entries
-        if the total is too large. If another process holds the lock, return, unless this process has written much since
-        its last report."""
+        """Add the number of bytes that this process has written to the cache to the total of all processes, and delete
+        old entries if the total is too large. If another process holds the lock, do nothing, unless this process has
+        written much since its last report: then wait for the lock."""
         try:
             with (self.folder / "total").open("r+b", buffering=0) as file:
                 must_wait = self._unreported > self.bound // WAITED_FOR
@@ -164,8 +170,8 @@ class RangeCache:
             log().warning("data.cache: old entries cannot be deleted: %s", why(error, self.folder))
 
     def _evict(self) -> int:
-        """Delete the entries whose last use is longest ago, and unfinished entries of killed processes. Return the
-        number of bytes that remain."""
+        """Delete the cache entries whose last use is longest ago, and unfinished entries of killed processes. Return
+        the number of bytes of the entries that remain."""
         # first add up sizes by the second of last use: a list of many millions of entries takes too much memory
         used: Counter[int] = Counter()
         for _, status in self._entries():
@@ -189,7 +195,7 @@ class RangeCache:
         return total
 
     def _entries(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the path and status of every entry, and delete old unfinished ones."""
+        """Yield the path and status of the file of every cache entry, and delete old unfinished ones."""
         for folder in [found for found in os.scandir(self.folder) if found.is_dir(follow_symlinks=False)]:
             with os.scandir(folder) as entries:
                 for entry in entries:
@@ -202,13 +208,19 @@ class RangeCache:
 
 
 def digest(name: str, data: bytes) -> bytes:
-    """Return the digest of an entry from its file name and its bytes. It depends on the name, so that a wrongly named
-    entry counts as damaged."""
+    """Return the digest of a cache entry. It depends on the entry's name, so that a wrongly named entry counts as
+    damaged.
+
+    Args:
+        name: name of the entry's file, a hexadecimal number.
+        data: bytes that the entry contains.
+    """
     return xxh3_128_digest(data, seed=int(name[:16], 16))
 
 
 def unlink(path: str, size: int) -> int:
-    """Delete an entry unless another process has deleted it; return `size`."""
+    """Delete the file of a cache entry unless another process has deleted it. Return `size`, the number of bytes that
+    are free then."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return size

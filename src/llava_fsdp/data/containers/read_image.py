@@ -26,7 +26,7 @@ class PageCache:
     """LRU cache of decompressed Parquet pages, bounded in bytes. Not thread-safe."""
 
     def __init__(self, most_bytes: int = CACHE_BYTES):
-        """Create an empty cache.
+        """Create an empty cache of decompressed Parquet pages.
 
         Args:
             most_bytes: greatest number of bytes of all pages together. A page larger than this is not kept.
@@ -52,15 +52,16 @@ class PageCache:
 
 
 def read_image(file: Reader, location: ImageLocation, pages: PageCache) -> bytes:
-    """Return the bytes of the image at a location.
+    """Return the bytes of the image at a location, still encoded (JPEG for example).
 
     Args:
         file: the opened file `location.file`.
+        location: file that contains the image, and which bytes of it are the image.
         pages: cache of decompressed Parquet pages.
 
     Raises:
         ImageError: the image has more than `MOST_BYTES` bytes, or the page that contains it cannot be decompressed.
-        SourceError: the file cannot be read, or is shorter than when its index was made.
+        SourceError: the file cannot be read, or is shorter than when the dataset was examined.
     """
     assert file.name == location.file, (file.name, location.file)
     size = file.size if location.size is None else location.size

@@ -45,11 +45,11 @@ MEANING: dict[type[SourceError], str] = {
 
 
 class RemoteStorage:
-    """Reads remote files. Several threads may use it. After a fork, or when it is pickled to another process, that
-    process makes connections of its own."""
+    """Lists and reads remote files. Several threads may use it. After a fork, or when it is pickled to another process,
+    that process makes connections of its own."""
 
     def __init__(self, deadline: float = 60.0, idle: float = 10.0, in_flight: int = 16):
-        """Create the storage; nothing is requested yet.
+        """Prepare to list and read remote files; nothing is requested yet.
 
         Args:
             deadline: seconds within which a range must be read, repeated requests included.
@@ -91,8 +91,8 @@ class RemoteStorage:
         return sorted(found, key=lambda file: file.name)  # code points have the order of their bytes in UTF-8
 
     def pin_folder(self, url: str) -> str:
-        """Return the URL of a folder to which the names of its files are added. A branch or tag of the hub is resolved
-        to its commit, which the returned URL holds. Whether the folder exists is not checked.
+        """Return the URL of a folder of remote files, with a branch or tag of the hub replaced by its commit. `stat`
+        takes this URL with the name of a file appended. Whether the folder exists is not checked.
 
         Raises:
             RemoteGone, RemoteForbidden, RemoteAway: the hub does not tell the commit.
@@ -103,10 +103,10 @@ class RemoteStorage:
         return self._repeat(url, lambda seconds: client.pin_folder(url.rstrip("/"), seconds))
 
     def stat(self, url: str) -> RemoteFile:
-        """Return a file, pinned as it is now.
+        """Request the size and the present version of a remote file.
 
         Args:
-            url: URL of a folder, as `pin_folder` returns it, with the name of a file.
+            url: URL of the file. Its beginning is the URL of a folder, as `pin_folder` returns it.
 
         Raises:
             RemoteGone: the file does not exist.
@@ -119,8 +119,18 @@ class RemoteStorage:
         return self._repeat(url, lambda seconds: client.stat(url, seconds))
 
     def stat_files(self, urls: Iterable[str]) -> dict[str, RemoteFile | None]:
-        """Return several files, pinned as they are now, with up to `in_flight` requests at once; None for a file that
-        does not exist. Arguments and other errors as for `stat`."""
+        """Request the sizes and the present versions of several remote files, with up to `in_flight` requests at once.
+
+        Args:
+            urls: URLs of the files. Their beginnings are URLs of folders, as `pin_folder` returns them.
+
+        Returns:
+            {URL: file, or None if it does not exist}
+
+        Raises:
+            RemoteForbidden, RemoteAway: a storage does not tell.
+            ConfigError: a package is not installed.
+        """
 
         def stat(url: str) -> RemoteFile | None:
             try:
@@ -149,7 +159,7 @@ class RemoteStorage:
         return self._repeat(file.name, lambda seconds: client.fetch(file, offset, size, seconds))
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Run a function in one of this process's `in_flight` threads."""
+        """Run `function(*arguments)` in one of this process's `in_flight` threads; return its future."""
         pool = self._here("pool", lambda: ThreadPoolExecutor(self.in_flight, thread_name_prefix="remote"))
         return pool.submit(function, *arguments)
 
@@ -162,14 +172,25 @@ class RemoteStorage:
         return self._here(scheme, lambda: CLIENTS[scheme](self.idle, self.in_flight))
 
     def _here(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return an object that this process keeps under a name; the first call makes it. There is no lock, because a
-        fork could copy a held one; if two threads make the object, the first is kept."""
+        """Return an object that belongs to this process alone, such as a client; the first call with its name makes it.
+        There is no lock, because a fork could copy a held one; if two threads make the object, the first is kept.
+
+        Args:
+            name: under which the object is kept.
+            make: function that makes the object.
+        """
         key = (os.getpid(), name)
         found = self._made.get(key)
         return found if found is not None else self._made.setdefault(key, make())
 
     def _repeat(self, url: str, request: Callable[[float], T]) -> T:
-        """Make a request about a URL, and repeat it until the deadline as long as the storage does not answer."""
+        """Make a request to a remote storage, and repeat it until the deadline as long as the storage does not answer.
+        Return the request's result.
+
+        Args:
+            url: URL of the requested file or folder, for messages.
+            request: function that makes the request, given the number of seconds left; it raises Failure.
+        """
         begin = time.monotonic()
         end = begin + self.deadline
         number, kind, detail = 0, RemoteAway, ""
@@ -207,11 +228,11 @@ def results(futures: Sequence[Future[T]]) -> list[T]:
 
 
 def split_pattern(url: str) -> tuple[str, str, re.Pattern[str] | None]:
-    """Split the URL of remote files, which may be a pattern.
+    """Split the URL of remote files, which may be a pattern with `*`, `?` or `[...]`.
 
     Returns:
-        URL of the folder to list; fixed beginning of the paths below that folder; regular expression for these paths
-        (None if the URL is no pattern).
+        (URL of the folder to list; fixed beginning of the paths below that folder; regular expression for these paths,
+        or None if the URL is no pattern)
     """
     from fsspec.utils import glob_translate
 

@@ -29,7 +29,7 @@ SHA256 = "sha256:"
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a remote storage, with the content that it had when it was listed."""
+    """A file of a remote storage, in the version that it had when it was listed."""
 
     name: str
     """URL of the file. A URL of the Hugging Face hub holds the commit."""
@@ -41,15 +41,16 @@ class RemoteFile:
 
     @property
     def content(self) -> str:
-        """Text that identifies the content of the file: two remote files with the same text have the same bytes."""
+        """Text that identifies the content of the remote file: two files with the same text have the same bytes."""
         return self.pin if self.pin.startswith(SHA256) else f"{self.name} {self.size} {self.pin}"
 
 
 class Failure(Exception):
-    """A single request to a remote storage failed. Internal to this package: callers get `kind`."""
+    """A single request to a remote storage failed. Internal to this package: callers get an error of the class
+    `kind`."""
 
     def __init__(self, kind: type[SourceError], detail: str):
-        """Create the failure.
+        """Create the error of a failed request to a remote storage.
 
         Args:
             kind: class of the error that is raised to the caller if the request is not repeated.
@@ -65,8 +66,8 @@ class Client(Protocol):
     repeats no failed request."""
 
     def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
-        """List the files below a folder of the storage whose relative paths begin with `start`. If `folder` is the URL
-        of a file, list this file.
+        """List the files below a folder of the storage whose paths relative to the folder begin with `start`. If
+        `folder` is the URL of a file, list this file.
 
         Args:
             folder: URL without a final slash.
@@ -82,11 +83,12 @@ class Client(Protocol):
         ...
 
     def pin_folder(self, folder: str, seconds: float) -> str:
-        """Return the URL of a folder to which the names of its files are added; on the hub it holds the commit.
+        """Return the URL of a folder of the storage; on the Hugging Face hub, with the branch or tag replaced by the
+        commit. `stat` takes this URL with the name of a file appended.
 
         Args:
             folder: URL without a final slash. Whether the folder exists is not checked.
-            seconds: how long this may take.
+            seconds: time limit.
 
         Raises:
             Failure: the request failed.
@@ -95,10 +97,12 @@ class Client(Protocol):
         ...
 
     def stat(self, url: str, seconds: float) -> RemoteFile:
-        """Return a file of a folder of `pin_folder`, pinned as it is now. No characters of the URL are special.
+        """Request the size and the present version of a file of the storage.
 
         Args:
-            seconds: how long this may take.
+            url: URL of the file. Its beginning is the URL of a folder, as `pin_folder` returns it. No characters are
+                special.
+            seconds: time limit.
 
         Raises:
             Failure: the request failed.
@@ -118,7 +122,12 @@ class Client(Protocol):
 
 
 def failure(status: int | None, detail: str) -> Failure:
-    """Return the Failure for the HTTP status of an answer; None if there was no answer."""
+    """Return the Failure (the error of a request to a remote storage) that stands for an HTTP status.
+
+    Args:
+        status: HTTP status of the answer; None if there was no answer.
+        detail: a few words for the message, without secrets.
+    """
     return Failure(KINDS.get(status or 0, RemoteAway), detail if status is None else f"HTTP {status} {detail}".rstrip())
 
 
@@ -126,11 +135,13 @@ def check_answer(file: RemoteFile, size: int, length: int | None, content_range:
     """Check the HTTP headers of an answer to a request for a byte range, before the answer's body is read.
 
     Args:
-        length: value of Content-Length.
-        content_range: value of Content-Range, such as `bytes 0-9/300`.
+        file: the requested file.
+        size: number of bytes that were requested.
+        length: value of the header Content-Length.
+        content_range: value of the header Content-Range, such as `bytes 0-9/300`.
 
     Raises:
-        Failure: the file has another size than when it was listed, or the answer another length than was asked for.
+        Failure: the file has another size than when it was listed, or the answer another length than was requested.
     """
     found = re.fullmatch(r"bytes \d+-\d+/(\d+)", content_range or "")
     if found and int(found[1]) != file.size:
@@ -140,7 +151,8 @@ def check_answer(file: RemoteFile, size: int, length: int | None, content_range:
 
 
 def check_length(data: bytes, size: int) -> bytes:
-    """Return `data`, the body of an answer; raise Failure if it does not have `size` bytes."""
+    """Return `data`, the body of an HTTP answer; raise Failure (the request failed) if it does not have `size`
+    bytes."""
     if len(data) != size:
         raise Failure(RemoteAway, f"{len(data)} bytes came, {size} were asked for")
     return data
@@ -151,8 +163,8 @@ def is_missing(url: str, package: str) -> ConfigError:
 
 
 def quiet_loggers(*names: str) -> None:
-    """Set the loggers of libraries to warnings. Below that level, they log URLs with signatures, and request
-    headers."""
+    """Raise the level of the loggers with these names to WARNING. Below it, libraries log URLs with signatures, and
+    request headers."""
     for name in names:
         logger = logging.getLogger(name)
         logger.setLevel(max(logger.level, logging.WARNING))

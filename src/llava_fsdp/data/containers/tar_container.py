@@ -40,7 +40,7 @@ NO_FILES = {
 
 @dataclass(frozen=True)
 class Member:
-    """A file in a tar."""
+    """A file in a tar: its name, and where its content is."""
 
     name: str
     offset: int
@@ -65,8 +65,8 @@ def samples(file: Reader, skipped: Counter[str]) -> Iterator[TarSample]:
     Args:
         file: the tar. Its headers are read one by one in ascending order, so a remote file should be read in large
             blocks.
-        skipped: counter that is updated with the members that belong to no sample: `folder`, `hidden file` (base names
-            that begin with a dot, such as macOS's `._x.jpg`) and `no extension`.
+        skipped: counts the members of the tar that belong to no sample, and is updated: `folder`, `hidden file` (base
+            names that begin with a dot, such as macOS's `._x.jpg`) and `no extension`.
 
     Raises:
         DataError: the tar is compressed, truncated or damaged, has a member that is not supported (link, sparse file),
@@ -103,7 +103,17 @@ def samples(file: Reader, skipped: Counter[str]) -> Iterator[TarSample]:
 
 
 def members(file: Reader, skipped: Counter[str]) -> Iterator[Member]:
-    """Yield the files in a tar in order; arguments and errors as for `samples`."""
+    """Yield the files in a tar in order.
+
+    Args:
+        file: the tar.
+        skipped: counts the folders in the tar, under the key `folder`, and is updated.
+
+    Raises:
+        DataError: the tar is compressed, truncated or damaged, or has a member that is not supported (link, sparse
+            file).
+        SourceError: the tar cannot be read.
+    """
     refuse_compressed(file)
     at, extra, for_all, before = 0, {}, {}, False
     while True:
@@ -142,6 +152,7 @@ def refuse(file: Reader, at: int, problem: str, cure: str, member: str | None = 
     """Raise a DataError about a tar.
 
     Args:
+        file: the tar.
         at: offset in the tar at which the problem was found.
         problem: what is wrong.
         cure: what the user should do.
@@ -171,7 +182,7 @@ def padded(size: int) -> int:
 
 
 def check_zeros(file: Reader, at: int) -> None:
-    """Raise DataError if a tar has anything but zeros from offset `at` on, where its end mark begins."""
+    """Raise DataError if a tar has anything but zeros from byte `at` on, where its end mark begins."""
     if file.size - at > MOST_END:
         refuse(file, at, f"{file.size - at} bytes follow its end mark, most are {MOST_END}", COPY_AGAIN)
     while at < file.size:
@@ -186,7 +197,13 @@ def check_zeros(file: Reader, at: int) -> None:
 
 def header_size(file: Reader, at: int, header: bytes) -> int:
     """Return the size in bytes of the tar member that follows a header. Raise DataError if the checksum of the header
-    is wrong."""
+    is wrong.
+
+    Args:
+        file: the tar, for error messages.
+        at: offset of the header in the tar, for error messages.
+        header: the 512 bytes of the header.
+    """
     checksum = octal(header[148:156])
     # the checksum field itself counts as spaces
     if checksum != sum(header) - sum(header[148:156]) + 8 * 32:
@@ -209,7 +226,13 @@ def octal(data: bytes) -> int | None:
 
 
 def text(file: Reader, at: int, data: bytes) -> str:
-    """Decode a name in a tar header, which ends at its first zero byte; raise DataError if it is not UTF-8."""
+    """Decode a name in a tar header, which ends at its first zero byte; raise DataError if it is not UTF-8.
+
+    Args:
+        file: the tar, for error messages.
+        at: offset of the header in the tar, for error messages.
+        data: bytes of the header's field.
+    """
     try:
         return (name := data.partition(b"\0")[0]).decode()
     except UnicodeDecodeError:
@@ -227,8 +250,9 @@ def extra_values(file: Reader, at: int, kind: bytes, data: bytes) -> dict[str, s
     """Return what a pax header or a GNU long name says about the next member of a tar, as {pax keyword: value}.
 
     Args:
+        file: the tar, for error messages.
         at: offset of the header in the tar, for error messages.
-        kind: type of the header, one of EXTRAS.
+        kind: type of the header: the byte that the tar has for it.
         data: content of the header.
     """
     if kind in (LONG_NAME, LONG_LINK):
@@ -247,11 +271,14 @@ def extra_values(file: Reader, at: int, kind: bytes, data: bytes) -> dict[str, s
 
 
 def pax_size(file: Reader, at: int, name: str, values: dict[str, str], size: int) -> int:
-    """Return the size in bytes of a tar member: the one in its pax header if there is one, else `size`, that of its own
-    header.
+    """Return the size in bytes of a tar member: the one in its pax header if there is one, else that in its own header.
 
     Args:
-        values: values of the pax header by keyword.
+        file: the tar, for error messages.
+        at: offset of the member's own header in the tar, for error messages.
+        name: name of the member.
+        values: {keyword: value} of the pax header.
+        size: size in the member's own header.
     """
     own = values.get("size")
     if own is None:
@@ -262,7 +289,15 @@ def pax_size(file: Reader, at: int, name: str, values: dict[str, str], size: int
 
 
 def check_kind(file: Reader, at: int, name: str, kind: bytes, values: dict[str, str]) -> None:
-    """Raise DataError if a tar member is neither a file nor a folder, or has an absolute name or one with `..`."""
+    """Raise DataError if a tar member is neither a file nor a folder, or has an absolute name or one with `..`.
+
+    Args:
+        file: the tar, for error messages.
+        at: offset of the member's header in the tar, for error messages.
+        name: name of the member.
+        kind: the type in its header, one byte.
+        values: {keyword: value} of its pax header.
+    """
     if kind == SPARSE or any(key.startswith("GNU.sparse.") for key in values):
         refuse(file, at, "it is a sparse file, stored without its zeros", "pack it again without tar --sparse", name)
     if kind in NO_FILES:

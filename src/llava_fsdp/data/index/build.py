@@ -80,7 +80,8 @@ system turns are read)."""
 
 @dataclass(frozen=True)
 class Plan:
-    """What an index is made from (dataset, encoder, image reader), and the number of worker processes that make it."""
+    """What the index (a folder of arrays) of a dataset is made from (dataset, encoder, image reader), and the number of
+    worker processes that make it."""
 
     cfg: DataConfig
     encoder: Encoder
@@ -89,29 +90,29 @@ class Plan:
 
     @property
     def cache(self) -> CacheFolder:
-        """Folder for byte ranges of remote files."""
+        """Folder on a local disk that caches byte ranges of remote files."""
         return CacheFolder(self.cfg.cache_folder / "images", self.cfg.cache_gb)
 
     @property
     def opens_all(self) -> bool:
-        """Whether every image is opened while the index is made, at least to read its size."""
+        """Whether every image of the dataset is opened before training, at least to read its size."""
         reader, examine = self.reader, self.cfg.examine
         by_size = reader.tokens.needs_size(1) or reader.pixels is Pixels.llava_v1_5
         return examine in (Examine.decode, Examine.head) or (examine is Examine.sample and by_size)
 
     @property
     def sized_by_records(self) -> ImageTokens | None:
-        """With `data.examine=lazy`, the rule for the tokens of images if they depend on sizes, which the records give
-        then; None otherwise."""
+        """With `data.examine=lazy`, what computes the tokens of images, if their number depends on the images' sizes:
+        the records must give these then. None otherwise."""
         tokens = self.reader.tokens
         return tokens if self.cfg.examine is Examine.lazy and tokens.needs_size(1) else None
 
     def settled(self, records: Path) -> "Plan":
-        """Return this plan with `data.examine=auto` replaced by `decode` or `sample`, depending on the number of
-        images.
+        """Return this plan with `data.examine=auto` replaced by `decode` or `sample`, depending on the number of images
+        of the dataset.
 
         Args:
-            records: folder of the index with columns about the records, which contain the number of images.
+            records: folder of arrays about the records, from which the number of images is read.
         """
         if self.cfg.examine is not Examine.auto:
             return self
@@ -121,20 +122,22 @@ class Plan:
 
     @property
     def records_name(self) -> str:
-        """Name of the index's folder with columns about the records, which depend on whether videos are read."""
+        """Name of the folder of arrays about the records in the dataset's index. They depend on whether videos are
+        read."""
         return "records" if self.reader.sampling is None else "records-videos"
 
     @property
     def whole_encoder(self) -> Encoder:
-        """The encoder, changed to truncate records that are too long. Whether they are skipped or stop the run is
-        decided whenever the index is used."""
+        """The encoder of records, changed to truncate those that are too long. Whether they are skipped or stop the run
+        is decided whenever the dataset is opened."""
         encoder = self.encoder
         return replace(encoder, too_long=TooLong.truncate) if isinstance(encoder, ExactEncoder) else encoder
 
 
 @dataclass(frozen=True)
 class Index:
-    """An opened dataset index: its folders of columns, and counts of what is lost by truncation."""
+    """The opened index of a dataset: folders of arrays with one value per record or image, and counts of what is lost
+    by truncation."""
 
     folder: Path
     """Folder of the whole index, with a subfolder for each state of the dataset's files."""
@@ -156,20 +159,20 @@ class Index:
         return len(self.store)
 
     def flags(self, begin: int, end: int) -> np.ndarray:
-        """Return the problems of the records with numbers in [begin, end) as bits (`problems.BITS`), uint32 [end -
-        begin]."""
+        """Return the problems of the records with numbers in [begin, end), one bit for each kind of problem
+        (`problems.BITS`), uint32 [end - begin]."""
         parts = [open_column(f, "flags")[begin:end] for f in (self.records, self.pictures, self.encoded)]
         return parts[0] | parts[1] | parts[2]
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the problems of all records as bits, in blocks: pairs (number of the block's first record, uint32
-        [block])."""
+        """Yield the problems of all records of the dataset, one bit for each kind of problem, in blocks: pairs (number
+        of the block's first record, uint32 [block])."""
         for begin in range(0, len(self), BLOCK):
             yield begin, self.flags(begin, begin + BLOCK)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield all problems of records as dicts with record (number), id, kind and reason: first those found when
-        reading records, then duplicate ids, problems of images, and problems of token counts."""
+        """Yield all problems of the dataset's records as dicts with record (number), id, kind and reason: first those
+        found when reading records, then duplicate ids, problems of images, and problems of token counts."""
         for path in (self.records / ROWS, self.records / DUPLICATES, self.pictures / ROWS, self.encoded / ROWS):
             yield from read_rows(path.with_suffix(".jsonl"))
 
@@ -178,12 +181,15 @@ CHUNKS_FOLDER, ROWS_FOLDER = "chunks", "rows"
 
 
 def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | None = None) -> Index:
-    """Open the dataset's index. If it is missing or incomplete, make or complete it first.
+    """Open the index (a folder of arrays and JSON files with what is known about each record) of a dataset. If it is
+    missing or incomplete, make or complete it first.
 
     Args:
+        plan: the dataset, the encoder and the image reader from which the index is made.
+        watch: function that starts a progress bar.
         look_again: whether to read the files of records and every bad image again, because they may have been fixed.
-        since: an earlier result of `last_look`. If another process has examined all bad images since then, they are not
-            examined again.
+        since: a text that `last_look` returned earlier. If it has changed, another process has examined all bad images
+            since then, and they are not examined here.
 
     Raises:
         DataError: a file is not a list of records.
@@ -221,7 +227,8 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
 
 
 def is_foreign(error: OSError, folder: Path) -> bool:
-    """Return whether an OSError is about a file that is not part of the index in `folder`."""
+    """Return whether an OSError is about a file that is not in `folder`, which has the index (a folder of arrays) of a
+    dataset."""
     if not isinstance(error.filename, (str, bytes)):
         return False
     path, own = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(folder)
@@ -233,19 +240,29 @@ def look_file(plan: Plan) -> Path:
 
 
 def last_look(plan: Plan) -> str:
-    """Return a text that changes whenever a process has examined all bad images of the index again."""
+    """Return a text that changes whenever a process has examined all bad images of a dataset again.
+
+    Args:
+        plan: the configured dataset, its encoder and its image reader.
+    """
     path = look_file(plan)
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
 def note_look(plan: Plan) -> None:
-    """Record that all bad images of the index have been examined; this changes the result of `last_look`."""
+    """Note in a file that all bad images of a dataset have been examined; this changes the text that `last_look`
+    returns.
+
+    Args:
+        plan: the configured dataset, its encoder and its image reader.
+    """
     look_file(plan).write_text(secrets.token_hex(8))
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Context manager that holds a lock on a file. The system releases the lock if this process dies."""
+    """Context manager that holds a lock on the file `path`, and waits for it first. The system releases the lock if
+    this process dies."""
     with path.open("w") as file:
         until = time.monotonic() + SILENT
         while True:
@@ -262,8 +279,14 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def find(plan: Plan, sources: list[DataSource], folder: Path) -> Index | None:
-    """Open the existing index of some data sources. None if there is no complete index for the present sizes and
-    modification times of their files."""
+    """Open the existing index (a folder of arrays) of a dataset. Return None if there is no complete index for the
+    present sizes and modification times of its files.
+
+    Args:
+        plan: the dataset, the encoder and the image reader from which the index is made.
+        sources: the data sources of the dataset, with their files of records.
+        folder: folder of the index.
+    """
     known = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
     if known is None:
         return None
@@ -296,11 +319,15 @@ def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path)
 
 
 def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
-    """Make all missing parts of an index and open it. The caller must hold the lock of the index.
+    """Make all missing parts of the index (a folder of arrays) of a dataset and open it. The caller must hold the lock
+    of the index.
 
     Args:
+        plan: the dataset, the encoder and the image reader from which the index is made.
+        sources: the data sources of the dataset, with their files of records.
         folder: folder of the index.
-        look_again: as for `open_index`.
+        watch: function that starts a progress bar.
+        look_again: whether to read the files of records and every bad image again, because they may have been fixed.
     """
     most = plan.cfg.max_record_bytes
     begun = stamp(sources, most)
@@ -338,20 +365,20 @@ def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, loo
 
 
 def is_part(name: str) -> bool:
-    """Return whether a folder with this name is a complete part of an index."""
+    """Return whether a folder with this name is a complete part of the index (a folder of arrays) of a dataset."""
     return name in ("texts", "records", "records-videos") or (
         name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))
     )
 
 
 def chunk_parts(folder: Path) -> list[Path]:
-    """Return the files and folders of an index that were each made from a single file of records."""
+    """Return the paths in a dataset's index (a folder of arrays) that were each made from a single file of records."""
     return [*folder.glob(f"{CHUNKS_FOLDER}/*/*"), *folder.glob(f"{ROWS_FOLDER}/*")]
 
 
 def undo(folder: Path, state: Path, before: set[Path]) -> None:
-    """Delete the parts of an index that were made while files of records changed. They may be wrong, and would be taken
-    for valid if the files changed back.
+    """Delete the parts of a dataset's index (a folder of arrays) that were made while files of records changed. They
+    may be wrong, and would be taken for valid if the files changed back.
 
     Args:
         folder: folder of the whole index.
@@ -367,7 +394,10 @@ def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, wat
     compressed text files, and copy remote ones. A local text file is used itself.
 
     Args:
-        keys: for each file, a text that changes with its path and content; it names a folder of the index.
+        files: all files of records of the dataset.
+        keys: for each file, a text that changes with its path and content; the folder for its text file is named by it.
+        plan: the configured dataset, its encoder and its image reader.
+        watch: function that starts a progress bar.
 
     Returns:
         The text file for each file of records.
@@ -409,14 +439,19 @@ the folder."""
 def make(
     task: P, chunks: Path, target: Path, workers: int, watch: Watch, label: str, finish: Finish[P], keep: bool = False
 ) -> None:
-    """Run a pass over the dataset and write its result folder, unless the folder exists.
+    """Run a pass over the dataset (a computation for each record) and write its result folder, unless the folder
+    exists.
 
     Args:
+        task: the pass, which computes one chunk of consecutive records at a time.
         chunks: folder for the results of single chunks. They are not deleted if the dataset has several files of
             records, so that only new files are examined when files are added.
         target: the result folder.
-        watch: shows the progress.
+        workers: number of worker processes.
+        watch: function that starts a progress bar.
         label: name of the pass for the progress bar.
+        finish: called with the pass and the folder of the joined results; may add files to it, and returns JSON values
+            to store in its `done.json`.
         keep: whether to keep the results of single chunks in any case.
     """
     if target.is_dir():
@@ -446,21 +481,35 @@ def pictures_name(plan: Plan) -> str:
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:
-    """Return the name of the index's folder with columns about tokens. It changes with the encoder, the image reader
-    and `pictures`, the folder of the columns about images."""
+    """Return the name of a folder in a dataset's index (a folder of arrays): the one with the numbers of tokens of the
+    records. It changes with the encoder, the image reader and `pictures`.
+
+    Args:
+        plan: the dataset, the encoder and the image reader from which the index is made.
+        pictures: the folder of the arrays about images.
+    """
     return f"encoded-{short(encoding_of(plan), pictures.name)}"
 
 
 def encoding_of(plan: Plan) -> str:
-    """Return a checksum of all settings on which the numbers of tokens of records depend."""
+    """Return a checksum of all settings on which the numbers of tokens of records depend.
+
+    Args:
+        plan: the configured dataset, its encoder and its image reader.
+    """
     reader = plan.reader
     places = reader.fingerprint, reader.tokens.aspect.value, reader.pixels.value
     return short(ENCODED_FORMAT, plan.encoder.fingerprint, places)
 
 
 def chunks_of(plan: Plan, name: str) -> Path:
-    """Return the index's folder for the results of single chunks of a pass over the dataset, given the name of the
-    pass."""
+    """Return the folder, in a dataset's index (a folder of arrays), for the results of a pass over the dataset (a
+    computation for each record), one file per chunk of consecutive records.
+
+    Args:
+        plan: the dataset, the encoder and the image reader from which the index is made.
+        name: name of the pass.
+    """
     return plan.cfg.index_folder / CHUNKS_FOLDER / name
 
 
@@ -471,13 +520,14 @@ def newest(folder: Path) -> Path | None:
 
 
 def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
-    """Run the pass over the dataset that examines images, unless its result exists, and return the folder of the
-    result.
-
-    With `look_again`, bad images are examined again, and chunks with an image that was fixed are computed anew.
+    """Examine the images of a dataset, unless this has been done, and return the folder of the result.
 
     Args:
-        state: folder of the index for the present content of the dataset's files.
+        plan: the configured dataset, its encoder and its image reader.
+        state: folder for the results with the present content of the dataset's files.
+        watch: function that starts a progress bar.
+        look_again: whether to examine bad images again. Chunks of records with an image that was fixed are then
+            computed anew.
     """
     records = state / plan.records_name
     settled = plan.settled(records)
@@ -506,12 +556,12 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
 
 
 def count_examined(task: ExaminePictures, staged: Path) -> dict[str, Any]:
-    """Return how many images were decoded, as an entry for `done.json`; empty except with `data.examine=sample` or
-    `lazy`.
+    """Return how many images of a dataset were decoded, as JSON values to store; empty except with
+    `data.examine=sample` or `lazy`.
 
     Args:
         task: the pass over the dataset that examined the images.
-        staged: folder of its joined columns.
+        staged: folder of the arrays that it has made.
     """
     digests = open_column(staged, "digest")
     if task.how not in (Examine.sample, Examine.lazy) or not len(digests):
@@ -521,11 +571,12 @@ def count_examined(task: ExaminePictures, staged: Path) -> dict[str, Any]:
 
 
 def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
-    """Examine the bad images of an index again, and return the numbers of the chunks with a record whose problems have
-    changed.
+    """Examine the bad images of a dataset again, and return the numbers of the chunks (consecutive records that are
+    examined together) with a record whose problems have changed.
 
     Args:
-        folder: folder of the earlier result of this pass over the dataset.
+        task: the pass over the dataset that examines images.
+        folder: folder of the arrays that it has made before.
     """
     flags = open_column(folder, "flags")
     fixed = {
@@ -537,11 +588,11 @@ def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
 
 
 def encoded_facts(task: EncodeRecords, staged: Path) -> dict[str, Any]:
-    """Add up what truncation loses in each data source, and return the sums for `done.json`.
+    """Add up what truncation loses in each data source of a dataset, and return the sums as JSON values to store.
 
     Args:
         task: the pass over the dataset that counted tokens.
-        staged: folder of its joined columns.
+        staged: folder of the arrays that it has made.
     """
     shape = len(task.limits), len(LOSSES)
     losses = np.zeros((len(task.store.sources), *shape), dtype=np.int64)

@@ -19,11 +19,11 @@ from llava_fsdp.data.records.record import Record
 
 
 class Records:
-    """Sequence of the records of a dataset that are trained on, and columns (lengths, labels, ...) with one value for
-    each of them. A record is parsed when it is accessed.
+    """Sequence of the records of a dataset that are trained on, and columns (lengths, labels, ...): arrays with one
+    value for each of them. A record is parsed when it is accessed.
 
     The columns are memory-mapped files. If records are skipped, a copy of each column without their values is written
-    into the index when the column is first used.
+    to disk when the column is first used.
     """
 
     def __init__(self, index: Index, labels: Parity, too_long: TooLong):
@@ -46,8 +46,8 @@ class Records:
         self._sizes = PictureSizes(index.records, index.pictures)
 
     def _count(self) -> int:
-        """Count the records with each kind of problem and those that are skipped; return the number of records to train
-        on."""
+        """Count the records of the dataset with each kind of problem and those that are skipped; return the number of
+        records to train on."""
         dropping = mask(*self.dropping)
         long = dropping & BITS[Kind.too_long]
         wrong = dropping & ~long
@@ -63,13 +63,15 @@ class Records:
         return kept
 
     def _choose(self) -> Iterator[np.ndarray]:
-        """Yield the numbers in the index of the records to train on, in blocks, int64 [block]."""
+        """Yield the numbers of the records to train on, counted among all records of the dataset, in blocks, int64
+        [block]."""
         dropping = mask(*self.dropping)
         for begin, flags in self.index.blocks():
             yield np.flatnonzero((flags & dropping) == 0) + begin
 
     def _blocks(self) -> Iterator[np.ndarray]:
-        """Yield the array `numbers` in blocks."""
+        """Yield the array `numbers` in blocks, int64 [block]: for each record that is trained on, its number among all
+        records of the dataset."""
         assert self.numbers is not None
         for begin in range(0, len(self.numbers), BLOCK):
             yield self.numbers[begin : begin + BLOCK]
@@ -81,7 +83,8 @@ class Records:
         return len(self.index) if self.numbers is None else len(self.numbers)
 
     def at(self, number: int) -> int:
-        """Return the number in the index of a record, given its number among the records that are trained on."""
+        """Return the number of a record among all records of the dataset, skipped ones included, given its number among
+        those that are trained on."""
         return number if self.numbers is None else int(self.numbers[number])
 
     def __getitem__(self, number: int) -> Record:
@@ -89,10 +92,10 @@ class Records:
         return self._sizes.put(self.index.store.record(at), at)
 
     def is_decoded(self, number: int, position: int) -> bool:
-        """Return whether an image was decoded before training.
+        """Return whether an image was decoded, and was good, before training.
 
         Args:
-            number: number of the record.
+            number: number of the record among those that are trained on.
             position: index of the image in the record.
         """
         return bool(self._digests[self._sizes.first[self.at(number)] + position])
@@ -102,15 +105,16 @@ class Records:
         return open_column(self.index.pictures, "digest")
 
     def fetch_ahead(self, numbers: Iterable[int]) -> None:
-        """Begin to download the images of records that are inside remote files, and return at once.
+        """Begin to download the images of records that are in remote files or folders.
 
         Args:
-            numbers: numbers of the records.
+            numbers: numbers of the records among those that are trained on.
         """
         self.index.store.fetch_ahead([self.at(number) for number in sorted(numbers)])
 
     def where(self, number: int) -> str:
-        """Return the name of a record for messages, whether or not it can be parsed."""
+        """Return the name of a record for messages, whether or not it can be parsed, given its number among the records
+        that are trained on."""
         return self.index.store.name(self.at(number))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
@@ -121,33 +125,33 @@ class Records:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each sample after truncation, int32 [records]."""
+        """Number of tokens of each record that is trained on, after truncation, int32 [records]."""
         return self.column(self.index.encoded, "length")
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """Number of label tokens of each sample after truncation, int32 [records]."""
+        """Number of label tokens of each record that is trained on, after truncation, int32 [records]."""
         return self.column(self.index.encoded, "labels")
 
     @cached_property
     def images(self) -> np.ndarray:
-        """Number of images of each sample after truncation, int32 [records]."""
+        """Number of images of each record that is trained on, after truncation, int32 [records]."""
         return self.column(self.index.encoded, "images")
 
     @cached_property
     def pictures(self) -> np.ndarray:
-        """Number of images of each record before truncation, int32 [records]."""
+        """Number of images of each record that is trained on, before truncation, int32 [records]."""
         return self.column(self.index.records, "pictures")
 
     @cached_property
     def tiles(self) -> np.ndarray:
-        """Number of image tiles of each sample after truncation, int32 [records]."""
+        """Number of image tiles of each record that is trained on, after truncation, int32 [records]."""
         return self.column(self.index.encoded, "tiles")
 
     @cached_property
     def image_tokens(self) -> np.ndarray | None:
-        """Number of image tokens of each sample after truncation, int32 [records]; None if the index was made by a
-        version that did not count them."""
+        """Number of image tokens of each record that is trained on, after truncation, int32 [records]; None if the
+        dataset was examined by a version that did not count them."""
         is_counted = (self.index.encoded / "image_tokens.npy").is_file()
         return self.column(self.index.encoded, "image_tokens") if is_counted else None
 
@@ -161,7 +165,8 @@ class Records:
 
     @cached_property
     def words(self) -> np.ndarray:
-        """Number of words of all messages of each record, negative without an image, int32 [records]."""
+        """Number of words of all messages of each record that is trained on, negative without an image, int32
+        [records]."""
         return self.column(self.index.records, "words")
 
     @cached_property
@@ -183,7 +188,7 @@ class Records:
         return digest.hexdigest()[:32]
 
     def left_out(self) -> Iterator[dict[str, Any]]:
-        """Yield each problem of a skipped record as a dict with the record's name, the kind of problem and the
+        """Yield each problem of each skipped record as a dict with the record's name, the kind of problem and the
         reason."""
         for row in self.index.rows():
             if row["kind"] in self.dropping:

@@ -1,4 +1,5 @@
-"""Complete the first pass over a dataset: find records with the same id, and index the images by record."""
+"""Complete the first pass over a dataset, which reads all records: find records with the same id, and index the images
+by record."""
 
 import itertools
 import json
@@ -16,9 +17,14 @@ DUPLICATES = "duplicates"
 
 
 def read_facts(task: ReadRecords, staged: Path) -> dict[str, Any]:
-    """Add files to `staged`, the folder of the joined columns of a ReadRecords pass: first_picture (int64 [records +
-    1], the index of each record's first image), name_end (int64 [images + 1], the end of each image's path in `names`)
-    and the list of duplicate ids. Return an empty dict: there are no facts for `done.json`."""
+    """Add files to the result of the first pass over a dataset, which reads all records: first_picture (int64 [records
+    + 1], the index of each record's first image), name_end (int64 [images + 1], the end of each image's path in the
+    array of all paths) and the list of duplicate ids. Return an empty dict, because there is nothing else to store.
+
+    Args:
+        task: the first pass.
+        staged: folder of the arrays that it has made.
+    """
     for name, counts in (("first_picture", "pictures"), ("name_end", "name_size")):
         write_column(staged / f"{name}.npy", running_sum(open_column(staged, counts)), np.dtype(np.int64))
     (staged / "name_size.npy").unlink()
@@ -51,8 +57,11 @@ def running_sum(counts: np.ndarray) -> Iterator[np.ndarray]:
 def duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:
     """Find the records with numbers in [begin, end) that have the same id as an earlier one of them.
 
-    Ids are compared by `hashes`, one part of the hash values at a time, so that memory does not grow with the number of
-    records.
+    Ids are compared by their hashes, one part of the hash values at a time, so that memory does not grow with the
+    number of records.
+
+    Args:
+        hashes: hash of the id of each record of the dataset, uint64 [records]; 0 without an id.
 
     Returns:
         int64 [duplicates, 2]: number of a record whose id is not new, and number of the first record with this id.

@@ -1,4 +1,5 @@
-"""The first two passes over a dataset that make its index: read all records, and examine all images."""
+"""The first two passes over a dataset that make its index (a folder of arrays): read all records, and examine all
+images."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ Tell = Callable[[str, str], None]
 
 
 class Findings:
-    """Collects the problems that are found in the records of one chunk."""
+    """Collects the problems that are found in the records of one chunk (consecutive records that are examined
+    together)."""
 
     def __init__(self, numbers: range, first: int):
         self.numbers = numbers
@@ -53,10 +55,11 @@ class Findings:
         self.rows: list[dict[str, Any]] = []
 
     def of(self, number: int, identity: str | None) -> Tell:
-        """Return a function that adds problems of the record `number`. Of several problems of the same kind, only the
-        first one is added.
+        """Return a function (kind of problem, reason) that adds a problem of a record. Of several problems of the same
+        kind, only the first one is added.
 
         Args:
+            number: number of the record in the dataset.
             identity: id of the record; None if it has none.
         """
         at = number - self.numbers.start
@@ -76,8 +79,12 @@ class Findings:
 
 
 def attempt(make: Callable[[], T], tell: Tell) -> T | None:
-    """Call `make` and return its result. If it raises a DataError with a kind, which means that a record is bad, pass
-    the error's kind and message to `tell` and return None."""
+    """Call `make` and return its result. If it raises a DataError with a kind, which means that a record is bad, report
+    this and return None.
+
+    Args:
+        tell: function that is called with the kind and the message of the error.
+    """
     try:
         return make()
     except DataError as error:
@@ -89,9 +96,10 @@ def attempt(make: Callable[[], T], tell: Tell) -> T | None:
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """Base class of the passes over a dataset: computations for each record whose results become columns of the
-    dataset's index. Each call processes one chunk, which consists of at most `size` records of one file. Its columns
-    depend on this file alone, so that they can be used again when other files are added to the dataset."""
+    """Base class of the passes over a dataset: computations for each record whose results become arrays in the
+    dataset's index (a folder of arrays). Each call processes one chunk, which consists of at most `size` records of one
+    file. The results depend on this file alone, so that they can be used again when other files are added to the
+    dataset."""
 
     folder: Path
     """Folder of the index that a RecordStore opens."""
@@ -108,7 +116,7 @@ class Pass(ABC):
 
     @cached_property
     def chunks(self) -> list[range]:
-        """For each chunk, the numbers of its records."""
+        """For each chunk (consecutive records of one file that are examined together), the numbers of its records."""
         return [
             range(begin, min(begin + self.size, part.first + part.count))
             for part in self.store.parts
@@ -117,23 +125,25 @@ class Pass(ABC):
 
     @property
     def file_begins(self) -> list[int]:
-        """For each chunk, the number of the first record of the file to which the chunk belongs."""
+        """For each chunk (consecutive records of one file that are examined together), the number of the first record
+        of its file."""
         return [self.store.part(numbers.start).first for numbers in self.chunks]
 
     def chunk_of(self, number: int) -> int:
-        """Return the number of the chunk that contains a record, given the record's number."""
+        """Return the number of the chunk (consecutive records that are examined together) that contains a record, given
+        the record's number in the dataset."""
         return bisect.bisect_right(self.chunks, number, key=lambda numbers: numbers.start) - 1
 
     def files(self, folder: Path) -> list[Path]:
-        """Return the path for the result of each chunk, in a folder of the index."""
+        """Return the path of the file for the result of each chunk of consecutive records, in `folder`."""
         return [folder / f"{self.key_of(numbers)}-{numbers.start - first:09d}.npz"
                 for numbers, first in zip(self.chunks, self.file_begins, strict=True)]  # fmt: skip
 
     def key_of(self, numbers: range) -> str:
-        """Return a text that changes with all data on which the columns of a chunk depend.
+        """Return a text that changes with all data on which the results for a chunk of consecutive records depend.
 
         Args:
-            numbers: numbers of the records of the chunk.
+            numbers: numbers of the records of the chunk in the dataset.
         """
         return self.store.part(numbers.start).key
 
@@ -144,18 +154,30 @@ class Pass(ABC):
         return self.of(self.chunks[chunk])
 
     def of(self, numbers: range) -> Columns:
-        """Return the columns of consecutive records, given their numbers; all must be in the same file of records."""
+        """Examine consecutive records, and return {name: column}, arrays with one value per record or image.
+
+        Args:
+            numbers: numbers of the records in the dataset; all must be in the same file of records.
+        """
         found = Findings(numbers, self.store.part(numbers.start).first)
         return {**self.columns(numbers, found), **found.columns}
 
     @abstractmethod
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """Examine the records with the given numbers: return the columns that this pass over the dataset computes
-        (arrays with one value per record or image), and add problems of the records to `found`."""
+        """Examine consecutive records, and return {name: column}, arrays with one value per record or image.
+
+        Args:
+            numbers: numbers of the records in the dataset.
+            found: collects the problems of these records; is added to.
+        """
 
     def records(self, numbers: range) -> Iterator[tuple[int, Record]]:
-        """Yield (number, record) for those of the given record numbers whose record is valid. Invalid records are
-        reported by the pass ReadRecords."""
+        """Yield (number, record) for those of some records of the dataset that are valid. The first pass over the
+        dataset (ReadRecords) reports invalid ones.
+
+        Args:
+            numbers: numbers of the records in the dataset.
+        """
         for number in numbers:
             record = attempt(partial(self.store.record, number), lambda *_: None)
             if record is not None:
@@ -208,7 +230,11 @@ def id_hash(identity: str) -> int:
 
 
 def check_pictures_named(record: Record, tell: Tell) -> None:
-    """Report problems of how a record names its images and videos; the files are not read."""
+    """Report problems of how a record names its images and videos; the files are not read.
+
+    Args:
+        tell: function that is called with the kind of each problem and the reason for the user.
+    """
     outside = next((name for name in record.images if name not in record.inline), None)
     if outside is not None and record.folder is None:
         tell(
@@ -269,13 +295,17 @@ class ExaminePictures(Pass):
 
     @cached_property
     def sample(self) -> ImageSample:
-        """With `how=sample`, the images that are decoded."""
+        """With `data.examine=sample`, the images of the dataset that are decoded."""
         ends = ends_of(self.names.first, [part.first for part in self.store.parts])
         return ImageSample(ends, self.sample_size)
 
     def key_of(self, numbers: range) -> str:
-        """Return what `Pass.key_of` returns; with `how=sample` also a checksum of which images are decoded, because
-        that depends on the whole dataset."""
+        """Return a text that changes with all data on which the results for a chunk of consecutive records depend; with
+        `data.examine=sample` also with which images are decoded, because that depends on the whole dataset.
+
+        Args:
+            numbers: numbers of the records of the chunk in the dataset.
+        """
         key = super().key_of(numbers)
         if self.how is not Examine.sample:
             return key
@@ -283,8 +313,11 @@ class ExaminePictures(Pass):
         return f"{key}-{xxh3_64_hexdigest((self.sample.between(begin, end) - begin).tobytes())}"
 
     def rows_of(self, numbers: range) -> tuple[int, int]:
-        """Return the range [begin, end) of the images of consecutive records in the columns about images, given the
-        numbers of the records."""
+        """Return the range [begin, end) of the images of consecutive records among all images of the dataset.
+
+        Args:
+            numbers: numbers of the records in the dataset.
+        """
         return int(self.names.first[numbers.start]), int(self.names.first[numbers.stop])
 
     def columns(self, numbers: range, found: Findings) -> Columns:
@@ -326,19 +359,19 @@ class ExaminePictures(Pass):
         return columns
 
     def decoded(self, begin: int, end: int) -> Collection[int]:
-        """Return which of the images [begin, end) of the dataset are decoded, as their indices in the columns about
-        images."""
+        """Return which of the images with indices in [begin, end) are decoded, as a set or range of their indices among
+        all images of the dataset."""
         if self.how is Examine.sample:
             return frozenset(self.sample.between(begin, end).tolist())
         return range(begin, end) if self.how is Examine.decode else ()
 
     def opened(self, numbers: range, decoded: Collection[int]) -> Sequence[int]:
-        """Return the numbers of the records with an image that is opened. With a sample, this avoids going through all
-        records: a large dataset may have a hundred million, of which three thousand are examined.
+        """Return the numbers of those of some records that have an image which is opened. With a sample, this avoids
+        going through all records: a large dataset may have a hundred million, of which three thousand are examined.
 
         Args:
-            numbers: numbers of consecutive records.
-            decoded: indices of the images that are decoded.
+            numbers: numbers of consecutive records in the dataset.
+            decoded: those of their images that are decoded, as indices among all images of the dataset.
         """
         if self.opens_all:
             return numbers
@@ -353,10 +386,11 @@ class ExaminePictures(Pass):
         or was examined before.
 
         Args:
-            decoded: indices of the images that are decoded.
+            decoded: the images that are decoded, as indices among all images of the dataset.
             seen: the images that were examined before.
-            number: number of the record.
+            number: number of the record in the dataset.
             name: name of the image in the record.
+            location: where the bytes of the whole image are.
         """
         rows = range(*self.rows_of(range(number, number + 1)))
         full = rows[self.names.of(number).index(name)] in decoded
@@ -368,7 +402,7 @@ class ExaminePictures(Pass):
         """Return the images that are embedded in a record or in its file (Parquet or tar), by their names.
 
         Args:
-            number: number of the record.
+            number: number of the record in the dataset.
             names: names of its images.
         """
         if not any(name.startswith(INLINE) for name in names):
@@ -379,7 +413,7 @@ class ExaminePictures(Pass):
         """Check that an image or video can be read, and return its size, or its problem.
 
         Args:
-            folder: image folder of the record; None if it has none.
+            folder: path or URL of the image folder of the record; None if it has none.
             name: name of the image in the record.
             full: whether to decode it.
             file: the image, if it is embedded in the record or its file; None: `name` is a path in `folder`.
@@ -404,7 +438,14 @@ class ExaminePictures(Pass):
 
 
 def sizes_of(number: int, record: Record, store: RecordStore, tokens: ImageTokens) -> list[tuple[int, int]]:
-    """Return the sizes that a record gives of its images; empty if the numbers of their tokens do not depend on sizes.
+    """Return the sizes that a record gives of its images, as (width, height) in pixels; empty if the numbers of their
+    tokens do not depend on sizes.
+
+    Args:
+        number: number of the record in the dataset.
+        record: the parsed record.
+        store: reads the records of the dataset.
+        tokens: says whether the numbers of tokens depend on sizes.
 
     Raises:
         ConfigError: the record does not give the sizes of all its images, or has a video.
@@ -429,7 +470,7 @@ def sizes_of(number: int, record: Record, store: RecordStore, tokens: ImageToken
 
 
 class PictureNames:
-    """Reads the names (paths) of the images of records from the columns of an index."""
+    """Reads the names (paths) of the images of records from the arrays of a dataset's index."""
 
     def __init__(self, records: Path):
         self.first, self.end = open_column(records, "first_picture"), open_column(records, "name_end")
@@ -441,7 +482,7 @@ class PictureNames:
 
 
 class PictureSizes:
-    """Reads the sizes of the images of records from the columns of an index."""
+    """Reads the sizes of the images of records from the arrays of a dataset's index."""
 
     def __init__(self, records: Path, pictures: Path):
         self.first = open_column(records, "first_picture")
@@ -451,18 +492,23 @@ class PictureSizes:
         self.frames, self.rate = (open_column(pictures, n) if has_videos else None for n in ("frames", "rate"))
 
     def of(self, number: int, position: int) -> tuple[int, int, int]:
-        """Return (width, height, stored height) in pixels of one of a record's images; all 0 if the image has problems
-        or has not been opened.
+        """Return (width, height, stored height) in pixels of one of a record's images; the stored height is the one
+        before turning by the EXIF orientation. All are 0 if the image has problems or has not been opened.
 
         Args:
-            number: number of the record.
+            number: number of the record in the dataset.
             position: index of the image in the record.
         """
         row = int(self.first[number]) + position
         return int(self.width[row]), int(self.height[row]), int(self.stored_height[row])
 
     def put(self, record: Record, number: int) -> Record:
-        """Return a record with the sizes of its images and the lengths of its videos, given its number."""
+        """Return a copy of a record with the sizes of its images and the lengths of its videos.
+
+        Args:
+            record: the parsed record.
+            number: its number in the dataset.
+        """
         if not record.images:
             return record
         positions = range(len(record.images))
@@ -471,10 +517,10 @@ class PictureSizes:
 
     def frames_of(self, number: int, position: int) -> tuple[int, float]:
         """Return (number of frames, frames per second) of one of a record's videos; zeros for an image, and if the
-        index was made without videos.
+        dataset was examined without its videos.
 
         Args:
-            number: number of the record.
+            number: number of the record in the dataset.
             position: index of the video among the images and videos of the record.
         """
         if self.frames is None or self.rate is None:

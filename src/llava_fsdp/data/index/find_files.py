@@ -28,7 +28,7 @@ INDEX = ".index"
 
 
 def find_files(value: str, key: str) -> list[str | RemoteFile]:
-    """Return the files of records that a setting names. Local files are returned as paths.
+    """Return the files of records (JSON, Parquet, tar) that a setting names. Local files are returned as paths.
 
     Args:
         value: value of the setting: a file, a folder, in which all files of records are found, a pattern with `*`, `?`,
@@ -69,10 +69,11 @@ def find_files(value: str, key: str) -> list[str | RemoteFile]:
 
 
 def find_images(value: str, key: str) -> str:
-    """Return the folder of images that the value of an `images` key names: a local path as it is, or a URL. A branch
-    or tag of the hub in the URL is resolved to its commit.
+    """Return the folder of images that a setting names: a local path as it is, or a URL. A branch or tag of the Hugging
+    Face hub in the URL is replaced by its commit.
 
     Args:
+        value: value of the setting: a path or URL.
         key: name of the setting, for messages.
 
     Raises:
@@ -90,7 +91,16 @@ def find_images(value: str, key: str) -> str:
 
 
 def remote_files(url: str, key: str) -> list[RemoteFile]:
-    """Return the files of records that a URL names; arguments and errors as for `find_files`."""
+    """Return the files of records (JSON, Parquet, tar) that a URL names.
+
+    Args:
+        url: URL of a file, or of a folder, in which all files of records are found, or a pattern.
+        key: name of the setting that has this URL, for messages.
+
+    Raises:
+        ConfigError: no file of records is found, or files of a dataset of the hub are not for training.
+        SourceError: the remote storage cannot be listed.
+    """
     listed = RemoteStorage().list_files(url)
     found = [file for file in listed if is_records(file.name.rpartition("/")[2])]
     if not found:
@@ -108,19 +118,19 @@ def remote_files(url: str, key: str) -> list[RemoteFile]:
 
 
 def is_records(name: str) -> bool:
-    """Return whether a file is a file of records, judged by its name."""
+    """Return whether a file with this name is a file of records (JSON, Parquet, tar)."""
     name = name.partition("?versionId=")[0]
     return name.lower().endswith(SUFFIXES) and not name.startswith(".") and name not in HUB_METADATA
 
 
 def in_index(path: str) -> bool:
-    """Return whether a path is inside the folder of a dataset's index."""
+    """Return whether a path is inside the index (a folder of arrays) of a dataset."""
     return any(part.endswith(INDEX) for part in Path(path).parts[:-1])
 
 
 def in_folder(folder: Path) -> list[str]:
-    """Return the files of records below a folder, without hidden files and files of an index. Links to folders are not
-    followed."""
+    """Return the paths of the files of records (JSON, Parquet, tar) below a folder, without hidden files and files of a
+    dataset's index (a folder of arrays). Links to folders are not followed."""
     found: list[str] = []
     for root, folders, names in os.walk(folder, onerror=cannot_list):
         folders[:] = [name for name in folders if not name.startswith(".") and not name.endswith(INDEX)]

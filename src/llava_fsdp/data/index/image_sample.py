@@ -35,15 +35,16 @@ class ImageSample:
 
     @cached_property
     def drawn(self) -> np.ndarray:
-        """Numbers of the images that are drawn at random, each with the same probability; int64, in ascending order."""
+        """Numbers of the images of the dataset that are drawn at random, each with the same probability; int64, in
+        ascending order."""
         if self.size >= self.total:
             return np.arange(self.total)
         return np.sort(permuted(np.arange(self.size), self.total, "images to examine", SEED))
 
     @cached_property
     def chosen(self) -> np.ndarray:
-        """Numbers of the images that are decoded: those drawn at random, and EACH_FILE of each file of records; int64,
-        in ascending order."""
+        """Numbers of the images of the dataset that are decoded before training: those drawn at random, and EACH_FILE
+        of each file of records; int64, in ascending order."""
         begins = (0, *self.ends[:-1])
         pairs = [(begin, end) for begin, end in zip(begins, self.ends, strict=True) if begin < end]
         spread = [
@@ -53,7 +54,8 @@ class ImageSample:
         return np.union1d(self.drawn, np.maximum(spread, firsts).astype(np.int64))
 
     def between(self, begin: int, end: int) -> np.ndarray:
-        """Return the numbers of the decoded images that are in [begin, end), int64 in ascending order."""
+        """Return the numbers of the images that are decoded before training and are in [begin, end), int64 in ascending
+        order."""
         first, last = np.searchsorted(self.chosen, (begin, end))
         return self.chosen[first:last]
 
@@ -73,9 +75,10 @@ class Examined:
 
     @classmethod
     def of(cls, sample: ImageSample, digests: np.ndarray) -> "Examined":
-        """Count the decoded images and the bad ones among them.
+        """Count the images of a dataset that were decoded before training, and the bad ones among them.
 
         Args:
+            sample: the images that were decoded.
             digests: checksum of each image of the dataset; 0 for an image that is bad or was not decoded.
         """
         bad, bad_drawn = (int(np.count_nonzero(digests[rows] == 0)) for rows in (sample.chosen, sample.drawn))
@@ -83,13 +86,14 @@ class Examined:
 
     @property
     def bound(self) -> float | None:
-        """Upper bound, at 95 % confidence, of the fraction of bad images among all; None if no image was decoded, or
-        all were."""
+        """Upper bound, at 95 % confidence, of the fraction of bad images among all images of the dataset; None if no
+        image was decoded, or all were."""
         return None if self.decoded in (0, self.images) else upper_bound(self.bad_drawn, self.drawn)
 
     @property
     def summary(self) -> str:
-        """Sentence about these counts for the user."""
+        """Sentence for the user that says how many images were decoded before training, and how many of these are
+        bad."""
         if not self.decoded:
             return f"none of {self.images:,} images was opened before training; each is checked when it is read"
         found = f"{self.decoded:,} of {self.images:,} images were decoded before training, {self.bad:,} of them are bad"

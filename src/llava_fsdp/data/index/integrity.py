@@ -1,5 +1,5 @@
-"""Detect damage in the folders of a dataset's index. Each folder has a file `done.json` with the names, sizes and
-checksums of its files.
+"""Detect damage in a dataset's index (a folder of arrays). Each of its subfolders has a file `done.json` with the
+names, sizes and checksums of its files.
 
 Sizes are checked whenever an index is opened, and checksums when everything is examined again. A damaged file is never
 repaired in place, because another process may have it mapped.
@@ -27,10 +27,10 @@ NOT_NUMPY = (ValueError, EOFError, OverflowError, SyntaxError, TypeError, tokeni
 
 
 def damaged(path: Path, what: str) -> DamagedError:
-    """Return a DamagedError about a file of a dataset's index.
+    """Return a DamagedError about a file of a dataset's index (a folder of arrays).
 
     Args:
-        path: the file; its path ends in INDEX/STATE/PART/NAME.
+        path: the file. The folder of the whole index is taken to be three levels above it.
         what: what is wrong with the file.
     """
     folder = path.parents[min(2, len(path.parents) - 1)]
@@ -40,8 +40,8 @@ def damaged(path: Path, what: str) -> DamagedError:
 
 @contextlib.contextmanager
 def from_index(path: Path) -> Iterator[None]:
-    """Context manager for reading a file of a dataset's index. In the `with` block, FileNotFoundError becomes
-    DamagedError, and any other OSError becomes SourceError."""
+    """Context manager for reading `path`, a file of a dataset's index (a folder of arrays). In the `with` block,
+    FileNotFoundError becomes DamagedError, and any other OSError becomes SourceError."""
     with reading(path):
         try:
             yield
@@ -50,7 +50,7 @@ def from_index(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of a dataset's index; raise DamagedError if it is invalid."""
+    """Read a JSON object from a file of a dataset's index (a folder of arrays); raise DamagedError if it is invalid."""
     with from_index(path):
         try:
             return parse_object(path.read_bytes())
@@ -58,8 +58,9 @@ def read_json(path: Path) -> dict[str, Any]:
             raise damaged(path, str(error)) from error
 
 
-def read_column(path: Path, mmap_mode: str | None = "r") -> np.ndarray:
-    """Open a column of a dataset's index (a .npy file) as a memory-mapped array.
+def read_column(path: Path) -> np.ndarray:
+    """Open a .npy file of a dataset's index (a folder of arrays) as a read-only, memory-mapped array; an empty array is
+    read into memory.
 
     Raises:
         DamagedError: the file is missing or not a whole .npy file.
@@ -67,7 +68,7 @@ def read_column(path: Path, mmap_mode: str | None = "r") -> np.ndarray:
     with from_index(path):
         try:
             mapped = path.stat().st_size > 128  # an empty array cannot be mapped
-            return np.load(path, mmap_mode=mmap_mode if mapped else None, allow_pickle=False)  # pyright: ignore[reportArgumentType]
+            return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
         except NOT_NUMPY as error:
             raise damaged(path, "it is not a whole .npy file") from error
 
@@ -87,8 +88,12 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_done(folder: Path, facts: dict[str, Any]) -> None:
-    """Write `done.json` into a folder of a dataset's index, with `facts` and the size and checksum of every file in the
-    folder. Call this after all other files are written."""
+    """Write `done.json` into a subfolder of a dataset's index (a folder of arrays), with the size and checksum of every
+    file in the subfolder. Call this after all other files are written.
+
+    Args:
+        facts: other entries of `done.json`, as JSON values.
+    """
     paths = [path for path in sorted(folder.iterdir()) if path.name != DONE]
     files = {path.name: [path.stat().st_size, check_sum(path)] for path in paths}
     (folder / DONE).write_text(json.dumps({**facts, FILES: files}))
@@ -103,8 +108,8 @@ def check_sum(path: Path) -> int:
 
 
 def check_part(folder: Path, whole: bool) -> None:
-    """Raise DamagedError if a file in a folder of a dataset's index is missing or its size has changed; with `whole`,
-    also if its checksum has changed."""
+    """Raise DamagedError if a file in a subfolder of a dataset's index (a folder of arrays) is missing or its size has
+    changed; with `whole`, also if its checksum has changed."""
     files = read_json(folder / DONE).get(FILES)
     if not isinstance(files, dict) or not all(isinstance(own, list) and len(own) == 2 for own in files.values()):
         raise damaged(folder / DONE, "it is not what was written")

@@ -54,7 +54,7 @@ None."""
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of records, and the settings by which it is read."""
+    """A file of records (JSON, Parquet, tar), and the settings by which it is read."""
 
     name: str
     """Name of the data source that the file belongs to; a source may have several files."""
@@ -74,14 +74,14 @@ class SourceFile:
 
     @property
     def remote(self) -> RemoteFile | None:
-        """The file as a RemoteFile; None if it is local."""
+        """The file of records as a RemoteFile; None if it is local."""
         return None if self.size is None or self.pin is None else RemoteFile(self.path, self.size, self.pin)
 
     @property
     def identity(self) -> list[Any]:
-        """Values that the parsed records depend on, in addition to the file's content. The commit in a URL of the
-        Hugging Face hub is left out, because a new commit need not change this file. The commit in the URL of a folder
-        of images stays, because a new commit may change any of its images."""
+        """Values that the records parsed from this file depend on, in addition to the file's content. The commit in a
+        URL of the Hugging Face hub is left out, because a new commit need not change this file. The commit in the URL
+        of a folder of images stays, because a new commit may change any of its images."""
         is_local = self.images is not None and not is_remote(self.images)
         images = os.path.realpath(str(self.images)) if is_local else self.images
         return [self.name, COMMIT.sub(r"\1", self.path), images, self.keys]
@@ -93,7 +93,8 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class DataSource:
-    """One of the data sources of a configuration (an entry of `data.sources`), with its files of records."""
+    """One of the data sources of a dataset, which are mixed in training (an entry of `data.sources`), with its files of
+    records."""
 
     name: str
     path: str
@@ -102,13 +103,13 @@ class DataSource:
 
     @property
     def images(self) -> str | None:
-        """The folder of the source's images; None if no folder is configured."""
+        """Path or URL of the folder of the data source's images; None if no folder is configured."""
         return self.files[0].images
 
 
 @dataclass(frozen=True)
 class Part:
-    """A file of records in an index, and which of the dataset's records are in it."""
+    """A file of records of a dataset, and the numbers of its records among those of the whole dataset."""
 
     source: int
     """Index of the data source."""
@@ -125,7 +126,8 @@ class Part:
 
 
 def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
-    """Return the data sources of a configuration (`data.path` and `data.images`, or `data.sources`).
+    """Return the data sources of a configuration (`data.path` and `data.images`, or `data.sources`), with the files of
+    records that they name.
 
     Args:
         group: beginning of the configuration keys in error messages (`data` or `val`).
@@ -159,15 +161,16 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
 
 
 def files_of(sources: Sequence[DataSource]) -> list[SourceFile]:
-    """Return the files of records of all sources."""
+    """Return the files of records of all data sources."""
     return [file for source in sources for file in source.files]
 
 
 def open_data_files(files: Iterable[SourceFile], cache: CacheFolder | None) -> DataFiles:
-    """Return a DataFiles that reads the given files of records and the images in them.
+    """Return an object that reads some files of records and the images in them.
 
     Args:
-        cache: folder for byte ranges of remote files; None: they are not cached.
+        files: the files of records.
+        cache: folder on a local disk that caches byte ranges of remote files; None: they are not cached.
     """
     return DataFiles({file.path: file.remote for file in files if file.remote is not None}, cache)
 
@@ -185,16 +188,16 @@ def digest(file: SourceFile) -> str:
 
 
 class RecordStore:
-    """Reads the records of an indexed dataset by number. The records of all data sources are numbered in one sequence,
-    in the order of the sources and of their files.
+    """Reads the records of a dataset by number, from positions in their files that were found before. The records of
+    all data sources are numbered in one sequence, in the order of the sources and of their files.
 
     The columns `offset` (int64), `size` and `line` (int32), each [records], are the positions of the records in their
     files. When a RecordStore is pickled, only its arguments are.
 
     Args:
-        folder: folder of the index with the positions of the records.
+        folder: folder of the arrays with the positions of the records.
         videos: whether videos are read. If false, a record that names a video has a problem.
-        cache: folder for byte ranges of remote files; None: they are not cached.
+        cache: folder on a local disk that caches byte ranges of remote files; None: they are not cached.
     """
 
     def __init__(self, folder: Path, videos: bool = False, cache: CacheFolder | None = None):
@@ -236,7 +239,7 @@ class RecordStore:
         return part.file, number - part.first
 
     def part(self, number: int) -> Part:
-        """Return the Part (file of records) that contains a record, given the record's number."""
+        """Return the file of records that contains a record, given the record's number in the dataset."""
         return self.parts[bisect.bisect_right(self._part_begins, number) - 1]
 
     @cached_property
@@ -245,12 +248,12 @@ class RecordStore:
         return {file: None if file.images is None else open_folder(file.images, self.data_files) for file in files}
 
     def read(self, number: int) -> bytes:
-        """Return the bytes of a record.
+        """Return the bytes of a record as JSON text, given its number in the dataset.
 
         Raises:
             DataError: the record is larger than data.max_record_bytes.
             SourceError: the source file cannot be read, or has changed.
-            DamagedError: the index is damaged.
+            DamagedError: the dataset's index is damaged.
         """
         text, size, offset = self.part(number).text, int(self.size[number]), int(self.offset[number])
         if size <= 0 or offset < 0:
@@ -265,29 +268,36 @@ class RecordStore:
             raise
 
     def raw(self, number: int) -> Any:
-        """Return a record as parsed JSON."""
+        """Return a record as a parsed JSON value, given its number in the dataset."""
         return self.parse(number, self.read(number))
 
     def parse(self, number: int, text: bytes) -> Any:
-        """Parse the bytes of a record as JSON."""
+        """Parse the bytes of a record as JSON.
+
+        Args:
+            number: number of the record in the dataset, for error messages.
+            text: the bytes of the record.
+        """
         source, index = self.locate(number)
         return parse_text(source.path, index, text, self.line(number))
 
     def line(self, number: int) -> int | None:
-        """Return the number of the line on which a record begins in its file, from 1; None if that is not a text
-        file."""
+        """Return the number of the line on which a record begins in its file, from 1, given the record's number in the
+        dataset; None if that is not a text file."""
         part = self.part(number)
         return None if is_container(part.file.path) else int(self.lines[number])
 
     def id_of(self, number: int) -> str | None:
-        """Return the id of a record, even if the record is invalid; None if it has no id."""
+        """Return the id of a record, even if the record is invalid, given its number in the dataset; None if it has no
+        id."""
         with contextlib.suppress(DataError):
             raw = self.raw(number)
             return id_of(raw) if isinstance(raw, dict) else None
         return None
 
     def name(self, number: int) -> str:
-        """Return the name of a record for messages, whether or not it can be parsed."""
+        """Return the name of a record for messages, whether or not it can be parsed, given its number in the
+        dataset."""
         source, index = self.locate(number)
         with contextlib.suppress(DataError):
             raw = self.raw(number)
@@ -296,12 +306,13 @@ class RecordStore:
         return name_place(source.path, index, self.line(number))
 
     def fetch_ahead(self, numbers: Iterable[int], needed: Needed = lambda number, name, place: place) -> None:
-        """Begin to download the images of records that are in remote files or folders; see `DataFiles.fetch_ahead`.
+        """Begin to download the images of records that are in remote files or folders. Downloads begun by earlier calls
+        are dropped if they were not read.
 
         Args:
-            numbers: numbers of the records.
+            numbers: numbers of the records in the dataset.
             needed: function (record number, image name, image location) -> location of the part of the image to
-                download, or None.
+                download, or None. By default, whole images are downloaded.
         """
         places = []
         for number in numbers:
@@ -321,6 +332,7 @@ class RecordStore:
         """Read and parse a record.
 
         Args:
+            number: number of the record in the dataset.
             text: the record's bytes, if they have been read already.
 
         Raises:
@@ -347,7 +359,7 @@ def part_from(raw: dict[str, Any]) -> Part:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A text file of records, in which each record is still to be found."""
+    """A text file of records (JSON or JSON Lines) whose positions in the file are not known yet."""
 
     file: SourceFile
     """The file of records that the configuration names."""
@@ -359,8 +371,8 @@ class TextFile:
 
 @dataclass(frozen=True)
 class FindRecords:
-    """Finds the positions of the records in text files. A call with the index of a file writes the positions for this
-    file, in several .npy files (pieces)."""
+    """Finds the positions of the records in text files. A call with the index of a file writes the positions of its
+    records, in several .npy files (pieces)."""
 
     texts: tuple[TextFile, ...]
     folder: Path
@@ -376,11 +388,12 @@ class FindRecords:
         return {"count": np.zeros(0, dtype=np.int64)}
 
     def pieces(self, chunk: int) -> Path:
-        """Return the folder of the pieces of the text file with index `chunk`."""
+        """Return the folder of the .npy files (pieces) with the positions of the records of one text file, given the
+        file's index."""
         return self.folder / self.texts[chunk].key
 
     def files(self) -> list[Path]:
-        """Return for each text file a path that exists once all its pieces are written."""
+        """Return for each text file a path that exists once the positions of all its records are written."""
         return [self.folder / f"{text.key}.npz" for text in self.texts]
 
 
@@ -395,10 +408,12 @@ def join_positions(
     fingerprint: str,
     check: Callable[[], None],
 ) -> None:
-    """Join the positions of the records of all files, and write them into a folder that RecordStore can open.
+    """Join the positions of the records of all files of a dataset, and write them into a folder that RecordStore can
+    open.
 
     Args:
-        found: has written the positions for the files of all sources, in their order.
+        sources: the data sources of the dataset, with their files of records.
+        found: the computation that has written the positions for the files of all sources, in their order.
         folder: the folder to make.
         fingerprint: checksum of the content of all files.
         check: called before the folder gets its final name; raises an error if a file has changed.
@@ -435,6 +450,7 @@ def split_file(path: Path, folder: Path, most: int, name: str | None = None) -> 
     interrupted run are used again.
 
     Args:
+        path: the text file.
         folder: folder of the pieces.
         most: greatest size of a record in bytes.
         name: name of the file in error messages if `path` is a copy of it; None: `path`.

@@ -1,5 +1,5 @@
-"""Share large arrays between the processes of a machine: one process writes an array to a file of the dataset's index,
-and all processes memory-map the file.
+"""Share large arrays between the processes of a machine: one process writes an array to a file, and all processes
+memory-map the file.
 
 With 100 million records, a copy in each rank and data worker would take gigabytes.
 """
@@ -19,13 +19,14 @@ LOCK = "lock"
 
 
 def shared_column(path: Path, count: int, dtype: np.dtype, make: Callable[[], Iterable[np.ndarray]]) -> np.ndarray:
-    """Return a one-dimensional array from a .npy file of a dataset's index, memory-mapped. If the file is missing, one
-    process writes it first while the others wait. If it cannot be written (the index is read-only, or its disk is
-    full), the array is returned in memory.
+    """Return a one-dimensional array from a .npy file, memory-mapped. If the file is missing, one process writes it
+    first while the others wait. If it cannot be written (the folder is read-only, or the disk is full), the array is
+    returned in memory.
 
     Args:
         path: the file, in a folder for such arrays; its name must change with everything that the values depend on.
         count: number of values.
+        dtype: type of the values.
         make: function that computes the values, in pieces.
 
     Raises:

@@ -42,13 +42,15 @@ class State:
 
 
 def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch, look_again: bool) -> State:
-    """Compute the State of the files of records, or look it up in `known.json` by the files' sizes and modification
-    times.
+    """Compute checksums that identify the content of a dataset's files of records, or look them up in `known.json` by
+    the files' sizes and modification times.
 
     Args:
-        folder: folder of the index.
-        most: greatest size of a record in bytes. The keys depend on it, because with another limit other records are
-            valid.
+        sources: the data sources of the dataset, with their files of records.
+        folder: the folder with `known.json`.
+        most: greatest size of a record in bytes. The checksums depend on it, because with another limit other records
+            are valid.
+        watch: function that starts a progress bar.
         look_again: read the files even if their sizes and modification times are known.
     """
     known = read_known(folder)
@@ -69,11 +71,13 @@ def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch,
 
 
 def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> list[str]:
-    """Return the SHA-256 checksum of each file's content. A file whose size and modification time are the same as when
-    it was last read is not read again, unless `look_again`.
+    """Return the SHA-256 checksum of the content of each file of records. A file whose size and modification time are
+    the same as when it was last read is not read again, unless `look_again`.
 
     Args:
-        folder: folder of the index, in which the checksums are stored.
+        files: the files of records.
+        folder: folder in which the checksums are stored.
+        watch: function that starts a progress bar.
     """
     stored: dict[str, list[Any]] = {}
     with contextlib.suppress(ValueError, OSError):
@@ -100,8 +104,9 @@ def check_unchanged(sources: list[DataSource], most: int, since: str, undo: Call
     """Raise SourceError, after calling `undo`, if the size or modification time of a file of records has changed.
 
     Args:
+        sources: the data sources of the dataset, with their files of records.
         most: greatest size of a record in bytes.
-        since: earlier result of `stamp` for the same arguments.
+        since: earlier result of `stamp` for the same sources and size.
     """
     try:
         is_changed = stamp(sources, most) != since
@@ -113,8 +118,8 @@ def check_unchanged(sources: list[DataSource], most: int, since: str, undo: Call
 
 
 def read_known(folder: Path) -> dict[str, State]:
-    """Read `known.json` in the folder of an index: {result of `stamp`: State}. A damaged file counts as empty, because
-    its content can be computed again."""
+    """Read `known.json` in a folder: {text that `stamp` returned for some files of records: checksums of their
+    content}. A damaged file counts as empty, because its content can be computed again."""
     path = folder / KNOWN
     try:
         known = parse_object(path.read_bytes()) if path.is_file() else {}
@@ -124,7 +129,13 @@ def read_known(folder: Path) -> dict[str, State]:
 
 
 def stamp(sources: list[DataSource], most: int) -> str:
-    """Return a text that changes with the sizes and modification times of the files of records, and with `most`."""
+    """Return a text that changes with the sizes and modification times of the files of records of a dataset, and with
+    `most`.
+
+    Args:
+        sources: the data sources of the dataset, with their files of records.
+        most: greatest size of a record in bytes.
+    """
     values = []
     for file in files_of(sources):
         values.append([file, *version_of(file)])
@@ -132,8 +143,8 @@ def stamp(sources: list[DataSource], most: int) -> str:
 
 
 def version_of(file: SourceFile) -> list[Any]:
-    """Return values that change when a file's content does: its size, and its modification time in ns (of a remote
-    file, `RemoteFile.pin`)."""
+    """Return values that change when the content of a file of records does: its size, and its modification time in ns
+    (for a remote file, the storage's text for its version)."""
     if file.remote is not None:
         return [file.remote.size, file.remote.pin]
     with reading(Path(file.path)):
@@ -142,5 +153,5 @@ def version_of(file: SourceFile) -> list[Any]:
 
 
 def short(*what: object) -> str:
-    """Return a checksum of some values, as 12 hexadecimal digits."""
+    """Return a checksum of the arguments, as 12 hexadecimal digits."""
     return hashlib.sha256(repr(what).encode()).hexdigest()[:12]

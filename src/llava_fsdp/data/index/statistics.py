@@ -32,7 +32,7 @@ BARS = 48
 
 @dataclass
 class Counts:
-    """Counts of the records of a data source, or of one of its files."""
+    """Counts of the records, tokens, images and problems of a data source, or of one of its files."""
 
     name: str
     """Name of the data source."""
@@ -60,8 +60,13 @@ class Counts:
 
 
 def make_report(records: Records, cfg: Config) -> dict[str, Any]:
-    """Return the content of report.json: all statistics, and for each kind of problem the first SHOWN records that have
-    it."""
+    """Return the content of report.json: all statistics of a dataset, and for each kind of problem the first SHOWN
+    records that have it.
+
+    Args:
+        records: the dataset.
+        cfg: the configuration, some of whose settings are part of the report.
+    """
     index = records.index
     sources, files = with_problems(records)
     return {
@@ -89,14 +94,16 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
 
 
 def count_sources(records: Records) -> list[Counts]:
-    """Return the counts of each data source, without problems."""
+    """Return counts of the records, tokens, images etc. of each data source of a dataset. The counts of problems are
+    left empty."""
     store, ends = records.index.store, list(itertools.accumulate(records.source_counts, initial=0))
     ranges = zip(store.sources, itertools.pairwise(store.source_bounds), itertools.pairwise(ends), strict=True)
     return [count(records, Counts(s.name, s.path, s.images, e - b, e - b), kept) for s, (b, e), kept in ranges]
 
 
 def count_files(records: Records) -> list[Counts]:
-    """Return the counts of each file of records of all sources, without problems."""
+    """Return counts of the records, tokens, images etc. of each file of records of a dataset. The counts of problems
+    are left empty."""
     parts = records.index.store.parts
     bounds = file_bounds(records)
     kept = bounds if records.numbers is None else np.searchsorted(records.numbers, bounds)
@@ -105,8 +112,8 @@ def count_files(records: Records) -> list[Counts]:
 
 
 def file_bounds(records: Records) -> np.ndarray:
-    """Return the number in the index of the first record of each file, followed by the number of all records, int64
-    [files + 1]."""
+    """Return the number in the dataset of the first record of each file, followed by the number of all records, skipped
+    ones included; int64 [files + 1]."""
     return np.array([*(part.first for part in records.index.store.parts), len(records.index)], dtype=np.int64)
 
 
@@ -114,7 +121,8 @@ def count(records: Records, counts: Counts, kept: tuple[int, int]) -> Counts:
     """Count the tokens, images etc. of some records, and return `counts` with these fields filled in.
 
     Args:
-        counts: its field `left_out` has the number of all records.
+        records: the dataset.
+        counts: its field `left_out` has the number of all records, skipped ones included.
         kept: range [begin, end) of the records to count, numbered among those that are trained on.
     """
     begin, end = kept
@@ -154,7 +162,7 @@ def median(lengths: np.ndarray, begin: int, end: int, longest: int) -> int:
 
 
 def count_problems(records: Records) -> list[dict[str, int]]:
-    """Return, for each file of records, {kind of problem: number of records that have it}."""
+    """Return, for each file of records of a dataset, {kind of problem: number of records that have it}."""
     bounds, files = file_bounds(records), len(records.index.store.parts)
     found = {kind: np.zeros(files, dtype=np.int64) for kind, number in records.counts.items() if number}
     for begin, flags in records.index.blocks():
@@ -165,7 +173,8 @@ def count_problems(records: Records) -> list[dict[str, int]]:
 
 
 def with_problems(records: Records) -> tuple[list[Counts], list[Counts]]:
-    """Return the counts of each data source and the counts of each file, both with the numbers of problems."""
+    """Return counts (records, tokens, images, problems etc.) of each data source of a dataset, and those of each file
+    of records."""
     sources, files = count_sources(records), count_files(records)
     for part, own, problems in zip(records.index.store.parts, files, count_problems(records), strict=True):
         own.problems, whole = problems, sources[part.source].problems
@@ -174,7 +183,8 @@ def with_problems(records: Records) -> tuple[list[Counts], list[Counts]]:
 
 
 def describe_lengths(index: Index) -> dict[str, Any]:
-    """Return histogram, mean and percentiles of the lengths in tokens of all samples before truncation."""
+    """Return histogram, mean and percentiles of the lengths in tokens of all records of a dataset before truncation, as
+    a part of report.json."""
     full = open_column(index.encoded, "full")
     longest = max((int(full[at : at + BLOCK].max(initial=0)) for at in range(0, len(full), BLOCK)), default=0)
     counts = np.zeros(longest + 1, dtype=np.int64)
@@ -196,8 +206,8 @@ def describe_lengths(index: Index) -> dict[str, Any]:
 
 
 def bar_width(longest: int) -> int:
-    """Return the width of the bars of a histogram of lengths up to `longest`: the smallest of 1, 2, 5, 10, 20, ... with
-    which there are at most BARS bars."""
+    """Return the width of the bars of a histogram of numbers from 0 to `longest`: the smallest of 1, 2, 5, 10, 20, ...
+    with which there are at most BARS bars."""
     power = 1
     while True:
         for step in (1, 2, 5):
@@ -207,7 +217,8 @@ def bar_width(longest: int) -> int:
 
 
 def describe_losses(index: Index) -> list[dict[str, Any]]:
-    """Return, for each maximum length, counts of what truncation loses in all data sources together and in each one."""
+    """Return, for each maximum length in tokens, counts of what truncation to it loses in all data sources together and
+    in each one, as a part of report.json."""
     names = [source.name for source in index.store.sources]
     return [
         {
@@ -225,8 +236,8 @@ def losses(counts: np.ndarray) -> dict[str, int]:
 
 
 def list_problems(records: Records) -> dict[str, Any]:
-    """Return, for each kind of problem, the number of records that have it, whether they are trained on, and a list of
-    the first SHOWN of them."""
+    """Return, for each kind of problem of a dataset's records, the number of records that have it, whether they are
+    trained on, and a list of the first SHOWN of them, as a part of report.json."""
     found = {
         kind: {"records": count, "kept": kind not in records.dropping, "meaning": PROBLEMS[kind].meaning, "first": []}
         for kind, count in records.counts.items()
@@ -257,9 +268,12 @@ def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
 
 
 def write_report(records: Records, cfg: Config, encoding: tuple[Encoder, ImageReader], folder: Path) -> dict[str, Any]:
-    """Write report.json, report.html and problems.jsonl into a folder; return the content of report.json.
+    """Write report.json, report.html and problems.jsonl about a dataset into a folder; return the content of
+    report.json.
 
     Args:
+        records: the dataset.
+        cfg: the configuration, some of whose settings are part of the report.
         encoding: (encoder, image reader), with which some records are encoded to show them on the page.
     """
     report = make_report(records, cfg)

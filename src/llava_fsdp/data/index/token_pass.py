@@ -30,9 +30,10 @@ all their labels."""
 class EncodeRecords(Pass):
     """Third pass over a dataset: encode each record, and store its numbers of tokens, labels, images and tiles.
 
-    Columns with an int32 value per record: length, labels, images, tiles, image_tokens, positions_cut, labels_cut, and
-    full (length before truncation). All are 0 for a record that cannot be encoded. Column `losses`, int64: the counts
-    named in LOSSES by chunk and maximum length, flattened.
+    Columns (arrays) with an int32 value per record: length, labels, images, tiles, image_tokens, positions_cut,
+    labels_cut, and full (length before truncation). All are 0 for a record that cannot be encoded. Column `losses`,
+    int64: by chunk of consecutive records and maximum length, the numbers of truncated records, of lost tokens, of lost
+    label tokens, and of records that lose all their labels, flattened.
     """
 
     records_folder: Path
@@ -47,8 +48,12 @@ class EncodeRecords(Pass):
         return PictureSizes(self.records_folder, self.pictures_folder)
 
     def key_of(self, numbers: range) -> str:
-        """Return what `Pass.key_of` returns and a checksum of the sizes of the images and lengths of the videos, on
-        which the numbers of tokens may depend."""
+        """Return a text that changes with all data on which the results for a chunk of consecutive records depend,
+        including the sizes of the images and lengths of the videos.
+
+        Args:
+            numbers: numbers of the records of the chunk in the dataset.
+        """
         begin, end = self.sizes.first[numbers.start], self.sizes.first[numbers.stop]
         own = self.sizes
         columns = (c for c in (own.width, own.height, own.stored_height, own.frames, own.rate) if c is not None)
@@ -97,7 +102,8 @@ class EncodeRecords(Pass):
         `data.pixels`.
 
         Args:
-            number: number of the record in the index.
+            record: the parsed record.
+            number: number of the record in the dataset.
         """
         reader = self.reader
         for place, name in enumerate(record.images):
@@ -111,7 +117,12 @@ class EncodeRecords(Pass):
                 check_height(stored_height, what)
 
     def losses(self, made: Measured) -> np.ndarray:
-        """Count what truncation of an encoded record at each maximum length would lose, int64 [limits, LOSSES]."""
+        """Count what truncation of a record would lose, int64 [limits, 4], for each maximum length in `self.limits`: 1
+        if it is truncated, the lost tokens, the lost label tokens, and 1 if it loses all its labels.
+
+        Args:
+            made: the encoded record, truncated at each maximum length and whole.
+        """
         lost = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
         labels = made.whole.num_labels
         for row, limit in enumerate(self.limits):
@@ -123,7 +134,15 @@ class EncodeRecords(Pass):
 
 
 def tell_special(record: Record, position: int, text: str, encoder: Encoder, tell: Tell) -> None:
-    """Report a special token in the text of a turn, the one with index `position` in the record."""
+    """Report a special token in the text of a turn (message) of a record.
+
+    Args:
+        record: the parsed record.
+        position: index of the turn in the record.
+        text: text of the turn.
+        encoder: its tokenizer finds special tokens.
+        tell: function that is called with the kind of problem and the reason for the user.
+    """
     named = (text[begin:end] for begin, end in encoder.tokenizer.find_special(text))
     found = next((token for token in named if token != IMAGE_TAG), None)
     if found is not None:
@@ -134,7 +153,14 @@ def tell_special(record: Record, position: int, text: str, encoder: Encoder, tel
 
 
 def check_cut(record: Record, made: Measured, max_length: int, tell: Tell) -> None:
-    """Report a record that is too long or has no labels after truncation."""
+    """Report a record that is too long or has no labels after truncation.
+
+    Args:
+        record: the parsed record.
+        made: the encoded record, truncated and whole.
+        max_length: the length in tokens at which records are truncated.
+        tell: function that is called with the kind of each problem and the reason for the user.
+    """
     sample, full = made.sample, len(made.whole.input_ids)
     if sample.positions_cut:
         tell(

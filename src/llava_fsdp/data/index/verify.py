@@ -1,4 +1,5 @@
-"""Verify, by reading them again, that the records and images from which a dataset's index was made are unchanged.
+"""Verify, by reading them again, that the records and images from which a dataset's index (a folder of arrays) was made
+are unchanged.
 
 Training recognises unchanged files by size and modification time, and does not examine an image again that was once
 good. Only this check finds a change that leaves both size and time as they were.
@@ -42,11 +43,11 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class CompareContent:
-    """Reads the records and images of a dataset again, in chunks, and compares them with the checksums in the dataset's
-    index. A call with the number of a chunk returns the column `rows`, which lists what has changed.
+    """Reads the records and images of a dataset again, and compares them with checksums stored before. A call with the
+    number of a chunk of consecutive records returns the array `rows`, which lists what has changed in it.
 
     Records of Parquet files and tars are not compared here (see `changed_rows`). Images that have problems or were not
-    decoded when the index was made have no checksum and are not compared.
+    decoded before have no checksum and are not compared.
     """
 
     store: RecordStore
@@ -63,7 +64,8 @@ class CompareContent:
 
     @cached_property
     def digests(self) -> tuple[np.ndarray, np.ndarray]:
-        """The checksums stored in the index: two uint64 arrays, with one value per record and one per image."""
+        """The checksums stored in the dataset's index: two uint64 arrays, with one value per record and one per
+        image."""
         return open_column(self.records_folder, "digest"), open_column(self.pictures_folder, "digest")
 
     def __call__(self, chunk: int) -> Columns:
@@ -96,7 +98,8 @@ class CompareContent:
 
 
 def digest_of(path: Path | ImageInContainer) -> int | str:
-    """Return the xxh3 checksum of an image's bytes, or a text with the reason if they cannot be read."""
+    """Return the xxh3 checksum of the bytes of an image or of a video, or a text with the reason if they cannot be
+    read."""
     try:
         if isinstance(path, Path) and is_video(path):
             return video_digest(path, "now")
@@ -106,8 +109,12 @@ def digest_of(path: Path | ImageInContainer) -> int | str:
 
 
 def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
-    """Check that all records and images from which an index was made are unchanged. Return the number of records and
-    the number of images that were compared.
+    """Check that all records and images from which a dataset's index (a folder of arrays) was made are unchanged.
+    Return the number of records and the number of images that were compared.
+
+    Args:
+        plan: the dataset, the encoder and the image reader from which the index is made.
+        watch: function that starts a progress bar.
 
     Raises:
         ConfigError: there is no complete index of the present files.
@@ -135,8 +142,14 @@ def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
 
 
 def compare(index: Index, workers: int, watch: Watch) -> list[str]:
-    """Return a description of each image, and of each record in a text file, that has changed since the index was
-    made."""
+    """Return a description of each image, and of each record in a text file, that has changed since the dataset's index
+    was made.
+
+    Args:
+        index: the opened index, which has checksums of the records and images.
+        workers: number of worker processes that read the dataset.
+        watch: function that starts a progress bar.
+    """
     task = CompareContent(index.store, CHUNKS["pictures"], index.records, index.pictures)
     chunks = -(-len(index) // task.size)
     with tempfile.TemporaryDirectory(prefix="llava_fsdp_verify_") as made:
@@ -147,7 +160,8 @@ def compare(index: Index, workers: int, watch: Watch) -> list[str]:
 
 
 def changed_rows(index: Index) -> list[str]:
-    """Return a description of each record in a Parquet file or a tar that has changed since the index was made."""
+    """Return a description of each record in a Parquet file or a tar that has changed since the dataset's index (which
+    has a checksum of each record) was made."""
     known, store = open_column(index.records, "digest"), index.store
     changed = []
     for part in store.parts:

@@ -45,7 +45,8 @@ ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
 class Task(Protocol):
-    """Interface of a computation on a dataset in chunks: a call returns the columns of the chunk with this number."""
+    """Interface of a computation on a dataset, one chunk of consecutive records at a time: a call with the number of a
+    chunk returns {name: array}, arrays with one value per record or image of the chunk."""
 
     def __call__(self, chunk: int) -> Columns: ...
 
@@ -59,12 +60,14 @@ def chunk_files(folder: Path, chunks: int) -> list[Path]:
 
 
 def run_chunks(task: Task, files: Sequence[Path], workers: int, advance: Advance) -> None:
-    """Compute the columns of each chunk whose file is missing or incomplete, and write the file.
+    """Compute the results of each chunk of consecutive records of a dataset whose file is missing or incomplete, and
+    write the file.
 
     This process computes chunks for ALONE_SECONDS. Then worker processes compute the rest.
 
     Args:
-        files: the file of each chunk.
+        task: computes the results of a chunk, given its number.
+        files: the file for the results of each chunk.
         workers: number of worker processes; with 1, this process computes all chunks.
         advance: reports progress; called with the number of chunks completed since the last call.
 
@@ -135,8 +138,8 @@ def run_in_workers(
 
 @contextlib.contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Context manager that sets the environment variables ONE_THREAD. Processes started in the `with` block use one
-    thread per library, because there is one worker per core."""
+    """Context manager that sets environment variables such as OMP_NUM_THREADS. Processes started in the `with` block
+    use one thread per library, because there is one worker per core."""
     before = dict(os.environ)
     os.environ.update(ONE_THREAD)
     try:
@@ -153,12 +156,13 @@ WORK: list[Callable[[int], None]] = []
 
 
 def begin(parent: int, task: Task, files: Sequence[Path]) -> None:
-    """Initialise a worker process, so that it ends when its parent ends, and ignores Ctrl-C.
+    """Initialise a worker process, so that it computes chunks of consecutive records, ends when its parent ends, and
+    ignores Ctrl-C.
 
     Args:
         parent: id of the parent process.
-        task: computes the columns of a chunk.
-        files: the file of each chunk.
+        task: computes the results of a chunk, given its number.
+        files: the file for the results of each chunk.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
@@ -172,8 +176,8 @@ def do_in_worker(chunk: int) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether the file of a chunk exists and is a complete zip archive. After a power loss, its end may be
-    missing."""
+    """Return whether the file with the results of a chunk of consecutive records exists and is a complete zip archive.
+    After a power loss, its end may be missing."""
     return path.is_file() and zipfile.is_zipfile(path)
 
 
@@ -185,17 +189,19 @@ def do(task: Task, files: Sequence[Path], chunk: int) -> None:
 
 
 def join(files: Sequence[Path], offsets: Sequence[int], target: Path, finish: Callable[[Path], dict[str, Any]]) -> None:
-    """Concatenate the columns of all chunks: each column becomes a .npy file in the folder `target`, and the column
-    ROWS becomes `rows.jsonl`.
+    """Concatenate the results of all chunks of consecutive records of a dataset: each column (an array with one value
+    per record or image) becomes a .npy file, and the column ROWS, which lists problems of records, becomes
+    `rows.jsonl`.
 
     Only one column of one chunk is in memory at a time.
 
     Args:
-        files: the file of each chunk.
+        files: the file with the results of each chunk, in order.
         offsets: for each chunk, the number to add to the record numbers in its column ROWS, which are numbered within
             their own file of records.
-        finish: called with the folder of the joined columns; may add files to it, and returns facts to store in
-            `done.json`.
+        target: the folder to make.
+        finish: called with the folder of the concatenated columns; may add files to it, and returns JSON values to
+            store in its `done.json`.
 
     Raises:
         SourceError: the file of a chunk is broken. It is deleted, so that the next run makes it again.
@@ -216,7 +222,7 @@ def join(files: Sequence[Path], offsets: Sequence[int], target: Path, finish: Ca
 
 
 def renumbered(rows: bytes, first: int) -> bytes:
-    """Return JSON Lines in which `first` is added to the number `record` of each line."""
+    """Return JSON Lines in which `first` is added to the number under the key `record` of each line."""
     if not first:
         return rows
     made = (json.loads(line) for line in rows.splitlines())
@@ -228,8 +234,12 @@ def column(path: Path, name: str) -> np.ndarray:
 
 
 def columns_of(path: Path, *names: str) -> Columns:
-    """Read columns from the file of a chunk; all columns if no name is given. Raise SourceError if the file is
-    broken."""
+    """Read columns (arrays with one value per record or image) from the file with the results of a chunk of consecutive
+    records. Raise SourceError if the file is broken.
+
+    Args:
+        names: names of the columns; all columns if none is given.
+    """
     try:
         with np.load(path, allow_pickle=False) as chunk:
             return {name: chunk[name] for name in names or chunk.files}
@@ -239,8 +249,12 @@ def columns_of(path: Path, *names: str) -> Columns:
 
 
 def write_column(path: Path, pieces: Iterator[np.ndarray], dtype: np.dtype) -> None:
-    """Write a one-dimensional array, which is given in pieces, to a .npy file. Its length is written into the header
-    last, when it is known."""
+    """Write a one-dimensional array to a .npy file. Its length is written into the header last, when it is known.
+
+    Args:
+        pieces: the parts of the array, in order.
+        dtype: type of the values, which all pieces must have.
+    """
     total = 0
     with path.open("wb") as file:
         write_header(file, dtype, 10**18)  # takes as many digits as any length
@@ -265,5 +279,5 @@ def open_column(folder: Path, name: str) -> np.ndarray:
 
 
 def rows_column(rows: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Return JSON objects as a column: JSON Lines as bytes, uint8 [bytes]."""
+    """Return JSON objects as an array: JSON Lines as bytes, uint8 [bytes]."""
     return np.frombuffer("".join(json.dumps(row) + "\n" for row in rows).encode(), dtype=np.uint8)
