@@ -184,6 +184,7 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader:
     Args:
         shape: properties of the model.
         tokenizer_size: number of token ids of the tokenizer.
+        image_reader: has the image preprocessing.
         folder: folder of the vision tower, for error messages.
     """
     preprocessor, rule = image_reader.preprocessor, image_reader.tokens
@@ -277,8 +278,8 @@ class Loader:
             yield step
 
     def agree(self, step: Step) -> Step:
-        """Return a training step without the samples that any rank skipped. This is a collective operation: every rank
-        must call it for each step.
+        """Return this rank's part of a training step without the samples that any rank skipped. This is a collective
+        operation: every rank must call it for each step.
 
         Raises:
             DataError: more records are bad than `data.max_bad_records` allows.

@@ -39,6 +39,9 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
     The rows are full of tokens. There are as many images as fit, each of the size that is cut into the most tiles, with
     one token of text. The labels are those of samples with `data.max_length` tokens that begin with one image of the
     fewest tokens; all other tokens are labels.
+
+    Args:
+        shape: size of images and number of their tokens.
     """
     length = cfg.data.max_length
     tokens = cfg.row_tokens if cfg.packs else cfg.micro_batch_size * length

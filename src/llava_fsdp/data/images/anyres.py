@@ -66,7 +66,8 @@ def fit(image: Image.Image, size: Size) -> Image.Image:
 
 
 def fitted_shape(image_size: Size, size: Size) -> Size:
-    """Return the largest (width, height) in pixels within `size` that has the aspect ratio of an image."""
+    """Return the largest (width, height) in pixels within `size` that has the aspect ratio of an image with the size
+    `image_size`."""
     scale_w, scale_h = size[0] / image_size[0], size[1] / image_size[1]
     if scale_w < scale_h:
         return size[0], min(math.ceil(image_size[1] * scale_w), size[1])

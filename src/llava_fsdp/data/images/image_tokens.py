@@ -111,12 +111,12 @@ class ImageTokens:
         return np.append(every.reshape(-1), single(np.array([NEWLINE_ROW])))
 
     def tiled(self, size: Size) -> np.ndarray:
-        """Return the tokens of an image that is cut into tiles, one array element per token: first those of the whole
-        image, then those of the grid of tiles. A token is the index of a vision feature (int64), or the indices and
-        weights of four (dtype BLENDED).
+        """Return the tokens of an image that is cut into tiles (inputs of the vision tower), one array element per
+        token: first those of the whole image, then those of the grid of tiles. A token is the index of a vision feature
+        (int64), or the indices and weights of four (dtype BLENDED).
 
-        With `merge=spatial_unpad`, features of the grid that show only padding are left out, and each line of the grid
-        ends with the index -1, which stands for a learned vector.
+        With `model.patch_merge=spatial_unpad`, features of the grid that show only padding are left out, and each line
+        of the grid ends with the index -1, which stands for the learned vector that ends a line.
 
         Args:
             size: width and height of the image in pixels.
@@ -248,8 +248,9 @@ def join_tokens(images: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, n
             tiles.
 
     Returns:
-        The indices of features, int64 [tokens], and an empty array; or if tokens are weighted sums, indices int64
-        [tokens, 4] and weights float32 [tokens, 4]. The index one past the last feature stands for the newline vector.
+        The indices of features, int64 [tokens], and an empty array; or if tokens are weighted sums of four features,
+        indices int64 [tokens, 4] and weights float32 [tokens, 4]. The index one past the last feature stands for the
+        learned vector that ends a line of features.
     """
     every, before = sum(features for _, features in images), 0
     joined: list[np.ndarray] = []

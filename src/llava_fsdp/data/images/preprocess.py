@@ -305,9 +305,9 @@ class ImageReader:
         Args:
             path: the file, or an object for an image in memory or in another file.
             where: name of the dataset record in error messages.
-            num_images: number of images of the sample, without videos.
-            sizes: the sizes (width, height) for which its tokens were counted; an image with another one is refused if
-                the number of tokens depends on it.
+            num_images: number of images of the record, without videos.
+            sizes: the sizes (width, height) for which the image's tokens were counted; an image with another size is
+                refused if the number of its tokens depends on the size.
         """
         if isinstance(path, Path) and is_video(path):
             square = replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
@@ -418,11 +418,10 @@ def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio,
 
 
 def resize(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
-    """Resize an RGB image to one tile (the square input of the vision tower), uint8 [3, size, size]: squeezed to a
-    square, or with its centre cropped to a square.
+    """Resize an RGB image to one tile (the square input of the vision tower), uint8 [3, size, size].
 
     Args:
-        preprocessor: size of the tile, and which of the two.
+        preprocessor: size of the tile, filter, and whether the image is squeezed to a square or its centre is cropped.
     """
     size = preprocessor.size
     if not preprocessor.keep_ratio:

@@ -235,7 +235,7 @@ def time_of(timed: Any) -> Any:
 
 
 def decoded(container: Any, stream: Any, timeline: Timeline, numbers: Sequence[int]) -> Iterator[Any]:
-    """Decode the frames of a video with the given numbers, which ascend from 0, and yield them as PyAV's frames.
+    """Decode the frames of a video with the given numbers, which ascend, and yield them as PyAV's frames.
 
     Decoding continues from one frame to the next, or begins anew at the last key frame before the next one if fewer
     frames must be decoded then. If the decoder gives no frame at the time of a packet, the last frame before it is
@@ -245,6 +245,7 @@ def decoded(container: Any, stream: Any, timeline: Timeline, numbers: Sequence[i
         container: PyAV's container of the video.
         stream: PyAV's video stream.
         timeline: times of the frames and of the key frames.
+        numbers: numbers of the frames, from 0.
     """
     frames: Iterator[Any] = iter(())
     at, now, ahead = -1, None, None

@@ -129,6 +129,7 @@ class RecordReader:
 
         Args:
             what: name of the value.
+            value: the wrong value.
             cure: what the value must be, such as `a path`.
         """
         return DataError(f"{self.where}: {what} is {shown(value)}; it must be {cure}", Kind.bad_form)
@@ -502,8 +503,8 @@ def put_videos(
     for the next video, as in LLaVA-Video-178K. Files without a tag come last.
 
     Args:
-        images: names under the keys for images and in the parts of messages; some may be videos.
-        videos: names under the keys `video` and `videos`.
+        images: names under the record's keys for images and in the parts of messages; some may be videos.
+        videos: names under the record's keys `video` and `videos`.
         turns: the messages.
     """
     images_left, videos_left, ordered = list(images), list(videos), list[str]()

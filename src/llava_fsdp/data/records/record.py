@@ -200,8 +200,8 @@ def is_deep(value: Any) -> bool:
 
 
 def without_locations(value: Any) -> Any:
-    """Return a JSON value from a user's file in which a placeholder replaces the value of each key LOCATION. Under this
-    key, only the program itself may write where in a Parquet file or tar an image lies."""
+    """Return a JSON value from a user's file in which a placeholder replaces the value of each key `llava_fsdp place`
+    (LOCATION). Under this key, only the program itself may write where in a Parquet file or tar an image lies."""
     if isinstance(value, list):
         return [without_locations(own) for own in value]
     if isinstance(value, dict):
@@ -263,8 +263,12 @@ def check_bytes(size: int, max_bytes: int, where: str) -> None:
 
 
 def is_container(file: object) -> bool:
-    """Return whether a file of records is a Parquet file or a tar, judged by the suffix of its path or URL. Such a file
-    may contain images."""
+    """Return whether a file of records is a Parquet file or a tar, judged by the suffix of its name. Such a file may
+    contain images.
+
+    Args:
+        file: path or URL of the file.
+    """
     return str(file).lower().endswith((PARQUET, TAR, *COMPRESSED_TARS))
 
 

@@ -99,8 +99,8 @@ class ExactEncoder:
         return None if self.too_long is TooLong.skip else truncate(whole, self.max_length)
 
     def measure(self, record: Record, limits: Sequence[int]) -> Measured:
-        """Encode a dataset record as token ids and labels several times: without truncation, and truncated to each of
-        several lengths. Raise DataError if it is invalid.
+        """Encode a dataset record as token ids and labels. Return it as in training, without truncation, and truncated
+        to each of several lengths that it exceeds. Raise DataError if it is invalid.
 
         Args:
             limits: the lengths, in tokens.

@@ -461,7 +461,8 @@ def open_template(name: str, folder: Path, tokenizer: Tokenizer) -> Template | C
 
 
 def unfit(chat_template: ChatTemplate) -> str | None:
-    """Return why a chat template cannot be trained with; None if it can."""
+    """Return the reason, for an error message, why a model's chat template cannot be used for training; None if it
+    can."""
     try:
         for exchanges in (1, 2, 3):
             chat_template.layout("hg" * exchanges)
