@@ -256,8 +256,8 @@ class Loader:
         return num_micro_batches(self.steps.global_batch_size, self.steps.world_size, self.steps.micro_batch_size)
 
     def prepared(self, first: int, give_up: Callable[[], bool] = lambda: False) -> Iterator[Step | None]:
-        """Yield this rank's part of each training step from number `first` to the last. The caller must pass each step
-        to `agree` before using it.
+        """Yield this rank's part of each training step from number `first` to the last. Before using a step, the caller
+        must pass it to `agree`, which takes out the samples that any rank could not read.
 
         Args:
             give_up: called while waiting for a step. Once it returns True, None is yielded and the iteration ends.

@@ -228,7 +228,7 @@ class ImageReader:
         return self.tokens.count_tiles(self.size(record, number) if self.tokens.needs_size(images) else None, images)
 
     def count_frames(self, record: Record, number: int) -> int:
-        """Return how many frames of a video of a dataset record are used.
+        """Return how many frames of a video of a dataset record are sampled for the model.
 
         Args:
             number: index of the video among the images and videos of the record.
@@ -240,7 +240,8 @@ class ImageReader:
         return len(self.video_sampling(record.where).numbers(*record.frames[number]))
 
     def frames_of(self, path: Path, where: str) -> int:
-        """Return how many frames of a video file are used; raise ImageError if it cannot be read.
+        """Return how many frames of a video file are sampled for the model; raise ImageError if the file cannot be
+        read.
 
         Args:
             where: name of the dataset record in error messages.
@@ -367,13 +368,13 @@ def load_fast(path: ImageFile, preprocessor: Preprocessor, aspect: AspectRatio, 
 
 
 def open_image(path: ImageFile, where: str, pixels: Pixels) -> Image.Image:
-    """Open an image as RGB, turned by its EXIF orientation, with a white background where it is transparent. With
-    Pixels.llava_v1_5, the image is not turned and its transparency is ignored, as in LLaVA.
+    """Open an image as RGB, turned by its EXIF orientation, with a white background where it is transparent.
 
     Args:
         path: the file, or an object for an image in memory or in another file.
         where: name of the dataset record in error messages.
-        pixels: the setting `data.pixels`.
+        pixels: the setting `data.pixels`; with `llava_v1_5`, the image is not turned and its transparency is ignored,
+            as in the original LLaVA.
     """
     with opened(path, where) as image:
         if pixels is Pixels.llava_v1_5:

@@ -51,7 +51,7 @@ class VideoSampling:
         return cls(cfg.video_fps, cfg.video_frames) if is_read else None
 
     def numbers(self, frames: int, rate: float) -> list[int]:
-        """Return the numbers, from 0, of the frames of a video that are used, in ascending order.
+        """Return the numbers, from 0, of the frames of a video that are sampled for the model, in ascending order.
 
         Args:
             frames: number of the video's frames.

@@ -1,9 +1,10 @@
-"""Read the rows of Parquet files as records in JSON.
+"""Read the rows of Parquet files as dataset records in JSON.
 
-The columns are: those of a form of records (forms.py); `id`; `image` and `images`, a path, the image's bytes, a struct
-of bytes and path as Hugging Face datasets writes it (without bytes, the path is used), or a list of these; `video`, a
-path or a list of paths. A null counts as a missing key. Other columns whose names mean media (audio, ...) are not read,
-and a record with a value in such a column is bad. So is a record whose column of videos contains bytes.
+The columns are: the conversation, under the same keys as in a JSON file; `id`; `image` and `images`, a path, the
+image's bytes, a struct of bytes and path as Hugging Face datasets writes it (without bytes, the path is used), or a
+list of these; `video`, a path or a list of paths. A null counts as a missing key. Other columns whose names mean media
+(audio, ...) are not read, and a record with a value in such a column is bad. So is a record whose column of videos
+contains bytes.
 """
 
 import importlib.util

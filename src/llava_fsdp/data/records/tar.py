@@ -1,11 +1,11 @@
-"""Read the samples of WebDataset tars as records in JSON.
+"""Read the samples of WebDataset tars as dataset records in JSON.
 
 A sample is a group of files in the tar (members) that differ only in their extensions. Its member `json` is the record,
-in any of the forms of forms.py; without an id, the common name of the members is the id. An image of the record is a
-member if the record names the member's file name or extension, in any folder. If a record names one image and the
-sample has one, that one is meant, whatever its name. A record that names no image has all images of the sample, in the
-order of the tar. The keys that `data.question`, `data.answer` and `data.image_column` name may also be extensions of
-members.
+in any of the forms that a JSON file may have; without an id, the common name of the members is the id. An image of the
+record is a member if the record names the member's file name or extension, in any folder. If a record names one image
+and the sample has one, that one is meant, whatever its name. A record that names no image has all images of the sample,
+in the order of the tar. The keys that `data.question`, `data.answer` and `data.image_column` name may also be
+extensions of members.
 """
 
 import json
