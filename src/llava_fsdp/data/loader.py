@@ -45,7 +45,8 @@ Gather = Callable[[list[SkippedSample]], list[SkippedSample]]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Properties of a model that determine how its training data is prepared."""
+    """Properties of a model that determine how its training data is prepared: its image size, maximum length,
+    vocabulary etc."""
 
     image_tokens: int
     """Number of image tokens of a tile."""
@@ -80,8 +81,12 @@ def build_loader(
     preprocessor). Return a Loader of training steps.
 
     Args:
+        language_folder: folder of the language model, with its tokenizer.
+        vision_folder: folder of the vision tower, with its preprocessor.
+        shape: properties of the model.
         rank: number of this rank among those that process different rows.
         world_size: number of ranks that process different rows at the same time.
+        device: device for the tensors of a step.
         gather: collective operation that collects the skipped samples of all ranks.
         choose: function that makes the sampler from the opened records; None: the setting `sampler` selects it.
         cut: which positions of each packed row this rank processes; None: all.
@@ -107,8 +112,13 @@ def build_loader(
 def open_encoding(
     cfg: Config, language_folder: Path, vision_folder: Path, shape: ModelShape
 ) -> tuple[Encoder, ImageReader]:
-    """Build the two objects that convert records to the input of one model: the encoder (tokenizer and conversation
-    template) and the image reader.
+    """Build the two objects that convert dataset records to the input of one model: the encoder (tokenizer and
+    conversation template) and the image reader.
+
+    Args:
+        language_folder: folder of the language model, with its tokenizer.
+        vision_folder: folder of the vision tower, with its preprocessor.
+        shape: properties of the model.
 
     Raises:
         ConfigError: the model and the configuration do not fit together.
@@ -128,12 +138,13 @@ def open_encoding(
 
 
 def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: ImageReader) -> Encoder:
-    """Build the encoder, which converts records to token ids and labels. The setting `labels` selects it: `exact`, or
-    `llava_v1_5`, which gives LLaVA's own token ids and labels.
+    """Build the encoder, which converts dataset records to token ids and labels. The setting `labels` selects it:
+    `exact`, or `llava_v1_5`, which gives the token ids and labels of the original LLaVA.
 
     Args:
         folder: folder of the language model.
-
+        shape: properties of the model.
+        image_reader: computes the tokens of images.
 
     Raises:
         ConfigError: `data.template` does not exist or cannot be trained with, or the tokenizer lacks tokens that the
@@ -167,7 +178,8 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: Ima
 
 
 def has_padding_token(cfg: Config) -> bool:
-    """Return whether a padding token is added to the tokenizer, as LLaVA does with its option `--version v0`."""
+    """Return whether a padding token is added to the tokenizer, as the original LLaVA does with its option `--version
+    v0`."""
     return cfg.labels is Parity.llava_v1_5 and cfg.data.template == "v0"
 
 
@@ -175,6 +187,9 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader:
     """Raise ConfigError if the model, its tokenizer, its image preprocessing and the configuration do not fit together.
 
     Args:
+        shape: properties of the model.
+        tokenizer_size: number of token ids of the tokenizer.
+        image_reader: has the image preprocessing.
         folder: folder of the vision tower, for error messages.
     """
     preprocessor, rule = image_reader.preprocessor, image_reader.tokens
@@ -226,7 +241,8 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader:
 
 
 class Loader:
-    """Iterates over the training steps of a run, starting from any step."""
+    """Iterates over the training steps of a run, starting from any step. Each step is this rank's part of its samples,
+    read and collated."""
 
     def __init__(self, steps: Steps, cfg: Config, device: torch.device, gather: Gather = list):
         self.steps = steps
@@ -241,12 +257,12 @@ class Loader:
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches that each rank has in a full step, with padded rows."""
+        """Number of micro-batches that each rank has in a full training step, with one padded row per sample."""
         return num_micro_batches(self.steps.global_batch_size, self.steps.world_size, self.steps.micro_batch_size)
 
     def prepared(self, first: int, give_up: Callable[[], bool] = lambda: False) -> Iterator[Step | None]:
-        """Yield this rank's part of each step from `first` to `total_steps` - 1. The caller must pass each step to
-        `agree` before using it.
+        """Yield this rank's part of each training step from number `first` to the last. Before using a step, the caller
+        must pass it to `agree`, which takes out the samples that any rank could not read.
 
         Args:
             give_up: called while waiting for a step. Once it returns True, None is yielded and the iteration ends.
@@ -267,8 +283,8 @@ class Loader:
             yield step
 
     def agree(self, step: Step) -> Step:
-        """Return a step without the samples that any rank skipped. This is a collective operation: every rank must call
-        it for each step.
+        """Return this rank's part of a training step without the samples that any rank skipped. This is a collective
+        operation: every rank must call it for each step.
 
         Raises:
             DataError: more records are bad than `data.max_bad_records` allows.
@@ -302,13 +318,15 @@ class Loader:
         return [found[number] for number in numbers if number in found]
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
-        """Return a copy of a micro-batch on the device, with normalised images."""
+        """Return a copy of a micro-batch on the device of the training, with its images normalised for the vision
+        tower."""
         moved = micro.map(lambda values: values.to(self.device, non_blocking=True))
         return replace(moved, images=normalize(moved.images, self.table))
 
 
 def pixel_table(preprocessor: Preprocessor, device: torch.device) -> torch.Tensor:
-    """Return the normalised value of each byte value in each colour channel, float32 [3, 256], on a device.
+    """Return the value that each byte value of an image becomes in each colour channel when it is normalised for the
+    vision tower, float32 [3, 256], on a device.
 
     The table is copied into memory that torch allocates, which is aligned to 64 bytes. With NumPy's memory, which is
     aligned to 16 bytes, kernels may give results that differ in the last bits.
@@ -317,7 +335,10 @@ def pixel_table(preprocessor: Preprocessor, device: torch.device) -> torch.Tenso
 
 
 def normalize(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return uint8 images [n, 3, height, width] normalised to float32. Each value is looked up in the row of `table`
-    [3, 256] for its channel."""
+    """Normalise uint8 images [n, 3, height, width] for the vision tower; return them as float32.
+
+    Args:
+        table: the normalised value of each byte value in each channel, float32 [3, 256].
+    """
     channel = torch.arange(3, device=images.device).view(1, 3, 1, 1)
     return table[channel, images.long()]

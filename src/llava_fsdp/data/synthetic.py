@@ -18,7 +18,8 @@ from llava_fsdp.data.loader import Loader, ModelShape
 
 @dataclass(frozen=True)
 class Contents:
-    """Numbers of samples, tokens, images, tiles, labels and image tokens of a synthetic micro-batch."""
+    """How much a synthetic micro-batch contains: numbers of samples, tokens, images, tiles (inputs of the vision
+    tower), labels and image tokens."""
 
     lengths: tuple[int, ...]
     """Number of tokens of each sample."""
@@ -35,12 +36,15 @@ class Contents:
 
 
 def fullest(cfg: Config, shape: ModelShape) -> Contents:
-    """Return the largest numbers of tokens, images, tiles and labels that a micro-batch can have. A real micro-batch
-    never reaches all of them at once.
+    """Return the largest numbers of tokens, images, tiles (inputs of the vision tower) and labels that a micro-batch
+    can have. A real micro-batch never reaches all of them at once.
 
     The rows are full of tokens. There are as many images as fit, each of the size that is cut into the most tiles, with
     one token of text. The labels are those of samples with `data.max_length` tokens that begin with one image of the
     fewest tokens; all other tokens are labels.
+
+    Args:
+        shape: size of images and number of their tokens.
     """
     length, context = cfg.data.max_length, cfg.parallel.num_context
     tokens = cfg.row_tokens if cfg.packs else cfg.micro_batch_size * length
@@ -63,13 +67,14 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
 
 
 def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool, blends: bool = False) -> MicroBatch:
-    """Return a micro-batch with token ids 0 and black images. The image tokens are at its beginning, and so are the
-    labels.
+    """Return a micro-batch with token ids 0 and black images, for a run without a dataset. The image tokens are at its
+    beginning, and so are the labels.
 
     Args:
         contents: numbers of tokens, images, labels etc.
+        shape: size of images and number of their tokens.
         pack: whether the samples are packed into one row.
-        blends: whether image tokens are weighted sums of four features.
+        blends: whether image tokens are weighted sums of four vision features.
     """
     places = torch.arange(contents.image_tokens)
     image_rows = places % (contents.tiles * shape.image_tokens)
@@ -97,13 +102,23 @@ def edges(contents: Contents) -> dict[str, Any]:
 
 
 def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
-    """Return how many micro-batches of a step a dry run computes: at most two, because all later ones would be like the
-    second."""
+    """Return how many micro-batches a dry run computes for a training step: at most two, because all later ones would
+    be like the second.
+
+    Args:
+        contents: numbers of samples, tokens etc. of a micro-batch.
+    """
     return min(2, math.ceil(cfg.global_batch_size * contents.context / (len(contents.lengths) * world_size)))
 
 
 def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Config, world_size: int) -> Step:
-    """Return this rank's part of a synthetic training step, whose micro-batches all have the given contents."""
+    """Return this rank's part of a synthetic training step, which needs no dataset.
+
+    Args:
+        number: number of the step.
+        contents: numbers of tokens, images, labels etc. of each micro-batch.
+        shape: size of images and number of their tokens.
+    """
     count = micro_batches_of(contents, cfg, world_size)
     times = count * world_size
     rows = times // contents.context
@@ -121,7 +136,7 @@ def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Conf
 
 
 class SyntheticLoader(Loader):
-    """Loader for a dry run without a dataset. It can only copy micro-batches to the device."""
+    """Loader of training steps for a dry run without a dataset. It can only copy micro-batches to the device."""
 
     def __init__(self, device: torch.device, steps: int):
         self.device = device

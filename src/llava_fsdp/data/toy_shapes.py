@@ -76,8 +76,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Scene:
-    """Content of an image: one to four equal shapes. ``places`` are their positions as indices into PLACES, in
-    ascending order."""
+    """Content of a generated image: one to four equal coloured shapes in different corners. ``places`` has the corners
+    in ascending order: 0 top left, 1 top right, 2 bottom left, 3 bottom right."""
 
     shape: str
     colour: str
@@ -88,11 +88,15 @@ class Scene:
 def ensure_shapes(
     root: Path, *, seed: int = 0, train_pictures: int = TRAIN_PICTURES, heldout_pictures: int = HELDOUT_PICTURES
 ) -> None:
-    """Generate the built-in data set in the folder ``root``. If the folder exists, only check that it was generated
-    with the same parameters.
+    """Generate the built-in data set of coloured shapes in the folder ``root``. If the folder exists, only check that
+    it was generated with the same parameters.
 
     Several processes may call this at once: each writes a temporary folder beside ``root`` and renames it to ``root``;
     only the first rename succeeds, and the other processes delete their folders.
+
+    Args:
+        train_pictures: number of training images.
+        heldout_pictures: number of images of the validation set.
 
     Raises:
         DataError: ``root`` exists but has other content.
@@ -155,8 +159,14 @@ def _dump(path: Path, value: object) -> None:
 
 
 def _record(name: str, image: str | None, turns: list[tuple[str, str]]) -> dict[str, object]:
-    """Return a LLaVA JSON record of (question, answer) pairs. With an image, an ``<image>`` tag is put before the first
-    question."""
+    """Return a dataset record in LLaVA's JSON format.
+
+    Args:
+        name: id of the record.
+        image: name of its image file without the suffix; None: it has no image. With an image, an ``<image>`` tag is
+            put before the first question.
+        turns: (question, answer) pairs.
+    """
     record: dict[str, object] = {"id": name}
     if image is not None:
         record["image"] = f"{image}.png"
@@ -170,8 +180,14 @@ def _record(name: str, image: str | None, turns: list[tuple[str, str]]) -> dict[
 
 
 def _new_picture(root: Path, name: str, rng: random.Random, seen: set[bytes]) -> tuple[str, Scene]:
-    """Generate an image that differs from all images in ``seen`` (pixels as bytes), add it there, save it to a file,
-    and return its name and content."""
+    """Generate an image of coloured shapes that differs from all images in ``seen`` (pixels as bytes), add it there,
+    and save it to a PNG file. Return its name and what it shows.
+
+    Args:
+        root: folder of the data set.
+        name: name of the image file without the suffix.
+        rng: random number generator.
+    """
     while True:
         (count,) = rng.choices(range(1, len(PLACES) + 1), COUNT_WEIGHTS)
         places = tuple(sorted(rng.sample(range(len(PLACES)), count)))
@@ -184,9 +200,13 @@ def _new_picture(root: Path, name: str, rng: random.Random, seen: set[bytes]) ->
 
 
 def draw_picture(scene: Scene, rng: random.Random) -> Image.Image:
-    """Return an RGB image of ``scene`` on a grey background, in one of the sizes of CANVASES.
+    """Return an RGB image of coloured shapes on a grey background, in one of several sizes.
 
     Shapes are in the corners of the central square, so that a centre crop keeps them whole.
+
+    Args:
+        scene: the shapes to draw.
+        rng: random number generator that chooses the image's size and small shifts.
     """
     fine = 2  # drawn twice as large and averaged down, for smooth edges
     width, height = (side * fine for side in rng.choice(CANVASES))
@@ -219,7 +239,7 @@ def _draw_shape(
 
 
 def caption(scene: Scene) -> str:
-    """Return a caption such as ``One small red ring at the top left.``"""
+    """Return a caption for a generated image of shapes, such as ``One small red ring at the top left.``"""
     count = len(scene.places)
     noun = scene.shape if count == 1 else PLURALS[scene.shape]
     places = " and ".join(PLACES[place] for place in scene.places)
@@ -227,7 +247,8 @@ def caption(scene: Scene) -> str:
 
 
 def questions(scene: Scene) -> dict[str, tuple[str, str]]:
-    """Return all (question, answer) pairs that are possible for an image, by kind of question."""
+    """Return a (question, answer) pair for each kind of question that is possible for a generated image of shapes, as
+    {kind: pair}."""
     pairs = {
         "colour": ("What colour is shown?", scene.colour),
         "shape": ("What shape is shown?", scene.shape),

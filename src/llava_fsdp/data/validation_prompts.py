@@ -23,7 +23,7 @@ from llava_fsdp.data.text.templates import IMAGE_TAG
 
 @dataclass(frozen=True)
 class HeldOutQuestion:
-    """The first question of a validation record, and the record's answer to it."""
+    """The first question of a dataset record of the validation set, and the record's answer to it."""
 
     record: str
     """Name of the record in messages."""
@@ -40,7 +40,7 @@ class HeldOutQuestion:
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch of prompts from which the model generates answers."""
+    """A batch of prompts from which the model generates answers: questions up to the beginning of the answer."""
 
     micro: MicroBatch
     """The prompts as rows padded on the left, so that all answers begin at the same column."""
@@ -49,7 +49,12 @@ class Prompts:
 
 
 def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config) -> HeldOutQuestion:
-    """Encode the first question of a validation record with the conversation template that training uses.
+    """Make a prompt, as token ids, from the first question of a validation record, with the conversation template that
+    training uses.
+
+    Args:
+        encoder: converts the question to token ids.
+        reader: computes the tokens of its images.
 
     Raises:
         DataError: the record does not begin with a question and its answer, or the model's own template refuses it.
@@ -73,7 +78,12 @@ def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config) -> H
 
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
-    """Collate prompts and their image tiles into a batch. Without prompts, return a batch of one row with one token."""
+    """Collate prompts into a batch, padded on the left. Without prompts, return a batch of one row with one token.
+
+    Args:
+        rows: each prompt's token ids, and the pixels of its images.
+        collate: lays out the images.
+    """
     length = max((len(sample.input_ids) for sample, _ in rows), default=1)
     ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
     mask = np.zeros(ids.shape, dtype=bool)

@@ -20,8 +20,8 @@ Choose = Callable[[Records], "HeldOutSampler"]
 
 @dataclass(frozen=True)
 class HeldOutSampler:
-    """Sampler of the validation set. It goes through the data sources one after the other, so that all records of a
-    step are from the same source."""
+    """Decides which records of the validation set each step has. It goes through the data sources one after the other,
+    so that all records of a step are from the same source."""
 
     steps: tuple[tuple[int, list[int]], ...]
     """For each step: (index of its data source, numbers of its records)."""
@@ -36,11 +36,12 @@ class HeldOutSampler:
         return self.steps[step][1]
 
     def source(self, step: int) -> int:
-        """Return the index of the data source of a step's records."""
+        """Return the index of the data source (part of the validation set) from which a step's records are."""
         return self.steps[step][0]
 
     def draw(self, steps: int) -> None:
-        """Do nothing, because all steps are known from the start."""
+        """Do nothing. Other samplers draw the order of the samples here, but all steps of the validation set are known
+        from the start."""
 
     def assignment(self, step: int) -> None:
         return None
@@ -58,12 +59,12 @@ class HeldOut:
 
 
 def held_out_sampler(counts: Sequence[int], limit: int | None, samples: int) -> HeldOutSampler:
-    """Make the sampler of the validation set.
+    """Make the sampler of the validation set, which decides which records each step has.
 
     Args:
-        counts: number of records of each data source.
+        counts: number of records of each data source (part of the validation set).
         limit: greatest number of records to use of each source, spread evenly over the source; None: all.
-        samples: number of samples of a step.
+        samples: number of records of a step.
     """
     steps, first = [], 0
     for source, count in enumerate(counts):
@@ -74,8 +75,8 @@ def held_out_sampler(counts: Sequence[int], limit: int | None, samples: int) -> 
 
 
 def spread(count: int, most: int | None) -> list[int]:
-    """Return at most `most` numbers below `count` (None: all). They are evenly spaced, because the records of a file
-    may be sorted."""
+    """Return at most `most` numbers from 0 to `count` - 1 (None: all of them). They are evenly spaced, because the
+    records of a file may be sorted."""
     if most is None or most >= count:
         return list(range(count))
     return [number * count // most for number in range(most)]
@@ -86,7 +87,8 @@ def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], 
 
     Args:
         cfg: the configuration of the training run.
-        open_loader: function (configuration, function that makes the sampler from the records) -> Loader.
+        open_loader: function (configuration, function that makes the sampler from the records) -> Loader, which opens a
+            dataset.
         max_tokens: greatest number of tokens in a sequence of the language model.
 
     Raises:
@@ -116,8 +118,13 @@ def warn_of_trained(cfg: Config) -> None:
 
 
 def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_tokens: int) -> list[HeldOutQuestion]:
-    """Choose and encode the questions that the model answers at each validation. Their images are not read yet.
+    """Choose the validation questions that the model answers at each validation, and make prompts from them. Their
+    images are not read yet.
 
+    Args:
+        loader: gives the records of the validation set, and what encodes them.
+        sampler: tells which records of it are used.
+        max_tokens: greatest number of tokens in a sequence of the language model.
 
     Raises:
         DataError: a chosen record does not begin with a question and its answer.

@@ -346,7 +346,7 @@ def trained_ids(
     assert sample is not None
     text = prompt(turns[:-1], encoder.template, encoder.start_end, bool(images))
     lengths, begins = [1] * len(images), encoder.template.adds_bos
-    both = sample.input_ids, encode_prompt(text, encoder.tokenizer, lengths, begins=begins)
+    both = sample.input_ids, encode_prompt(text, encoder.tokenizer, lengths, adds_bos=begins)
     for ids in both:
         is_image = ids == IMAGE_ID
         ids[is_image] = np.repeat(np.array(tags, dtype=np.int64), is_image.sum() // max(1, len(tags)))

@@ -150,7 +150,7 @@ def test_a_file_of_something_else_is_not_read_to_its_end(
     (tmp_path / f"a{suffix}").write_text('["' + "a" * (1 << 20))
     tracemalloc.start()
     with pytest.raises(DataError):
-        list(spans(tmp_path / f"a{suffix}", most=1 << 12))
+        list(spans(tmp_path / f"a{suffix}", max_bytes=1 << 12))
     assert tracemalloc.get_traced_memory()[1] < 1 << 17
     tracemalloc.stop()
 
@@ -174,20 +174,20 @@ def test_large_records_are_passed_by(block: int, gap: str, tmp_path: Path, monke
     path.write_text(f"[{gap.join(texts)}]", encoding="utf-8")
     content = path.read_bytes()
     for most in (100, 1 << 20):
-        found = [content[at : at + size].decode().rstrip() for at, size, _ in spans(path, most=most)]
+        found = [content[at : at + size].decode().rstrip() for at, size, _ in spans(path, max_bytes=most)]
         assert found == texts
-        assert [line for _, _, line in spans(path, most=most)] == [
-            content[:at].count(b"\n") + 1 for at, _, _ in spans(path, most=most)
+        assert [line for _, _, line in spans(path, max_bytes=most)] == [
+            content[:at].count(b"\n") + 1 for at, _, _ in spans(path, max_bytes=most)
         ]
-    whole = list(spans(path, most=100))
-    assert all(list(spans(path, span, most=100)) == whole[n + 1 :] for n, span in enumerate(whole))
+    whole = list(spans(path, max_bytes=100))
+    assert all(list(spans(path, span, max_bytes=100)) == whole[n + 1 :] for n, span in enumerate(whole))
 
 
 @pytest.mark.parametrize("text", ['[{"a": "' + "b" * 900, '[{"a": 1]' + " " * 900, '[{"a" 1}, ' + '"b", ' * 300 + "1]"])
 def test_what_is_broken_is_not_called_large(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(DataError, match=r"a\.json is not JSON: .* line 1, byte \d+; fix it") as few:
-        list(spans(tmp_path / "a.json", most=50))
+        list(spans(tmp_path / "a.json", max_bytes=50))
     with pytest.raises(DataError) as many:
         list(spans(tmp_path / "a.json"))
     assert str(few.value) == str(many.value)
@@ -196,13 +196,13 @@ def test_what_is_broken_is_not_called_large(text: str, tmp_path: Path) -> None:
 def test_a_record_of_exactly_the_most_bytes_is_looked_into(tmp_path: Path) -> None:
     """A larger one that is broken is passed by, and a larger list in a file of lines is refused."""
     (tmp_path / "a.json").write_text('[{"a" 1}, 23]')
-    assert [size for _, size, _ in spans(tmp_path / "a.json", most=6)] == [7, 2]
+    assert [size for _, size, _ in spans(tmp_path / "a.json", max_bytes=6)] == [7, 2]
     with pytest.raises(DataError):
-        list(spans(tmp_path / "a.json", most=7))
+        list(spans(tmp_path / "a.json", max_bytes=7))
     (tmp_path / "a.jsonl").write_text("[1, 2]\n3")
-    assert [size for _, size, _ in spans(tmp_path / "a.jsonl", most=7)] == [6, 1]
+    assert [size for _, size, _ in spans(tmp_path / "a.jsonl", max_bytes=7)] == [6, 1]
     with pytest.raises(DataError):
-        list(spans(tmp_path / "a.jsonl", most=6))
+        list(spans(tmp_path / "a.jsonl", max_bytes=6))
 
 
 @pytest.mark.parametrize("suffix", slow_after(1, [".json", ".jsonl"]))
@@ -211,7 +211,7 @@ def test_memory_does_not_grow_with_a_record(suffix: str, tmp_path: Path, monkeyp
     large = json.dumps({"id": "x", "text": ["words and "] * 100_000})
     (tmp_path / f"a{suffix}").write_text(f"{large}\n1\n" if suffix == ".jsonl" else f"[{large}, 1]")
     tracemalloc.start()
-    assert [size for _, size, _ in spans(tmp_path / f"a{suffix}", most=1 << 12)] == [len(large), 1]
+    assert [size for _, size, _ in spans(tmp_path / f"a{suffix}", max_bytes=1 << 12)] == [len(large), 1]
     assert tracemalloc.get_traced_memory()[1] < 1 << 17 < len(large)
     tracemalloc.stop()
 
@@ -219,7 +219,7 @@ def test_memory_does_not_grow_with_a_record(suffix: str, tmp_path: Path, monkeyp
 def test_a_list_in_a_file_of_lines_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f"[{', '.join(['1'] * 2000)}]")
     with pytest.raises(DataError, match=r"line 1 is a list .* ends in \.json"):
-        list(spans(tmp_path / "a.jsonl", most=1000))
+        list(spans(tmp_path / "a.jsonl", max_bytes=1000))
 
 
 RAW = {

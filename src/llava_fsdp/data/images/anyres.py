@@ -1,4 +1,4 @@
-"""Split an image of any resolution into square tiles (anyres).
+"""Split an image of any resolution into square tiles for the vision tower (anyres).
 
 The first tile is the whole image, shrunk. The others are cut from the image after it was resized to a grid of tiles. Of
 several configured grids, the one that fits the image's shape best is used (LLaVA mm_utils.py:10-149; LLaVA-NeXT).
@@ -19,46 +19,59 @@ Size = tuple[int, int]
 
 
 def grid_sizes(pinpoints: list[list[int]], tile: int, aspect: AspectRatio = AspectRatio.anyres) -> list[Size]:
-    """Return the sizes in pixels to which an image may be resized before it is cut into tiles.
+    """Return the sizes (width, height) in pixels to which an image may be resized before it is cut into square tiles.
 
     Args:
         pinpoints: configured sizes [width, height] in pixels, which are returned; if empty, the default grids of
             LLaVA-NeXT (anyres) or LLaVA-OneVision (anyres_max) are.
         tile: width and height of a tile in pixels.
+        aspect: the setting `data.image_aspect_ratio`, which selects these default grids.
     """
     grids = MAX_GRIDS if aspect is AspectRatio.anyres_max else GRIDS
     return [(w, h) for w, h in pinpoints] or [(w * tile, h * tile) for w, h in grids]
 
 
-def best_size(image: Size, sizes: list[Size]) -> Size:
-    """Return the one of `sizes` in which an image keeps the most pixels when it is resized to fit inside. Among equal
-    ones, the size with the least padding is returned, then the first."""
+def best_size(image_size: Size, sizes: list[Size]) -> Size:
+    """Return the one of several sizes in which an image keeps the most pixels when it is resized to fit inside. Among
+    equal ones, the size with the least padding is returned, then the first.
+
+    Args:
+        image_size: width and height of the image in pixels.
+        sizes: (width, height) in pixels of the sizes to choose from.
+    """
 
     def rank(size: Size) -> tuple[int, int]:
-        scale = min(size[0] / image[0], size[1] / image[1])
-        kept = min(int(image[0] * scale) * int(image[1] * scale), image[0] * image[1])
+        width, height = image_size
+        scale = min(size[0] / width, size[1] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
         return kept, kept - size[0] * size[1]
 
     return max(sizes, key=rank)
 
 
 def cut_tiles(image: Image.Image, tile: int, sizes: list[Size]) -> list[Image.Image]:
-    """Return the tiles of an image: the whole image resized to one tile, then the tiles of the grid that fits it best,
-    row by row."""
+    """Return the square tiles of an image for the vision tower: the whole image resized to one tile, then the tiles of
+    the grid that fits it best, row by row.
+
+    Args:
+        tile: width and height of a tile in pixels.
+        sizes: (width, height) in pixels of the grids to choose from.
+    """
     return [image.resize((tile, tile)), *cut_grid(fit(image, best_size(image.size, sizes)), tile)]
 
 
 def fit(image: Image.Image, size: Size) -> Image.Image:
-    """Return the image resized to fit into `size`, in the middle of a black canvas of that size."""
+    """Return the image resized to fit into `size` (width, height), in the middle of a black canvas of that size."""
     return on_black(image.resize(fitted_shape(image.size, size)), size)
 
 
-def fitted_shape(image: Size, size: Size) -> Size:
-    """Return the largest size within `size` that has the aspect ratio of `image` (a size, too)."""
-    scale_w, scale_h = size[0] / image[0], size[1] / image[1]
+def fitted_shape(image_size: Size, size: Size) -> Size:
+    """Return the largest (width, height) in pixels within `size` that has the aspect ratio of an image with the size
+    `image_size`."""
+    scale_w, scale_h = size[0] / image_size[0], size[1] / image_size[1]
     if scale_w < scale_h:
-        return size[0], min(math.ceil(image[1] * scale_w), size[1])
-    return min(math.ceil(image[0] * scale_h), size[0]), size[1]
+        return size[0], min(math.ceil(image_size[1] * scale_w), size[1])
+    return min(math.ceil(image_size[0] * scale_h), size[0]), size[1]
 
 
 def on_black(image: Image.Image, size: Size) -> Image.Image:

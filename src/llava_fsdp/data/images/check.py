@@ -80,24 +80,30 @@ ImageFile = Path | ImageBytes | ImageInContainer
 
 
 def image_in(folder: Path | RemoteFolder, name: str) -> Path | ImageInContainer:
-    """Return an image in a folder; `name` is its path relative to the folder."""
+    """Return an image in a folder of images: the path of its file, or an object that reads it from a remote folder.
+
+    Args:
+        name: path of the image relative to the folder.
+    """
     if isinstance(folder, RemoteFolder):
         return ImageInContainer(folder.location(name), folder.data_files)
     return folder / name
 
 
 def inline_images(record: Record) -> dict[str, ImageFile]:
-    """Return the images that are embedded in a record or in its file (Parquet or tar), by their names in the record."""
+    """Return the images that are embedded in a dataset record or in its file (Parquet or tar), by their names in the
+    record."""
     return {name: inline_image(name, held, record.data_files) for name, held in record.inline.items()}
 
 
 def inline_image(name: str, held: bytes | ImageLocation, data_files: DataFiles | None) -> ImageFile:
-    """Return an image that is embedded in a record or in its file.
+    """Return an image that is embedded in a dataset record or in its file (Parquet or tar), as an object that can be
+    read like an image file.
 
     Args:
         name: name of the image in the record.
-        held: its bytes, or their location: its value in `Record.inline`.
-        data_files: `Record.data_files`, which reads the location.
+        held: its bytes, or their location in the file.
+        data_files: reads the location; None if there is none.
     """
     if isinstance(held, bytes):
         return ImageBytes(name, held)
@@ -107,7 +113,7 @@ def inline_image(name: str, held: bytes | ImageLocation, data_files: DataFiles |
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Size of an image or video in pixels, the number of frames, and the checksum of the file."""
+    """Size of an image or video in pixels, the number of its frames, and the checksum of its file."""
 
     width: int
     """Width in pixels after turning the image by its EXIF orientation; `height` likewise."""
@@ -130,7 +136,8 @@ def examine(path: ImageFile, where: str, full: bool, scaled: bool = True) -> Ima
     """Check that an image can be read, and return its size and checksum.
 
     Args:
-        where: name of the record in error messages.
+        path: the image file, or an object for an image in memory or in another file.
+        where: name of the dataset record in error messages.
         full: whether to decode the whole image. If false, only the beginning of the file is read if that contains the
             size; then a truncated or broken rest is not noticed.
         scaled: with `full`, whether to also check that an image with more than 8 bits per value can be scaled to 8
@@ -159,7 +166,8 @@ def read_size(path: ImageFile, where: str) -> Size:
     file contains the size, only that is read.
 
     Args:
-        where: name of the record in error messages.
+        path: the image file, or an object for an image in memory or in another file.
+        where: name of the dataset record in error messages.
     """
     return examine(path, where, full=False).size
 
@@ -174,8 +182,8 @@ def shown_size(image: Image.Image) -> Size:
 
 @contextlib.contextmanager
 def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
-    """Context manager that opens an image with Pillow without its warnings. The callers check for the same faults, such
-    as too many pixels, and raise errors that name the record."""
+    """Context manager that opens an image with Pillow, with Pillow's warnings turned off. The callers check for the
+    same faults, such as too many pixels, and raise errors that name the dataset record."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Image.open(file, formats=FORMATS) as image:
@@ -188,8 +196,9 @@ def decoded(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
     ImageErrors.
 
     Args:
+        data: the bytes.
         path: the file, for error messages.
-        where: name of the record in error messages.
+        where: name of the dataset record in error messages.
     """
     try:
         # an interrupted copy may leave zeros at the end, which a JPEG decoder takes for data
@@ -221,11 +230,12 @@ def decoded(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
 
 
 def opened(path: ImageFile, where: str) -> contextlib.AbstractContextManager[Image.Image]:
-    """Context manager that reads an image file and opens the image. Errors of Pillow in the `with` block become
-    ImageErrors.
+    """Context manager that reads an image file and opens the image with Pillow. Errors of Pillow in the `with` block
+    become ImageErrors.
 
     Args:
-        where: name of the record in error messages.
+        path: the image file, or an object for an image in memory or in another file.
+        where: name of the dataset record in error messages.
     """
     return decoded(read_file(path, where), path, where)
 
@@ -234,7 +244,8 @@ def read_file(path: ImageFile, where: str) -> bytes:
     """Return the bytes of an image file. After errors that a network file system may cause for a short time, try again.
 
     Args:
-        where: name of the record in error messages.
+        path: the file, or an object for an image in memory or in another file.
+        where: name of the dataset record in error messages.
 
     Raises:
         ImageError: the file is missing, empty, too large or unreadable; its `kind` says which.
@@ -274,8 +285,8 @@ def read_path(path: Path, where: str) -> bytes:
 
 
 def with_file(path: Path, what: str, read: Callable[[BinaryIO], T]) -> T:
-    """Open a file and return the result of `read` for it. After errors that a network file system may cause for a short
-    time, try again.
+    """Open a file and return the result of calling `read` with the open file. After errors that a network file system
+    may cause for a short time, try again.
 
     Args:
         what: name of the file in error messages.
@@ -306,14 +317,18 @@ def open_head(path: ImageFile, where: str) -> BinaryIO | io.BytesIO:
 
 def head_of(location: ImageLocation) -> ImageLocation:
     """Return the location of the beginning of an image in a Parquet file, a tar or a remote folder, from which its size
-    in pixels is read: at most HEAD_BYTES bytes, or the whole image if it is in a compressed page."""
+    in pixels is read: at most 64 KiB, or the whole image if it is in a compressed page.
+
+    Args:
+        location: location of the whole image.
+    """
     if location.page is not None:
         return location
     return replace(location, size=HEAD_BYTES if location.size is None else min(location.size, HEAD_BYTES))
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file. Raise OSError for a pipe or a device, because reading it might never end."""
+    """Open a file for reading. Raise OSError for a pipe or a device, because reading it might never end."""
     try:
         file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except IsADirectoryError:
@@ -369,7 +384,7 @@ def white_of(mode: str, values: np.ndarray, what: str) -> float:
     smallest of 1.0 (floats only), 255 and 65535 that no pixel exceeds. Raise ImageError if there is none.
 
     Args:
-        mode: mode of the image in Pillow.
+        mode: the image's mode in Pillow (such as `I;16` or `F`).
         values: its pixel values.
         what: name of the image in the error message.
     """
@@ -385,12 +400,12 @@ def white_of(mode: str, values: np.ndarray, what: str) -> float:
 
 
 def check_links(path: Path, where: str, real_folder: str, allow_links: bool) -> None:
-    """Raise ImageError if the path of an image leads out of the image folder through symbolic links, unless
-    `allow_links`.
+    """Raise ImageError if the path of an image leads out of the image folder through symbolic links.
 
     Args:
-        where: name of the record in error messages.
+        where: name of the dataset record in error messages.
         real_folder: path of the image folder, with its symbolic links resolved.
+        allow_links: if true, nothing is checked.
     """
     if allow_links:
         return

@@ -1,9 +1,9 @@
-"""The tokens of an image: how many it has, and which vision features they are made of.
+"""The tokens of an image: how many it has, and which features of the vision tower they are made of.
 
-An image is one tile, or several with anyres; a video is one tile a frame. The vision tower and the projector turn each
-tile into a square of features. Most tokens are one of these features. Where LLaVA-OneVision shrinks a grid of features,
-a token is the weighted sum of four (bilinear interpolation). (LLaVA llava_arch.py:146-201; transformers
-modeling_llava_next.py and modeling_llava_onevision.py, `pack_image_features`.)
+An image is one tile (a square input of the vision tower), or several with anyres; a video is one tile a frame. The
+vision tower and the projector turn each tile into a square of features. Most tokens are one of these features. Where
+LLaVA-OneVision shrinks a grid of features, a token is the weighted sum of four (bilinear interpolation). (LLaVA
+llava_arch.py:146-201; transformers modeling_llava_next.py and modeling_llava_onevision.py, `pack_image_features`.)
 """
 
 import math
@@ -29,11 +29,12 @@ BLENDED = np.dtype([("row", np.int64, 4), ("weight", np.float32, 4)])
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """Computes the tokens of images for one model and one setting of `data.image_aspect_ratio`.
+    """Computes which vision features make up the tokens of an image, for one model and one setting of
+    `data.image_aspect_ratio`.
 
     Tokens are returned as an array with one element per token: the int64 index of a vision feature among the features
-    of all tiles of the image or, with `anyres_max`, an element of dtype BLENDED. NEWLINE_ROW stands for the newline
-    vector.
+    of all tiles of the image or, with `anyres_max`, an element of dtype BLENDED (indices and weights of four features).
+    The index -1 (NEWLINE_ROW) stands for the learned vector that ends a line of features.
     """
 
     aspect: AspectRatio
@@ -50,11 +51,11 @@ class ImageTokens:
 
     @classmethod
     def of_config(cls, cfg: Config, tile: int, features: int) -> "ImageTokens":
-        """Create the ImageTokens that a configuration describes.
+        """Create the ImageTokens, which compute the tokens of images, that a configuration describes.
 
         Args:
-            tile: width and height of a tile in pixels.
-            features: number of features of a tile.
+            tile: width and height in pixels of a tile, the input of the vision tower.
+            features: number of vision features of a tile.
         """
         data, aspect = cfg.data, cfg.data.trained_aspect
         sizes = tuple(grid_sizes(data.grid_pinpoints, tile, aspect))
@@ -62,23 +63,30 @@ class ImageTokens:
 
     @property
     def blends(self) -> bool:
-        """Whether image tokens are elements of dtype BLENDED, weighted sums of four features."""
+        """Whether image tokens are weighted sums of four vision features (elements of dtype BLENDED) and not single
+        features."""
         return self.aspect is AspectRatio.anyres_max
 
     @property
     def side(self) -> int:
-        """Number of features along each side of a tile."""
+        """Number of vision features along each side of a tile, the square input of the vision tower."""
         return math.isqrt(self.features)
 
     def needs_size(self, images: int) -> bool:
-        """Return whether the tokens of an image depend on its size, if its sample has `images` images."""
+        """Return whether the number of tokens of an image depends on its size in pixels.
+
+        Args:
+            images: number of images of the sample that it belongs to.
+        """
         return self.aspect is AspectRatio.anyres or (self.aspect is AspectRatio.anyres_max and images == 1)
 
     def of(self, size: Size | None, images: int) -> np.ndarray:
-        """Return the tokens of an image, as described in the docstring of this class.
+        """Return the tokens of an image, an array with one element per token: the index of its vision feature (int64),
+        or with `anyres_max` the indices and weights of four features (dtype BLENDED). The index -1 stands for the
+        vector that ends a line.
 
         Args:
-            size: width and height of the image in pixels; only used if `needs_size(images)`.
+            size: width and height of the image in pixels; only used if the number of its tokens depends on it.
             images: number of images of the sample. With anyres_max, an image is only cut into tiles if it is the only
                 one.
         """
@@ -89,12 +97,12 @@ class ImageTokens:
         return single(np.append(whole, NEWLINE_ROW)) if self.blends else whole
 
     def of_video(self, frames: int) -> np.ndarray:
-        """Return the tokens of a video: for each frame its grid of features, shrunk to half its width and height
-        (rounded up), and NEWLINE_ROW after the last frame (transformers modeling_llava_onevision.py,
-        `get_video_features`).
+        """Return the tokens of a video, an array of indices and weights of four vision features (dtype BLENDED) with
+        one element per token: for each frame its grid of features, shrunk to half its width and height (rounded up),
+        and one for the vector that ends a line (transformers modeling_llava_onevision.py, `get_video_features`).
 
         Args:
-            frames: number of frames that are used, each of which is one tile.
+            frames: number of frames that are used, each of which is one tile (input of the vision tower).
         """
         half = math.ceil(self.side / 2)
         grid = np.arange(self.side**2).reshape(self.side, self.side)
@@ -103,11 +111,12 @@ class ImageTokens:
         return np.append(every.reshape(-1), single(np.array([NEWLINE_ROW])))
 
     def tiled(self, size: Size) -> np.ndarray:
-        """Return the tokens of an image that is cut into tiles: first those of the whole image, then those of the grid
-        of tiles.
+        """Return the tokens of an image that is cut into tiles (inputs of the vision tower), one array element per
+        token: first those of the whole image, then those of the grid of tiles. A token is the index of a vision feature
+        (int64), or the indices and weights of four (dtype BLENDED).
 
-        With `merge=spatial_unpad`, features of the grid that show only padding are left out, and each line of the grid
-        ends with NEWLINE_ROW.
+        With `model.patch_merge=spatial_unpad`, features of the grid that show only padding are left out, and each line
+        of the grid ends with the index -1, which stands for the learned vector that ends a line.
 
         Args:
             size: width and height of the image in pixels.
@@ -128,13 +137,18 @@ class ImageTokens:
         return np.concatenate([whole, lines.reshape(-1)])
 
     def grid(self, size: Size) -> Size:
-        """Return (columns, rows) of the grid of tiles for an image of the given size in pixels."""
+        """Return (columns, rows) of the grid of tiles into which an image is cut, given its width and height in
+        pixels."""
         width, height = best_size(size, list(self.sizes))
         return width // self.tile, height // self.tile
 
     def limited(self, lines: np.ndarray) -> np.ndarray:
-        """Return a grid of feature indices, [rows, columns], as a grid of elements of dtype BLENDED, which is smaller
-        if the grid has too many features."""
+        """Return a grid of vision features as a grid of weighted sums of features (dtype BLENDED). It is shrunk if it
+        has clearly more features than `data.max_tiles` tiles have.
+
+        Args:
+            lines: indices of the features, int64 [rows, columns].
+        """
         high, wide = lines.shape
         ratio = math.sqrt(high * wide / (self.max_tiles * self.side**2))
         if ratio <= SHRUNK:
@@ -142,7 +156,13 @@ class ImageTokens:
         return shrink(lines, max(1, int(high // ratio)), max(1, int(wide // ratio)))
 
     def count_tiles(self, size: Size | None, images: int) -> int:
-        """Return the number of tiles of an image; arguments as for `of`."""
+        """Return into how many tiles (inputs of the vision tower) an image is cut.
+
+        Args:
+            size: width and height of the image in pixels; only used if the number of tiles depends on it.
+            images: number of images of the sample. With anyres_max, an image is only cut into tiles if it is the only
+                one.
+        """
         if not self.needs_size(images):
             return 1
         assert size is not None, "the tiles of an image depend on its size"
@@ -150,48 +170,51 @@ class ImageTokens:
 
     @cached_property
     def most(self) -> int:
-        """Greatest number of tokens that an image can have: that of an image which fills its grid of tiles without
+        """Greatest number of tokens that an image can have: that of an image that fills its grid of tiles without
         padding."""
         sizes: Sequence[Size | None] = self.sizes if self.needs_size(1) else (None,)
         return max(len(self.of(size, 1)) for size in sizes)
 
 
-def unpad(lines: np.ndarray, image: Size) -> np.ndarray:
-    """Return a grid of feature indices, [rows, columns], without the rows or columns that show the black bars beside
-    the image (LLaVA llava_arch.py:104-130).
+def unpad(lines: np.ndarray, image_size: Size) -> np.ndarray:
+    """Return a grid of vision features without the rows or columns that show the black bars beside the image (LLaVA
+    llava_arch.py:104-130).
 
     Args:
-        image: width and height of the image in pixels.
+        lines: indices of the features, [rows, columns].
+        image_size: width and height of the image in pixels.
     """
     high, wide = lines.shape
-    if image[0] / image[1] > wide / high:
-        kept = int(round(image[1] * (wide / image[0]), 7))
+    if image_size[0] / image_size[1] > wide / high:
+        kept = int(round(image_size[1] * (wide / image_size[0]), 7))
         bar = (high - kept) // 2
         return lines[bar : high - bar]
-    kept = int(round(image[0] * (high / image[1]), 7))
+    kept = int(round(image_size[0] * (high / image_size[1]), 7))
     bar = (wide - kept) // 2
     return lines[:, bar : wide - bar]
 
 
-def single(rows: np.ndarray) -> np.ndarray:
-    """Return elements of dtype BLENDED, in the shape of `rows`, each of which is a single feature with weight 1.
+def single(indices: np.ndarray) -> np.ndarray:
+    """Return image tokens that are single vision features, as weighted sums of one feature with weight 1 (elements of
+    dtype BLENDED), in the shape of `indices`.
 
     Args:
-        rows: indices of features.
+        indices: indices of the features.
     """
-    made = np.zeros(rows.shape, dtype=BLENDED)
-    made["row"] = rows[..., None]
+    made = np.zeros(indices.shape, dtype=BLENDED)
+    made["row"] = indices[..., None]
     made["weight"][..., 0] = 1
     return made
 
 
 def shrink(lines: np.ndarray, high: int, wide: int) -> np.ndarray:
-    """Shrink a grid of features to `high` x `wide` elements of dtype BLENDED (bilinear interpolation).
+    """Shrink a grid of vision features to a grid of `high` x `wide` weighted sums of four features (elements of dtype
+    BLENDED), by bilinear interpolation.
 
     The weights are those of torch's `interpolate(mode="bilinear", align_corners=False)`, computed in float32 as there.
 
     Args:
-        lines: indices of features, int64 [rows, columns].
+        lines: indices of the features, int64 [rows, columns].
     """
     (top, bottom, down), (left, right, across) = (
         neighbours(old, new) for old, new in zip(lines.shape, (high, wide), strict=True)
@@ -207,8 +230,8 @@ def shrink(lines: np.ndarray, high: int, wide: int) -> np.ndarray:
 
 
 def neighbours(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return how `new` points are interpolated from `old` evenly spaced points in one dimension: for each new point the
-    indices of the two old points beside it, and the weight of the second one, each [new]."""
+    """Compute how `new` evenly spaced points are linearly interpolated from `old` ones. Return for each new point the
+    indices of the two old points beside it, and the weight of the second one, three arrays [new]."""
     scale = float(np.float32(old) / np.float32(new))
     # rounded once, as torch's kernels multiply and subtract in one instruction
     place = np.maximum((np.arange(new) + 0.5) * scale - 0.5, 0).astype(np.float32)
@@ -217,14 +240,17 @@ def neighbours(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def join_tokens(images: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenate the tokens of several images, with indices into the concatenated features of all their tiles.
+    """Concatenate the tokens of several images, with indices into the concatenated vision features of all their tiles
+    (inputs of the vision tower).
 
     Args:
-        images: for each image its tokens (as `ImageTokens` returns them), and the number of features of all its tiles.
+        images: for each image its tokens (as `ImageTokens.of` returns them), and the number of features of all its
+            tiles.
 
     Returns:
-        The indices of features, int64 [tokens], and an empty array; or if tokens are weighted sums, indices int64
-        [tokens, 4] and weights float32 [tokens, 4]. The index one past the last feature stands for the newline vector.
+        The indices of features, int64 [tokens], and an empty array; or if tokens are weighted sums of four features,
+        indices int64 [tokens, 4] and weights float32 [tokens, 4]. The index one past the last feature stands for the
+        learned vector that ends a line of features.
     """
     every, before = sum(features for _, features in images), 0
     joined: list[np.ndarray] = []

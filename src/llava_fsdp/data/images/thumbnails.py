@@ -22,7 +22,8 @@ LARGEST = 24_000
 
 @lru_cache(200)
 def thumbnail(path: str) -> str | None:
-    """Return the thumbnail of an image file, or of a video's first frame, as a data: URL; None if it cannot be read."""
+    """Return a small JPEG of an image file, or of a video's first frame, as a data: URL for an HTML page; None if the
+    file cannot be read."""
     with contextlib.suppress(DataError, MemoryError), first_picture(Path(path)) as image:
         image.draft("RGB", (SIDE, SIDE))
         small = to_rgb(ImageOps.exif_transpose(image), path)
@@ -35,7 +36,11 @@ def thumbnail(path: str) -> str | None:
 
 
 def tile_thumbnail(tile: np.ndarray, side: int) -> str:
-    """Return the thumbnail of a tile (uint8 [3, height, width]), of at most `side` pixels a side, as a data: URL."""
+    """Return a small JPEG of an image, of at most `side` pixels a side, as a data: URL for an HTML page.
+
+    Args:
+        tile: the image's pixels, uint8 [3, height, width].
+    """
     image = Image.fromarray(np.ascontiguousarray(tile.transpose(1, 2, 0)))
     image.thumbnail((side, side))
     return data_url(jpeg(image, 60))
@@ -52,6 +57,6 @@ def data_url(data: bytes) -> str:
 
 
 def first_picture(path: Path) -> contextlib.AbstractContextManager[Image.Image]:
-    """Context manager that gives the image in a file, or the first frame of a video file."""
+    """Context manager that gives the image in a file, or the first frame of a video file, as a PIL image."""
     where = "a sample answer"
     return read_frames(path, where, lambda *_: [0])[0] if is_video(path) else opened(path, where)

@@ -188,8 +188,8 @@ def mov_needs(file: BinaryIO, size: int) -> int:
 
 
 def matroska_needs(head: bytes) -> int:
-    """Return the number of bytes that a Matroska file must have, given the beginning of the file; 0 if its segment has
-    an unknown size."""
+    """Return the number of bytes that a Matroska (video) file must have, given its first bytes; 0 if its segment, which
+    contains the video, has an unknown size."""
     length, at = vint(head, len(EBML))
     at += length + len(EBML)  # the segment has an id of four bytes, too
     length, begin = vint(head, at)

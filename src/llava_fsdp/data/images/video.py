@@ -35,7 +35,8 @@ BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class VideoSampling:
-    """Selects the frames of a video that are used."""
+    """Selects the frames of a video that are used for training, by the settings `data.video_fps` and
+    `data.video_frames`."""
 
     fps: float = 1.0
     """`data.video_fps`: number of frames that are used of each second."""
@@ -44,12 +45,13 @@ class VideoSampling:
 
     @classmethod
     def of_config(cls, cfg: DataConfig) -> "VideoSampling | None":
-        """Create the VideoSampling that a configuration describes; None if videos are not read."""
+        """Create the VideoSampling, which selects the used frames of videos, that a configuration describes; None if
+        videos are not read."""
         is_read = cfg.trained_aspect is AspectRatio.anyres_max
         return cls(cfg.video_fps, cfg.video_frames) if is_read else None
 
     def numbers(self, frames: int, rate: float) -> list[int]:
-        """Return the numbers of the frames of a video that are used, in ascending order.
+        """Return the numbers, from 0, of the frames of a video that are sampled for the model, in ascending order.
 
         Args:
             frames: number of the video's frames.
@@ -75,7 +77,11 @@ class Timeline:
     """Frames per second."""
 
     def key_before(self, time: int) -> int:
-        """Return the index of the last key frame at or before a time; 0 for a time before all key frames."""
+        """Return the index of a video's last key frame at or before a time; 0 for a time before all key frames.
+
+        Args:
+            time: in units of the stream's time base.
+        """
         return max(0, int(np.searchsorted(self.keys, time, side="right")) - 1)
 
 
@@ -88,8 +94,9 @@ def examine_video(path: Path, where: str, sampling: VideoSampling, full: bool) -
     they are stored, and with `full` its checksum.
 
     Args:
-        where: name of the record in error messages.
-        full: whether to decode the frames that training uses. If false, no frame is decoded.
+        where: name of the dataset record in error messages.
+        sampling: selects the frames that training uses.
+        full: whether to decode these frames. If false, no frame is decoded.
 
     Raises:
         ImageError: the video cannot be read, or PyAV is not installed; its `kind` says why.
@@ -113,7 +120,7 @@ def read_frames(path: Path, where: str, choose: Callable[[int, float], Sequence[
     """Return frames of a video as RGB images, rotated as a video player shows them.
 
     Args:
-        where: name of the record in error messages.
+        where: name of the dataset record in error messages.
         choose: function (number of frames of the video, frames per second) -> numbers of the frames to read, in
             ascending order.
 
@@ -134,7 +141,7 @@ def video_digest(path: Path, where: str) -> int:
     """Return the xxh3 checksum of a video file's bytes; raise ImageError if it cannot be read.
 
     Args:
-        where: name of the record in error messages.
+        where: name of the dataset record in error messages.
     """
     return with_file(path, f"{where}: video {path}", digest_of)
 
@@ -153,8 +160,9 @@ def opening(file: BinaryIO, path: Path, where: str) -> Iterator[tuple[Any, Any]]
     PyAV in the `with` block become ImageErrors.
 
     Args:
-        path: the file, for error messages.
-        where: name of the record in error messages.
+        file: the video, open for reading.
+        path: the file, for error messages and its format.
+        where: name of the dataset record in error messages.
     """
     try:
         import av
@@ -227,11 +235,17 @@ def time_of(timed: Any) -> Any:
 
 
 def decoded(container: Any, stream: Any, timeline: Timeline, numbers: Sequence[int]) -> Iterator[Any]:
-    """Decode the frames with the given numbers, which ascend, and yield them as PyAV's frames.
+    """Decode the frames of a video with the given numbers, which ascend, and yield them as PyAV's frames.
 
     Decoding continues from one frame to the next, or begins anew at the last key frame before the next one if fewer
     frames must be decoded then. If the decoder gives no frame at the time of a packet, the last frame before it is
     yielded.
+
+    Args:
+        container: PyAV's container of the video.
+        stream: PyAV's video stream.
+        timeline: times of the frames and of the key frames.
+        numbers: numbers of the frames, from 0.
     """
     frames: Iterator[Any] = iter(())
     at, now, ahead = -1, None, None
@@ -252,11 +266,14 @@ def decoded(container: Any, stream: Any, timeline: Timeline, numbers: Sequence[i
 
 
 def frames_from(container: Any, stream: Any, timeline: Timeline, key: int) -> Iterator[Any]:
-    """Decode a video from a key frame on, and yield its frames. If seeking to the key frame fails, begin at the first
-    one.
+    """Decode a video from a key frame on, and yield its frames as PyAV's frames. If seeking to the key frame fails,
+    begin at the first one.
 
     Args:
-        key: index of the key frame in `timeline`.
+        container: PyAV's container of the video.
+        stream: PyAV's video stream.
+        timeline: times of the frames and of the key frames.
+        key: index of the key frame among the key frames.
     """
     for place in (key, 0):
         container.seek(int(timeline.seeks[place]), stream=stream)
@@ -271,6 +288,6 @@ def frames_from(container: Any, stream: Any, timeline: Timeline, key: int) -> It
 
 
 def shown(frame: Any) -> Image.Image:
-    """Return a frame of PyAV as an RGB image, rotated by the multiple of 90 degrees that the file names, as a video
-    player shows it."""
+    """Return a video frame of PyAV as an RGB image, rotated by the multiple of 90 degrees that the file names, as a
+    video player shows it."""
     return frame.to_image(threads=1).rotate(frame.rotation, expand=True)

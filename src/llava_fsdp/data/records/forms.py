@@ -1,5 +1,6 @@
-"""Parse records of several forms: with LLaVA's `conversations`, with `messages`, with `texts`, or with a question and
-an answer under two keys that the configuration names. The keys of a record tell its form."""
+"""Parse the records of a dataset, each a conversation about images, from JSON. A record has one of several forms:
+LLaVA's `conversations`, `messages`, `texts`, or a question and an answer under the two keys that the settings
+`data.question` and `data.answer` name. Its keys tell which form it has."""
 
 import base64
 import re
@@ -75,7 +76,8 @@ DATA_URL = re.compile(r"data:image/[\w.+-]+(?:;[\w.+-]+=[^;,]*)*;base64,", re.IG
 
 @dataclass(frozen=True)
 class RecordKeys:
-    """Keys of records (in Parquet, columns) that the configuration names."""
+    """Keys of a dataset's records (in Parquet files, columns) that the user names: the settings `data.question`,
+    `data.answer` and `data.image_column`."""
 
     question: str | None = None
     """Key of the question; None: records with a question and an answer under two keys are not read."""
@@ -89,13 +91,15 @@ class RecordKeys:
 
     @property
     def images(self) -> tuple[str, ...]:
-        """Keys of a record for its images."""
+        """Keys of a dataset's records under which images are read: `image`, `images`, and the one that the setting
+        `data.image_column` names."""
         own = self.image
         return IMAGE_KEYS if own is None or own in IMAGE_KEYS else (*IMAGE_KEYS, own)
 
     @property
     def pair(self) -> tuple[str, str] | None:
-        """Keys of a record for its question and answer; None if the configuration names none."""
+        """The keys of a dataset's records for a question and its answer, as the settings `data.question` and
+        `data.answer` name them; None if they are not set."""
         return None if self.question is None or self.answer is None else (self.question, self.answer)
 
 
@@ -104,8 +108,8 @@ NO_KEYS = RecordKeys()
 
 @dataclass
 class RecordReader:
-    """Parses the values of one record. It collects the images that are embedded in the record, and media that are not
-    read."""
+    """Parses the values in the JSON of one dataset record. It also collects the images that are embedded in the record,
+    and notes media (such as audio) that this program does not read."""
 
     where: str
     """Name of the record in error messages."""
@@ -121,26 +125,35 @@ class RecordReader:
     """Description of the first media that are not read; None if there are none."""
 
     def bad(self, what: str, value: Any, cure: str) -> DataError:
-        """Return a DataError about a value of the record.
+        """Make a DataError about a wrong value in a record.
 
         Args:
             what: name of the value.
-            cure: what the value must be.
+            value: the wrong value.
+            cure: what the value must be, such as `a path`.
         """
         return DataError(f"{self.where}: {what} is {shown(value)}; it must be {cure}", Kind.bad_form)
 
-    def note_unread(self, raw: dict[str, Any], read: Iterable[str] = ()) -> None:
-        """Note the media in a JSON object that are not read; `read` are its keys that are."""
-        self.unread = self.unread or unread_media(raw, read)
+    def note_unread(self, raw: dict[str, Any], read_keys: Iterable[str] = ()) -> None:
+        """Store a description of the first value in a JSON object that is media (such as audio) which this program does
+        not read, unless one is stored already.
+
+        Args:
+            raw: a record, or an object in it.
+            read_keys: keys of the object whose media are read, and which are therefore ignored here.
+        """
+        self.unread = self.unread or unread_media(raw, read_keys)
 
     def image(self, what: str, value: Any, is_nested: bool = False) -> str:
-        """Return the name of an image: its path or, for an image that is embedded in the record, a name made from its
-        bytes.
+        """Return the name of an image that a record contains: its path or, for an image that is embedded in the record,
+        a name made from its bytes.
 
         Args:
             what: name of the value in error messages.
-            value: a path, a data URL, or an object with one of the keys GIVEN_AS; in an object, `bytes` may be bytes or
-                base64 text. In a row of a Parquet file or a tar also an object with the key LOCATION.
+            value: the image as a JSON value: a path, a data URL, or an object with one of the keys `image`,
+                `image_url`, `url`, `path`, `base64` and `bytes` (bytes or base64 text). In a row of a Parquet file or a
+                tar also an object with the image's location in the file.
+            is_nested: whether `value` is itself the value of a key `image` or `image_url` of an object.
         """
         if isinstance(value, dict) and LOCATION in value and is_container(self.file):
             return self.located(what, value[LOCATION])
@@ -166,10 +179,11 @@ class RecordReader:
         return value
 
     def video(self, what: str, value: Any) -> str:
-        """Return `value`, the path of a video; raise DataError if it is not a valid path.
+        """Return the path of a video that a record contains; raise DataError if it is not a valid path.
 
         Args:
             what: name of the value in error messages.
+            value: the path, as a JSON value that may be of another type.
         """
         if not isinstance(value, str) or not value:
             cure = "a path or a list of paths: fix it, or leave the key out of a record without videos"
@@ -180,7 +194,12 @@ class RecordReader:
         return value
 
     def decoded(self, what: str, text: Any) -> bytes:
-        """Decode an image from base64; `what` is its name in the error message."""
+        """Return the bytes of an image that a record contains as base64 text; raise DataError if it is not base64.
+
+        Args:
+            what: name of the text in error messages.
+            text: the base64 text, as a JSON value that may be of another type.
+        """
         try:
             return base64.b64decode(text, validate=True)
         except (TypeError, ValueError) as error:
@@ -190,17 +209,19 @@ class RecordReader:
             ) from error
 
     def keep(self, data: bytes) -> str:
-        """Add the bytes of an embedded image to `inline`, and return a name for it."""
+        """Store the bytes of an image that is embedded in a record, and return a name for it, made from a hash of the
+        bytes."""
         name = f"{INLINE}{xxh3_128_hexdigest(data)}"
         self.inline[name] = data
         return name
 
     def located(self, what: str, values: Any) -> str:
-        """Add the location of an image in the file of records to `inline`, and return a name for it.
+        """Store where an image lies in the Parquet file or tar of its record, and return a name for it, made from this
+        location.
 
         Args:
             what: name of the value in error messages.
-            values: fields of the location, written by `ImageLocation.to_json`.
+            values: the fields of the location, as `ImageLocation.to_json` writes them.
         """
         try:
             location = location_from(self.file, values)
@@ -212,18 +233,23 @@ class RecordReader:
         return name
 
     def turns(self, key: str, raw: Any) -> list[Turn]:
-        """Parse the turns of a record from its key `conversations` or `messages`.
+        """Parse the messages of a conversation from the value of a record's key `conversations` or `messages`.
 
         Args:
-            key: the key.
-            raw: its value.
+            key: name of the key, for error messages.
+            raw: its JSON value.
         """
         if not isinstance(raw, list):
             raise self.bad(key, raw, "a list of turns, each an object with from and value, or role and content")
         return [self.turn(f"turn {number}", own) for number, own in enumerate(raw)]
 
     def turn(self, what: str, raw: Any) -> Turn:
-        """Parse an element of `conversations` or `messages`; `what` is its name in error messages."""
+        """Parse one message of a conversation: an element of a record's list `conversations` or `messages`.
+
+        Args:
+            what: name of the message in error messages, such as `turn 0`.
+            raw: the message as a JSON value.
+        """
         fields = raw if isinstance(raw, dict) else {}
         speakers = [name for key, _ in TURN_KEYS if isinstance(name := fields.get(key), str)]
         self.refuse_tools(what, fields, speakers)
@@ -243,7 +269,8 @@ class RecordReader:
         return value
 
     def part(self, what: str, raw: Any) -> str:
-        """Return the text of a part of a turn; `<image>` if the part is an image or a video.
+        """Return the text of one part of a message whose content is a list of parts, as in OpenAI's chat format. For a
+        part that is an image or a video, the text is `<image>`, and its name is stored.
 
         Args:
             what: name of the part in error messages.
@@ -273,11 +300,13 @@ class RecordReader:
         return ""
 
     def refuse_tools(self, what: str, raw: dict[str, Any], speakers: Iterable[str] = ()) -> None:
-        """Raise DataError if a record or a turn has tools or calls of tools, or a tool is among the speakers.
+        """Raise DataError if a record or a message has tools or calls of tools (functions), or a tool is among the
+        speakers.
 
         Args:
-            what: name of the record or turn in the error message.
-            raw: the record or turn as a JSON object.
+            what: name of the record or message in the error message.
+            raw: the record or message as a JSON object.
+            speakers: names of the message's speakers.
         """
         speaker = next((own for own in speakers if own in TOOLS), None)
         called = next((own for own in TOOL_KEYS if not is_empty(raw.get(own))), None)
@@ -288,11 +317,12 @@ class RecordReader:
             )
 
     def pairs(self, key: str, raw: Any) -> list[Turn]:
-        """Parse the turns of a record from its key `texts`: pairs of a question and its answer.
+        """Parse the value of a record's key `texts`, a list of objects with a question (`user`) and its answer
+        (`assistant`). Return each as two messages.
 
         Args:
-            key: the key.
-            raw: its value.
+            key: name of the key, for error messages.
+            raw: its JSON value.
         """
         if not isinstance(raw, list):
             raise self.bad(key, raw, "a list of objects with user and assistant")
@@ -306,11 +336,12 @@ class RecordReader:
         return turns
 
     def listed(self, raw: dict[str, Any], keys: Iterable[str], main: str) -> dict[str, list[str]]:
-        """Return {key: names} of the images or videos of a record. The value of a key is one of them, or a list.
+        """Return the images or the videos of a record as {key of the record: names of those under it}.
 
         Args:
             raw: the record as a JSON object.
-            keys: the keys to read. Keys without a value are left out.
+            keys: the keys to read. The value of a key is an image (or video), or a list of them. Keys without a value
+                are left out.
             main: `image` or `video`: what is read, and the one of `keys` whose value must not be empty.
         """
         read = self.video if main == VIDEO else self.image
@@ -323,8 +354,13 @@ class RecordReader:
 
 
 def given_sizes(raw: Any, count: int) -> list[tuple[int, int]] | None:
-    """Return the width and height of each image of a record, as its keys SIZE_KEYS give them: each a number, or a list
-    with one for each of the record's `count` images. None if they do not give the sizes of all."""
+    """Return (width, height) in pixels of each image of a record, as the record's keys `width` and `height` give them:
+    each a number, or a list with one number for each image. None if they do not give valid sizes of all images.
+
+    Args:
+        raw: the record as a JSON object.
+        count: number of the record's images.
+    """
     columns: list[list[int]] = []
     for key in SIZE_KEYS:
         value = raw.get(key)
@@ -336,13 +372,19 @@ def given_sizes(raw: Any, count: int) -> list[tuple[int, int]] | None:
 
 
 def is_side(value: Any) -> bool:
-    """Return whether a JSON value is a number of pixels; tables with missing values have integers as floats."""
+    """Return whether a JSON value is a valid width or height in pixels: a positive integer below 2**31. It may be a
+    float, because tables with missing values have integers as floats."""
     return type(value) in (int, float) and 1 <= value <= LONGEST_SIDE and value == int(value)
 
 
 def given_images(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return those keys of a JSON object, with their values, that contain an image. A path next to bytes is left out,
-    because it is only their name, as Hugging Face datasets writes it."""
+    """Return those keys of a JSON object, with their values, that contain an image: `image`, `image_url`, `url`,
+    `path`, `base64` and `bytes`. A path next to bytes is left out, because it is only their name, as Hugging Face
+    datasets writes it.
+
+    Args:
+        raw: an image, or a part of a message, as a JSON object.
+    """
     given = {key: raw[key] for key in GIVEN_AS if not is_empty(raw.get(key))}
     return {key: value for key, value in given.items() if key != "path" or "bytes" not in given}
 
@@ -356,14 +398,17 @@ FORMS: dict[str, Callable[[RecordReader, str, Any], list[Turn]]] = {
 
 
 def form_of(where: str, raw: dict[str, Any], keys: RecordKeys) -> str:
-    """Return the key that tells the form of a record: a key of FORMS, or the key of the question. A key that is null or
-    empty is ignored if another one has a value, because in a table with records of several forms, each row has the keys
-    of all forms. Raise DataError if the record has no form, or the keys of two.
+    """Return the key of a record that tells in which form it has its conversation: `conversations`, `messages`,
+    `texts`, or one of the two keys of a question and its answer. Raise DataError if the record has no form, or the keys
+    of two.
+
+    A key that is null or empty is ignored if another one has a value, because in a table with records of several forms,
+    each row has the keys of all forms.
 
     Args:
         where: name of the record in error messages.
         raw: the record as a JSON object.
-        keys: keys that the configuration names.
+        keys: names of the keys of question and answer.
     """
     known = [*FORMS, *(keys.pair or ())]
     named = [key for key in known if key in raw]
@@ -387,14 +432,14 @@ def form_of(where: str, raw: dict[str, Any], keys: RecordKeys) -> str:
 def parse_record(
     path: Path | str, index: int, raw: Any, line: int | None = None, keys: RecordKeys = NO_KEYS, videos: bool = False
 ) -> Record:
-    """Make a Record from parsed JSON, or from a row of a table with the same keys, in which images may also be bytes.
+    """Parse a record of a dataset: make a Record from its JSON.
 
     Args:
-        path: file of the record.
+        path: the file that contains the record.
         index: index of the record in the file.
-        raw: the parsed JSON.
+        raw: the parsed JSON, or a row of a table with the same keys, in which images may also be bytes.
         line: number of the line on which the record begins, if known.
-        keys: keys that the configuration names.
+        keys: names of the keys of question, answer and images, if the user has set them.
         videos: whether videos are read; if not, a video counts as media that are not read.
 
     Raises:
@@ -434,11 +479,12 @@ def parse_record(
 
 
 def one_list(where: str, listed: dict[str, list[str]], what: str = "images") -> tuple[str, ...]:
-    """Return the images (or videos) of a record. Raise DataError if several of its keys list different ones.
+    """Return the names of a record's images (or videos), which several of its keys may list. Raise DataError if the
+    keys list different ones.
 
     Args:
         where: name of the record in error messages.
-        listed: {key of the record: images that it lists}.
+        listed: {key of the record: names of the images that it lists}.
         what: `images` or `videos`, for error messages.
     """
     filled = {key: names for key, names in listed.items() if names}
@@ -450,15 +496,16 @@ def one_list(where: str, listed: dict[str, list[str]], what: str = "images") -> 
 def put_videos(
     images: Sequence[str], videos: Sequence[str], turns: Sequence[Turn]
 ) -> tuple[tuple[str, ...], list[Turn]]:
-    """Return the images and videos of a record in the order of their tags, and its turns with each tag <video> replaced
-    by <image>.
+    """Return the names of a record's images and videos in the order of their tags in its messages, and the messages
+    with each tag <video> replaced by <image>.
 
     The tag <video> stands for the next video. The tag <image> stands for the next of `images` or, if there are none,
     for the next video, as in LLaVA-Video-178K. Files without a tag come last.
 
     Args:
-        images: the files under the keys for images and in the parts of turns; some may be videos.
-        videos: the files under the keys `video` and `videos`.
+        images: names under the record's keys for images and in the parts of messages; some may be videos.
+        videos: names under the record's keys `video` and `videos`.
+        turns: the messages.
     """
     images_left, videos_left, ordered = list(images), list(videos), list[str]()
 
@@ -480,18 +527,19 @@ def put_videos(
     return (*ordered, *images_left, *videos_left), read_turns
 
 
-def images_in_front(turns: list[Turn], images: int) -> list[Turn]:
-    """Return turns with a tag for each image, on a line of its own, before the first question. Turns that have image
-    tags are returned unchanged.
+def images_in_front(turns: list[Turn], num_images: int) -> list[Turn]:
+    """Return the messages of a record with one `<image>` tag for each image, on a line of its own, put before the first
+    question. Messages that have image tags already are returned unchanged.
 
     Args:
-        images: number of images.
+        turns: the messages.
+        num_images: number of the record's images.
     """
     first = next((number for number, turn in enumerate(turns) if turn.role == "human"), None)
     if first is None or any(IMAGE_TAG in turn.text for turn in turns):
         return turns
     return [
         *turns[:first],
-        replace(turns[first], text=f"{IMAGE_TAG}\n" * images + turns[first].text),
+        replace(turns[first], text=f"{IMAGE_TAG}\n" * num_images + turns[first].text),
         *turns[first + 1 :],
     ]

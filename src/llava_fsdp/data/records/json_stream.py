@@ -34,24 +34,25 @@ HEADS: dict[bytes, str] = {
 
 
 def spans(
-    path: Path, after: Span | None = None, most: int = MOST_BYTES, name: str | Path | None = None
+    path: Path, after: Span | None = None, max_bytes: int = MOST_BYTES, name: str | Path | None = None
 ) -> Iterator[Span]:
-    """Yield the position (offset, size, line) of each record in a JSON list or JSON Lines (`.jsonl`) file, in file
-    order.
+    """Yield the position (offset in bytes, size in bytes, number of its first line) of each record in a JSON list or
+    JSON Lines (`.jsonl`) file, in file order.
 
     Args:
         after: position of a record; begin with the record after it. None: begin with the first record.
-        most: greatest size in bytes of a record that is parsed. Of a larger record, only the end is searched.
+        max_bytes: greatest size of a record that is parsed to find its end. In a larger record, only brackets and
+            quotes are matched.
         name: name of the file in error messages if `path` is a copy of it; None: `path`.
 
     Raises:
         DataError: a JSON list is not valid JSON. (The lines of a JSON Lines file are not parsed.)
     """
     find = line_spans if path.suffix.lower() == ".jsonl" else list_spans
-    return find(path, after, most, path if name is None else name)
+    return find(path, after, max_bytes, path if name is None else name)
 
 
-def line_spans(path: Path, after: Span | None, most: int, name: str | Path) -> Iterator[Span]:
+def line_spans(path: Path, after: Span | None, max_bytes: int, name: str | Path) -> Iterator[Span]:
     with path.open("rb") as file:
         offset, number = (begin(file, name), 1) if after is None else (after[0] + after[1], after[2])
         file.seek(offset)
@@ -61,10 +62,10 @@ def line_spans(path: Path, after: Span | None, most: int, name: str | Path) -> I
             while True:
                 kept = size + len(line.rstrip(b"\r\n")) if line.strip() else kept
                 size += len(line)
-                if is_list and size > most:
+                if is_list and size > max_bytes:
                     raise DataError(
-                        f"{name}, line {number} is a list of more than {most} bytes; is it JSON Lines? A JSON list "
-                        "belongs into a file whose name ends in .json"
+                        f"{name}, line {number} is a list of more than {max_bytes} bytes; is it JSON Lines? A JSON "
+                        "list belongs into a file whose name ends in .json"
                     )
                 if line.endswith(b"\n") or not (line := file.readline(BLOCK)):
                     break
@@ -74,9 +75,9 @@ def line_spans(path: Path, after: Span | None, most: int, name: str | Path) -> I
             number += 1
 
 
-def list_spans(path: Path, after: Span | None, most: int, name: str | Path) -> Iterator[Span]:
+def list_spans(path: Path, after: Span | None, max_bytes: int, name: str | Path) -> Iterator[Span]:
     with path.open("rb") as file:
-        window = Window(file, begin(file, name), most) if after is None else window_behind(file, after, most)
+        window = Window(file, begin(file, name), max_bytes) if after is None else window_behind(file, after, max_bytes)
         try:
             if after is None:
                 open_list(window, name)
@@ -92,20 +93,27 @@ def list_spans(path: Path, after: Span | None, most: int, name: str | Path) -> I
             raise DataError(f"{name}: the record at byte {at} is nested too deeply to be read; fix it") from error
 
 
-def window_behind(file: BinaryIO, after: Span, most: int) -> "Window":
-    """Return a Window at the byte after the record at position `after`."""
+def window_behind(file: BinaryIO, after: Span, max_bytes: int) -> "Window":
+    """Return a Window, which reads JSON values from a file, that begins at the byte after a given record.
+
+    Args:
+        after: position of the record: (offset in bytes, size in bytes, number of its first line).
+        max_bytes: greatest size of a value that the Window parses.
+    """
     offset, size, line = after
     file.seek(offset)
     for begin in range(0, size, BLOCK):
         line += file.read(min(BLOCK, size - begin)).count(b"\n")
-    return Window(file, offset + size, most, line=line)
+    return Window(file, offset + size, max_bytes, line=line)
 
 
 def check_head(head: bytes, path: Path | str) -> None:
-    """Raise DataError if a file is empty, or if its first bytes are those of another file type (see HEADS).
+    """Raise DataError if a file of records is empty, or if its first bytes are those of another file type (gzip, HTML,
+    ...).
 
     Args:
         head: the first bytes of the file.
+        path: the file, for error messages.
     """
     if not head:
         raise DataError(f"{path} is empty (0 bytes); take it from its source again")
@@ -121,6 +129,10 @@ def check_head(head: bytes, path: Path | str) -> None:
 def begin(file: BinaryIO, path: str | Path) -> int:
     """Return the offset of the first byte of text in a file: 3 if it begins with a UTF-8 byte order mark, else 0.
 
+    Args:
+        file: the file, open at its beginning.
+        path: its name in error messages.
+
     Raises:
         DataError: the file is empty, of another type (gzip, HTML, ...), or UTF-16 or UTF-32.
     """
@@ -135,7 +147,7 @@ def begin(file: BinaryIO, path: str | Path) -> int:
 @dataclass
 class Window:
     """Reads JSON values from a file, of which only a part is in memory. The bytes are decoded as Latin-1, one character
-    per byte, so that an offset in the file is an offset in `text` plus `base`.
+    per byte, so that an offset in the file is an offset in `text`, the part in memory, plus `base`.
 
     Latin-1 is safe: all characters of JSON syntax are below 128, and no byte of a multi-byte UTF-8 character is.
     """
@@ -143,7 +155,7 @@ class Window:
     file: BinaryIO
     base: int
     """Offset in the file of the first byte of `text`."""
-    most: int = MOST_BYTES
+    max_bytes: int = MOST_BYTES
     """Greatest size in bytes of a JSON value that is parsed. Of a larger value, only the end is searched."""
     text: str = ""
     at: int = 0
@@ -157,8 +169,8 @@ class Window:
     """JSON decoder that does not convert integers. Python would raise an error for one with too many digits."""
 
     def more(self) -> None:
-        """Drop the text before `at`, and append more of the file to `text`: as many bytes as it then has, but at least
-        BLOCK."""
+        """Read more of the file into memory: as many bytes as are there already, but at least 1 MiB. Text that was read
+        past is dropped."""
         self.line_here()
         self.text = self.text[self.at :]
         self.base += self.at
@@ -174,7 +186,8 @@ class Window:
         return self.line
 
     def next_sign(self) -> str:
-        """Move to the next character that is not white space and return it, or "" at the end of the file."""
+        """Move to the next character of the file that is not white space and return it, or "" at the end of the
+        file."""
         while True:
             self.at = after_space(self.text, self.at)
             if self.at < len(self.text):
@@ -184,7 +197,8 @@ class Window:
             self.more()
 
     def pass_value(self) -> tuple[int, int]:
-        """Move past the JSON value that begins at `at`, and return its range of bytes [begin, end) in the file.
+        """Move the reading position past the JSON value that begins there, and return the value's range of bytes
+        [begin, end) in the file.
 
         The value counts as complete only if `,` or `]` follows, because a number may continue after the text in memory.
         """
@@ -198,21 +212,21 @@ class Window:
                     return begin, self.base + end
                 wrong, ends = (
                     ("Expecting ',' delimiter", behind),
-                    end - self.at <= self.most and behind == len(self.text),
+                    end - self.at <= self.max_bytes and behind == len(self.text),
                 )
             except json.JSONDecodeError as caught:  # not kept: the exception references this frame and all its text
                 wrong, ends = (caught.msg, caught.pos), False
             if self.ended:
                 raise json.JSONDecodeError(wrong[0], "", wrong[1])
-            if len(self.text) - self.at > self.most and not ends:
+            if len(self.text) - self.at > self.max_bytes and not ends:
                 return begin, self.pass_large(begin, wrong[0], self.base + wrong[1])
             self.more()
 
     def pass_large(self, begin: int, wrong: str, where: int) -> int:
-        """Move past a JSON value of more than `most` bytes without parsing it, and return the offset in the file at
-        which it ends. Only brackets and quotes are matched.
+        """Move the reading position past a JSON value of more than `max_bytes` bytes without parsing it, and return the
+        offset in the file at which it ends. Only brackets and quotes are matched.
 
-        Called when the JSON parser has failed on the value although it had more than `most` bytes of it.
+        Called when the JSON parser has failed on the value although it had more than `max_bytes` bytes of it.
 
         Args:
             begin: offset in the file at which the value begins.
@@ -220,8 +234,8 @@ class Window:
             where: offset in the file that the message is about.
 
         Raises:
-            JSONDecodeError: the value has no end, or has at most `most` bytes, so that the parser's error was right.
-                The error has the message `wrong`.
+            JSONDecodeError: the value has no end, or has at most `max_bytes` bytes, so that the parser's error was
+                right. The error has the message `wrong`.
         """
         depth, in_text, is_closed = 0, False, False
         while not is_closed:
@@ -241,7 +255,7 @@ class Window:
             depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(sign, 0)
             is_closed = depth <= 0 and not in_text
         end = self.base + self.at
-        if depth or in_text or end - begin <= self.most or self.next_sign() not in (",", "]"):
+        if depth or in_text or end - begin <= self.max_bytes or self.next_sign() not in (",", "]"):
             raise json.JSONDecodeError(wrong, "", where - self.base)
         return end
 
@@ -265,10 +279,12 @@ def open_list(window: Window, path: str | Path) -> None:
 
 
 def elements(window: Window, is_first: bool) -> Iterator[Span]:
-    """Yield the position (offset, size, line) of each element of a JSON list.
+    """Yield the position (offset in bytes, size in bytes, number of its first line) of each further element of a JSON
+    list.
 
     Args:
-        window: its reading position is right after the opening bracket of the list, or right after an element.
+        window: reads the file; its reading position is right after the opening bracket of the list, or right after an
+            element.
         is_first: whether the position is after the opening bracket.
     """
     while (sign := window.next_sign()) != "]":

@@ -1,5 +1,5 @@
-"""Decompress JSON Lines files (gzip, zstd) into the dataset's index, and copy remote JSON files there, so that their
-records can be read like those of any text file."""
+"""Decompress JSON Lines files (gzip, zstd) into the dataset's index folder, and copy remote JSON files there, so that
+their records can be read like those of any text file."""
 
 import gzip
 import importlib.util
@@ -29,13 +29,17 @@ thousandfold."""
 
 
 def is_copied(path: str) -> bool:
-    """Return whether a file of records is a text file that is compressed or remote, so that it is read from a copy in
-    the index."""
+    """Return whether a file of records is a text file that is compressed or remote, judged by its path or URL. Such a
+    file is read from a copy in the dataset's index folder."""
     return path.lower().endswith((GZIP, ZSTD)) or (is_remote(path) and path.lower().endswith((".json", ".jsonl")))
 
 
 def copy_name(path: str) -> str:
-    """Return the file name for the copy of a text file in the index."""
+    """Return the file name for the local copy of a compressed or remote text file of records.
+
+    Args:
+        path: path or URL of the file.
+    """
     return "copy.json" if path.lower().endswith(".json") else "copy.jsonl"
 
 
@@ -47,7 +51,8 @@ def check_unpacks(path: str) -> None:
 
 @dataclass(frozen=True)
 class Unpack:
-    """Decompresses local files and copies remote ones. Each call processes the file with index `chunk` in `paths`."""
+    """Decompresses local files of records and copies remote ones, in worker processes. Each call processes the file
+    with index `chunk` in `paths`."""
 
     paths: tuple[str, ...]
     targets: tuple[Path, ...]
@@ -68,7 +73,10 @@ class Unpack:
 
 
 def blocks(packed: Reader) -> Iterator[bytes]:
-    """Yield the decompressed content of a file in blocks.
+    """Yield the decompressed content of a file in blocks of bytes.
+
+    Args:
+        packed: the file; if its name does not end in `.jsonl.gz` or `.jsonl.zst`, its content is yielded as it is.
 
     Raises:
         DataError: the file is not whole, is not compressed as its name says, or unpacks to far more than text does.
@@ -89,7 +97,11 @@ def blocks(packed: Reader) -> Iterator[bytes]:
 
 @contextmanager
 def opened(packed: Reader) -> Iterator[Any]:
-    """Context manager that opens the decompressed content of a file as a binary file object."""
+    """Context manager that opens the decompressed content of a file as a binary file object.
+
+    Args:
+        packed: the file; if its name does not end in `.jsonl.gz` or `.jsonl.zst`, its content is not decompressed.
+    """
     path, raw = packed.name.lower(), io.BufferedReader(ReaderFile(packed), BLOCK)
     if path.endswith(GZIP):
         with gzip.open(raw) as file:
@@ -105,7 +117,7 @@ def opened(packed: Reader) -> Iterator[Any]:
 
 @contextmanager
 def refused(path: str) -> Iterator[None]:
-    """Context manager in which errors of the decompression libraries become DataErrors about a file."""
+    """Context manager in which errors of the decompression libraries become DataErrors that name the file `path`."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

@@ -1,9 +1,10 @@
-"""Read the rows of Parquet files as records in JSON.
+"""Read the rows of Parquet files as dataset records in JSON.
 
-The columns are: those of a form of records (forms.py); `id`; `image` and `images`, a path, the image's bytes, a struct
-of bytes and path as Hugging Face datasets writes it (without bytes, the path is used), or a list of these; `video`, a
-path or a list of paths. A null counts as a missing key. Other columns whose names mean media (audio, ...) are not read,
-and a record with a value in such a column is bad. So is a record whose column of videos contains bytes.
+The columns are: the conversation, under the same keys as in a JSON file; `id`; `image` and `images`, a path, the
+image's bytes, a struct of bytes and path as Hugging Face datasets writes it (without bytes, the path is used), or a
+list of these; `video`, a path or a list of paths. A null counts as a missing key. Other columns whose names mean media
+(audio, ...) are not read, and a record with a value in such a column is bad. So is a record whose column of videos
+contains bytes.
 """
 
 import importlib.util
@@ -47,23 +48,28 @@ def is_parquet(path: str | Path) -> bool:
 
 
 def check_installed(path: str) -> None:
-    """Raise ConfigError if a file is a Parquet file and pyarrow is not installed."""
+    """Raise ConfigError if a file is a Parquet file (by its suffix) and pyarrow, which reads it, is not installed."""
     if is_parquet(path) and importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"{path} is Parquet, which needs pyarrow: pip install 'llava-fsdp[parquet]'")
 
 
 def turn_columns(keys: RecordKeys) -> tuple[str, ...]:
-    """Return the names of all columns that can contain the conversation of a record.
+    """Return the names of all columns of a Parquet file that can contain the conversation of a record.
 
     Args:
-        keys: names of columns that the configuration gives.
+        keys: names of the columns of question and answer, if the user has set them.
     """
     return (*FORMS, *(keys.pair or ()))
 
 
 def read_columns(keys: RecordKeys, schema: Any) -> list[str]:
-    """Return the names of those columns of an Arrow schema that are read. Columns of videos are only read if they have
-    paths."""
+    """Return the names of those columns of a Parquet file that are read. Columns of videos are only read if they have
+    paths.
+
+    Args:
+        keys: names of the columns of question, answer and images, if the user has set them.
+        schema: Arrow schema of the file.
+    """
     names = dict.fromkeys(("id", *keys.images, *turn_columns(keys)))
     names |= dict.fromkeys(key for key in VIDEO_KEYS if key in schema.names and has_paths(schema, key))
     names |= dict.fromkeys(key for key in SIZE_KEYS if key in schema.names and has_numbers(schema, key))
@@ -71,7 +77,7 @@ def read_columns(keys: RecordKeys, schema: Any) -> list[str]:
 
 
 def has_numbers(schema: Any, name: str) -> bool:
-    """Return whether a column of an Arrow schema has integers or floats, or lists of them."""
+    """Return whether the column `name` of an Arrow schema has integers or floats, or lists of them."""
     from pyarrow import types
 
     kind = schema.field(name).type
@@ -80,13 +86,16 @@ def has_numbers(schema: Any, name: str) -> bool:
 
 
 def has_paths(schema: Any, name: str) -> bool:
-    """Return whether a column of an Arrow schema contains texts (paths) or lists of texts."""
+    """Return whether the column `name` of an Arrow schema contains texts (paths) or lists of texts."""
     kind = schema.field(name).type
     return is_text(kind.value_type if is_list(kind) else kind)
 
 
 def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetContainer:
     """Open a Parquet file of records.
+
+    Args:
+        keys: names of the columns of question, answer and images, if the user has set them.
 
     Raises:
         DataError: the file is not a Parquet file, or its columns are those of no form of records.
@@ -114,7 +123,13 @@ def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetContainer:
 
 
 def check_types(path: str, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
-    """Raise DataError if the Arrow type of one of the columns that are read is not supported."""
+    """Raise DataError if the type of a column of a Parquet file that is read is not supported.
+
+    Args:
+        path: the file, for error messages.
+        schema: its Arrow schema.
+        keys: names of the columns of question, answer and images, if the user has set them.
+    """
     from pyarrow import types
 
     for name in (name for name in turn_columns(keys) if name in schema.names):
@@ -153,8 +168,8 @@ def is_text(kind: Any) -> bool:
 
 
 def are_turns(kind: Any) -> bool:
-    """Return whether an Arrow type can be a list of turns: a list of structs with the fields of a turn, or a type whose
-    values are all empty."""
+    """Return whether an Arrow type can be a list of messages of a conversation: a list of structs with the fields of a
+    message, or a type whose values are all empty."""
     from pyarrow import types
 
     if not is_list(kind) or types.is_null(kind.value_type):
@@ -184,7 +199,7 @@ def fields_of(kind: Any) -> dict[str, Any]:
 
 
 def is_embedded(schema: Any, name: str) -> bool:
-    """Return whether a column of an Arrow schema can contain the bytes of images."""
+    """Return whether the column `name` of an Arrow schema can contain the bytes of images."""
     from pyarrow import types
 
     kind = schema.field(name).type
@@ -196,11 +211,19 @@ def is_embedded(schema: Any, name: str) -> bool:
 
 
 class ParquetRows:
-    """Reads the rows of a Parquet file as records in JSON. Instead of the bytes of an image, the JSON contains their
-    location in the file."""
+    """Reads the rows of a Parquet file as dataset records in JSON. Instead of the bytes of an image, the JSON contains
+    their location in the file."""
 
     def __init__(self, file: Reader, keys: RecordKeys = NO_KEYS):
-        """Open a Parquet file of records; errors as for `open_file`."""
+        """Open a Parquet file of records.
+
+        Args:
+            keys: names of the columns of question, answer and images, if the user has set them.
+
+        Raises:
+            DataError: the file is not a Parquet file, or its columns are those of no form of records.
+            SourceError: the file cannot be read.
+        """
         self.parquet = open_file(file, keys)
         self.keys = keys
         schema = self.parquet.arrow.schema_arrow
@@ -221,12 +244,16 @@ class ParquetRows:
 
     @property
     def groups(self) -> int:
-        """Number of row groups."""
+        """Number of row groups of a Parquet file."""
         return self.parquet.groups
 
     def leaf_with_images(self, name: str) -> str | None:
-        """Return the path of the leaf column with the bytes of images, given the name of a column of images; None if
-        the column has only paths."""
+        """Return the path of the leaf column of a Parquet file with the bytes of images (such as `image.bytes`); None
+        if there are no bytes, only paths.
+
+        Args:
+            name: name of a column of images (such as `image`).
+        """
         schema = self.parquet.arrow.schema_arrow
         if name not in schema.names or not is_embedded(schema, name):
             return None
@@ -238,13 +265,13 @@ class ParquetRows:
             raise DataError(f"{self.parquet.reader.name}: several columns hold {name}: {leaves}; keep one")
         return leaves[0] if leaves else None
 
-    def lines(self, group: int, most: int = MOST_BYTES) -> Iterator[bytes]:
-        """Yield each row of a row group as a JSON record. A few hundred rows are in memory at a time, and the locations
-        of all images of the row group.
+    def lines(self, group: int, max_bytes: int = MOST_BYTES) -> Iterator[bytes]:
+        """Yield each row of a row group of a Parquet file as a dataset record in JSON. A few hundred rows are in memory
+        at a time, and the locations of all images of the row group.
 
         Args:
             group: index of the row group.
-            most: greatest size of a record in bytes; a larger record is replaced by a placeholder with its size.
+            max_bytes: greatest size of a record; a larger one is replaced by a placeholder with its size.
 
         Raises:
             DataError: the row group is damaged, or stored in a way that is not supported.
@@ -272,33 +299,35 @@ class ParquetRows:
                 ]
                 more = {name for name in self.unread for leaf in unread if is_below(leaf, name)
                         and any(unread[leaf].row(number))}  # fmt: skip
-                yield self.line(batch.slice(row, 1), held, more, most)
+                yield self.line(batch.slice(row, 1), held, more, max_bytes)
                 number += 1
 
-    def line(self, row: Any, held: dict[str, list[ImageLocation | None]], more: Collection[str], most: int) -> bytes:
-        """Return a row as a JSON record.
+    def line(
+        self, row: Any, locations: dict[str, list[ImageLocation | None]], unread: Collection[str], max_bytes: int
+    ) -> bytes:
+        """Return a row of a Parquet file as a dataset record in JSON.
 
         Args:
             row: an Arrow RecordBatch of one row, without the bytes of images.
-            held: {name of a column of images: locations of the images in this row}.
-            more: names of the columns with bytes of media that are not read.
-            most: greatest size of a record in bytes.
+            locations: {name of a column of images: where in the file each of the row's images lies}.
+            unread: names of the columns in which the row has bytes of media (such as audio) that are not read.
+            max_bytes: greatest size of a record; a larger one is replaced by a placeholder with its size.
         """
         names = row.schema.names
         texts = (name for name in turn_columns(self.keys) if name in names)
         size = row.select([name for name in texts if not has_dictionary(row.schema, name)]).nbytes
         try:
-            if size > most:
+            if size > max_bytes:
                 (named,) = row.select([name for name in names if name == "id"]).to_pylist()
-                return json.dumps({**named, TOO_LARGE: [size, most]}).encode()
+                return json.dumps({**named, TOO_LARGE: [size, max_bytes]}).encode()
             (values,) = row.to_pylist()
         except UnicodeDecodeError:
             return NOT_UTF8
         record: dict[str, Any] = {}
-        for name in [n for n in (*self.read, *self.unread) if n in values or n in held or n in more]:
-            value, own = values.get(name), held.get(name, [])
+        for name in [n for n in (*self.read, *self.unread) if n in values or n in locations or n in unread]:
+            value, own = values.get(name), locations.get(name, [])
             if name in self.unread:
-                value = HELD if name in more or not is_empty(value) else None
+                value = HELD if name in unread or not is_empty(value) else None
             elif name in ("id", *SIZE_KEYS) and value != value:  # NaN, as pandas writes a missing number
                 value = None
             elif name in (*self.keys.images, *VIDEO_KEYS):
@@ -308,23 +337,24 @@ class ParquetRows:
             if value is not None:
                 record[name] = value
         made = json_line(record)
-        if len(made) <= most:
+        if len(made) <= max_bytes:
             return made
-        return json.dumps({"id": record.get("id"), TOO_LARGE: [len(made), most]}).encode()
+        return json.dumps({"id": record.get("id"), TOO_LARGE: [len(made), max_bytes]}).encode()
 
-    def images(self, name: str, value: Any, held: list[ImageLocation | None]) -> Any:
-        """Return the JSON value of a column of images in one row: for each image its location or its path.
+    def images(self, name: str, value: Any, locations: list[ImageLocation | None]) -> Any:
+        """Return the images in one row of a column of a Parquet file as a JSON value: for each its location in the
+        file, or its path.
 
         Args:
             name: name of the column.
-            value: value of the column without the bytes of images.
-            held: location of each image; empty if the column cannot contain bytes.
+            value: the row's value in this column, without the bytes of images.
+            locations: location of each image; empty if the column cannot contain bytes.
         """
         if name not in self.lists:
-            return one_image(value, held[0] if held else None)
+            return one_image(value, locations[0] if locations else None)
         if value is None:  # a null, or a list whose elements consist of bytes only
-            return [one_image(None, location) for location in held] or None
-        return [one_image(own, location) for own, location in zip(value, held or [None] * len(value), strict=True)]
+            return [one_image(None, location) for location in locations] or None
+        return [one_image(own, location) for own, location in zip(value, locations or [None] * len(value), strict=True)]
 
 
 def json_line(record: Any) -> bytes:
@@ -337,20 +367,22 @@ def json_line(record: Any) -> bytes:
 
 
 def has_dictionary(schema: Any, name: str) -> bool:
-    """Return whether a column of an Arrow schema has a dictionary, all of which Arrow counts in the size of each
-    row."""
+    """Return whether the column `name` of an Arrow schema is dictionary-encoded. Arrow counts the whole dictionary in
+    the size of each row."""
     from pyarrow import types
 
     return types.is_dictionary(schema.field(name).type)
 
 
 def is_below(leaf: str, column: str) -> bool:
-    """Return whether the leaf column with path `leaf` is the column `column` of the schema or part of it."""
+    """Return whether a leaf column of a Parquet file (such as `image.bytes`) is a column of its schema (such as
+    `image`) or part of it."""
     return leaf == column or leaf.startswith(f"{column}.")
 
 
 def one_image(value: Any, location: ImageLocation | None) -> Any:
-    """Return the JSON value of an image: an object with its location if the file contains its bytes, else its path.
+    """Return an image of a row of a Parquet file as a JSON value: an object with its location if the file contains its
+    bytes, else its path.
 
     Args:
         value: the path, or a struct with the field `path`.
@@ -363,8 +395,9 @@ def one_image(value: Any, location: ImageLocation | None) -> Any:
 
 
 def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a turn with only those fields of TURN that have a value. Fields for media or calls of tools that have a
-    value are replaced by a placeholder."""
+    """Return a message of a conversation, read from a Parquet file, with only those fields that are used (such as
+    `from` and `value`) and have a value. A field for media or calls of tools that has a value is kept with a
+    placeholder."""
     if turn is None:
         return None
     held = {k: HELD for k, v in turn.items() if (names_media(k) or k in TOOL_KEYS) and not is_empty(v)}

@@ -7,7 +7,7 @@ from llava_fsdp.config import Parity, TooLong
 
 
 class Kind(StrEnum):
-    """Kinds of problems that a record of a dataset can have."""
+    """Kinds of problems that a record of a dataset can have, such as a missing image."""
 
     not_json = "not_json"
     not_utf8 = "not_utf8"
@@ -36,7 +36,7 @@ class Kind(StrEnum):
 
 
 class Kept(Enum):
-    """The settings under which a record with a certain problem is still trained on."""
+    """The settings under which a dataset record that has a certain problem is still trained on."""
 
     no = "no"
     yes = "yes"
@@ -47,7 +47,7 @@ class Kept(Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """Description of a kind of problem of a record."""
+    """Description of a kind of problem that a record of a dataset can have."""
 
     meaning: str
     kept: Kept
@@ -87,7 +87,12 @@ BITS: dict[Kind, int] = {kind: 1 << place for place, kind in enumerate(Kind)}
 
 
 def is_kept(kind: Kind, labels: Parity, too_long: TooLong) -> bool:
-    """Return whether a record with a kind of problem is trained on, given the settings `labels` and `data.too_long`."""
+    """Return whether a dataset record that has a certain kind of problem is trained on.
+
+    Args:
+        labels: the setting `labels`: whether labels are exact or those of the original LLaVA.
+        too_long: the setting `data.too_long`: what happens to records that are longer than `data.max_length`.
+    """
     match PROBLEMS[kind].kept:
         case Kept.like_original:
             return labels is Parity.llava_v1_5
@@ -98,5 +103,6 @@ def is_kept(kind: Kind, labels: Parity, too_long: TooLong) -> bool:
 
 
 def mask(*kinds: Kind) -> int:
-    """Return an integer in which the bits (BITS) of the given kinds of problems are set."""
+    """Return an integer with one bit set for each of the given kinds of problems. The bit of a kind is its place in the
+    enum."""
     return sum(BITS[kind] for kind in kinds)

@@ -1,4 +1,4 @@
-"""A record of a dataset, and checks of its parts. (`forms` parses records.)"""
+"""A record of a dataset, which is a conversation about images, and checks of its parts. forms.py parses records."""
 
 import json
 import re
@@ -56,7 +56,7 @@ JSON_NAMES = {
 
 @dataclass(frozen=True)
 class Turn:
-    """A message of a conversation."""
+    """A message of a conversation: its speaker and its text."""
 
     role: str
     """The speaker of the turn: human or gpt; the first turn may be from system."""
@@ -65,7 +65,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Record:
-    """A parsed record of a dataset: a conversation about images or videos."""
+    """A parsed record of a dataset: a conversation, and the images or videos that it is about."""
 
     file: str
     """Path or URL of the file of records."""
@@ -102,47 +102,61 @@ class Record:
 
     @property
     def signed_words(self) -> int:
-        """Length of the record by which LLaVA sorts: the number of words of all messages, negative for a record without
-        image (LLaVA train.py:684-690)."""
+        """Length of a dataset record by which LLaVA sorts: the number of words of all its messages, negative if it has
+        no image (LLaVA train.py:684-690)."""
         words = sum(len(turn.text.split()) for turn in self.turns)
         return words if self.has_image_key else -words
 
     @cached_property
     def num_images(self) -> int:
-        """Number of images, without videos. Cached, because it is needed for each image."""
+        """Number of a dataset record's images, without its videos. Cached, because it is needed for each image."""
         return count_images(self.images)
 
     @property
     def where(self) -> str:
-        """Name of the record in messages: file, line, index and id."""
+        """Name of a dataset record in messages: its file, line, index in the file, and id."""
         return name_record(self.file, self.index, self.line, self.known_id)
 
     @property
     def known_id(self) -> str | None:
-        """Id of the record; None if it has none."""
+        """The id that a dataset record has in its file; None if it has none."""
         return self.id if self.has_id else None
 
 
 def name_place(file: str | Path, index: int, line: int | None) -> str:
-    """Return the name of a record without its id, for error messages: file, line from 1 (if known) and index from 0."""
+    """Return the name of a dataset record without its id, for error messages: its file, line and index.
+
+    Args:
+        index: its index in the file, from 0.
+        line: number of the line on which it begins, from 1; None if unknown.
+    """
     place = f"record {index}" if line is None else f"line {line}, record {index}"
     return f"{shown_name(file)}, {place}"
 
 
 def name_record(file: str | Path, index: int, line: int | None, identity: str | None) -> str:
-    """Return the name of a record for error messages: file, line from 1 (if known), index from 0 and id."""
+    """Return the name of a dataset record for error messages: its file, line, index and id.
+
+    Args:
+        index: its index in the file, from 0.
+        line: number of the line on which it begins, from 1; None if unknown.
+        identity: its id; None if it has none.
+    """
     return f"{name_place(file, index, line)} ({'without an id' if identity is None else f'id {shown_name(identity)}'})"
 
 
 def id_of(raw: dict[str, Any]) -> str | None:
-    """Return the id of a record, given as a JSON object, as text (numbers and other values as JSON); None if it is
-    missing or null."""
+    """Return the id of a dataset record as text (numbers and other values as JSON); None if it is missing or null.
+
+    Args:
+        raw: the record as a JSON object.
+    """
     value = raw.get("id")
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 class TwiceError(ValueError):
-    """A JSON object has the same key twice."""
+    """Raised if a JSON object has the same key twice."""
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -161,11 +175,11 @@ so that one part of the program might not be able to write what another has pars
 
 
 def decode(text: bytes) -> Any:
-    """Parse the bytes of a record as JSON.
+    """Parse the bytes of a dataset record as JSON.
 
     Raises:
         ValueError: it is not UTF-8, not JSON, has a key twice, or a number that is too long.
-        RecursionError: it is nested deeper than `MOST_DEPTH`.
+        RecursionError: lists and objects are nested deeper than 100 levels (MOST_DEPTH).
     """
     value = DECODER.decode(text.decode())
     if text.count(b"[") + text.count(b"{") > MOST_DEPTH and is_deep(value):
@@ -174,7 +188,8 @@ def decode(text: bytes) -> Any:
 
 
 def is_deep(value: Any) -> bool:
-    """Return whether a JSON value is nested deeper than `MOST_DEPTH`, without recursion."""
+    """Return whether lists and objects in a JSON value are nested deeper than 100 levels (MOST_DEPTH), without
+    recursion."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         level = [own for own in level if isinstance(own, dict | list)]
@@ -185,8 +200,8 @@ def is_deep(value: Any) -> bool:
 
 
 def without_locations(value: Any) -> Any:
-    """Return a JSON value from a user's file with a placeholder for the value of each key LOCATION, because only this
-    program may write locations of images."""
+    """Return a JSON value from a user's file in which a placeholder replaces the value of each key `llava_fsdp place`
+    (LOCATION). Under this key, only the program itself may write where in a Parquet file or tar an image lies."""
     if isinstance(value, list):
         return [without_locations(own) for own in value]
     if isinstance(value, dict):
@@ -197,7 +212,14 @@ def without_locations(value: Any) -> Any:
 
 
 def parse_text(path: Path | str, index: int, text: bytes, line: int | None = None) -> Any:
-    """Parse the bytes of a record as JSON; raise DataError if they are not UTF-8 or not valid JSON."""
+    """Parse the bytes of a dataset record as JSON; raise DataError if they are not UTF-8 or not valid JSON.
+
+    Args:
+        path: the file that contains the record; it and the next arguments name the record in error messages.
+        index: index of the record in the file, from 0.
+        text: the bytes.
+        line: number of the line on which the record begins, from 1; None if unknown.
+    """
     where = name_place(path, index, line)
     try:
         return decode(text)
@@ -226,56 +248,74 @@ def json_cure(text: bytes) -> str:
     return "fix it"
 
 
-def check_bytes(found: int, most: int, where: str) -> None:
-    """Raise DataError if `found`, the size of a record in bytes, exceeds `most`.
+def check_bytes(size: int, max_bytes: int, where: str) -> None:
+    """Raise DataError if the size of a dataset record exceeds a limit, both in bytes.
 
     Args:
         where: name of the record in the error message.
     """
-    if found > most:
+    if size > max_bytes:
         raise DataError(
-            f"{where} has {found:,} bytes, over data.max_record_bytes={most}; make several records of it, or raise the "
-            "limit",
+            f"{where} has {size:,} bytes, over data.max_record_bytes={max_bytes}; make several records of it, or raise "
+            "the limit",
             Kind.record_too_large,
         )
 
 
 def is_container(file: object) -> bool:
     """Return whether a file of records is a Parquet file or a tar, judged by the suffix of its name. Such a file may
-    contain images, and its records are copied to a text file in the index."""
+    contain images.
+
+    Args:
+        file: path or URL of the file.
+    """
     return str(file).lower().endswith((PARQUET, TAR, *COMPRESSED_TARS))
 
 
 def is_video(file: object) -> bool:
-    """Return whether a file (a path or an ImageFile) is a video, judged by the suffix of its name."""
+    """Return whether a file is a video, judged by the suffix of its name.
+
+    Args:
+        file: path of the file, or another object whose `str` is a path.
+    """
     return Path(str(file)).suffix.lower() in VIDEO_FORMATS
 
 
 def count_images(names: Iterable[object]) -> int:
-    """Return how many files are images and not videos, judged by the suffixes of their names."""
+    """Return how many files are images and not videos, judged by the suffixes of their names.
+
+    Args:
+        names: paths of images and videos.
+    """
     return sum(not is_video(name) for name in names)
 
 
-def unread_media(raw: dict[str, Any], read: Iterable[str]) -> str | None:
-    """Return a description of the first key of a JSON object that names media (video, audio, ...), has a value, and is
-    not one of the keys `read`; None if there is no such key."""
+def unread_media(raw: dict[str, Any], read_keys: Iterable[str]) -> str | None:
+    """Return a description, for error messages, of the first value in a JSON object that is media (video, audio, ...)
+    which this program does not read; None if there is none. The keys of the object tell what is media.
+
+    Args:
+        raw: a record of a dataset, or an object in it.
+        read_keys: keys whose media are read, and which are therefore ignored here.
+    """
     for key, value in raw.items():
-        if key not in read and names_media(key) and not is_empty(value):
+        if key not in read_keys and names_media(key) and not is_empty(value):
             return f"the key {shown(key)}, {shown(value)}"
     return None
 
 
 @lru_cache(1024)  # records repeat a few keys millions of times
 def names_media(key: str) -> bool:
-    """Return whether the words of a JSON key mean that its value is an image, a video or a sound."""
+    """Return whether a key of a JSON object means, by its words, that the value is an image, a video or a sound (such
+    as `audioUrl`), and not a fact about one (such as `image_width`)."""
     words = {word.lower() for word in WORD.findall(unicodedata.normalize("NFKC", key))}
     words |= {word.removesuffix("s") for word in words}
     return not words.isdisjoint(MEDIA) and words.isdisjoint(ABOUT)
 
 
 def unread_tag(turns: Sequence[Turn]) -> str | None:
-    """Return a description of the first `<video>` or `<audio>` tag in a question; None without such a tag. A tag with a
-    closing tag is HTML and is ignored."""
+    """Return a description, for error messages, of the first `<video>` or `<audio>` tag in a question of a
+    conversation; None if there is none. A tag with a closing tag is HTML and is ignored."""
     for turn in turns:
         found = MEDIA_TAG.search(turn.text) if turn.role == "human" else None
         if found is not None and f"</{found[1].lower()}>" not in turn.text.lower():
@@ -297,11 +337,11 @@ def is_empty(value: Any) -> bool:
 
 
 def unread_reason(where: str, unread: str) -> str:
-    """Return an error message about a record with media that are not read.
+    """Return an error message about a dataset record with media (such as audio) that this program does not read.
 
     Args:
         where: name of the record.
-        unread: `Record.unread`.
+        unread: description of the media, as in `Record.unread`.
     """
     if any(own in unread for own in ('"video"', '"videos"', "<video>")):
         return (
@@ -316,17 +356,19 @@ def unread_reason(where: str, unread: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON for an error message, truncated after 80 characters."""
+    """Return a value as JSON text for an error message, truncated after 80 characters."""
     text = json.dumps(value, ensure_ascii=False, default=repr).encode(errors="backslashreplace").decode()
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def check_name(name: str, where: str, key: str = "image") -> None:
-    """Raise DataError if the name of an image or a video is not a relative path below the image folder.
+    """Raise DataError if a dataset record names an image or a video by something other than a relative path below the
+    image folder.
 
     Args:
+        name: what the record has as the path.
         where: name of the record in the error message.
-        key: key of the record that has the name.
+        key: key of the record that has the path.
     """
     if ADDRESS.match(name):
         raise DataError(

@@ -1,4 +1,5 @@
-"""Read all records of a file without making an index."""
+"""Read all records of a dataset file directly, without the index (a folder of facts about the records) that training
+makes first."""
 
 import contextlib
 import tempfile
@@ -17,15 +18,19 @@ from llava_fsdp.runtime.errors import DataError
 
 
 class RecordFile:
-    """Sequence of the records of a file. A record is parsed when it is accessed."""
+    """Sequence of the records of a dataset file. The file is read at once; a record is parsed when it is accessed."""
 
     def __init__(
-        self, path: Path | str, most: int = MOST_BYTES, keys: RecordKeys = NO_KEYS, data_files: DataFiles | None = None
+        self,
+        path: Path | str,
+        max_bytes: int = MOST_BYTES,
+        keys: RecordKeys = NO_KEYS,
+        data_files: DataFiles | None = None,
     ):
         self.path = str(path)
         self.keys = keys
         self.data_files = data_files or DataFiles()
-        self._records = list(read_records(self.path, most, keys, self.data_files))
+        self._records = list(read_records(self.path, max_bytes, keys, self.data_files))
         if not self._records:
             raise DataError(f"{path} holds no records")
 
@@ -40,21 +45,24 @@ class RecordFile:
 
 
 def read_records(
-    path: str, most: int, keys: RecordKeys = NO_KEYS, data_files: DataFiles | None = None
+    path: str, max_bytes: int, keys: RecordKeys = NO_KEYS, data_files: DataFiles | None = None
 ) -> Iterator[tuple[bytes, int | None]]:
-    """Yield each record of a file as (JSON bytes, number of the line on which it begins, or None if the file is not a
-    text file).
+    """Yield each record of a dataset file as (JSON bytes, number of the line on which it begins, or None if the file is
+    not a text file).
 
     Args:
-        most: greatest size of a record in bytes. A larger record of a Parquet file or tar is replaced by a placeholder.
+        path: path or URL of a JSON, JSON Lines or Parquet file or a tar.
+        max_bytes: greatest size of a record. A larger record of a Parquet file or tar is replaced by a placeholder.
+        keys: names of the keys of question, answer and images, if the user has set them.
+        data_files: opens the file; None if it is a local file.
 
     Raises:
-        DataError: the file is not a list of records, or a record of a text file is larger than `most`.
+        DataError: the file is not a list of records, or a record of a text file is larger than `max_bytes`.
         SourceError: the file cannot be read.
     """
     data_files = data_files or DataFiles()
     if is_container(path):
-        for row in all_lines(path, keys, most, data_files):
+        for row in all_lines(path, keys, max_bytes, data_files):
             yield row, None
         return
     with contextlib.ExitStack() as stack:
@@ -65,7 +73,7 @@ def read_records(
                 copy.writelines(blocks(data_files.open(path)))
         stack.enter_context(reading(text))
         file = stack.enter_context(text.open("rb"))
-        for index, (offset, size, line) in enumerate(spans(text, most=most)):
-            check_bytes(size, most, name_place(path, index, line))
+        for index, (offset, size, line) in enumerate(spans(text, max_bytes=max_bytes)):
+            check_bytes(size, max_bytes, name_place(path, index, line))
             file.seek(offset)
             yield file.read(size), line

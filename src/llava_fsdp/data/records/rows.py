@@ -1,5 +1,5 @@
-"""Copy the records of Parquet files and tars to JSON Lines files in the dataset's index, which are then read like any
-text file. Images are not copied: the JSON has their locations."""
+"""Copy the records of Parquet files and tars to JSON Lines files in the dataset's index (a folder of facts about the
+dataset), which are then read like any text file. Images are not copied: the JSON has their locations."""
 
 import shutil
 from collections.abc import Iterator
@@ -24,20 +24,22 @@ class Rows(Protocol):
 
     @property
     def groups(self) -> int:
-        """Number of parts of the file that can be read independently."""
+        """Number of parts of a Parquet file or tar of records that can be read independently (row groups; 1 for a
+        tar)."""
         ...
 
     @property
     def page_bytes(self) -> np.ndarray:
-        """Two sums over the images that `lines` found in compressed pages: their bytes, and the bytes that must be
-        decompressed to read each image alone, int64 [2]."""
+        """Two sums over the images that `lines` has found in compressed pages of a Parquet file: the bytes of the
+        images, and the bytes that must be decompressed to read each image alone, int64 [2]."""
         ...
 
-    def lines(self, group: int, most: int, /) -> Iterator[bytes]:
-        """Yield the records of a group as JSON. Records larger than `most` bytes are replaced by a placeholder.
+    def lines(self, group: int, max_bytes: int, /) -> Iterator[bytes]:
+        """Yield the records of one part of a Parquet file or tar as JSON.
 
         Args:
-            group: index of a part of the file.
+            group: index of the part (in a Parquet file, the row group).
+            max_bytes: greatest size of a record; a larger one is replaced by a placeholder.
 
         Raises:
             DataError: the file is damaged, or has a form that is not supported.
@@ -47,21 +49,43 @@ class Rows(Protocol):
 
 
 def open_rows(path: str, keys: RecordKeys, data_files: DataFiles) -> Rows:
-    """Open a Parquet file or a tar of records; errors as for `Rows.lines`."""
+    """Open a Parquet file or a tar of records, to read the records as JSON.
+
+    Args:
+        path: path or URL of the file.
+        keys: names of the keys (columns) of question, answer and images, if the user has set them.
+        data_files: opens the file, local or remote.
+
+    Raises:
+        DataError: the file is damaged, or has a form that is not supported.
+        SourceError: the file cannot be read.
+    """
     file = data_files.open(path)
     return ParquetRows(file, keys) if is_parquet(path) else TarRows(file, keys)
 
 
-def all_lines(path: str, keys: RecordKeys, most: int, data_files: DataFiles) -> Iterator[bytes]:
-    """Yield all records of a Parquet file or a tar as JSON; arguments and errors as for `Rows.lines`."""
+def all_lines(path: str, keys: RecordKeys, max_bytes: int, data_files: DataFiles) -> Iterator[bytes]:
+    """Yield all records of a Parquet file or a tar as JSON.
+
+    Args:
+        path: path or URL of the file.
+        keys: names of the keys (columns) of question, answer and images, if the user has set them.
+        max_bytes: greatest size of a record; a larger one is replaced by a placeholder.
+        data_files: opens the file, local or remote.
+
+    Raises:
+        DataError: the file is damaged, or has a form that is not supported.
+        SourceError: the file cannot be read.
+    """
     rows = open_rows(path, keys, data_files)
     for group in range(rows.groups):
-        yield from rows.lines(group, most)
+        yield from rows.lines(group, max_bytes)
 
 
 @dataclass(frozen=True)
 class RowsFile:
-    """A Parquet file or tar, and the paths in the index to which its records are copied."""
+    """A Parquet file or tar of records, and the paths in the dataset's index folder to which its records are copied as
+    JSON."""
 
     path: str
     folder: Path
@@ -70,37 +94,44 @@ class RowsFile:
 
     @property
     def whole(self) -> Path:
-        """Path of the JSON Lines file for all records."""
+        """Path of the JSON Lines file to which all records of a Parquet file or tar are copied."""
         return self.folder / "rows.jsonl"
 
     def text(self, group: int) -> Path:
-        """Return the path of the JSON Lines file for the records of one group."""
+        """Return the path of the JSON Lines file to which the records of one row group of a Parquet file are copied.
+
+        Args:
+            group: index of the row group; a tar counts as a single one.
+        """
         return self.folder / f"{group:08d}.jsonl"
 
     def delete_groups(self) -> None:
-        """Delete the files of single groups, which are not needed once `whole` exists."""
+        """Delete the JSON Lines files with the records of single row groups, which are not needed once a file with the
+        records of all row groups exists."""
         for path in self.folder.glob("[0-9]*"):
             path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class WriteRows:
-    """Copies the records of several Parquet files and tars to JSON Lines files. Each call copies one chunk, a group of
-    one file; `gather` then joins the groups."""
+    """Copies the records of several Parquet files and tars to JSON Lines files, in worker processes. Each call copies
+    one chunk: one row group of one file (a tar counts as one row group). `gather` then joins the copies of each
+    file."""
 
     files: tuple[RowsFile, ...]
-    most: int
+    max_bytes: int
     """Greatest size of a record in bytes."""
     data_files: DataFiles
 
     @cached_property
     def groups(self) -> list[tuple[int, int]]:
-        """For each chunk, (index of the file, index of the group in the file)."""
+        """What each chunk of the work consists of: (index of the Parquet file or tar, index of the row group in it)."""
         counts = (open_rows(file.path, file.keys, self.data_files).groups for file in self.files)
         return [(number, group) for number, count in enumerate(counts) for group in range(count)]
 
     def chunks(self) -> list[Path]:
-        """Return for each chunk a path that exists once the chunk's records are written."""
+        """Return a path for each chunk of the work (a row group to copy); the path exists once the chunk's records are
+        written."""
         return [self.files[number].text(group).with_suffix(".npz") for number, group in self.groups]
 
     def __call__(self, chunk: int) -> Columns:
@@ -108,13 +139,13 @@ class WriteRows:
         rows = self.opened(number)
         before = rows.page_bytes.copy()
         with replacing(self.files[number].text(group), durable=True) as target:
-            for line in rows.lines(group, self.most):
+            for line in rows.lines(group, self.max_bytes):
                 target.write(line + b"\n")
         return {"page_bytes": rows.page_bytes - before}
 
     def opened(self, number: int) -> Rows:
-        """Open the file with index `number`. The last file stays open, because reading its footer again may take
-        long."""
+        """Open the Parquet file or tar with index `number`, to read its records. The last file stays open, because
+        reading its footer again may take long."""
         if number not in self._last:
             self._last.clear()
             file = self.files[number]
@@ -126,8 +157,8 @@ class WriteRows:
         return {}
 
     def gather(self) -> None:
-        """Join the JSON Lines files of the groups of each file, and delete them. Log a warning if images are in
-        compressed pages."""
+        """Join the JSON Lines files that were written for single row groups to one for each Parquet file or tar, and
+        delete them. Log a warning if images are in compressed pages, where reading them is slow."""
         page_bytes = sum((column(chunk, "page_bytes") for chunk in self.chunks()), np.zeros(2, dtype=np.int64))
         if page_bytes[0]:
             log().warning(

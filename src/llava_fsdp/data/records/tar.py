@@ -1,11 +1,11 @@
-"""Read the samples of WebDataset tars as records in JSON.
+"""Read the samples of WebDataset tars as dataset records in JSON.
 
 A sample is a group of files in the tar (members) that differ only in their extensions. Its member `json` is the record,
-in any of the forms of forms.py; without an id, the common name of the members is the id. An image of the record is a
-member if the record names the member's file name or extension, in any folder. If a record names one image and the
-sample has one, that one is meant, whatever its name. A record that names no image has all images of the sample, in the
-order of the tar. The keys that `data.question`, `data.answer` and `data.image_column` name may also be extensions of
-members.
+in any of the forms that a JSON file may have; without an id, the common name of the members is the id. An image of the
+record is a member if the record names the member's file name or extension, in any folder. If a record names one image
+and the sample has one, that one is meant, whatever its name. A record that names no image has all images of the sample,
+in the order of the tar. The keys that `data.question`, `data.answer` and `data.image_column` name may also be
+extensions of members.
 """
 
 import json
@@ -37,8 +37,8 @@ OTHER_MEDIA = (
 
 
 class TarRows:
-    """Reads the samples of a WebDataset tar as records in JSON, in which images are given by their locations in the
-    tar."""
+    """Reads the samples of a WebDataset tar as dataset records in JSON, in which images are given by their locations in
+    the tar."""
 
     groups = 1
     """Number of parts that can be read independently: a tar is read as a whole."""
@@ -49,8 +49,12 @@ class TarRows:
         self.file = file
         self.keys = keys
 
-    def lines(self, _: int = 0, most: int = MOST_BYTES) -> Iterator[bytes]:
-        """Yield the samples of the tar as JSON. Records larger than `most` bytes are replaced by a placeholder.
+    def lines(self, _: int = 0, max_bytes: int = MOST_BYTES) -> Iterator[bytes]:
+        """Yield the samples of a WebDataset tar as dataset records in JSON.
+
+        Args:
+            _: not used, because a tar is always read as a whole.
+            max_bytes: greatest size of a record; a larger one is replaced by a placeholder.
 
         Raises:
             DataError: the tar is compressed, truncated or damaged; see `tar_container.samples`.
@@ -58,7 +62,7 @@ class TarRows:
         """
         skipped: Counter[str] = Counter()
         for sample in samples(self.file, skipped):
-            yield SampleReader(self.file, sample, self.keys, most).line()
+            yield SampleReader(self.file, sample, self.keys, max_bytes).line()
         del skipped["folder"]
         if skipped:
             said = ", ".join(f"{count} of the kind {kind}" for kind, count in skipped.items())
@@ -66,13 +70,14 @@ class TarRows:
 
 
 class SampleReader:
-    """Converts a sample of a WebDataset tar to a record in JSON."""
+    """Converts a sample of a WebDataset tar (files that differ only in their extensions) to a dataset record in
+    JSON."""
 
-    def __init__(self, file: Reader, sample: TarSample, keys: RecordKeys, most: int):
+    def __init__(self, file: Reader, sample: TarSample, keys: RecordKeys, max_bytes: int):
         self.file = file
         self.sample = sample
         self.keys = keys
-        self.most = most
+        self.max_bytes = max_bytes
         self.images = [ext for ext in sample.members if ext.rpartition(".")[2] in IMAGES]
         """Extensions of the members that are images."""
         self.given: list[str] = []
@@ -81,11 +86,11 @@ class SampleReader:
         """Whether the record names one image and the sample has one, which is then meant, whatever its name."""
 
     def line(self) -> bytes:
-        """Return the sample as a line of JSON."""
+        """Return a sample of a WebDataset tar as one line of JSON."""
         texts = (RECORD, *(self.keys.pair or ()))
         largest = max(self.sample.members.get(extension, (0, 0))[1] for extension in texts)
-        if largest > self.most:
-            return json.dumps({"id": self.sample.key, TOO_LARGE: [largest, self.most]}).encode()
+        if largest > self.max_bytes:
+            return json.dumps({"id": self.sample.key, TOO_LARGE: [largest, self.max_bytes]}).encode()
         raw: Any = {}
         if RECORD in self.sample.members:
             data = self.read(RECORD)
@@ -96,13 +101,13 @@ class SampleReader:
         if not isinstance(raw, dict):
             return json_line(raw)
         made = json_line(self.record(without_locations(raw)))
-        if len(made) > self.most:
-            return json.dumps({"id": self.sample.key, TOO_LARGE: [len(made), self.most]}).encode()
+        if len(made) > self.max_bytes:
+            return json.dumps({"id": self.sample.key, TOO_LARGE: [len(made), self.max_bytes]}).encode()
         return made
 
     def invalid(self, data: bytes) -> bytes:
-        """Return a line that is not valid JSON, made from the content of a `json` member that is invalid. The checks of
-        text files will report it."""
+        """Return one line that is not valid JSON, made from the content of a tar's `.json` file that is invalid. The
+        checks of text files will report it."""
         line = data.replace(b"\n", b" ").replace(b"\r", b" ").strip() or b"!"
         try:
             decode(line)
@@ -111,10 +116,11 @@ class SampleReader:
         return b"!" + line
 
     def record(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the record of the sample with the locations of its images, and with other members that belong to it.
+        """Return the record of a WebDataset sample, with the locations in the tar of its images, with a question and an
+        answer that are files of their own, and with placeholders for other media.
 
         Args:
-            raw: the record as parsed from the member `json`.
+            raw: the record as parsed from the sample's `.json` file.
         """
         made = {"id": self.sample.key} | {key: value for key, value in raw.items() if key != "id" or value is not None}
         made.pop(TOO_LARGE, None)  # only this program writes it
@@ -136,7 +142,12 @@ class SampleReader:
         return made | {f"media {extension}": HELD for extension in media}
 
     def placed(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return a record in which images that are members of the sample are replaced by their locations."""
+        """Return a record of a tar in which each image that is a file of the same sample is replaced by its location in
+        the tar.
+
+        Args:
+            raw: the record as a JSON object.
+        """
         made = raw | {key: self.put(raw[key]) for key in self.keys.images if key in raw}
         for key in ("conversations", "messages"):
             if isinstance(raw.get(key), list):
@@ -149,7 +160,7 @@ class SampleReader:
         return turn | {"content": [self.part(part) for part in turn["content"]]}
 
     def part(self, part: Any) -> Any:
-        """Return a part of a turn. If it names an image that is a file of the same sample in the tar, the name is
+        """Return a part of a message. If it names an image that is a file of the same sample in the tar, the name is
         replaced by the image's location.
 
         Args:
@@ -160,8 +171,12 @@ class SampleReader:
         return part | {key: self.put(part[key]) for key in GIVEN_AS if key in part}
 
     def put(self, value: Any) -> Any:
-        """Return the value of a key for images, in which images that are members of the sample are replaced by their
-        locations."""
+        """Return the value of a record's key for images, in which each image that is a file of the same sample in the
+        tar is replaced by its location.
+
+        Args:
+            value: the JSON value: a path, an object with a path, or a list of these.
+        """
         if isinstance(value, list):
             return [self.put(own) for own in value]
         if isinstance(value, dict):
@@ -173,15 +188,16 @@ class SampleReader:
         return value if extension is None else self.location(extension)
 
     def extension_of(self, name: str) -> str | None:
-        """Return the extension of the member that an image's name in the record means; None if it means no member."""
+        """Return the extension of the image in a WebDataset sample that the sample's record means by a name; None if it
+        means none of the sample's files."""
         if ADDRESS.match(name):
             return None
         return self.images[0] if self.is_only else self.meant.get(name.rpartition("/")[2].lower())
 
     @cached_property
     def meant(self) -> dict[str, str]:
-        """{name of an image in lower case: extension of the member that it means}. A name is a member's file name or
-        its extension."""
+        """{name of an image in lower case: extension of the file of the WebDataset sample that it means}. The name may
+        be the file's name or its extension."""
         key, found = self.sample.key.rpartition("/")[2].lower(), dict[str, str]()
         for extension in self.images:
             found.setdefault(extension, extension)
@@ -189,7 +205,7 @@ class SampleReader:
         return found
 
     def location(self, extension: str) -> dict[str, Any]:
-        """Return the JSON object with the location of the member with the given extension."""
+        """Return a JSON object with the location in the tar of the sample's file that has the given extension."""
         offset, size = self.sample.members[extension]
         return {LOCATION: ImageLocation(self.file.name, offset, size, name=f"{self.sample.key}.{extension}").to_json()}
 

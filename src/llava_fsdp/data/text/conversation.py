@@ -1,5 +1,5 @@
-"""Render the conversation of a record as text. The text is divided into segments that are supervised (answers, which
-have labels) or not."""
+"""Render the conversation of a dataset record as text. The text is divided into segments that are supervised (answers,
+which have labels) or not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ IM_START, IM_END = "<im_start>", "<im_end>"
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a rendered conversation: all its tokens are supervised (have labels), or none is."""
+    """A part of the text of a conversation: all its tokens are supervised (have labels), or none is."""
 
     text: str
     supervised: bool
@@ -25,7 +25,8 @@ class Segment:
 
 
 def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> list[Segment]:
-    """Render a record's conversation as segments, with an image tag for each image.
+    """Render a dataset record's conversation as text, with an image tag for each image. Return the text as segments,
+    which know whether their tokens have labels.
 
     Args:
         form: the conversation template.
@@ -47,9 +48,12 @@ def prompt(
     has_images: bool,
     where: str = "the conversation",
 ) -> list[Segment]:
-    """Render turns as segments, without the text that ends a conversation. If the last turn is a question, the text
-    ends where a model's answer begins. The text of a system turn (only the first turn can be one) replaces the
-    template's system text. The template for captions leaves out system texts and questions.
+    """Render the messages (turns) of a conversation as text, without the text that ends a conversation. If the last
+    message is a question, the text ends where a model's answer begins. Return the text as segments, which know whether
+    their tokens have labels.
+
+    The text of a system turn (only the first turn can be one) replaces the template's system text. The template for
+    captions leaves out system texts and questions.
 
     Args:
         form: the conversation template.
@@ -78,7 +82,12 @@ def prompt(
 
 
 def write_system(turn: Turn | None, form: Template) -> list[Segment]:
-    """Return the system text of a conversation as segments; without a system turn, that of the template."""
+    """Return the system text of a conversation as segments (pieces of text without labels).
+
+    Args:
+        turn: the conversation's system message; None: the template's system text is used.
+        form: the conversation template.
+    """
     if turn is None or form.image_only:
         return [Segment(form.system, False)]
     before, after = form.around_system
@@ -86,17 +95,25 @@ def write_system(turn: Turn | None, form: Template) -> list[Segment]:
 
 
 def write_question(text: str, form: Template, start_end: bool, has_images: bool) -> list[Segment]:
-    """Return a question as segments; arguments as for `prompt`."""
+    """Return a question of a conversation as segments (pieces of text without labels).
+
+    Args:
+        form: the conversation template.
+        start_end: whether to put `<im_start>` and `<im_end>` around every image tag.
+        has_images: whether `<image>` tags stand for images; otherwise they are ordinary text.
+    """
     if form.image_only:
         return [Segment(IMAGE_TAG * text.count(IMAGE_TAG), False)]
     return tagged(image_first(text, has_images), image_tag(form, start_end), has_images)
 
 
 def tagged(text: str, tag: str, has_images: bool) -> list[Segment]:
-    """Return a question as segments, in which the text `tag` replaces each image tag.
+    """Return a question of a conversation as segments (pieces of text without labels), with its `<image>` tags
+    replaced.
 
     Args:
-        has_images: whether image tags stand for images; otherwise they are ordinary text.
+        tag: text that replaces each tag.
+        has_images: whether `<image>` tags stand for images; otherwise they are ordinary text and are kept.
     """
     first, *rest = text.split(IMAGE_TAG) if has_images else [text]
     segments = [Segment(first, False, from_record=True)]
@@ -109,7 +126,18 @@ def tagged(text: str, tag: str, has_images: bool) -> list[Segment]:
 def own_prompt(
     turns: Sequence[Turn], form: ChatTemplate, start_end: bool, has_images: bool, where: str
 ) -> list[Segment]:
-    """Render turns as segments with a model's own chat template; arguments and errors as for `prompt`."""
+    """Render the messages (turns) of a conversation as text with a model's own chat template. Return the text as
+    segments, which know whether their tokens have labels.
+
+    Args:
+        form: the chat template.
+        start_end: whether to put `<im_start>` and `<im_end>` around every image tag.
+        has_images: whether `<image>` tags stand for images; otherwise they are ordinary text.
+        where: name of the conversation in error messages.
+
+    Raises:
+        DataError: the template refuses or changes the turns.
+    """
     turns = [Turn(t.role, image_first(t.text, has_images)) if t.role == "human" else t for t in turns]
     segments = []
     for piece in form.write(turns, where):
@@ -121,30 +149,36 @@ def own_prompt(
 
 
 def image_tag(form: Template | ChatTemplate, start_end: bool) -> str:
-    """Return the text that stands for an image in a conversation: `<image>` and the text that the template puts around
-    it.
+    """Return the text that stands for an image in a conversation: `<image>` and the text that the conversation template
+    puts around it.
 
     Args:
+        form: the conversation template.
         start_end: whether to put `<im_start>` and `<im_end>` around `<image>`.
     """
     return form.image.replace(IMAGE_TAG, f"{IM_START}{IMAGE_TAG}{IM_END}") if start_end else form.image
 
 
 def image_first(text: str, has_images: bool) -> str:
-    """Return a question with its `<image>` tag moved to a line of its own at the front (LLaVA train.py:308-329).
-    Without `has_images`, or unless there is exactly one tag, the question is returned unchanged."""
+    """Return a question with its `<image>` tag moved to a line of its own at the front (LLaVA train.py:308-329). A
+    question with no tag or several is returned unchanged.
+
+    Args:
+        has_images: whether `<image>` tags stand for images; if not, the question is returned unchanged.
+    """
     if not has_images or text.count(IMAGE_TAG) != 1:
         return text
     return f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
 
 
 def split_system(turns: Sequence[Turn]) -> tuple[Turn | None, Sequence[Turn]]:
-    """Return the system turn with which a conversation begins (None if it has none), and the other turns."""
+    """Return the system message with which a conversation begins (None if it has none), and its other messages
+    (turns)."""
     return (turns[0], turns[1:]) if turns and turns[0].role == "system" else (None, turns)
 
 
 def asked_turns(record: Record) -> tuple[Turn, ...]:
-    """Return a record's turns without an answer that precedes the first question, as LLaVA does (LLaVA
+    """Return the messages of a dataset record without an answer that precedes the first question, as LLaVA does (LLaVA
     train.py:441-443)."""
     system, turns = split_system(record.turns)
     asked = turns[1:] if turns and turns[0].role == "gpt" else turns
@@ -152,8 +186,8 @@ def asked_turns(record: Record) -> tuple[Turn, ...]:
 
 
 def opening_question(record: Record) -> tuple[str | None, str, int, str]:
-    """Return a record's system text (None if it has none), its first question (with image tags), the number of the
-    question's images, and the answer to it.
+    """Return a dataset record's system text (None if it has none), its first question (with image tags), the number of
+    the question's images, and the answer to it.
 
     Raises:
         DataError: the record does not begin with a question and its answer.
@@ -167,13 +201,14 @@ def opening_question(record: Record) -> tuple[str | None, str, int, str]:
 
 
 def asking(system: str | None, question: str) -> list[Turn]:
-    """Return the turns of a conversation that consists of a system text, unless it is None, and a question."""
+    """Return the messages of a conversation that consists of a system text (None: no system text) and a question."""
     asked = Turn("human", question)
     return [asked] if system is None else [Turn("system", system), asked]
 
 
 def role_cure(role: str) -> str:
-    """Return advice for an error message about a turn with an unexpected role."""
+    """Return advice for an error message about a message of a conversation whose role (`human`, `gpt`, ...) is
+    wrong."""
     match role.lower():
         case "human" | "gpt" if role in ("human", "gpt"):
             return "human (user) and gpt (assistant) take turns, human first: fix the conversation"
@@ -186,8 +221,8 @@ def role_cure(role: str) -> str:
 
 
 def check_turns(record: Record) -> None:
-    """Raise DataError if the turns of a record do not alternate human, gpt after a system turn, or its image tags do
-    not match its images."""
+    """Raise DataError if the messages of a dataset record do not alternate human, gpt after a system message, or the
+    image tags in them do not match the record's images."""
     system, turns = split_system(asked_turns(record))
     for position, turn in enumerate(turns, start=0 if system is None else 1):
         expected = "human" if (position % 2 == 0) is (system is None) else "gpt"

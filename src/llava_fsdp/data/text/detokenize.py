@@ -13,7 +13,7 @@ bytes."""
 
 
 def stops_of(tokenizer: Tokenizer, stop: str, ends: int | list[int] | None) -> frozenset[int]:
-    """Return the ids of the tokens that end an answer.
+    """Return the ids of the tokens that end a generated answer.
 
     Args:
         stop: text that ends an answer; its token is included if the text is a single token.
@@ -35,8 +35,8 @@ class Piece:
 
 
 def spell(tokenizer: Tokenizer, ids: list[int]) -> list[Piece]:
-    """Return the text of each token of a sequence, in order. Tokens that are bytes of the same character become one
-    piece."""
+    """Return the text of each token in a list of token ids, in order. Tokens that are bytes of the same character
+    become one piece."""
     before = [token.id for token in tokenizer.encode("a")]  # at the beginning of a text, decoding may drop a space
     begin = len(tokenizer.decode(before))
     pieces: list[Piece] = []
@@ -64,11 +64,17 @@ def spell(tokenizer: Tokenizer, ids: list[int]) -> list[Piece]:
 
 
 class AnswerText:
-    """Collects the tokens of an answer and returns its text in pieces. A returned piece is final: it never contains
-    half a character, a part of the stop text, or white space at the beginning or end of the whole answer."""
+    """Collects the tokens of an answer while a model generates it, and returns its text in pieces. A returned piece is
+    final: it never contains half a character, a part of the text that ends the answer, or white space at the beginning
+    or end of the whole answer."""
 
     def __init__(self, tokenizer: Tokenizer, stop: str, stops: frozenset[int]):
-        """Begin an empty answer, which ends with the text `stop` or with a token of `stops`."""
+        """Begin an empty answer, whose tokens are then added one by one.
+
+        Args:
+            stop: text that ends the answer.
+            stops: ids of the tokens that end the answer.
+        """
         self.tokenizer = tokenizer
         self.stop = stop
         self.stops = stops
@@ -81,7 +87,8 @@ class AnswerText:
         self._held = ""
 
     def push(self, token: int) -> str:
-        """Add a token to the answer, and return the text that became final with this token, which may be empty."""
+        """Add a generated token (its id) to the answer, and return the text that became final with it, which may be
+        empty."""
         if self.ended:
             return ""
         if token in self.stops:
@@ -91,7 +98,7 @@ class AnswerText:
         return self._release(self._decode(is_last=False))
 
     def close(self) -> str:
-        """End the answer and return the text that was still held back."""
+        """End a generated answer and return its text that was still held back."""
         begun = self._release(self._decode(is_last=True))
         rest = self._held.rstrip()
         rest = rest if self.text else rest.strip()

@@ -1,4 +1,4 @@
-"""Encode records as token ids and labels."""
+"""Encode dataset records (conversations about images) as token ids and labels."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ index of its vision feature, int64 [tokens]."""
 
 @dataclass(frozen=True)
 class Sample:
-    """A record encoded as token ids and labels; its images are not read yet."""
+    """A dataset record encoded as token ids and labels; its images are not read yet."""
 
     input_ids: np.ndarray
     """Token ids, int64 [length]; IMAGE_ID at image tokens."""
@@ -43,14 +43,15 @@ class Sample:
 
     @property
     def num_labels(self) -> int:
-        """Number of labels that count in the loss. The first token is never predicted, so its label does not count."""
+        """Number of labels of an encoded dataset record that count in the loss. The first token is never predicted, so
+        its label does not count."""
         return int((self.labels[1:] != IGNORE).sum())
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A record encoded in several ways: as in training (`sample`), not truncated (`whole`), and truncated to several
-    lengths (`at`)."""
+    """A dataset record encoded in several ways: as in training (`sample`), not truncated (`whole`), and truncated to
+    several lengths (`at`)."""
 
     sample: Sample
     whole: Sample
@@ -60,7 +61,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class ExactEncoder:
-    """Encodes records with labels for exactly the answers, including the text that ends an answer (`labels=exact`)."""
+    """Encodes dataset records as token ids and labels, with labels for exactly the answers, including the text that
+    ends an answer (`labels=exact`)."""
 
     tokenizer: Tokenizer
     template: Template | ChatTemplate
@@ -73,15 +75,17 @@ class ExactEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with all settings that affect token ids and labels, except the order of vision features."""
+        """Text that changes with all settings that affect the token ids and labels of encoded records, except the order
+        of vision features."""
         form = f"{self.template} {self.start_end} {self.special_tokens.value}"
         return f"exact {self.tokenizer.fingerprint} {form} {self.max_length}"
 
     def __call__(self, record: Record) -> Sample | None:
-        """Encode a record; return None if the record is too long and is therefore skipped.
+        """Encode a dataset record as token ids and labels; return None if it is too long and is therefore skipped
+        (`data.too_long=skip`).
 
         Raises:
-            DataError: the record is invalid, or is too long with data.too_long=fail.
+            DataError: the record is invalid, or is too long with `data.too_long=fail`.
         """
         whole = self._whole(record)
         if len(whole.input_ids) <= self.max_length:
@@ -95,8 +99,12 @@ class ExactEncoder:
         return None if self.too_long is TooLong.skip else truncate(whole, self.max_length)
 
     def measure(self, record: Record, limits: Sequence[int]) -> Measured:
-        """Encode a record without truncation and truncated to each of several maximum lengths; raise DataError if it is
-        invalid."""
+        """Encode a dataset record as token ids and labels. Return it as in training, without truncation, and truncated
+        to each of several lengths that it exceeds. Raise DataError if it is invalid.
+
+        Args:
+            limits: the lengths, in tokens.
+        """
         whole = self._whole(record)
         over = {n: truncate(whole, n) for n in {*limits, self.max_length} if n < len(whole.input_ids)}
         return Measured(over.get(self.max_length, whole), whole, over)
@@ -104,14 +112,14 @@ class ExactEncoder:
     def _whole(self, record: Record) -> Sample:
         rows = [self.image_rows(record, n) for n in range(len(record.images))]
         segments = render(record, self.template, self.start_end)
-        lengths, begins = [len(r) for r in rows], self.template.adds_bos
-        ids, labels = encode_segments(segments, self.tokenizer, lengths, self.special_tokens, begins)
+        lengths, adds_bos = [len(r) for r in rows], self.template.adds_bos
+        ids, labels = encode_segments(segments, self.tokenizer, lengths, self.special_tokens, adds_bos)
         return Sample(ids, labels, record.images, tuple(rows), 0, 0)
 
 
 def truncate(sample: Sample, max_length: int) -> Sample:
-    """Truncate a sample to `max_length` tokens, or to fewer if an image would be split: then it ends before this
-    image."""
+    """Truncate an encoded dataset record to `max_length` tokens, or to fewer if an image would be split: then it ends
+    before this image."""
     ids, labels, rows = sample.input_ids, sample.labels, sample.image_rows
     shown = int((ids[:max_length] == IMAGE_ID).sum())
     ends = np.cumsum([len(r) for r in rows])
@@ -126,7 +134,8 @@ def truncate(sample: Sample, max_length: int) -> Sample:
 
 @dataclass(frozen=True)
 class OriginalEncoder:
-    """Encodes records with the token ids, labels and truncation of LLaVA (`labels=llava_v1_5`)."""
+    """Encodes dataset records with the token ids, labels and truncation of the original LLaVA trainer
+    (`labels=llava_v1_5`)."""
 
     own: Original
     image_rows: ImageRows
@@ -150,7 +159,8 @@ class OriginalEncoder:
         return f"llava_v1_5 {own.tokenizer.fingerprint} {own.form} {own.pad_id} {own.start_end} {own.max_length}"
 
     def __call__(self, record: Record) -> Sample:
-        """Encode a record as LLaVA's dataset, collator and model do (LLaVA train.py:743-773, llava_arch.py:226-279)."""
+        """Encode a dataset record as token ids and labels, as LLaVA's dataset, collator and model do (LLaVA
+        train.py:743-773, llava_arch.py:226-279)."""
         made = encode_like_original(record, self.own)
         kept = (
             made.ids[: self.own.max_length] != self.own.pad_id
@@ -174,8 +184,8 @@ class OriginalEncoder:
         return Measured(sample, whole, {**over, **({self.max_length: sample} if sample.positions_cut else {})})
 
     def _at(self, record: Record, max_length: int) -> Sample:
-        """Encode a record with `max_length` instead of the configured maximum length. This may also change labels,
-        because LLaVA makes them after truncation."""
+        """Encode a dataset record as token ids and labels with `max_length` instead of the configured maximum length.
+        This may also change labels, because LLaVA makes them after truncation."""
         return replace(self, own=replace(self.own, max_length=max_length))(record)
 
 
@@ -183,10 +193,12 @@ Encoder = ExactEncoder | OriginalEncoder
 
 
 def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and labels in which each IMAGE_ID is repeated once for each token of its image, with the label
-    IGNORE.
+    """Return token ids and labels in which each id of an image (IMAGE_ID, -200) is repeated once for each token of the
+    image, without a label (IGNORE, -100).
 
     Args:
+        ids: token ids, int64 [length], with one IMAGE_ID for each image.
+        labels: labels, int64 [length].
         counts: number of tokens of each image.
     """
     repeats = np.ones(len(ids), dtype=np.int64)
@@ -200,22 +212,25 @@ def encode_segments(
     tokenizer: Tokenizer,
     image_lengths: list[int],
     special_tokens: SpecialTokens = SpecialTokens.text,
-    begins: bool = True,
+    adds_bos: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids and labels of a rendered conversation, both int64 [length].
+    """Return the token ids and labels of a conversation, both int64 [length].
 
     The text between two images is tokenized by itself (LLaVA mm_utils.py:185-204). Without images, `<image>` is
     ordinary text.
 
     Args:
+        segments: the text of the conversation, in pieces whose tokens have labels or not.
         image_lengths: number of tokens of each image.
-        begins: whether the tokenizer's BOS token, if it has one, is put first.
+        special_tokens: whether special tokens such as `</s>` in the text of a record are ordinary text (`text`) or read
+            as special tokens (`parse`).
+        adds_bos: whether the tokenizer's BOS token, if it has one, is put first.
     """
     text = "".join(s.text for s in segments)
     marked = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])
     before = np.concatenate([[0], np.cumsum(marked)])  # supervised characters before each character
     special = None if special_tokens is SpecialTokens.parse else template_special(segments, tokenizer)
-    ids: list[int] = [] if tokenizer.bos is None or not begins else [tokenizer.bos]
+    ids: list[int] = [] if tokenizer.bos is None or not adds_bos else [tokenizer.bos]
     labels: list[int] = [IGNORE] * len(ids)
     begin = 0
     for number, chunk in enumerate(text.split(IMAGE_TAG) if image_lengths else [text]):
@@ -234,8 +249,12 @@ def encode_segments(
 
 
 def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stretch]:
-    """Return the ranges of characters, in the joined text of all segments, of the special tokens that come from the
-    conversation template and not from a record."""
+    """Return the ranges [begin, end) of characters, in the joined text of all segments, of the special tokens that come
+    from the conversation template and not from a dataset record.
+
+    Args:
+        segments: the pieces of a conversation's text, which know whether they come from the record.
+    """
     found: list[Stretch] = []
     at = 0
     for from_record, stretch in itertools.groupby(segments, lambda s: s.from_record):
@@ -246,8 +265,8 @@ def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stre
 
 
 def are_supervised(tokens: list[Token], before: np.ndarray) -> list[bool]:
-    """Return for each token of a text whether one of its characters is supervised. A token without characters counts as
-    if it had the next character.
+    """Return for each token of a text whether it has a label, which it has if one of its characters is supervised. A
+    token without characters counts as if it had the next character.
 
     Args:
         before: number of supervised characters before each character of the text, int64 [characters + 1].
@@ -263,8 +282,15 @@ def encode_prompt(
     tokenizer: Tokenizer,
     image_lengths: list[int],
     special_tokens: SpecialTokens = SpecialTokens.text,
-    begins: bool = True,
+    adds_bos: bool = True,
 ) -> np.ndarray:
-    """Return the token ids of a prompt from which a model generates an answer, int64 [length]; arguments as for
-    `encode_segments`."""
-    return encode_segments(segments, tokenizer, image_lengths, special_tokens, begins)[0]
+    """Return the token ids of a prompt from which a model generates an answer, int64 [length].
+
+    Args:
+        segments: the text of the prompt in pieces.
+        image_lengths: number of tokens of each image.
+        special_tokens: whether special tokens such as `</s>` in the text of a record are ordinary text (`text`) or read
+            as special tokens (`parse`).
+        adds_bos: whether the tokenizer's BOS token, if it has one, is put first.
+    """
+    return encode_segments(segments, tokenizer, image_lengths, special_tokens, adds_bos)[0]

@@ -1,5 +1,5 @@
 """Render conversations with a language model's own chat template (Jinja), and find which characters come from the turns
-of the record.
+(messages) of a dataset record.
 
 The text is exactly what transformers' `apply_chat_template` renders. The template's own text around the turns depends
 only on the roles of the turns. So it is determined once for each sequence of roles, by rendering a conversation whose
@@ -59,12 +59,12 @@ SECONDS = 10.0
 
 
 class Unfit(Exception):
-    """A chat template cannot be used for a conversation; the message says why."""
+    """Raised if a chat template cannot be used for a conversation; the message says why."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Position in the text of a rendered conversation at which the text of a turn is inserted."""
+    """Position in the text of a rendered conversation at which the text of a turn (message) is inserted."""
 
     turn: int
     """Index of the turn."""
@@ -74,13 +74,14 @@ class Slot:
     """Argument of `str.rstrip` with which the template strips the turn's text."""
 
     def fill(self, text: str) -> str:
-        """Return the text of the turn as the template writes it: stripped."""
+        """Return the text of a turn (message) as the chat template writes it: without the white space that it
+        strips."""
         return text.lstrip(self.left).rstrip(self.right)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Text that a chat template writes between two turns, before the first one or after the last one."""
+    """Text that a chat template writes between two turns (messages), before the first one or after the last one."""
 
     text: str
     end: int = 0
@@ -92,7 +93,8 @@ class Frame:
 
 @dataclass(frozen=True)
 class Layout:
-    """The text that a chat template writes around the turns of every conversation with the same sequence of roles."""
+    """The text that a chat template writes around the turns (messages) of every conversation with the same sequence of
+    roles."""
 
     frames: tuple[Frame, ...]
     """The template's own texts: one before each turn, and one after the last turn."""
@@ -100,17 +102,26 @@ class Layout:
     """For each position between two frames, the turn that is inserted there."""
 
     def fill(self, texts: Sequence[str]) -> list[str]:
-        """Return the text to insert at each slot, given the texts of all turns."""
+        """Return the texts of a conversation's turns (messages) as the chat template writes them, and in its order.
+
+        Args:
+            texts: the texts of the turns.
+        """
         return [slot.fill(texts[slot.turn]) for slot in self.slots]
 
     def join(self, filled: Sequence[str]) -> str:
-        """Return the text of the whole conversation, given the text to insert at each slot."""
+        """Return the text of a whole conversation: what the chat template writes around the turns (messages), with
+        their texts in it.
+
+        Args:
+            filled: the texts of the turns, as `fill` returns them.
+        """
         return "".join(frame.text + text for frame, text in zip(self.frames, [*filled, ""], strict=True))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a rendered conversation: text of the template or of a turn."""
+    """A part of the text of a conversation: text of the chat template, or of a turn (message)."""
 
     text: str
     supervised: bool
@@ -121,7 +132,7 @@ class Piece:
 
 @dataclass(frozen=True, repr=False)
 class ChatTemplate:
-    """A language model's own chat template."""
+    """A language model's own chat template (Jinja), which renders conversations as text."""
 
     code: str
     """Jinja code."""
@@ -144,9 +155,9 @@ class ChatTemplate:
 
     @cached_property
     def stop(self) -> str:
-        """The text that ends an answer: all text after the last answer up to and including the first special token.
-        Special tokens directly after this one are included if they also follow an earlier answer. Raises Unfit if there
-        is no special token."""
+        """The text with which a chat template ends an answer: all its text after the last answer up to and including
+        the first special token. Special tokens directly after this one are included if they also follow an earlier
+        answer. Raises Unfit if there is no special token."""
         _, frames = self.order_and_frames("hg")
         _, longer = self.order_and_frames("hghg")
         last, earlier = frames[-1], longer[2]
@@ -159,7 +170,9 @@ class ChatTemplate:
         return last[: ends[-1]]
 
     def write(self, turns: Sequence[Turn], where: str) -> list[Piece]:
-        """Render a conversation. If the last turn is a question, the text ends where a model's answer begins.
+        """Render the messages (turns) of a conversation with the chat template. Return its text as pieces, which know
+        whether their tokens have labels. If the last message is a question, the text ends where a model's answer
+        begins.
 
         Args:
             where: name of the conversation in error messages.
@@ -194,8 +207,12 @@ class ChatTemplate:
         return [*pieces, Piece(last.text[: last.end], True), Piece(last.text[last.end :], False)]
 
     def layout(self, roles: str) -> Layout:
-        """Return the Layout of conversations with a sequence of roles, given as first letters (`hg`: a question and an
-        answer). The result is cached. Raise Unfit if the template cannot be used for them."""
+        """Return what a chat template writes around the turns (messages) of conversations with the same roles. The
+        result is cached. Raise Unfit if the template cannot be used for them.
+
+        Args:
+            roles: first letters of the turns' roles, such as `hg` for a question (human) and an answer (gpt).
+        """
         if roles not in self.layouts:
             try:
                 self.layouts[roles] = self.learn(roles)
@@ -207,8 +224,13 @@ class ChatTemplate:
         return found
 
     def learn(self, roles: str) -> Layout:
-        """Determine the Layout of conversations with a sequence of roles, given as first letters, by rendering marker
-        texts. The last role must be `g`, an answer. Raise Unfit if the template cannot be used for them."""
+        """Find out what a chat template writes around the turns (messages) of conversations with the same roles, by
+        rendering marker texts as turns. Raise Unfit if the template cannot be used for them.
+
+        Args:
+            roles: first letters of the turns' roles, such as `hg` for a question (human) and an answer (gpt). The last
+                one must be `g`.
+        """
         order, frames = self.order_and_frames(roles)
         _, lefts = self.order_and_frames(roles, before=LEFT)
         _, rights = self.order_and_frames(roles, after=RIGHT)
@@ -218,7 +240,9 @@ class ChatTemplate:
         ]
         marks = [MARK.format(n) for n in order]
         head = "".join(frame + mark for frame, mark in zip(frames, [*marks[:-1], ""], strict=False))
-        prompt = self.render(full(roles)[:-1], [MARK.format(n) for n in range(len(roles) - 1)], prompts=True)
+        prompt = self.render(
+            full(roles)[:-1], [MARK.format(n) for n in range(len(roles) - 1)], add_generation_prompt=True
+        )
         rest = head[len(prompt) :] if head.startswith(prompt) else ""
         layout = Layout(self.divide(frames, [roles[turn] for turn in order], rest if rest.isspace() else ""), (*slots,))
         if len(roles) > 2 and roles[-3] == "g":
@@ -226,11 +250,12 @@ class ChatTemplate:
         return layout
 
     def order_and_frames(self, roles: str, before: str = "", after: str = "") -> tuple[list[int], list[str]]:
-        """Render a conversation of marker texts. Return the order in which the template writes the turns, and the
-        template's text around them. Raise Unfit if a turn is not written exactly once.
+        """Render a conversation whose turns (messages) are marker texts. Return the order in which the chat template
+        writes the turns (their indices), and its own text before, between and after them. Raise Unfit if a turn is not
+        written exactly once.
 
         Args:
-            roles: roles of the turns, as first letters.
+            roles: first letters of the turns' roles, such as `hg` for a question (human) and an answer (gpt).
             before: text that is put before each marker text.
             after: text that is put after each marker text.
         """
@@ -243,11 +268,12 @@ class ChatTemplate:
         return order, MARKS.split(text)[::2]
 
     def divide(self, frames: Sequence[str], roles: Sequence[str], before: str) -> tuple[Frame, ...]:
-        """Return the template's texts around turns as Frames, which know what characters have labels.
+        """Convert the texts that a chat template writes around turns (messages) to Frames, which know what characters
+        of a text have labels.
 
         Args:
             frames: the texts before, between and after the turns.
-            roles: roles of the turns, as first letters.
+            roles: first letters of the turns' roles (`s`, `h` or `g`), in the order of the text.
             before: white space between the prompt for generation and an answer.
         """
         return tuple(
@@ -260,13 +286,13 @@ class ChatTemplate:
         )
 
     def check_history(self, roles: str, layout: Layout) -> None:
-        """Raise Unfit if the template writes earlier turns of a conversation differently once later turns follow, so
-        that training would see other prompts than the model does when it answers. The text between the last question
-        but one and its answer may differ.
+        """Raise Unfit if a chat template writes earlier turns (messages) of a conversation differently once later turns
+        follow, so that training would see other prompts than the model does when it answers. The text between the last
+        question but one and its answer may differ.
 
         Args:
-            roles: roles of the turns, as first letters.
-            layout: layout of conversations with these roles.
+            roles: first letters of the turns' roles, such as `hghg`.
+            layout: what the template writes around the turns of conversations with these roles.
         """
         asked = self.layout(roles[:-2])
         same = len(asked.slots) - 1
@@ -274,13 +300,13 @@ class ChatTemplate:
         if layout.slots[:same] != asked.slots[:same] or texts[0] != texts[1]:
             raise Unfit(f"writes earlier turns in another way once others follow, in a conversation of {len(roles)}")
 
-    def render(self, roles: Sequence[str], texts: Sequence[str], prompts: bool = False) -> str:
-        """Render a conversation with the template and return the text; raise Unfit if the template fails.
+    def render(self, roles: Sequence[str], texts: Sequence[str], add_generation_prompt: bool = False) -> str:
+        """Render a conversation with the chat template and return the text; raise Unfit if the template fails.
 
         Args:
-            roles: role of each turn.
+            roles: role of each turn (message): `system`, `human` or `gpt`.
             texts: text of each turn.
-            prompts: whether to render a prompt for generation, after which an answer follows.
+            add_generation_prompt: whether the text ends with the beginning of an answer, as for generation.
         """
         from transformers.utils.chat_template_utils import render_jinja_template  # slow, and seldom needed
 
@@ -288,7 +314,7 @@ class ChatTemplate:
             {"role": ROLES[role], "content": [{"type": "text", "text": text}] if self.parts else text}
             for role, text in zip(roles, texts, strict=True)
         ]
-        keys: dict[str, Any] = {"add_generation_prompt": prompts, **self.variables}
+        keys: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **self.variables}
         try:
             return render_jinja_template([messages], chat_template=self.code, **keys)[0][0]
         except Unfit:
@@ -299,11 +325,12 @@ class ChatTemplate:
 
 
 def stripped(padded: str, frame: str, pad: str, strip: Any) -> str | None:
-    """Return the argument of `strip` with which a template strips the text of a turn: one of STRIPPED.
+    """Return the argument of `strip` with which a chat template strips the text of a message: "" (nothing is stripped),
+    a line break, or None (white space).
 
     Args:
-        padded: text of the template before a turn (or the reversed text after it), rendered with the white space `pad`
-            between it and the turn.
+        padded: text of the template before a message (or the reversed text after it), rendered with the white space
+            `pad` between it and the message.
         frame: the same text, rendered without `pad`.
         strip: `str.lstrip` or `str.rstrip`.
 
@@ -318,7 +345,7 @@ def stripped(padded: str, frame: str, pad: str, strip: Any) -> str | None:
 
 
 def full(roles: str) -> list[str]:
-    """Return the names of roles that are given as first letters."""
+    """Return the names of roles of messages (`system`, `human`, `gpt`), given their first letters, such as `hg`."""
     return [next(name for name in ROLES if name[0] == letter) for letter in roles]
 
 
@@ -331,19 +358,21 @@ def digest(code: str) -> str:
 
 
 def is_own(name: str) -> bool:
-    """Return whether a value of `data.template` means the language model's own chat template."""
+    """Return whether a value of the setting `data.template` means the language model's own chat template instead of one
+    of LLaVA's."""
     return name == OWN or name.startswith(f"{OWN}-")
 
 
 def own_name(folder: Path) -> str | None:
-    """Return the name under which a run records the chat template of a model's folder; None if the folder has none."""
+    """Return the name under which a run records the chat template in a model's folder (`chat_template-DIGEST`); None if
+    the folder has none."""
     found = find_code(folder)
     return None if found is None else f"{OWN}-{digest(found[1])}"
 
 
 def usable_name(folder: Path) -> str | None:
-    """Return the name under which a run records the chat template of a model's folder; None if the folder has none, or
-    one that cannot be used (this is logged)."""
+    """Return the name under which a run records the chat template in a model's folder (`chat_template-DIGEST`); None if
+    the folder has none, or one that cannot be used (this is logged)."""
     name = own_name(folder)
     try:
         return name and (open_template(name, folder, open_tokenizer(folder)) and name)
@@ -369,10 +398,11 @@ def find_code(folder: Path) -> tuple[Path, str] | None:
 
 
 def complete(code: str, folder: Path) -> str:
-    """Return a chat template with the Jinja code (`BOS`, `DATE`) before it that it needs.
+    """Return the Jinja code of a chat template, preceded by code that adds what it lacks: the BOS token for a
+    LLaVA-NeXT model, and a fixed date for a template that writes the current one.
 
     Args:
-        code: text of the template's file; of an exported file, only the model's own template is taken.
+        code: text of the template's file; of a file that this program exported, only the model's own template is taken.
         folder: folder of the model.
     """
     if BEGIN in code:
@@ -384,7 +414,8 @@ def complete(code: str, folder: Path) -> str:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Return {variable of chat templates: special token} from the tokenizer's files in a model's folder."""
+    """Return {variable of chat templates, such as `bos_token`: special token} from the tokenizer's files in a model's
+    folder."""
     found = read_optional(folder / "special_tokens_map.json") | read_optional(folder / "tokenizer_config.json")
     if (folder / "tokenizer.model").is_file():
         found = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **found}
@@ -394,7 +425,13 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def open_template(name: str, folder: Path, tokenizer: Tokenizer) -> Template | ChatTemplate:
-    """Return the conversation template that `data.template=name` means for a language model's folder.
+    """Return the conversation template that the setting `data.template` names: one of LLaVA's, or the language model's
+    own chat template.
+
+    Args:
+        name: the setting's value.
+        folder: folder of the language model.
+        tokenizer: its tokenizer.
 
     Raises:
         ConfigError: there is no such template; or the folder's chat template is missing, is not the one that `name`
@@ -423,11 +460,12 @@ def open_template(name: str, folder: Path, tokenizer: Tokenizer) -> Template | C
     return own
 
 
-def unfit(own: ChatTemplate) -> str | None:
-    """Return why a chat template cannot be trained with; None if it can."""
+def unfit(chat_template: ChatTemplate) -> str | None:
+    """Return the reason, for an error message, why a model's chat template cannot be used for training; None if it
+    can."""
     try:
         for exchanges in (1, 2, 3):
-            own.layout("hg" * exchanges)
+            chat_template.layout("hg" * exchanges)
     except Unfit as reason:
         return str(reason)
     return None

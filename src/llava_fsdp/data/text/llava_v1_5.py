@@ -1,4 +1,4 @@
-"""Encode records with exactly LLaVA's token ids and labels, bugs included (`labels=llava_v1_5`; LLaVA
+"""Encode dataset records with exactly LLaVA's token ids and labels, bugs included (`labels=llava_v1_5`; LLaVA
 train.py:268-775).
 
 LLaVA finds the tokens to supervise by tokenizing parts of the text again and adding up their lengths. If the sum is not
@@ -20,7 +20,7 @@ from llava_fsdp.runtime.errors import DataError
 
 @dataclass(frozen=True)
 class Original:
-    """Settings that determine LLaVA's token ids and labels."""
+    """Settings that determine the token ids and labels of the original LLaVA trainer."""
 
     tokenizer: Tokenizer
     form: Template
@@ -36,7 +36,7 @@ class Original:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids and labels of a conversation, as LLaVA's dataset returns them."""
+    """Token ids and labels of a conversation, as the original LLaVA's dataset returns them."""
 
     ids: np.ndarray
     """Token ids, int64 [length]; each image is a single IMAGE_ID."""
@@ -49,21 +49,29 @@ class Tokens:
     """Number of tokens by which a sample without image was truncated."""
 
 
-def encode_like_original(record: Record, own: Original) -> Tokens:
-    """Return the token ids and labels that LLaVA's dataset returns for a record (and its collator then pads).
+def encode_like_original(record: Record, settings: Original) -> Tokens:
+    """Return the token ids and labels that the original LLaVA's dataset returns for a record (and its collator then
+    pads).
+
+    Args:
+        settings: tokenizer, conversation template, maximum length etc.
 
     Raises:
         DataError: LLaVA raises an exception for this record.
     """
     turns = list(record.turns)
     if record.has_image_key:
-        turns = [Turn(t.role, image_first(t.text, own)) for t in turns]
-    return encode_turns(turns, record.has_image_key, own, record.where)
+        turns = [Turn(t.role, image_first(t.text, settings)) for t in turns]
+    return encode_turns(turns, record.has_image_key, settings, record.where)
 
 
-def check_like_original(record: Record, own: Original) -> None:
-    """Raise DataError if LLaVA would fail at a record. The record is only tokenized for this check if it has more image
-    tags than images."""
+def check_like_original(record: Record, settings: Original) -> None:
+    """Raise DataError if the original LLaVA trainer would fail at a dataset record. The record is only tokenized for
+    this check if it has more image tags than images.
+
+    Args:
+        settings: tokenizer, conversation template, maximum length etc.
+    """
     turns = list(record.turns)
     if len(record.images) > 1:
         raise DataError(
@@ -71,20 +79,20 @@ def check_like_original(record: Record, own: Original) -> None:
             "reads it",
             Kind.image_count,
         )
-    if own.form.style is Style.PLAIN:
+    if settings.form.style is Style.PLAIN:
         check_caption(turns, record.where)
-    elif own.form.style is not Style.MARKERS:
-        conversation(turns, own.form, record.where)
+    elif settings.form.style is not Style.MARKERS:
+        conversation(turns, settings.form, record.where)
         turns = turns[1:] if turns[0].role == "gpt" else turns
-    tags_are_images = record.has_image_key or own.form.style is Style.PLAIN
+    tags_are_images = record.has_image_key or settings.form.style is Style.PLAIN
     tags = sum(IMAGE_TAG in turn.text for turn in turns) if tags_are_images else 0
     if tags > len(record.images[:1]):
-        check_images(encode_like_original(record, own).ids[: own.max_length], record)
+        check_images(encode_like_original(record, settings).ids[: settings.max_length], record)
 
 
 def check_images(ids: np.ndarray, record: Record) -> None:
-    """Raise DataError if the token ids of a record contain more images than LLaVA reads for it, which is at most
-    one."""
+    """Raise DataError if the token ids of a dataset record contain more images (IMAGE_ID, -200) than the original LLaVA
+    reads for it, which is at most one."""
     num_tags = int((ids == IMAGE_ID).sum())
     if num_tags > len(record.images[:1]):
         raise DataError(
@@ -94,32 +102,49 @@ def check_images(ids: np.ndarray, record: Record) -> None:
         )
 
 
-def image_first(text: str, own: Original) -> str:
+def image_first(text: str, settings: Original) -> str:
     """Return a message (question or answer) with a single image tag at its beginning instead of all its image tags; a
-    message without image tags is returned unchanged (LLaVA train.py:308-329)."""
+    message without image tags is returned unchanged (LLaVA train.py:308-329).
+
+    Args:
+        settings: the conversation template, which may put text around an image tag.
+    """
     if IMAGE_TAG in text:
         text = f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
-    return text.replace(IMAGE_TAG, image_tag(own.form, own.start_end))
+    return text.replace(IMAGE_TAG, image_tag(settings.form, settings.start_end))
 
 
-def encode_turns(turns: list[Turn], has_image: bool, own: Original, where: str) -> Tokens:
-    """Encode a conversation as LLaVA does for the style of the conversation template (LLaVA train.py:610-655)."""
-    match own.form.style:
+def encode_turns(turns: list[Turn], has_image: bool, settings: Original, where: str) -> Tokens:
+    """Encode the messages of a conversation as token ids and labels, as the original LLaVA does with the style of the
+    conversation template (LLaVA train.py:610-655).
+
+    Args:
+        has_image: whether `<image>` tags stand for images; otherwise they are ordinary text.
+        settings: tokenizer, conversation template, maximum length etc.
+        where: name of the record in error messages.
+    """
+    match settings.form.style:
         case Style.PLAIN:
-            return encode_caption(turns, own, where)
+            return encode_caption(turns, settings, where)
         case Style.MARKERS:
-            return encode_markers(turns, has_image, own)
+            return encode_markers(turns, has_image, settings)
         case _:
-            return encode_rounds(conversation(turns, own.form, where), has_image, own)
+            return encode_rounds(conversation(turns, settings.form, where), has_image, settings)
 
 
-def encode_caption(turns: list[Turn], own: Original, where: str) -> Tokens:
-    """Encode an image and its caption for the template `plain` (LLaVA train.py:588-607): the question is replaced by an
-    `<image>` tag, and the caption is supervised."""
+def encode_caption(turns: list[Turn], settings: Original, where: str) -> Tokens:
+    """Encode an image and its caption as token ids and labels, as the original LLaVA does with its template `plain`
+    (LLaVA train.py:588-607): the question is replaced by an `<image>` tag, and the caption is supervised.
+
+    Args:
+        turns: two messages: a question and the caption.
+        settings: tokenizer, conversation template, maximum length etc.
+        where: name of the record in error messages.
+    """
     check_caption(turns, where)
-    ids = with_images(f"{IMAGE_TAG}{turns[1].text}{own.form.sep}", own.tokenizer)
+    ids = with_images(f"{IMAGE_TAG}{turns[1].text}{settings.form.sep}", settings.tokenizer)
     labels = ids.copy()
-    labels[: len(with_images(IMAGE_TAG, own.tokenizer))] = IGNORE
+    labels[: len(with_images(IMAGE_TAG, settings.tokenizer))] = IGNORE
     return Tokens(ids, labels)
 
 
@@ -131,23 +156,28 @@ def check_caption(turns: list[Turn], where: str) -> None:
         )
 
 
-def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
-    """Encode a conversation with the template `v0`. LLaVA also tokenizes each turn by itself to find the labels (LLaVA
-    train.py:268-305, 630-655)."""
-    form = own.form
+def encode_markers(turns: list[Turn], has_image: bool, settings: Original) -> Tokens:
+    """Encode the messages of a conversation as token ids and labels, as the original LLaVA does with its template `v0`.
+    It also tokenizes each message by itself to find the labels (LLaVA train.py:268-305, 630-655).
+
+    Args:
+        has_image: whether `<image>` tags stand for images; otherwise they are ordinary text.
+        settings: tokenizer, conversation template, maximum length etc.
+    """
+    form = settings.form
     names = {"human": form.user, "gpt": form.assistant}
     header = f"{form.system}\n\n"
     sentences = [f"### {names.get(t.role.lower(), 'unknown')}: {t.text}\n" for t in turns]
     text = header + "".join(sentences) + "### "
     if has_image:
-        ids, beyond = with_images(text, own.tokenizer), 0
-        lengths = [len(with_images(s, own.tokenizer)) for s in [header, *sentences]]
+        ids, beyond = with_images(text, settings.tokenizer), 0
+        lengths = [len(with_images(s, settings.tokenizer)) for s in [header, *sentences]]
     else:
-        whole = plain_text(text, own.tokenizer)
-        ids = whole[: own.max_length]
+        whole = plain_text(text, settings.tokenizer)
+        ids = whole[: settings.max_length]
         beyond = len(whole) - len(ids)
-        cut = [plain_text(s, own.tokenizer)[: own.max_length] for s in [header, *sentences]]
-        lengths = [int((s != own.pad_id).sum()) for s in cut]
+        cut = [plain_text(s, settings.tokenizer)[: settings.max_length] for s in [header, *sentences]]
+        lengths = [int((s != settings.pad_id).sum()) for s in cut]
     labels = ids.copy()
     at = lengths[0]
     labels[:at] = IGNORE
@@ -160,8 +190,8 @@ def encode_markers(turns: list[Turn], has_image: bool, own: Original) -> Tokens:
 
 @dataclass(frozen=True)
 class Rounds:
-    """LLaVA's corrections, for one template style, to the number of tokens that it counts for a round (a question and
-    its answer)."""
+    """The original LLaVA's corrections, for one style of conversation templates, to the number of tokens that it counts
+    for a round (a question and its answer)."""
 
     begin: int
     """Number of tokens before the first round: the BOS token."""
@@ -182,50 +212,61 @@ ROUNDS: dict[Style, Rounds] = {
 }
 
 
-def encode_rounds(text: str, has_image: bool, own: Original) -> Tokens:
-    """Encode a conversation with a template of the style of v1, llama_2 or mpt. To mask the labels of questions, LLaVA
-    tokenizes each round (question and answer) and each question by itself and counts tokens. If the counts do not add
-    up to the length of the whole text, all labels are masked.
+def encode_rounds(text: str, has_image: bool, settings: Original) -> Tokens:
+    """Encode a conversation as token ids and labels, as the original LLaVA does with templates like v1, llama_2 and
+    mpt. To mask the labels of questions, it tokenizes each round (question and answer) and each question by itself and
+    counts tokens. If the counts do not add up to the length of the whole text, all labels are masked.
 
     Args:
         text: the whole conversation, rendered by the template.
+        has_image: whether `<image>` tags stand for images; otherwise they are ordinary text.
+        settings: tokenizer, conversation template, maximum length etc.
     """
-    rule = ROUNDS[own.form.style]
+    rule = ROUNDS[settings.form.style]
     tokenize = with_images if has_image else plain_text
-    whole = tokenize(text, own.tokenizer)
-    ids = whole if has_image else whole[: own.max_length]
+    whole = tokenize(text, settings.tokenizer)
+    ids = whole if has_image else whole[: settings.max_length]
     labels = ids.copy()
-    total = int((ids != own.pad_id).sum())
-    mark = answer_mark(own.form)
+    total = int((ids != settings.pad_id).sum())
+    mark = answer_mark(settings.form)
     at = rule.begin
     labels[:at] = IGNORE
-    for number, part in enumerate(split_rounds(text, own.form)):
+    for number, part in enumerate(split_rounds(text, settings.form)):
         pieces = part.split(mark)
         if part == "" or len(pieces) != 2:
             break
-        length = len(tokenize(part, own.tokenizer))
-        instruction = len(tokenize(pieces[0] + mark, own.tokenizer)) - rule.off_instruction
-        if number and own.tokenizer.legacy is rule.corrects:
+        length = len(tokenize(part, settings.tokenizer))
+        instruction = len(tokenize(pieces[0] + mark, settings.tokenizer)) - rule.off_instruction
+        if number and settings.tokenizer.legacy is rule.corrects:
             length += rule.correction
             instruction += rule.correction
         labels[at : at + instruction] = IGNORE
         at += length
     labels[at:] = IGNORE
-    if at < own.max_length and at != total:
+    if at < settings.max_length and at != total:
         labels[:] = IGNORE
         return Tokens(ids, labels, (at, total), cut=len(whole) - len(ids))
     return Tokens(ids, labels, cut=len(whole) - len(ids))
 
 
 def answer_mark(form: Template) -> str:
-    """Return the text at which LLaVA splits a round into question and answer."""
+    """Return the text at which the original LLaVA splits a round of a conversation into question and answer.
+
+    Args:
+        form: the conversation template.
+    """
     if form.style is Style.LLAMA_2:
         return "[/INST] "
     return form.sep + form.assistant + (": " if form.style is Style.TWO else "")
 
 
 def split_rounds(text: str, form: Template) -> list[str]:
-    """Split the text of a conversation into rounds, each of which is a question and its answer, as LLaVA does."""
+    """Split the text of a conversation into rounds, each of which is a question and its answer, as the original LLaVA
+    does.
+
+    Args:
+        form: the conversation template that rendered the text.
+    """
     if form.style is not Style.MPT:
         return text.split(form.sep2)
     parts = text.split(form.sep)
@@ -235,8 +276,14 @@ def split_rounds(text: str, form: Template) -> list[str]:
 
 
 def conversation(turns: list[Turn], form: Template, where: str) -> str:
-    """Return the text of a conversation, rendered by a template. Of an empty message, only the role is written (LLaVA
-    conversation.py:32-106)."""
+    """Return the text of a conversation, rendered by a template of the original LLaVA. Of an empty message, only the
+    role is written (LLaVA conversation.py:32-106).
+
+    Args:
+        turns: the messages.
+        form: the template.
+        where: name of the conversation in error messages.
+    """
     if not turns:
         raise DataError(f"{where}: the conversation is empty; the original stops here", Kind.odd_turns)
     if turns[0].role == "gpt":
@@ -274,8 +321,8 @@ def conversation_llama_2(turns: list[Turn], form: Template, where: str) -> str:
 
 
 def with_images(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the token ids of a text with an IMAGE_ID for each image tag, int64 [length]. The parts between image tags
-    are tokenized separately (LLaVA mm_utils.py:185-204)."""
+    """Return the token ids of a text with the id IMAGE_ID (-200) for each image tag, int64 [length]. The parts between
+    image tags are tokenized separately (LLaVA mm_utils.py:185-204)."""
     ids = [] if tokenizer.bos is None else [tokenizer.bos]
     for number, chunk in enumerate(text.split(IMAGE_TAG)):
         ids += [IMAGE_ID] if number else []

@@ -23,7 +23,7 @@ class Style(Enum):
 @dataclass(frozen=True)
 class Pattern:
     """The texts around questions and answers in one style of conversation templates. `{system}`, `{sep}` etc. stand for
-    the texts of a Template."""
+    the texts of a particular template."""
 
     before_system: str
     first_question: str
@@ -52,7 +52,8 @@ STYLES: dict[Style, Pattern] = {
 
 @dataclass(frozen=True)
 class Template:
-    """A conversation template of LLaVA. The fields have the names that LLaVA gives them."""
+    """A conversation template of LLaVA: the text around questions and answers. The fields have the names that LLaVA
+    gives them."""
 
     style: Style
     system: str = ""
@@ -68,13 +69,14 @@ class Template:
 
     @cached_property
     def pattern(self) -> Pattern:
-        """The Pattern of this template's style, with the texts of this template filled in."""
+        """The texts that a conversation template writes around questions and answers."""
         own = asdict(self)
         return Pattern(*(part.format(**own) for part in astuple(STYLES[self.style])))
 
     @property
     def around_system(self) -> tuple[str, str]:
-        """The texts (before, after) around a system text of a record, which replaces the template's system text."""
+        """The texts (before, after) that a conversation template writes around the system text of a dataset record,
+        which replaces its own system text."""
         match self.style:
             case Style.LLAMA_2:
                 before, after = LLAMA_2_SYSTEM.split("{}")
@@ -86,12 +88,13 @@ class Template:
 
     @property
     def image_only(self) -> bool:
-        """Whether each question is replaced by its image tags (stage 1: the model captions the image)."""
+        """Whether a conversation template replaces each question by its image tags (stage 1: the model captions the
+        image)."""
         return self.style is Style.PLAIN
 
     @property
     def stop(self) -> str:
-        """The text that ends an answer."""
+        """The text with which a conversation template ends an answer."""
         return self.pattern.after_answer
 
 
@@ -169,7 +172,7 @@ ALIASES: dict[str, str] = {
 
 
 def template(name: str) -> Template:
-    """Return the conversation template with a given name or alias.
+    """Return the conversation template of LLaVA with a given name or alias.
 
     Raises:
         ConfigError: no template has that name (LLaVA silently takes v1); the message lists the names.

@@ -31,7 +31,7 @@ SPACE = "▁"
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of a text."""
+    """A token of a text, and the range of characters from which it comes."""
 
     id: int
     begin: int
@@ -41,7 +41,7 @@ class Token:
 
 
 class Tokenizer(ABC):
-    """Tokenizes text for one model."""
+    """Converts text to tokens and token ids back to text, for one model."""
 
     bos: int | None
     """Id of the token with which each sequence begins; None if the model expects no such token."""
@@ -62,8 +62,8 @@ class Tokenizer(ABC):
         """Return the tokens of a text, without adding a BOS or EOS token.
 
         Args:
-            special: ranges of characters, in order, that are read as special tokens; special tokens elsewhere in the
-                text are read as ordinary text. None: all special tokens in the text are read as such.
+            special: ranges [begin, end) of characters, in order, that are read as special tokens; special tokens
+                elsewhere in the text are read as ordinary text. None: all special tokens in the text are read as such.
         """
 
     @abstractmethod
@@ -71,15 +71,15 @@ class Tokenizer(ABC):
         """Return the text of a list of token ids, without special tokens."""
 
     def find_special(self, text: str) -> list[Stretch]:
-        """Return the ranges of characters in which a text contains special tokens."""
+        """Return the ranges [begin, end) of characters in which a text contains special tokens of the tokenizer."""
         return [found.span() for found in self._find.finditer(text)]
 
     def special(self, text: str) -> int | None:
-        """Return the id of a special token; None if the text is not a special token."""
+        """Return the id of a special token, given its text; None if the text is not a special token."""
         return self._special.get(text)
 
     def name(self, token: int) -> str | None:
-        """Return the text of a special token; None if the id is not that of a special token."""
+        """Return the text of a special token, given its id; None if the id is not that of a special token."""
         return self._names.get(token)
 
     @cached_property
@@ -87,13 +87,13 @@ class Tokenizer(ABC):
         return {token: text for text, token in self._special.items()}
 
 
-def open_tokenizer(folder: Path, rows: int | None = None, extra: tuple[str, ...] = ()) -> Tokenizer:
+def open_tokenizer(folder: Path, vocab_size: int | None = None, extra: tuple[str, ...] = ()) -> Tokenizer:
     """Read the tokenizer of a model folder (`tokenizer.model` or `tokenizer.json`).
 
     Args:
-        rows: number of token ids that the model knows. Added tokens with this id or a higher one are read as ordinary
-            text; for example, an export may have added an image tag and a padding token without training the model on
-            them.
+        vocab_size: number of token ids that the model knows. Added tokens with this id or a higher one are read as
+            ordinary text; for example, an export may have added an image tag and a padding token without training the
+            model on them. None: no limit.
         extra: special tokens to add after the last id, unless the tokenizer has them.
 
     Raises:
@@ -102,22 +102,25 @@ def open_tokenizer(folder: Path, rows: int | None = None, extra: tuple[str, ...]
     config = read_optional(folder / "tokenizer_config.json")
     refuse_model_code(config, folder / "tokenizer_config.json")
     with foreign(f"{folder}: its tokenizer cannot be read; get its files again from the model's makers"):
-        return read_tokenizer(folder, config, rows, extra)
+        return read_tokenizer(folder, config, vocab_size, extra)
 
 
-def read_tokenizer(folder: Path, config: dict, rows: int | None, extra: tuple[str, ...]) -> Tokenizer:
+def read_tokenizer(folder: Path, config: dict, vocab_size: int | None, extra: tuple[str, ...]) -> Tokenizer:
     pieces, frozen = folder / "tokenizer.model", folder / "tokenizer.json"
     if pieces.is_file() and (config.get("tokenizer_class") in LLAMA_CLASSES or not frozen.is_file()):
-        added = {t: i for t, i in added_tokens(folder, config).items() if within(i, rows)}
+        added = {t: i for t, i in added_tokens(folder, config).items() if within(i, vocab_size)}
         return LlamaTokenizer(pieces, config, added, extra)
     if frozen.is_file():
-        return JsonTokenizer(frozen, config, rows, extra)
+        return JsonTokenizer(frozen, config, vocab_size, extra)
     raise ModelError(f"{folder} has no tokenizer.model and no tokenizer.json")
 
 
 def is_legacy(config: dict) -> bool:
-    """Return the setting `legacy` from the content of a Llama tokenizer's `tokenizer_config.json`; true by default, as
-    in transformers 4."""
+    """Return the setting `legacy` of a Llama tokenizer; true by default, as in transformers 4.
+
+    Args:
+        config: content of its `tokenizer_config.json`.
+    """
     return config.get("legacy") is not False
 
 
@@ -126,9 +129,9 @@ def read_optional(path: Path) -> dict:
     return read_json(path) if path.is_file() else {}
 
 
-def within(token: int, rows: int | None) -> bool:
-    """Return whether a token id is below `rows`, the number of ids that the model knows (None: no limit)."""
-    return rows is None or token < rows
+def within(token: int, vocab_size: int | None) -> bool:
+    """Return whether a token id is below the number of ids that the model knows (None: no limit)."""
+    return vocab_size is None or token < vocab_size
 
 
 def added_tokens(folder: Path, config: dict) -> dict[str, int]:
@@ -150,9 +153,9 @@ class JsonTokenizer(Tokenizer):
     there itself.
     """
 
-    def __init__(self, path: Path, config: dict, rows: int | None, extra: tuple[str, ...]):
+    def __init__(self, path: Path, config: dict, vocab_size: int | None, extra: tuple[str, ...]):
         frozen = read_json(path, largest=LARGE)
-        frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if within(t["id"], rows)]
+        frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if within(t["id"], vocab_size)]
         present = {t["content"] for t in frozen["added_tokens"]}
         space = metaspace(frozen)
         is_llama = frozen["model"].get("type") == "BPE" and bool(frozen["model"].get("byte_fallback"))
@@ -196,8 +199,8 @@ class JsonTokenizer(Tokenizer):
         return plain
 
     def _encode_between(self, text: str, special: list[Stretch]) -> list[Token]:
-        """Tokenize a text in which only the ranges in `special` are special tokens. As in the tokenizers library, a
-        special token may include the spaces before and after it (lstrip, rstrip)."""
+        """Tokenize a text in which only the ranges [begin, end) of characters in `special` are special tokens. As in
+        the tokenizers library, a special token may include the spaces before and after it (lstrip, rstrip)."""
         tokens: list[Token] = []
         at = 0
         for begin, end in [*special, (len(text), len(text))]:
@@ -258,16 +261,17 @@ def without_prefix(path: Path) -> bytes:
     return proto.SerializeToString()
 
 
-def metaspace(frozen: dict) -> dict | None:
-    """Return the settings of the pre-tokenizer Metaspace, which replaces spaces by `▁`, in a parsed `tokenizer.json`;
-    None if it has none."""
-    found = frozen.get("pre_tokenizer") or {}
+def metaspace(tokenizer_json: dict) -> dict | None:
+    """Return the settings of the pre-tokenizer Metaspace, which replaces spaces by `▁`, from the parsed content of a
+    `tokenizer.json`; None if it has none."""
+    found = tokenizer_json.get("pre_tokenizer") or {}
     parts = found.get("pretokenizers", [found])
     return next((p for p in parts if p.get("type") == "Metaspace"), None)
 
 
 def without_lone_prefix(tokens: list[Token], prefix: int | None, special: set[int]) -> list[Token]:
-    """Return tokens without the first one, if that is `▁` and a special token follows it directly.
+    """Return the tokens of a text without the first one, if that is `▁` (which stands for a space) and a special token
+    follows it directly.
 
     Args:
         prefix: id of the `▁` token.
