@@ -86,6 +86,13 @@ def test_only_the_images_that_show_are_read(parts: Path, dataset: Path) -> None:
     assert 0 < len(read) == images < steps.facts(0, steps.sampler.samples(0)).images
 
 
+def test_ranks_of_a_row_have_the_same_records(parts: Path, dataset: Path) -> None:
+    steps = opened(parts, dataset, ContextCut(2, 1, head_tail=False)).steps
+    steps.world_size = 2
+    first, second, third = (steps.records_of(0, [rank]) for rank in (0, 1, 2))
+    assert first == second != third and sorted(first + third) == sorted(steps.records_of(0, []))
+
+
 def test_what_breaks_on_one_rank_is_left_out_on_all(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """An image is gone after the records were examined. The other rank of the row does not read it."""
     shutil.copytree(dataset, tmp_path / "data")

@@ -264,12 +264,12 @@ class Steps(Dataset):
 
         Args:
             step: number of the step, from 0.
-            ranks: the ranks; empty: all ranks.
+            ranks: the ranks; empty: all ranks. Consecutive ranks may process a row together.
         """
         numbers = self.sampler.samples(step)
         if ranks:
-            by_rank = self.assignment(step, numbers)
-            numbers = [n for rank in ranks for micro in by_rank[rank] for n in micro]
+            by_rank, size = self.assignment(step, numbers), 1 if self.cut is None else self.cut.size
+            numbers = [n for rank in ranks for micro in by_rank[rank // size] for n in micro]
         return [self.records.where(n) for n in dict.fromkeys(numbers)]
 
     def assignment(self, step: int, numbers: list[int]) -> Assignment:
