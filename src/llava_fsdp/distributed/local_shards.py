@@ -13,7 +13,8 @@ from llava_fsdp.distributed.precision import MasterWeights
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The part of a parameter that this rank holds: its rows [begin, end)."""
+    """The part of a parameter that this rank holds: its rows (indices of dimension 0) from `begin` to `end`, `end`
+    excluded."""
 
     begin: int
     end: int
@@ -23,7 +24,11 @@ class LocalShard:
 
 
 def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalShard]:
-    """Return this rank's rows of every parameter, by parameter name."""
+    """Return the part of every parameter of a model that this rank holds, by parameter name.
+
+    Args:
+        masters: the master weights, which the optimizer updates; they may be tensors other than the model's parameters.
+    """
     shards = {}
     for wrapped_name, parameter in model.named_parameters():
         name = clean_name(wrapped_name)
@@ -35,8 +40,8 @@ def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalSha
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the range [begin, end) of a tensor's rows that this rank holds. A scalar counts as one row, which every
-    rank holds."""
+    """Return the range [begin, end) of the rows (indices of dimension 0) of a tensor that this rank holds. A scalar
+    counts as one row, which every rank holds."""
     if not tensor.ndim:
         return 0, 1
     if not isinstance(tensor, DTensor):

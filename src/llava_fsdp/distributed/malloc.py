@@ -39,8 +39,12 @@ def keep_freed_memory() -> None:
 
 
 def set_thresholds(mmap: int, trim: int) -> None:
-    """Set glibc's thresholds in bytes: of the size above which a block is mapped separately, and of the free memory at
-    the heap's end above which it is returned to the system. Does nothing with other C libraries."""
+    """Set two thresholds of glibc's allocator, in bytes. Does nothing with other C libraries.
+
+    Args:
+        mmap: a larger block of memory is mapped separately.
+        trim: if more memory is free at the heap's end, it is returned to the system; -1 means never.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, mmap)

@@ -96,8 +96,8 @@ class Offload:
         return CPUOffloadPolicy(pin_memory=self.pin and self.mode is OffloadMode.params)
 
     def materialize(self, model: nn.Module) -> None:
-        """Allocate all tensors of a meta-device model on this rank, uninitialised: offloaded shards in host memory or a
-        file, everything else on the device."""
+        """Allocate all tensors of a meta-device model on this rank, uninitialised: shards that are to be offloaded in
+        host memory or a file, everything else on the device."""
         made = self.take_shards(model) if self.mode.moves_weights else {}
 
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,6 +117,9 @@ class Offload:
 
         Also sets FSDP's private `_sharded_param_data`, for which there is no public setting. Otherwise FSDP would copy
         shards that need padding to memory of its own. tests/distributed/test_offload.py checks the shards' addresses.
+
+        Args:
+            model: a model on the meta device, after `fully_shard`.
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # without duplicates, because several modules may be in one FSDP unit
@@ -147,8 +150,8 @@ class Offload:
             self.shards.release_all()
 
     def optimizer(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Wrap the optimizer `inner` so that its moments are offloaded, if the mode of `offload` is `optimizer` or
-        `nvme`. In the other modes return `inner` itself."""
+        """Wrap the optimizer `inner` so that its moments are offloaded, if the setting `offload` is `optimizer` or
+        `nvme`. With other values return `inner` itself."""
         if self.mode is OffloadMode.optimizer:
             return StreamedOptimizer(
                 inner, lambda size: Arena(size, pin=self.pin), lambda made: DeviceStaging(made, self.device)
@@ -198,7 +201,7 @@ def filesystem(folder: Path) -> str | None:
 @contextmanager
 def explained_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
     """Context manager that replaces torch's or Python's out-of-memory error by an OutOfMemory error, which names
-    settings that need less memory.
+    settings with which this training would need less memory.
 
     Raises:
         OutOfMemory: memory ran out in the body.
@@ -216,8 +219,8 @@ def explained_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]
 
 
 def cures(cfg: Config, device: torch.device) -> list[str]:
-    """Return settings, as `key=value`, with which a training needs less memory than with `cfg`. The settings that slow
-    it down least come first."""
+    """Return settings, as `key=value`, with which a training on `device` needs less memory than with `cfg`. The
+    settings that slow it down least come first."""
     found = (
         ["activation_checkpointing=full"] if cfg.activation_checkpointing.mode is ActivationCheckpointing.none else []
     )
@@ -256,7 +259,8 @@ def offload_folder(cfg: Config) -> Path:
 
 
 def warn_if_useless(cfg: Config, world: World) -> None:
-    """Log a warning on rank 0 if the setting `offload` saves no memory on this machine."""
+    """Log a warning on rank 0 if the setting `offload` saves no memory on this machine. `world` has this rank's number
+    and device."""
     text = describe_offload(cfg, world.device)
     if world.is_first and "saves nothing" in text:
         log().warning("offload=%s", text)
