@@ -25,8 +25,8 @@ def tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
-    """Return all values of a checkpoint other than tensors, the content of `state.json`. The entries `versions` and
-    `written_by` are only for human readers."""
+    """Return all values of a checkpoint other than tensors (counters, configuration, ...), the content of its
+    `state.json`. The entries `versions` and `written_by` are only for human readers."""
     return {
         "format": FORMAT,
         "run": state.run,

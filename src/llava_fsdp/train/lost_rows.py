@@ -54,8 +54,11 @@ def lost_rows(folder: Path, step: int) -> list[str]:
 
 
 def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
-    """Return the steps after `begin` and before `end` that need a validation, by the configuration in `facts` (the
-    content of the checkpoint's `state.json`)."""
+    """Return the steps after `begin` and before `end` after which a validation was due.
+
+    Args:
+        facts: content of a checkpoint's `state.json`, with the configuration that says how often there are validations.
+    """
     config = facts.get("config")
     val = config.get("val") if isinstance(config, dict) else None
     every = val.get("every") if isinstance(val, dict) else None
@@ -65,13 +68,14 @@ def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
 
 
 def skipped_in(row: dict[str, Any]) -> int:
-    """Return how many rows `skipped_records.jsonl` must have for a step, given the step's row of `metrics.jsonl`."""
+    """Return how many rows `skipped_records.jsonl` must have for a training step, given the step's row of
+    `metrics.jsonl`."""
     counts = [present_row(row).get("skipped_records"), row.get("unlabelled")]
     return sum(count for count in counts if type(count) is int)
 
 
 def rows_until(path: Path, last: int) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines file whose step is at most `last`."""
+    """Return the rows of a JSON Lines file whose entry `step` is at most `last`."""
     return [row for row in read_rows(path) if type(row.get("step")) is int and row["step"] <= last]
 
 
