@@ -81,7 +81,8 @@ def apply_activation_checkpointing(
 
 
 def clean_name(name: str) -> str:
-    """Remove from a parameter or module name the prefixes that activation checkpointing adds."""
+    """Return the name of a parameter or module without the prefixes that activation checkpointing adds, as it was
+    before wrapping."""
     return name.replace(WRAPPED, "")
 
 

@@ -108,8 +108,8 @@ class OffloadedTensor:
             self.done = None
 
     def release(self) -> None:
-        """Free the tensor's device memory. Before that, the main CUDA stream is made to wait for the copy to the host,
-        so that work which reuses the memory runs after this copy."""
+        """Free the device memory of this tensor, which is being copied to the host. Before that, the main CUDA stream
+        is made to wait for the copy, so that work which reuses the memory runs after it."""
         self.wait()
         self.on_device = None
 
@@ -121,8 +121,8 @@ class OffloadedTensor:
             self.copy(self.on_device, self.host)
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor on the device, and begin to copy the tensor that was offloaded before it, the input of the
-        preceding block, back to the device."""
+        """Return this offloaded tensor on the device, for the backward pass, and begin to copy back the tensor that was
+        offloaded before it, the input of the preceding block."""
         self.fetch()
         self.wait()
         tensor, self.on_device = self.on_device, None

@@ -1,4 +1,4 @@
-"""Count the bytes that ranks send to each other in collectives."""
+"""Count the bytes that ranks send to each other in collectives (all-gather, reduce-scatter, all-reduce)."""
 
 from typing import Any
 
@@ -101,7 +101,7 @@ def has_group(func: torch._ops.OpOverload) -> bool:
 
 
 def nbytes(value: Any) -> int:
-    """Return the bytes of a tensor or of all tensors in nested lists; 0 for other values."""
+    """Return the size in bytes of a tensor, or of all tensors in nested lists; 0 for other values."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, list | tuple):

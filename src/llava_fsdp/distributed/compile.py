@@ -25,7 +25,8 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class Compiling:
-    """The decision whether the language model's blocks are compiled, and the reason for it as text."""
+    """The decision whether the language model's blocks are compiled with torch.compile, and the reason for it as
+    text."""
 
     on: bool
     reason: str

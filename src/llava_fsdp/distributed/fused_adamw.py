@@ -55,7 +55,8 @@ def check_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def check_layout(tensors: list[torch.Tensor]) -> None:
-    """Assert that all tensors are contiguous and have the shape and dtype of the first one."""
+    """Assert that all tensors are contiguous and have the shape and dtype of the first one, as the fused AdamW kernel
+    needs."""
     first = tensors[0]
     for tensor in tensors:
         assert tensor.is_contiguous() and tensor.shape == first.shape and tensor.dtype == first.dtype, (

@@ -141,8 +141,8 @@ class Memory(mmap.mmap):
 
 
 def mapped_file(size: int, folder: Path) -> Memory:
-    """Create a file of `size` bytes without a name in the folder, and map it into memory. Raises OffloadError if the
-    disk has too little room."""
+    """Create a file of `size` bytes in the folder, but without a name in it, and map it into memory. Raises
+    OffloadError if the disk has too little room."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = nameless_file(folder)
     try:
@@ -169,7 +169,8 @@ def mapped_file(size: int, folder: Path) -> Memory:
 
 
 def nameless_file(folder: Path) -> int:
-    """Create a file without a name in the folder, and return its open file descriptor."""
+    """Create a file in the folder, but without a name in it, so that it is deleted when nothing uses it any more.
+    Return its open file descriptor."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
     except (OSError, AttributeError):  # the filesystem or the operating system has no O_TMPFILE

@@ -1,4 +1,5 @@
-"""Access this rank's shards of parameters as plain tensors, and gather whole parameters from their shards."""
+"""Access this rank's shards of parameters as plain tensors (not DTensors), and gather whole parameters from their
+shards."""
 
 from dataclasses import dataclass
 
@@ -53,7 +54,8 @@ def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor as a plain tensor, detached from autograd."""
+    """Return this rank's shard of a tensor as a plain tensor, detached from autograd. A tensor that is not a DTensor
+    counts as its own shard."""
     tensor = tensor.detach()
     return unwrapped(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
@@ -86,6 +88,7 @@ def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full values of a tensor on every rank. If the tensor is sharded, all ranks must call this."""
+    """Return the full values of a tensor on every rank, gathered if the tensor is a DTensor; then all ranks must call
+    this."""
     tensor = plain(tensor)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

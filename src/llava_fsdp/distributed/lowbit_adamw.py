@@ -36,8 +36,8 @@ SCALE = "_scale"
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101) for fp32 or bf16 weights, with gradients of the weights' dtype and moments of any
-    supported dtype.
+    """AdamW (arXiv 1711.05101) for fp32 or bf16 weights, with gradients of the weights' dtype and moments of fp32, bf16
+    or int8.
 
     Args:
         groups: parameter groups as `torch.optim.AdamW` takes them, with lr and weight_decay in each.
@@ -134,7 +134,8 @@ def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a tensor as a plain tensor; a scalar becomes a tensor with one row."""
+    """Return this rank's shard of a tensor as a plain tensor with at least one dimension: a scalar becomes a tensor of
+    one element."""
     return torch.atleast_1d(local(tensor))
 
 
@@ -149,7 +150,8 @@ def row_chunks(tensor: torch.Tensor) -> Iterator[slice]:
 
 
 class StoredMoment:
-    """This rank's rows of one optimizer moment, in their stored form: fp32, bf16, or int8 codes with scales."""
+    """This rank's rows (indices of dimension 0) of one of a parameter's two AdamW moments, in their stored form: fp32,
+    bf16, or int8 codes with scales."""
 
     def __init__(self, state: dict[str, torch.Tensor], name: str):
         self.values = as_rows(state[name])

@@ -1,4 +1,5 @@
-"""Compute the bytes of parameters, gradients and optimizer state that a rank holds under each sharding strategy.
+"""Compute by arithmetic the bytes of parameters, gradients and optimizer state that a rank holds under each sharding
+strategy (ZeRO stage).
 
 FSDP2 shards dimension 0 like `torch.chunk`: if n rows are sharded over s ranks, a rank holds at most ceil(n / s) rows,
 and the last ranks may hold fewer or none. Tests compare these formulas with the tensors that ranks really hold.
@@ -93,7 +94,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of parameters, gradients and optimizer state on one rank."""
+    """Bytes of parameters, gradients and optimizer state on one rank, after an optimizer step and between
+    micro-batches."""
 
     parameters: int
     """Bytes of parameters after an optimizer step. `gradients` and `optimizer` are also counted at that moment."""

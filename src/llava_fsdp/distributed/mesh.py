@@ -48,10 +48,13 @@ def distributed(cfg: Config) -> Iterator[World]:
     """Context manager that joins the process group described by torchrun's environment variables and chooses this
     rank's device.
 
-    At world size 1 there is no process group, unless `offload` needs FSDP. After an error the group is not destroyed,
-    because the process ends at once and other ranks may no longer respond. After success the group is ended in this
-    order: barrier, destroy, collect garbage, sleep. In another order gloo's background thread aborts about one process
-    in seven at interpreter exit (pytorch#179291).
+    At world size 1 there is no process group, unless the setting `offload` needs FSDP. After an error the group is not
+    destroyed, because the process ends at once and other ranks may no longer respond. After success the group is ended
+    in this order: barrier, destroy, collect garbage, sleep. In another order gloo's background thread aborts about one
+    process in seven at interpreter exit (pytorch#179291).
+
+    Yields:
+        This rank's number and device, and the number of ranks.
 
     Raises:
         CommunicationError: the connection to another rank was lost.
@@ -99,7 +102,7 @@ LOST = re.compile(
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, comes from torch.distributed because another rank has ended or
+    """Return whether an error, or one of its causes, was raised by torch.distributed because another rank has ended or
     does not answer in time."""
     while error is not None:
         # torch.distributed.checkpoint raises the errors of several ranks as a BaseException

@@ -159,7 +159,7 @@ def shard(
 
 
 def grouped(blocks: list[T], size: int) -> list[list[T]]:
-    """Split blocks into consecutive groups of `size` blocks; the last group may be smaller."""
+    """Split a list of blocks into consecutive groups of `size` blocks; the last group may be smaller."""
     return [blocks[start : start + size] for start in range(0, len(blocks), size)]
 
 

@@ -30,8 +30,8 @@ def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None
 
 
 def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module]:
-    """Return the model's normalization layers if `precision.norm_dtype` differs from the compute dtype; else an empty
-    list.
+    """Return the model's normalization layers if they are kept in fp32, that is if `precision.norm_dtype` differs from
+    the compute dtype; else an empty list.
 
     The weight of a norm is around 1, where neighbouring bf16 numbers differ by 1/128. Smaller updates would have no
     effect on a forward pass in bf16.
@@ -78,8 +78,8 @@ class MasterWeights:
         master: torch.dtype = torch.float32,
         in_fp8: nn.Module | None = None,
     ):
-        """Create a separate master weight for each trainable parameter that needs one, and register a hook that adds
-        the parameter's gradient to the master weight's gradient.
+        """Create a separate master weight (which the optimizer updates) for each trainable parameter that needs one,
+        and register a hook that adds the parameter's gradient to the master weight's gradient.
 
         Args:
             trainable: the model's trainable parameters by name.

@@ -91,7 +91,7 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor or other value that should be equal on several ranks, but is not."""
+    """A tensor or other value that should be equal on several ranks, but is not, and the ranks on which it differs."""
 
     name: str
     ranks: tuple[int, ...]
@@ -151,7 +151,8 @@ def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]
 
 
 def compare(found: list[RankChecksums]) -> list[Difference]:
-    """Compare the checksums of all ranks by name, and return the tensors and values that differ.
+    """Compare the checksums of all ranks by name, and return the tensors and values that should be equal on several
+    ranks, but are not.
 
     Args:
         found: the checksums of each rank, in rank order.
@@ -173,10 +174,11 @@ def compare(found: list[RankChecksums]) -> list[Difference]:
 
 
 def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
-    """Return the ranks whose checksum of one tensor differs from that of the majority; None if all are equal.
+    """Compare one tensor's checksums between ranks, and return the ranks whose checksum differs from that of the
+    majority; None if all are equal.
 
     Args:
-        name: name of the tensor.
+        name: name of the tensor, for the result.
         values: rank -> checksum of the tensor on this rank; None if the rank does not have the tensor.
     """
     value, votes = Counter(values.values()).most_common(1)[0]

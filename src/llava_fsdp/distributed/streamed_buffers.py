@@ -86,8 +86,8 @@ class CopyStreams:
         self.stored = [torch.cuda.Event(), torch.cuda.Event()]
 
     def begin(self) -> None:
-        """Make the copies wait for earlier work on the current CUDA stream, which may still use the memory of the newly
-        allocated buffers."""
+        """Make the copies of optimizer moments to the device wait for earlier work on the current CUDA stream, which
+        may still use the memory of the newly allocated buffers."""
         self.inward.wait_stream(torch.cuda.current_stream(self.device))
 
     @contextmanager

@@ -53,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """The form of the state that an optimizer keeps for each parameter of one dtype."""
+    """Names and dtypes of the state tensors that an optimizer keeps for each parameter of one dtype."""
 
     moments: dict[str, torch.dtype]
     """Dtypes of the state tensors that have the parameter's shape, by name."""
@@ -224,5 +224,6 @@ def split_into_buckets(
 
 
 def padded(count: int) -> int:
-    """Round a number of elements up to a multiple of `ALIGNMENT`."""
+    """Round a number of elements up to a multiple of `ALIGNMENT` (256). Every piece of a parameter begins at such a
+    multiple."""
     return -(-count // ALIGNMENT) * ALIGNMENT

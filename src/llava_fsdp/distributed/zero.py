@@ -22,7 +22,7 @@ class Sync(Enum):
 
 
 class Mesh(Enum):
-    """The (replicate, shard) shape of a device mesh of N ranks."""
+    """The (replicate, shard) shape of the device mesh of N ranks that a sharding strategy needs."""
 
     REPLICATE = "(N, 1)"
     SHARD = "(1, N)"

@@ -1,4 +1,4 @@
-"""Build a model on the meta device, for all commands that need a model."""
+"""Build the model on the meta device, for all commands that need a model."""
 
 import torch
 

@@ -15,7 +15,8 @@ from llava_fsdp.train.state import TrainState
 
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint (master weights and optimizer states), by their names in the checkpoint."""
+    """Return all tensors that a checkpoint of the training contains (master weights and optimizer states), by their
+    names in the checkpoint."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in state.masters.named.items():
         found[f"model.{name}"] = plain(parameter)

@@ -135,16 +135,16 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
 
 
 def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
-    """Return the current values of all parameters by name: frozen parameters in their source files, and on rank 0
-    trained parameters in memory. On other ranks, trained parameters have their initial values. Collective: all ranks
-    must call it."""
+    """Return the current values of all parameters by name: frozen parameters as tensors in their source files, and on
+    rank 0 trained parameters as tensors in memory. On other ranks, trained parameters have their initial values.
+    Collective: all ranks must call it."""
     trained = {name: parameter_values(name, state, is_first_rank) for name in state.masters.named}
     return state.sources | ({name: MemoryTensor(values) for name, values in trained.items()} if is_first_rank else {})
 
 
 def is_current(state: TrainState, cfg: Config) -> bool:
-    """Return whether `output_dir` already contains an undamaged export of the run's current step in the configured
-    dtype. Collective: all ranks must call it."""
+    """Return whether `output_dir` already contains an undamaged export of the model after the training's current step,
+    in the configured dtype. Collective: all ranks must call it."""
     wanted = {"run": state.run, "step": state.step}
     folders = {FOLDER: wanted} if cfg.model.lora.enabled else {}
     if cfg.export.merge or not cfg.model.lora.enabled:

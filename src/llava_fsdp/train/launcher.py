@@ -165,7 +165,8 @@ def is_one_machine(flags: list[str]) -> bool:
 
 
 class Launch:
-    """Runs torchrun's agent once, which starts the ranks, and handles signals to the launcher until the agent ends."""
+    """Runs torchrun's agent once, which starts the ranks of a training, and handles signals to this process (the
+    launcher) until the agent ends."""
 
     def __init__(self, folder: Path):
         self.folder = folder

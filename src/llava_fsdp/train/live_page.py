@@ -1,4 +1,4 @@
-"""Write the page `report.html` of a training, at intervals while it runs and at its end. Only rank 0 does this."""
+"""Write the HTML page `report.html` of a training, at intervals while it runs and at its end. Only rank 0 does this."""
 
 import json
 import os

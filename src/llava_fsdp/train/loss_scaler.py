@@ -72,7 +72,7 @@ class LossScaler:
         self.scale = max(self.scale / FACTOR, self.cfg.minimum)
 
     def state(self) -> dict[str, Any]:
-        """Return the values that a checkpoint stores so that the loss scale can be restored."""
+        """Return the values, by name, that a checkpoint stores so that the fp16 loss scale can be restored."""
         return {name: getattr(self, name) for name in ("scale", "hysteresis", "steps", "last_overflow")}
 
     def restore(self, state: dict[str, Any]) -> None:

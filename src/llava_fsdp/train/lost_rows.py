@@ -19,12 +19,15 @@ MOST_RANGES = 8
 
 
 def lost_rows(folder: Path, step: int) -> list[str]:
-    """Return a message for each file in a run's folder that lacks rows of steps up to `step`, at which the run
-    continues.
+    """Return a message for each JSON Lines file in a run's folder (metrics, skipped records, validations) that lacks
+    rows of finished steps.
 
     Steps before the first start in this folder are not checked: a run that continues from a checkpoint in another
     folder has no rows for them. Validations are checked only for steps after the last start, because `val.every` is
     known only for these, and only before `step`, because the validation of `step` itself may not be done yet.
+
+    Args:
+        step: the step after which the run continues; rows of later steps are not expected.
 
     Raises:
         OSError: a file cannot be read.
@@ -84,7 +87,8 @@ def steps_in(path: Path, last: int) -> list[int]:
 
 
 def format_ranges(steps: Iterable[int]) -> str:
-    """Format sorted steps as ranges in text, such as `1 to 16, 20`."""
+    """Format sorted numbers of training steps as ranges in text, such as `1 to 16, 20`; at most eight ranges are
+    named."""
     found: list[list[int]] = []
     for step in steps:
         if found and step == found[-1][1] + 1:

@@ -81,8 +81,8 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
     """Run a training, from its configuration to its export.
 
     Args:
-        parts: gets the parts of the run as they are built, for a caller that needs them when the process ends; None:
-            the caller does not need them.
+        parts: gets the state, the reporter of metrics and others as they are built, for a caller that needs them when
+            the process ends; None: the caller does not need them.
     """
     parts = parts or RunParts()
     if cfg.dry_run is not None:

@@ -134,8 +134,8 @@ class Reporter:
         self.show(row)
 
     def warn_of_compiling(self, result: StepResult) -> None:
-        """Log a warning if torch.compile compiled graphs again in a step. Any rank may log this warning, because all
-        ranks wait for a rank that compiles."""
+        """Log a warning if torch.compile compiled graphs again in the training step whose result is given. Any rank may
+        log this warning, because all ranks wait for a rank that compiles."""
         if result.recompiles > self.recompiles:
             log().warning(
                 "step %d: %d graphs were compiled again, which should happen only in the first steps "

@@ -66,8 +66,8 @@ SCHEDULES: dict[Schedule, Callable[[int, int, int], float]] = {
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Learning rate schedule. At each step, the base learning rate of every parameter group is multiplied by a factor,
-    which is 0 at the first step of a warm-up."""
+    """Learning rate schedule of a training. At each step, the base learning rate of every parameter group is multiplied
+    by a factor, which is 0 at the first step of a warm-up."""
 
     base: float
     schedule: Schedule

@@ -110,7 +110,9 @@ def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str,
     sources by parameter name.
 
     Args:
-        projector: path of the projector, as `open_model` returned it.
+        model: the model on the meta device.
+        projector: path from which the projector (from image features to the language model) is read; None if there is
+            none.
 
     Raises:
         ModelError: no file contains a parameter, or a file contains it with another shape. If the projector does not

@@ -29,7 +29,7 @@ MOST_ENTRIES = 200_000
 
 
 class NoProfiler:
-    """A profiler that records nothing."""
+    """A profiler of training steps that records nothing, with the interface of `StepProfiler`."""
 
     def steps(self, steps: Iterator[T]) -> Iterator[T]:
         """Yield the training steps `steps` unchanged, and profile none of them."""
@@ -142,9 +142,9 @@ def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total
 
 
 def usual_steps(left: int) -> tuple[int, int]:
-    """Return the first and the last step that are profiled by default: three steps up to step `LATE`, when everything
-    is compiled, or the last steps if the run ends earlier. If possible, the profiler can warm up in one step before
-    them.
+    """Return the first and the last step that are profiled by default, counted from 1 since this process started: three
+    steps up to step `LATE` (12), when everything is compiled, or the last steps if the run ends earlier. If possible,
+    the profiler can warm up in one step before them.
 
     Args:
         left: number of steps that are left to do.

@@ -69,8 +69,8 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
 
 
 def choose(cfg: Config) -> Checkpoint | None:
-    """Choose and verify the checkpoint from which to resume; None if training starts at step 0. Rank 0 chooses.
-    Collective: all ranks must call it."""
+    """Choose and verify the checkpoint from which to resume, according to the setting `checkpoint.resume`; None if
+    training starts at step 0. Rank 0 chooses. Collective: all ranks must call it."""
     output = Path(cfg.output_dir)
     wanted = on_first_rank(lambda: requested_resume(cfg), f"cannot look for checkpoints in {output}")
     if wanted == "never":
@@ -141,7 +141,7 @@ def check_settings(cfg: Config) -> None:
 
 
 def require_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError if a folder, given by `checkpoint.resume`, is not a checkpoint."""
+    """Raise CheckpointError if a folder, which the user gave as `checkpoint.resume`, is not a checkpoint."""
     if not any((folder / name).is_file() for name in (MANIFEST_FILE, STATE_FILE)):
         raise CheckpointError(
             f"checkpoint.resume={folder} is not a checkpoint; give auto, never, or a step-NNNNNN folder of a run"
@@ -233,5 +233,6 @@ def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def flat(tree: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested dictionaries to {dotted key: value}. Empty dictionaries are left out."""
+    """Flatten nested dictionaries to {dotted key: value}, such as {"optim.lr": 1e-3}. Empty dictionaries are left
+    out."""
     return {key: value for key, value in dotted(tree).items() if value != {}}

@@ -104,7 +104,8 @@ class RunController:
             raise self.stopped(f"stopped after step {self.state.step}; the same command {where}")
 
     def stopped(self, what: str) -> Stopped:
-        """Return the exception with which the run stops on request; `what` says at which step and how to continue."""
+        """Return the exception with which the training stops on request. Its message says who requested it and then
+        `what`: at which step the training stopped, and how to continue."""
         return Stopped(f"{self.watchdog.stop or 'a signal on another rank'}: {what}", bool(self.watchdog.stop))
 
     def save(self) -> None:
@@ -117,8 +118,8 @@ class RunController:
         self.is_save_due = False
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is complete. Raises CheckpointError or NumericError if it
-        could not be written."""
+        """Wait until the training's checkpoint that is being written, if any, is complete. Raises CheckpointError or
+        NumericError if it could not be written."""
         if self.saver is not None:
             self.watchdog.at(Phase.CHECKPOINT)
             with self.lost_folder_explained():

@@ -43,8 +43,8 @@ class LossSum:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Values for a row of `validation.jsonl`: the mean loss per label token (None if not finite), and the number of
-        label tokens."""
+        """Values of a validation for its row in `validation.jsonl`, by name: `loss`, the mean loss per label token
+        (None if not finite), and `label_tokens`, the number of these tokens."""
         mean = self.total / self.label_tokens if self.label_tokens else math.nan
         return {"loss": finite(mean), "label_tokens": self.label_tokens}
 
@@ -98,8 +98,8 @@ class Validation:
         return every is not None and step > 0 and (step % every == 0 or step >= self.last_step)
 
     def catch_up(self) -> None:
-        """Run the validation of the current step, if it is due and the run stopped before it was finished. Collective:
-        all ranks must call it."""
+        """Run the validation after the current training step, if it is due and the run stopped before it was finished.
+        Collective: all ranks must call it."""
         if self.is_due() and not self.done:
             log().info("the validation of step %d is still to be done", self.state.step)
             self.measure()
@@ -111,7 +111,8 @@ class Validation:
         self.watchdog.at(Phase.VALIDATION, self.state.step)
 
     def measure(self) -> None:
-        """Validate the model and report the results. Collective: all ranks must call it.
+        """Run a validation: compute losses on held-out records and answer questions, and report the results.
+        Collective: all ranks must call it.
 
         Raises:
             Stopped: a stop was requested. When the run resumes, it begins with this validation.
@@ -186,7 +187,7 @@ def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
 
 
 def as_line(row: dict[str, Any]) -> str:
-    """Format a row of `validation.jsonl` as one line of text."""
+    """Format the results of a validation, a row of `validation.jsonl`, as one line of text."""
 
     def loss(own: dict[str, Any]) -> str:
         return "none" if own["loss"] is None else f"{own['loss']:.4f}"

@@ -72,8 +72,8 @@ class AnswerGenerator:
 
     @property
     def rows(self) -> int:
-        """Number of questions that a rank answers in one batch: at most `val.batch_size`, and so few that questions and
-        answers together have at most half as many tokens as a micro-batch.
+        """Number of held-out questions that a rank answers in one batch: at most `val.batch_size`, and so few that
+        questions and answers together have at most half as many tokens as a micro-batch.
 
         The number of tokens is halved because the key-value cache of a token takes up to twice the memory that training
         keeps of a token for the backward pass of a block.
