@@ -25,7 +25,8 @@ class LocalShard:
 
 
 def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalShard]:
-    """Return the part of every parameter of a model that this rank holds, by parameter name.
+    """Return the part of every parameter of a model that this rank holds (its range of rows and its tensors), by
+    parameter name.
 
     Args:
         masters: the master weights, which the optimizer updates; they may be tensors other than the model's parameters.

@@ -140,8 +140,8 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def row_chunks(tensor: torch.Tensor) -> Iterator[slice]:
-    """Yield slices that split a tensor's rows (indices of dimension 0) into chunks of about `CHUNK_ELEMENTS` elements;
-    none if it is empty."""
+    """Yield slices that split a tensor's rows (indices of dimension 0) into chunks of about `CHUNK_ELEMENTS` (4 Mi)
+    elements; none if it is empty."""
     if tensor.numel() == 0:
         return
     rows = max(1, CHUNK_ELEMENTS // (tensor.numel() // tensor.shape[0]))

@@ -102,7 +102,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class RankChecksums:
-    """Checksums, by name, of the tensors and other values on one rank that must be equal on several ranks."""
+    """Checksums, by name, of one rank's copies of tensors and other values (such as counters) that must be equal on
+    several ranks."""
 
     shard: int
     """The rank's shard number. Ranks with the same number hold the same rows of the tensors in `of_mesh`."""
@@ -120,10 +121,11 @@ class RankChecksums:
 
 
 def checksums_of_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> RankChecksums:
-    """Compute the checksums of the tensors and other values on this rank that must be equal on several ranks.
+    """Compute the checksums of this rank's copies of the tensors and other values that must be equal on several ranks.
 
     Args:
-        tensors: tensors by name, in the same order on every rank.
+        tensors: tensors by name, in the same order on every rank; those of which no other rank holds a copy are left
+            out.
         facts: other values that must be equal on every rank, as text by name.
     """
     of_mesh, everywhere = shared_tensors(tensors)

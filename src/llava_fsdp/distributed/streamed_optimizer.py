@@ -30,8 +30,8 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, end) of this rank's flattened shard of a parameter. The optimizer brings the moments of such
-    pieces to the device."""
+    """Elements [begin, end) of this rank's flattened shard of a parameter. Offloaded moments are made available for an
+    update by such pieces."""
 
     group: int
     """Index of the parameter's group in the optimizer's `param_groups`."""

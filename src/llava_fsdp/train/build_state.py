@@ -99,11 +99,12 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
 
 def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = None) -> Loader:
     """Open the dataset. If it is the generated toy dataset, rank 0 first draws its images, which then all ranks read.
+    Collective: all ranks must call it.
 
     Args:
         world: this rank's number and device, and the number of ranks.
         model: the model, on which the number of tokens of a sample depends.
-        choose: builds the sampler; None: the configured sampler is used.
+        choose: function that builds the sampler; None: the configured sampler is used.
 
     Returns:
         The loader, which yields this rank's part of each step.
@@ -116,7 +117,8 @@ def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = N
 
 
 def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
-    """Open the validation data, and check that all ranks see the same records. Collective: all ranks must call it.
+    """Open the validation data, and check that all ranks see the same records (samples). Collective: all ranks must
+    call it.
 
     Args:
         world: this rank's number and device, and the number of ranks.
@@ -131,8 +133,8 @@ def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
 
 
 def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> None:
-    """Check that all ranks see the same records: they may differ, because each machine may read its own copy of the
-    files. Collective: all ranks must call it.
+    """Check that all ranks see the same records (samples of the dataset): they may differ, because each machine may
+    read its own copy of the files. Collective: all ranks must call it.
 
     Args:
         loader: this rank's loader of the data.

@@ -1,4 +1,4 @@
-"""Export a trained model to a folder that transformers can load, and its adapters to a folder that peft can load.
+"""Export a trained model to a folder that transformers can load, and its LoRA adapters to a folder that peft can load.
 
 Before an exported folder gets its final name, it is read again and compared with the trained model.
 """

@@ -148,7 +148,7 @@ def with_rendezvous(flags: list[str]) -> list[str]:
 def end_others(flags: list[str]) -> None:
     """End the run on the other machines, because the command line of this machine is invalid. To do so, join the
     rendezvous at which the other machines wait, and then end this process, which makes their torchrun end too. Machines
-    that do not join within `MEETING` seconds are not ended; they wait until their own `join_timeout`.
+    that do not join within `MEETING` (10) seconds are not ended; they wait until their own `join_timeout`.
 
     Args:
         flags: torchrun's flags, as `--name=value`.

@@ -67,7 +67,8 @@ class LivePage:
 
     def last_validated(self, first_step: int) -> int:
         """Return the last step, up to `first_step` (the number of steps that were finished when this process started),
-        whose validation is on disk; -1 if there is none. The trackers get only the validations of later steps."""
+        whose validation is on disk; -1 if there is none. The trackers (TensorBoard, Weights & Biases) get only the
+        validations of later steps."""
         try:
             rows = read_rows(self.run, VALIDATION_FILE, check_validation)
         except Exception:
@@ -109,7 +110,7 @@ class LivePage:
 
     def look_at_validations(self) -> None:
         """Read the results of validations in `validation.jsonl` if the file has changed, and pass new rows to the
-        trackers."""
+        trackers (TensorBoard, Weights & Biases)."""
         try:
             found = os.stat(self.run.folder / VALIDATION_FILE)
         except OSError:

@@ -1,5 +1,5 @@
-"""Find rows that are missing from a run's JSON Lines files (metrics, skipped records, validations) when the run
-continues, because a file was truncated, emptied or damaged."""
+"""Find rows that are missing from a run's JSON Lines files (metrics of steps, dataset records that could not be used,
+validations) when the run continues, because a file was truncated, emptied or damaged."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -19,8 +19,8 @@ MOST_RANGES = 8
 
 
 def lost_rows(folder: Path, step: int) -> list[str]:
-    """Return a message for each JSON Lines file in a run's folder (metrics, skipped records, validations) that lacks
-    rows of finished steps.
+    """Return a message for each JSON Lines file in a run's folder (metrics of steps, dataset records that could not be
+    used, validations) that lacks rows of finished steps.
 
     Steps before the first start in this folder are not checked: a run that continues from a checkpoint in another
     folder has no rows for them. Validations are checked only for steps after the last start, because `val.every` is
@@ -71,8 +71,12 @@ def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
 
 
 def skipped_in(row: dict[str, Any]) -> int:
-    """Return how many rows `skipped_records.jsonl` must have for a training step, given the step's row of
-    `metrics.jsonl`."""
+    """Return how many rows `skipped_records.jsonl`, which lists dataset records that could not be used, must have for a
+    training step.
+
+    Args:
+        row: the step's row of `metrics.jsonl`.
+    """
     counts = [present_row(row).get("skipped_records"), row.get("unlabelled")]
     return sum(count for count in counts if type(count) is int)
 

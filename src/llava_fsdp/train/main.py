@@ -51,8 +51,8 @@ from llava_fsdp.train.validation import open_validation
 
 @dataclass
 class RunParts(Run):
-    """The parts of a training (state, reporter of metrics, ...) that its watchdog uses while it runs, and that are used
-    when the process ends. A part is None until it is built."""
+    """The parts of a training (state, reporter of metrics, ...) that the watchdog, which detects hangs, uses while it
+    runs, and that are used when the process ends. A part is None until it is built."""
 
     folder: Path = Path()
     dir_lock: RunDirLock | None = None

@@ -1,5 +1,5 @@
-"""Report the progress of a training: a row of `metrics.jsonl` per step, a progress bar or log lines, warnings, and the
-final report."""
+"""Report the progress of a training: a row of `metrics.jsonl` per step, a progress bar or log lines, warnings, and an
+HTML page."""
 
 import contextlib
 import itertools
@@ -52,17 +52,17 @@ class Reporter:
         run: str = "",
         about: dict[str, Any] | None = None,
     ):
-        """Open the files, the HTML page and the trackers to which a training reports.
+        """Open the files, the HTML page and the trackers (TensorBoard, Weights & Biases) to which a training reports.
 
         Args:
             first_step: number of steps that were finished when this start of the run began.
             total_steps: number of steps of the whole run.
             is_first_rank: whether this is rank 0, which alone writes.
-            left_out: records that were skipped before training, each with the keys record, kind and reason. They are
-                listed with step 0.
+            left_out: records of the dataset that were skipped before training, each with the keys record, kind and
+                reason. They are listed with step 0.
             utilization: computes the share of the device's FLOPs that is used; None: unknown.
             run: identifier of the run.
-            about: description of this start of the run, from `run_info.py`.
+            about: description of this start of the run (hardware, versions, ...), from `run_info.py`.
         """
         self.cfg = cfg
         self.enabled = is_first_rank
@@ -107,8 +107,8 @@ class Reporter:
             self.progress.update(self.task, shown=text)
 
     def end(self, patience: float = PATIENCE) -> None:
-        """Write the training's final HTML page, and close the trackers within `patience` seconds. To be called after
-        `run_status.json` is written."""
+        """Write the training's final HTML page, and close the trackers (TensorBoard, Weights & Biases) within
+        `patience` seconds. To be called after `run_status.json` is written."""
         if self.enabled:
             self.page.write()
             if not self.page.failed:
@@ -252,11 +252,11 @@ def drop_later_rows(path: Path, step: int) -> None:
 
 
 def begin_skipped_records(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
-    """Write the JSON Lines file of skipped records anew.
+    """Write the JSON Lines file of skipped records (records of the dataset that could not be used) anew, from its
+    present rows and those of records that were skipped before training.
 
     Args:
-        step: rows of its present content that are of later steps are left out, because a resumed run repeats these
-            steps.
+        step: present rows of later steps are dropped, because a resumed run repeats these steps.
         left_out: the records that were skipped before training, which become the first rows, with step 0.
     """
     before = (json.dumps({"step": 0, **row}) for row in left_out)

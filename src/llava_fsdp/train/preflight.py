@@ -59,8 +59,8 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
 
 def warn_if_refused(cfg: Config) -> None:
     """Log a warning with the training's error if a training would refuse the configuration. If only the projector is
-    missing, because stage 1 has not trained it yet, this is not a warning: all stages may be planned before the first
-    one is trained.
+    missing, because `stage=pretrain` has not trained it yet, this is not a warning: all stages may be planned before
+    the first one is trained.
 
     If a part of the model would have to be downloaded, only paths are checked.
 
@@ -81,8 +81,8 @@ def warn_if_refused(cfg: Config) -> None:
 
 
 def check_run(cfg: Config) -> None:
-    """Check that the paths that a training reads exist, that the packages of its trackers are installed, and that its
-    settings agree with the run that `output_dir` may already contain.
+    """Check that the paths that a training reads exist, that the packages of its trackers (TensorBoard, Weights &
+    Biases) are installed, and that its settings agree with the run that `output_dir` may already contain.
 
     Raises:
         ConfigError: one of these checks failed.
@@ -171,7 +171,8 @@ def with_template(cfg: C, parts: Parts) -> C:
     """Return the configuration with `data.template=auto` replaced by the first of the following conversation templates
     that exists:
 
-    1. the template with which `model.checkpoint` was trained, if its notes name one other than that of stage 1;
+    1. the template with which `model.checkpoint` was trained, if the notes in its folder (`llava_fsdp.json`) name one,
+       and not that of `stage=pretrain`;
     2. the chat template in the language model's folder, or in the folder of a LLaVA-NeXT or LLaVA-OneVision whose notes
        name no template; chat templates of other whole models are not used;
     3. the template with which instruct models of the language model's type were trained;

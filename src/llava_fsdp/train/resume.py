@@ -111,7 +111,8 @@ def start_over(output: Path) -> None:
 
 
 def continues(cfg: Config) -> bool:
-    """Return whether the training would resume from a checkpoint, instead of starting at step 0."""
+    """Return whether the training would resume from a checkpoint, by the setting `checkpoint.resume`, instead of
+    starting at step 0."""
     named = cfg.checkpoint.resume not in ("auto", "never")
     return named or (cfg.checkpoint.resume == "auto" and bool(list_checkpoints(Path(cfg.output_dir) / FOLDER)))
 

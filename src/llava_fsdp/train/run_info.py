@@ -1,7 +1,8 @@
-"""Describe a start of a training run as a JSON object: hardware, versions, trainable parts, recipe. A run that resumes
-has several starts.
+"""Describe a start of a training run as a JSON object: hardware, versions, trainable parts, changed settings. A run
+that resumes has several starts.
 
-Rank 0 appends this description to `starts.jsonl`, and the report and the trackers show it. It contains no host names.
+Rank 0 appends this description to `starts.jsonl`, and the report and the trackers (TensorBoard, Weights & Biases) show
+it. It contains no host names.
 """
 
 import importlib.metadata

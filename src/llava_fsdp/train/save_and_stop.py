@@ -196,8 +196,8 @@ class RunController:
 
     def give_up(self, result: StepResult) -> None:
         """Raise NumericError, which ends the run because the updates of too many consecutive steps were skipped. The
-        message names the records of the last step that may be the cause: those on ranks whose own loss is not finite
-        or, if there are no such ranks, those on all ranks.
+        message names the dataset records of the last step that may be the cause: those of ranks whose own part of the
+        loss is not finite or, if there are no such ranks, those of all ranks.
 
         Args:
             result: the result of the last step.

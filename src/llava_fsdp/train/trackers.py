@@ -39,7 +39,7 @@ NAMES = {
 
 
 def check_installed(cfg: TrackConfig) -> None:
-    """Raise ConfigError if the package of an enabled tracker is not installed."""
+    """Raise ConfigError if the package of an enabled tracker (TensorBoard, Weights & Biases) is not installed."""
     wanted = {"tensorboard": cfg.tensorboard, "wandb": cfg.wandb is not WandbMode.off}
     for name, on in wanted.items():
         if on and importlib.util.find_spec(name) is None:
@@ -84,7 +84,7 @@ class Trackers:
         Args:
             first_step: number of steps that were finished when this start of the run began.
             run: identifier of the run, which is kept when the run resumes.
-            about: description of this start of the run, from `run_info.py`.
+            about: description of this start of the run (hardware, versions, ...), from `run_info.py`.
             values: the configuration: dotted key -> value.
         """
         self.cfg = cfg
@@ -108,7 +108,8 @@ class Trackers:
         self.put(row["step"], values_of_validation(row))
 
     def put(self, step: int, values: dict[str, float]) -> None:
-        """Queue values (name -> value) of a step for the trackers. If the queue is full, they are dropped."""
+        """Queue values (name -> value) of a training step for the trackers (TensorBoard, Weights & Biases). If the
+        queue is full, they are dropped."""
         if not self.wanted:
             return
         if self.thread is None:
@@ -233,7 +234,7 @@ def flat(about: dict[str, Any]) -> dict[str, str]:
     """Flatten the description of a start of a run to {dotted key: text}, without lists. Secrets are hidden.
 
     Args:
-        about: the description, from `run_info.py`.
+        about: the description (hardware, versions, ...), from `run_info.py`.
     """
     known = secrets_of()
     plain = {key: value for key, value in about.items() if not isinstance(value, list) and value is not None}

@@ -82,9 +82,9 @@ class AnswerGenerator:
         return max(1, min(self.cfg.val.batch_size, self.cfg.row_tokens // 2 // longest))
 
     def answers(self) -> list[Answered]:
-        """Answer all held-out questions, each on one rank. Return the answers on every rank, in the order of the
-        questions. Collective: all ranks must call it. Raises ImageError if an image cannot be read any more and
-        `data.bad_records=fail`."""
+        """Answer all held-out questions, each on one rank. Return the answers with their scores on every rank, in the
+        order of the questions. Collective: all ranks must call it. Raises ImageError if an image cannot be read any
+        more and `data.bad_records=fail`."""
         if not self.questions:
             return []
         rank, size = rank_and_size()
@@ -99,10 +99,11 @@ class AnswerGenerator:
         return sorted(gather_lists(found), key=lambda answered: answered.number)
 
     def answer(self, numbers: list[int]) -> list[Answered]:
-        """Generate answers to this rank's questions of a batch. Collective: all ranks must call it.
+        """Generate answers to this rank's questions of a batch of held-out questions, and score them. Collective: all
+        ranks must call it.
 
         Args:
-            numbers: indices of the questions in the list of all held-out questions; may be empty.
+            numbers: indices of this rank's questions in the list of all held-out questions; may be empty.
         """
         read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompts = lay_out_prompts([row for _, row in read], self.loader.steps.collate)
