@@ -142,8 +142,7 @@ def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]
 
     Args:
         own: the checksums of this rank.
-        gather: a function that takes a list of this rank's and returns the lists of all ranks, concatenated in rank
-            order.
+        gather: a function that takes this rank's list, and returns the lists of all ranks, concatenated in rank order.
     """
     totals = gather([own.totals])
     if len({(shard, total) for shard, total, _ in totals}) == len({shard for shard, *_ in totals}):

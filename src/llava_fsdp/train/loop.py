@@ -88,8 +88,8 @@ def train_step(
     watchdog: Watchdog | None = None,
     profiler: NoProfiler | None = None,
 ) -> StepResult:
-    """Run one optimizer step. If the loss or the norm of the gradients is not finite, the update of the weights is
-    skipped.
+    """Run one optimizer step, and return its loss, gradient norm, duration and so on. If the loss or the norm of the
+    gradients is not finite, the update of the weights is skipped.
 
     Args:
         step: the data of the step.
@@ -209,8 +209,9 @@ class SourceSums:
         return summed(self.sums) if len(self.sums) else self.sums
 
     def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
-        """Return the mean loss per label token of each data source (one of the mixed datasets), by name. It is None for
-        a source without label tokens, and nan if the loss kernel returns only the sum over all sources.
+        """Return the mean loss per label token (a token that is in the loss) of each data source (one of the mixed
+        datasets), by name. It is None for a source without label tokens, and nan if the loss kernel returns only the
+        sum over all sources.
 
         Args:
             loss: the mean loss of the step.

@@ -92,8 +92,8 @@ class StepProfiler(NoProfiler):
             torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)
 
     def finish(self, profiler: profile) -> None:
-        """Write the trace of torch's profiler, the CUDA memory history and an HTML page. Raises StorageError if a file
-        cannot be written."""
+        """Stop torch's running profiler `profiler`, and write its trace, the CUDA memory history and an HTML page.
+        Raises StorageError if a file cannot be written."""
         self.profiler = None
         if self.on_cuda:
             torch.cuda.synchronize()

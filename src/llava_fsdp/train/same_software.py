@@ -44,8 +44,7 @@ def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> No
 
     Args:
         device: this rank's device, which is compared too.
-        gather: a function that takes a list of this rank's and returns the lists of all ranks, concatenated in rank
-            order.
+        gather: a function that takes this rank's list, and returns the lists of all ranks, concatenated in rank order.
     """
     own = {name: read() for name, read in must_agree(cfg).items()}
     may = {name: read() for name, read in may_differ(device).items()}

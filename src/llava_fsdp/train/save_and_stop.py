@@ -231,7 +231,8 @@ def open_saver(
 
     Args:
         resumed: folder of the verified checkpoint from which the run continues; None if it begins at step 0.
-        adapter_folder: how rank 0 writes the adapters into each checkpoint; None without adapters and on other ranks.
+        adapter_folder: how rank 0 writes the LoRA adapters into each checkpoint; None without adapters and on other
+            ranks.
 
     Raises:
         CheckpointError: the disk has no room for a checkpoint, or the folder is not writable.

@@ -85,7 +85,7 @@ def show_run(
         world: this rank's device, and the number of ranks.
         loader: yields the training data.
         held_out: the validation data; None without validation.
-        weights: the properties of all parameters, by name.
+        weights: the properties of all parameters (shape, dtype, ...), by name.
         projector: description of the projector with which the training starts.
         kernel: the attention kernel for rows of packed samples, and why it was chosen; None if rows are padded.
         planned: planned peak memory of a GPU in bytes; None if there is no plan, as on a CPU.

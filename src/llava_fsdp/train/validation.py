@@ -36,15 +36,16 @@ from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
 
 @dataclass(frozen=True)
 class LossSum:
-    """Sum of the losses of the label tokens of a validation, and the number of these tokens."""
+    """Sum of the losses of the label tokens (tokens that are in the loss) of a validation, and the number of these
+    tokens."""
 
     total: float
     label_tokens: int
 
     @property
     def row(self) -> dict[str, Any]:
-        """Values of a validation for its row in `validation.jsonl`, by name: `loss`, the mean loss per label token
-        (None if not finite), and `label_tokens`, the number of these tokens."""
+        """Values of a validation for its row in `validation.jsonl`, by name: `loss`, the mean loss per label token (a
+        token that is in the loss; None if not finite), and `label_tokens`, the number of these tokens."""
         mean = self.total / self.label_tokens if self.label_tokens else math.nan
         return {"loss": finite(mean), "label_tokens": self.label_tokens}
 
