@@ -1,9 +1,10 @@
 """Wrap a model's blocks for activation checkpointing: a block's activations are computed again in the backward pass
 instead of being kept.
 
-Without compilation, training with any mode except `budget` gives bit for bit the weights that the mode `none` gives:
-the same operations run again on the same inputs and with the same random numbers. All modes use torch's non-reentrant
-checkpoint, so that the inputs of a block need not require a gradient.
+Without compilation, every mode of the setting `activation_checkpointing` trains bit for bit the same weights as the
+mode `none`, except `budget`, in which torch.compile chooses what is kept: the same operations run again on the same
+inputs and with the same random numbers. All modes use torch's non-reentrant checkpoint, so that the inputs of a block
+need not require a gradient.
 """
 
 from collections.abc import Callable
@@ -46,12 +47,14 @@ def apply_activation_checkpointing(
     """Wrap every block of every stack in place for activation checkpointing, and compile the blocks of the first stack,
     the language model's.
 
-    A block is compiled first and then wrapped, except in the mode `selective`, in which the wrapper is compiled
-    together with the block: a compiled block runs as one operation, so that only the compiler can keep the results of
-    single operations in it.
+    A block is compiled first and then wrapped, except in the mode `selective`, which keeps the results of single
+    operations. In this mode the wrapper is compiled together with the block: a compiled block runs as one operation, so
+    that only the compiler can keep results within it.
 
     Args:
         stacks: lists of blocks, the language model's first.
+        cfg: the mode of activation checkpointing and, for the mode `budget`, the fraction of activations to keep.
+        device: the device on which the model will run.
         count: counts the compiled graphs; None: blocks are not compiled, except with the mode `budget`.
         one_row: whether every batch has exactly one row.
     """
@@ -78,15 +81,17 @@ def apply_activation_checkpointing(
 
 
 def clean_name(name: str) -> str:
-    """Remove from a parameter or module name the prefixes that activation checkpointing adds."""
+    """Return the name of a parameter or module without the prefixes that activation checkpointing adds, as it was
+    before wrapping."""
     return name.replace(WRAPPED, "")
 
 
 def keep_products_and_attention(
     context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Policy of `selective` checkpointing for torch: the results of the operations listed in `KEPT` are kept for the
-    backward pass, and the results of all others are computed again.
+    """Policy of selective activation checkpointing, which torch calls for every operation in a block, with its
+    arguments: results of matrix products and attention (the operations in `KEPT`) are kept for the backward pass, and
+    all others are computed again.
 
     Attention with dropout is always computed again. Otherwise later operations would draw other random numbers in the
     backward pass than in the forward pass.
@@ -98,7 +103,7 @@ def keep_products_and_attention(
 
 
 def has_dropout(operation: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call of an operation has a dropout probability above 0."""
+    """Return whether the call `operation(*args, **kwargs)` has a dropout probability above 0."""
     for place, argument in enumerate(operation._schema.arguments):
         if argument.name == "dropout_p":
             return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))

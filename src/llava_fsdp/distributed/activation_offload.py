@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 
 class HostInputs:
-    """Hooks for autograd's saved tensors that move the inputs of blocks to host memory. A block's input is copied back
-    to the device while the next block runs backward."""
+    """Hooks for autograd's saved tensors, `pack` and `unpack`, which move the inputs of a model's blocks to host
+    memory. A block's input is copied back to the device while the next block runs backward."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -36,15 +36,16 @@ class HostInputs:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """The CUDA stream for copies, created at its first use, because the device may not be initialised when this
-        object is created."""
+        """The CUDA stream for copies between device and host. It is created at its first use, because the device may
+        not be initialised when this object is created."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         return self._stream
 
     def pack(self, tensor: torch.Tensor) -> OffloadedTensor | torch.Tensor:
-        """Begin to copy a block's input, which autograd saves, to host memory; return the copy. A parameter, or a
-        tensor that is not contiguous or not floating-point, is returned unchanged."""
+        """Hook that autograd calls with each tensor that it saves, here the inputs of blocks: begin to copy the tensor
+        to host memory, and return an object that holds the copy. A parameter, or a tensor that is not contiguous or not
+        floating-point, is returned unchanged."""
         if not tensor.is_floating_point() or not tensor.is_contiguous() or isinstance(tensor, nn.Parameter):
             return tensor
         before = self._last() if self._last is not None else None
@@ -55,12 +56,13 @@ class HostInputs:
         return offloaded
 
     def unpack(self, kept: OffloadedTensor | torch.Tensor) -> torch.Tensor:
-        """Return a tensor that `pack` has offloaded, on the device; return any other tensor unchanged."""
+        """Hook that autograd calls in the backward pass with a result of `pack`: return the saved tensor on the device.
+        An offloaded tensor is copied back for this; any other tensor is returned unchanged."""
         return kept.restore() if isinstance(kept, OffloadedTensor) else kept
 
 
 class OffloadedTensor:
-    """An activation that is offloaded to host memory.
+    """An activation that is offloaded to host memory until the backward pass.
 
     Its device copy is freed once the copy to the host has finished, and made again for the backward pass.
     """
@@ -69,8 +71,10 @@ class OffloadedTensor:
         """Begin to copy a tensor to host memory.
 
         Args:
-            owner: hooks with the device and the stream of the copies.
-            before: the tensor that was offloaded before this one.
+            owner: hooks with the device and the CUDA stream of the copies.
+            tensor: a tensor on the device.
+            before: the tensor that was offloaded before this one, which the backward pass needs after it; None if there
+                is none.
         """
         self.owner = owner
         self.before = weakref.ref(before) if before is not None else None
@@ -85,7 +89,8 @@ class OffloadedTensor:
             self.on_device = None
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a tensor on the side stream, after all work that is already queued on the main stream."""
+        """Copy the tensor `source` into `to`. On CUDA this runs on the side stream (the stream for such copies), after
+        all work that is already queued on the main stream."""
         if not self.owner.on_cuda:
             to.copy_(source)
             return
@@ -96,27 +101,28 @@ class OffloadedTensor:
             self.done = stream.record_event()
 
     def wait(self) -> None:
-        """Make later work on the main CUDA stream wait for the most recent copy of this tensor to or from the host."""
+        """Make later work on the main CUDA stream wait for the most recent copy of this offloaded tensor to or from the
+        host."""
         if self.done is not None:
             torch.cuda.current_stream(self.owner.device).wait_event(self.done)
             self.done = None
 
     def release(self) -> None:
-        """Free the tensor's device memory. Before that, the main CUDA stream is made to wait for the copy to the host,
-        so that work which reuses the memory runs after this copy."""
+        """Free the device memory of this tensor, which is being copied to the host. Before that, the main CUDA stream
+        is made to wait for the copy, so that work which reuses the memory runs after it."""
         self.wait()
         self.on_device = None
 
     def fetch(self) -> None:
-        """Begin to copy the tensor back to the device. The device memory is allocated on the main CUDA stream, so that
-        it can be freed there without waiting for the side stream."""
+        """Begin to copy the offloaded tensor back to the device. The device memory is allocated on the main CUDA
+        stream, so that it can be freed there without waiting for the side stream, which copies."""
         if self.on_device is None:
             self.on_device = torch.empty_like(self.host, device=self.owner.device, pin_memory=False)
             self.copy(self.on_device, self.host)
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor on the device, and begin to copy the tensor that was offloaded before it, the input of the
-        preceding block, back to the device."""
+        """Return this offloaded tensor on the device, for the backward pass, and begin to copy back the tensor that was
+        offloaded before it, the input of the preceding block."""
         self.fetch()
         self.wait()
         tensor, self.on_device = self.on_device, None
@@ -128,8 +134,8 @@ class OffloadedTensor:
 
 
 class BlockFromHost(ActivationWrapper):
-    """Wrapper that keeps a block's input in host memory. The backward pass copies the input back to the device and runs
-    the block again."""
+    """Wrapper that keeps the input of a model's block in host memory. The backward pass copies the input back to the
+    device and runs the block again."""
 
     def __init__(self, block: nn.Module, host: HostInputs):
         super().__init__(block)

@@ -1,4 +1,4 @@
-"""Count the bytes that ranks send to each other in collectives."""
+"""Count the bytes that ranks send to each other in collectives (all-gather, reduce-scatter, all-reduce)."""
 
 from typing import Any
 
@@ -36,7 +36,14 @@ class Traffic:
         self.moved = {kind: {"calls": 0, "bytes": 0, "sent": 0} for kind in KINDS}
 
     def add(self, kind: str, payload: int, ranks: int) -> None:
-        """Count one collective over `ranks` ranks, whose whole tensor has `payload` bytes."""
+        """Count one collective.
+
+        Args:
+            kind: kind of the collective, such as `all_gather`.
+            payload: bytes of the whole tensor: the output of an all-gather, the input of a reduce-scatter or an
+                all-reduce.
+            ranks: number of ranks in the collective.
+        """
         if ranks < 2:
             return
         passes = 2 if kind == "all_reduce" else 1
@@ -45,7 +52,8 @@ class Traffic:
 
 
 class CollectiveBytes(TorchDispatchMode):
-    """Dispatch mode that adds up the bytes of each kind of collective issued while it is active.
+    """`TorchDispatchMode` that adds up, in its attribute `traffic`, the bytes of each kind of collective issued while
+    it is active.
 
     Raises:
         AssertionError: while the mode is active, a collective is issued that is not in the table `COLLECTIVES`.
@@ -74,7 +82,12 @@ class CollectiveBytes(TorchDispatchMode):
 
 
 def ranks_of(func: Any, args: tuple) -> int:
-    """Return the number of ranks in the process group of a collective."""
+    """Return the number of ranks in the process group of a collective.
+
+    Args:
+        func: the collective, as an operation of torch's dispatcher.
+        args: its positional arguments.
+    """
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.name == "process_group":
             return dist.ProcessGroup.unbox(value).size()
@@ -84,12 +97,12 @@ def ranks_of(func: Any, args: tuple) -> int:
 
 
 def has_group(func: torch._ops.OpOverload) -> bool:
-    """Return whether an operation takes a process group, as collectives do."""
+    """Return whether an operation of torch has an argument for a process group, as collectives do."""
     return any(a.name in ("process_group", "group_name") for a in func._schema.arguments)
 
 
 def nbytes(value: Any) -> int:
-    """Return the bytes of a tensor or of all tensors in nested lists; 0 for other values."""
+    """Return the size in bytes of a tensor, or of all tensors in nested lists; 0 for other values."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, list | tuple):

@@ -25,7 +25,8 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class Compiling:
-    """The decision whether the language model's blocks are compiled, and the reason for it as text."""
+    """The decision whether the language model's blocks are compiled with torch.compile, and the reason for it as
+    text."""
 
     on: bool
     reason: str
@@ -36,7 +37,7 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
     depending on the device and on other settings.
 
     Args:
-        attention: the attention kernel for packed rows; None if rows are padded instead.
+        attention: the attention kernel for rows in which several samples are packed; None if rows are padded instead.
 
     Raises:
         ConfigError: `compile=true` or `activation_checkpointing=budget` is impossible on this machine or with these
@@ -72,12 +73,16 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
 
 def splits_blocks(mode: ActivationCheckpointing, attention: Attention | None) -> bool:
     """Return whether a compiled block would be split into two graphs although its activation checkpointing mode needs a
-    single graph. This happens in the mode `selective` with SDPA, which runs one sample at a time outside the graph."""
+    single graph. This happens in the mode `selective` with SDPA, which runs one sample at a time outside the graph.
+
+    Args:
+        attention: the attention kernel for rows in which several samples are packed; None if rows are padded instead.
+    """
     return mode is ActivationCheckpointing.selective and attention is Attention.sdpa
 
 
 def check_compiler(device: torch.device, setting: str) -> None:
-    """Raise ConfigError if torch.compile cannot work on this machine.
+    """Raise ConfigError if torch.compile cannot work on this machine with this device.
 
     Args:
         setting: the setting that needs torch.compile, as `key=value`, with which the message begins.
@@ -89,7 +94,7 @@ def check_compiler(device: torch.device, setting: str) -> None:
 
 
 def compiler_missing(device: torch.device) -> str | None:
-    """Return the reason why torch.compile cannot work on this machine, or None if it can."""
+    """Return the reason why torch.compile cannot work on this machine with this device, or None if it can."""
     if not torch._dynamo.is_dynamo_supported():
         return "it does not support this Python or platform"
     if device.type == "cuda":
@@ -129,8 +134,8 @@ class Compilations:
         """Number of graphs that were compiled in the first `WARM_UP` steps."""
 
     def after_step(self) -> int:
-        """Return the number of graphs compiled since the end of the warm-up (the first `WARM_UP` steps). Call this once
-        after every step."""
+        """Return the number of graphs that torch.compile has compiled since the end of the warm-up (the first `WARM_UP`
+        steps). Call this once after every step."""
         self._steps += 1
         if self._steps <= WARM_UP:
             self._expected = self.total
@@ -148,9 +153,10 @@ def compile_blocks(
     every batch has one row.
 
     Args:
+        stack: the blocks (layers) of a language model.
         budget: the fraction of a block's activations that is kept (`torch._functorch.config.activation_memory_budget`);
             None keeps torch's default.
-        count: counts every compiled graph.
+        count: counts every compiled graph; None: they are not counted.
         one_row: whether every batch has exactly one row.
     """
     backend = inductor_with(budget, count or Compilations())
@@ -179,11 +185,16 @@ def run_block(
     times, and validation must not use up these compilations.
 
     Args:
+        block: a block (layer) of the language model.
         plain: the block's uncompiled forward.
-        compiled: the compiled forward of the block's class.
+        compiled: the compiled forward of the block's class, which also takes the block.
         lengths_apart: context manager in which torch compiles equal lengths as lengths that may differ.
         one_row: whether every batch has exactly one row.
         hidden: the block's input, [rows, length, channels].
+        args, kwargs: further arguments of the block's forward.
+
+    Returns:
+        What the block's forward returns.
     """
     is_rare = hidden.ndim == 3 and (hidden.shape[1] == 1 or (hidden.shape[0] == 1) is not one_row)
     if is_rare or not torch.is_grad_enabled():
@@ -195,7 +206,7 @@ def run_block(
 
 
 def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `forward` in a function with a code object of its own.
+    """Wrap a block's `forward` (unbound, taking the block) in a function with a code object of its own.
 
     torch stores compiled graphs by code object. Without the wrapper, the layers of all transformers models would share
     one code object, because transformers wraps their forwards by the same function.
@@ -209,8 +220,13 @@ def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inductor_with(budget: float | None, count: Compilations) -> Callable[..., Any]:
-    """Return a torch.compile backend: Inductor with the given activation memory budget, which also counts every
-    compiled graph in `count`."""
+    """Return a torch.compile backend: Inductor, which also counts every compiled graph.
+
+    Args:
+        budget: the fraction of activations that is kept (`torch._functorch.config.activation_memory_budget`); None
+            keeps torch's default.
+        count: the counter of graphs.
+    """
 
     def compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         from torch._functorch import config as functorch

@@ -54,9 +54,14 @@ def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup
     """Run a function on every rank and return this rank's result; if it fails on any rank, raise an error on every
     rank. Collective: all ranks must call it.
 
+    Args:
+        failing: text that says what could not be done, such as "cannot write FILE". The message of an error that is not
+            a LlavaFsdpError begins with it.
+        group: a process group of all ranks; None is the default group.
+
     Raises:
         LlavaFsdpError: the error of the lowest rank that failed. With several ranks, the message begins with that
-            rank's number. Any other error becomes a CheckpointError that says what failed (`failing`).
+            rank's number. Any other error becomes a CheckpointError.
     """
     result: Any = None
     local_failure: Failure | None = None
@@ -74,7 +79,12 @@ def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup
 
 
 def gathered(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
-    """Return the values of all ranks, in rank order, on every rank. Collective: all ranks must call it."""
+    """Return the values of all ranks, in rank order, on every rank. Collective: all ranks must call it.
+
+    Args:
+        value: this rank's value, which can be pickled.
+        group: a process group of all ranks; None is the default group.
+    """
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -84,7 +94,12 @@ def gathered(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
 
 def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
     """Return the values of all ranks, in rank order, on rank 0, and an empty list on the other ranks. Collective: all
-    ranks must call it."""
+    ranks must call it.
+
+    Args:
+        value: this rank's value, which can be pickled.
+        group: a process group of all ranks; None is the default group.
+    """
     if not dist.is_initialized():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -93,8 +108,12 @@ def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[
 
 
 def failure_of(error: Exception, failing: str) -> Failure:
-    """Convert an error to its class and message, which can be sent to the other ranks. An error that is not a
-    LlavaFsdpError becomes a CheckpointError whose message begins with `failing`."""
+    """Convert an error to its class and message, which can be sent to the other ranks.
+
+    Args:
+        failing: text that says what could not be done, such as "cannot write FILE". An error that is not a
+            LlavaFsdpError becomes a CheckpointError whose message begins with this text.
+    """
     if isinstance(error, LlavaFsdpError):
         return type(error), str(error)
     if isinstance(error, OSError):
@@ -115,8 +134,8 @@ class Votes:
     """Whether the run's folder was deleted or moved. Only rank 0 checks this."""
 
     def agreed(self) -> "Votes":
-        """Return the requests of all ranks combined: each one is set if any rank has set it. Collective: all ranks must
-        call it."""
+        """Return the requests of all ranks combined (stop the run, save a checkpoint, and so on): each one is set if
+        any rank has set it. Collective: all ranks must call it."""
         return Votes(*any_rank(self.stop, self.save, self.failed, self.lost))
 
 

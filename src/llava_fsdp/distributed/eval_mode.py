@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 @contextmanager
 def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Context manager for evaluating a model during its training: dropout and gradients are turned off. At its end,
-    training mode and the states of the random generators are restored."""
+    training mode and the states of the random generators of the CPU and of `device` are restored."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         model.eval()
@@ -23,7 +23,7 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def forget_passes(model: nn.Module) -> None:
-    """Free the weights that FSDP has gathered, and clear FSDP's list of the units that ran a forward pass.
+    """Free the weights of a model that FSDP has gathered, and clear FSDP's list of the units that ran a forward pass.
 
     FSDP lists every unit that runs forward, also without gradients, and clears the list only after a backward pass. If
     the list contained the units of an evaluation, the next backward pass would gather their weights a second time.

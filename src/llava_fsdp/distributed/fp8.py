@@ -19,7 +19,7 @@ CURE = "choose precision=bf16"
 
 
 def check_fp8(device: torch.device) -> None:
-    """Raise ConfigError if this machine cannot multiply matrices in fp8."""
+    """Raise ConfigError if this machine cannot multiply matrices in fp8 on `device`."""
     if device.type != "cuda":
         raise ConfigError(f"precision.linear=fp8 needs a CUDA GPU, and this run is on {device.type}; {CURE}")
     major, minor = torch.cuda.get_device_capability(device)
@@ -33,8 +33,12 @@ def check_fp8(device: torch.device) -> None:
 
 
 def fp8_settings(sharded: bool) -> Any:
-    """Return torchao's settings for float8 layers (`Float8LinearConfig`): FSDP all-gathers in fp8 if weights are
-    sharded, and torchao pads the number of tokens to a multiple of 16, so that any number of tokens is allowed."""
+    """Return torchao's settings for float8 layers (`Float8LinearConfig`). torchao pads the number of tokens to a
+    multiple of 16, so that any number of tokens is allowed.
+
+    Args:
+        sharded: whether FSDP shards the weights; it then all-gathers them in fp8.
+    """
     from torchao.float8 import Float8LinearConfig
 
     return Float8LinearConfig(enable_fsdp_float8_all_gather=sharded, pad_inner_dim=True)
@@ -45,6 +49,9 @@ def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
     names.
 
     Layers whose weight is frozen, or has a size that is not a multiple of 16, are not replaced.
+
+    Args:
+        sharded: whether FSDP shards the weights; it then all-gathers them in fp8.
 
     Raises:
         ConfigError: no layer can be replaced.
@@ -62,7 +69,8 @@ def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
 
 
 def weights_in_fp8(blocks: nn.ModuleList) -> set[torch.Tensor]:
-    """Return the weights of the layers that `multiply_in_fp8` would replace. Call this before `multiply_in_fp8`."""
+    """Return the weights of the layers of a stack of blocks that `multiply_in_fp8` would replace by fp8 layers. Call
+    this before `multiply_in_fp8`."""
     return {module.weight for module in blocks.modules() if isinstance(module, nn.Linear) and takes_fp8(module)}
 
 
@@ -77,8 +85,8 @@ def takes_fp8(module: nn.Module) -> bool:
 
 
 def prepare_scales(model: nn.Module) -> None:
-    """Compute the fp8 scales of all sharded weights in one all-reduce; otherwise the forward pass would run one
-    all-reduce per weight."""
+    """Compute the fp8 scales of all sharded weights of a model in one all-reduce; otherwise the forward pass would run
+    one all-reduce per weight. Collective: all ranks must call it."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)

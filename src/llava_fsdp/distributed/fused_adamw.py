@@ -34,7 +34,8 @@ def fused_adamw(tensors: list[torch.Tensor], step: torch.Tensor, group: dict[str
 
 
 def build_fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    """Create torch's own fused AdamW with a hook that checks the layout of its tensors before every step."""
+    """Create torch's own fused AdamW, with a hook that checks the layout of its tensors before every step. `groups` are
+    parameter groups, as `torch.optim.AdamW` takes them."""
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
     optimizer.register_step_pre_hook(check_before_step)
     return optimizer
@@ -42,7 +43,8 @@ def build_fused_adamw(groups: list[dict[str, Any]], betas: tuple[float, float], 
 
 @torch.no_grad()
 def check_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Check the memory layout of all tensors that an optimizer's step uses. Takes a few microseconds per parameter."""
+    """Hook that torch calls before an optimizer's step: assert that the tensors of each parameter (weight, gradient,
+    moments) are contiguous and have one shape and dtype. Takes a few microseconds per parameter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -53,7 +55,8 @@ def check_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def check_layout(tensors: list[torch.Tensor]) -> None:
-    """Assert that all tensors are contiguous and have the shape and dtype of the first one."""
+    """Assert that all tensors are contiguous and have the shape and dtype of the first one, as the fused AdamW kernel
+    needs."""
     first = tensors[0]
     for tensor in tensors:
         assert tensor.is_contiguous() and tensor.shape == first.shape and tensor.dtype == first.dtype, (

@@ -1,4 +1,5 @@
-"""Access this rank's shards of parameters as plain tensors, and gather whole parameters from their shards."""
+"""Access this rank's shards of parameters as plain tensors (not DTensors), and gather whole parameters from their
+shards."""
 
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ from llava_fsdp.distributed.precision import MasterWeights
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The part of a parameter that this rank holds: its rows [begin, end)."""
+    """The part of a parameter that this rank holds: its rows (indices of dimension 0) from `begin` to `end`, `end`
+    excluded."""
 
     begin: int
     end: int
@@ -23,7 +25,12 @@ class LocalShard:
 
 
 def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalShard]:
-    """Return this rank's rows of every parameter, by parameter name."""
+    """Return the part of every parameter of a model that this rank holds (its range of rows and its tensors), by
+    parameter name.
+
+    Args:
+        masters: the master weights, which the optimizer updates; they may be tensors other than the model's parameters.
+    """
     shards = {}
     for wrapped_name, parameter in model.named_parameters():
         name = clean_name(wrapped_name)
@@ -35,8 +42,8 @@ def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalSha
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the range [begin, end) of a tensor's rows that this rank holds. A scalar counts as one row, which every
-    rank holds."""
+    """Return the range [begin, end) of the rows (indices of dimension 0) of a tensor that this rank holds. A scalar
+    counts as one row, which every rank holds."""
     if not tensor.ndim:
         return 0, 1
     if not isinstance(tensor, DTensor):
@@ -48,7 +55,8 @@ def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor as a plain tensor, detached from autograd."""
+    """Return this rank's shard of a tensor as a plain tensor, detached from autograd. A tensor that is not a DTensor
+    counts as its own shard."""
     tensor = tensor.detach()
     return unwrapped(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
@@ -81,6 +89,7 @@ def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full values of a tensor on every rank. If the tensor is sharded, all ranks must call this."""
+    """Return the full values of a tensor on every rank, gathered if the tensor is a DTensor; then all ranks must call
+    this."""
     tensor = plain(tensor)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -36,8 +36,8 @@ SCALE = "_scale"
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101) for fp32 or bf16 weights, with gradients of the weights' dtype and moments of any
-    supported dtype.
+    """AdamW (arXiv 1711.05101) for fp32 or bf16 weights, with gradients of the weights' dtype and moments of fp32, bf16
+    or int8.
 
     Args:
         groups: parameter groups as `torch.optim.AdamW` takes them, with lr and weight_decay in each.
@@ -59,8 +59,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         self.seed = seed
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return the initial optimizer state of a parameter: zero moments, which are sharded like the parameter, and a
-        step count of 0 on the CPU."""
+        """Return the initial AdamW state of a parameter: zero moments, which are sharded like the parameter, and a step
+        count of 0 on the CPU."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         for name in MOMENTS:
             if is_quantised(parameter.shape, self.moments):
@@ -73,7 +73,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient. `closure`, an argument of all torch optimizers, must be None."""
         assert closure is None
         number = 0
         for group in self.param_groups:
@@ -83,11 +83,12 @@ class LowBitAdamW(torch.optim.Optimizer):
                     self.update(parameter, group, number)
 
     def update(self, parameter: nn.Parameter, group: dict[str, Any], number: int) -> None:
-        """Update one parameter and its moments.
+        """Update one parameter and its moments by AdamW.
 
         Args:
-            group: hyperparameters, as in `param_groups`.
-            number: number of the parameter in all groups, for the seed of the stochastic rounding.
+            parameter: the parameter, with its gradient.
+            group: hyperparameters (lr, betas, ...), as in `param_groups`.
+            number: number of the parameter, counted over all groups, for the seed of the stochastic rounding.
         """
         state = self.state[parameter]
         if not state:
@@ -109,14 +110,19 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 
 def is_quantised(shape: tuple[int, ...], moments: MomentDType) -> bool:
-    """Return whether a parameter's moments are stored in int8, if `moments` is the configured dtype. Moments of
-    one-dimensional parameters (norms and biases) are not: they are so small that int8 would save nothing."""
+    """Return whether a parameter's moments are stored in int8. Moments of one-dimensional parameters (norms and biases)
+    are not: they are so small that int8 would save nothing.
+
+    Args:
+        shape: the parameter's shape.
+        moments: the configured dtype of moments.
+    """
     return moments is MomentDType.int8 and len(shape) > 1
 
 
 def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the initial scales of an int8 moment: zeros, float32 [rows, blocks per row], sharded like the
-    parameter."""
+    """Return the initial scales of a parameter's int8 moment, one for each block of 256 elements of a row: zeros,
+    float32 [rows, blocks per row], sharded like the parameter."""
     rows, blocks = parameter.shape[0], math.ceil(math.prod(parameter.shape[1:]) / BLOCK)
     scales = torch.zeros((local(parameter).shape[0], blocks), dtype=torch.float32, device=parameter.device)
     if not isinstance(parameter, DTensor):
@@ -128,12 +134,14 @@ def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a tensor as a plain tensor; a scalar becomes a tensor with one row."""
+    """Return this rank's shard of a tensor as a plain tensor with at least one dimension: a scalar becomes a tensor of
+    one element."""
     return torch.atleast_1d(local(tensor))
 
 
 def row_chunks(tensor: torch.Tensor) -> Iterator[slice]:
-    """Yield slices that split a tensor's rows into chunks of about `CHUNK_ELEMENTS` elements; none if it is empty."""
+    """Yield slices that split a tensor's rows (indices of dimension 0) into chunks of about `CHUNK_ELEMENTS` (4 Mi)
+    elements; none if it is empty."""
     if tensor.numel() == 0:
         return
     rows = max(1, CHUNK_ELEMENTS // (tensor.numel() // tensor.shape[0]))
@@ -142,7 +150,8 @@ def row_chunks(tensor: torch.Tensor) -> Iterator[slice]:
 
 
 class StoredMoment:
-    """This rank's rows of one optimizer moment, in their stored form: fp32, bf16, or int8 codes with scales."""
+    """This rank's rows (indices of dimension 0) of one of a parameter's two AdamW moments, in their stored form: fp32,
+    bf16, or int8 codes with scales."""
 
     def __init__(self, state: dict[str, torch.Tensor], name: str):
         self.values = as_rows(state[name])
@@ -152,14 +161,19 @@ class StoredMoment:
         self.map = torch.tensor(dynamic_map(signed), device=self.values.device) if quantised else None
 
     def read(self, rows: slice) -> torch.Tensor:
-        """Return rows of the moment in fp32. If the moment is stored in fp32, this is a view, so that an update of it
-        changes the stored moment."""
+        """Return a slice of this rank's rows of the optimizer moment in fp32. If the moment is stored in fp32, this is
+        a view, so that an update of it changes the stored moment."""
         if self.scales is None or self.map is None:
             return self.values[rows].float()
         return dequantise(self.values[rows], self.scales[rows], self.map)
 
     def write(self, rows: slice, value: torch.Tensor, generator: torch.Generator) -> None:
-        """Store fp32 values as rows of the moment. bf16 values are rounded stochastically. Overwrites `value`."""
+        """Store fp32 values as a slice of this rank's rows of the optimizer moment.
+
+        Args:
+            value: the values, which are overwritten in this.
+            generator: random numbers for the stochastic rounding to bf16.
+        """
         if self.scales is None or self.map is None:
             store(value, self.values[rows], generator)
         else:
@@ -170,7 +184,7 @@ class StoredMoment:
 
 def store(value: torch.Tensor, target: torch.Tensor, generator: torch.Generator) -> None:
     """Write fp32 values to `target`. If `target` is bf16, the values are rounded stochastically, with random numbers
-    from `generator`. Overwrites `value`."""
+    from `generator`. `value` is overwritten in this."""
     if target.dtype == torch.float32:
         if target.data_ptr() != value.data_ptr():
             target.copy_(value)
@@ -186,7 +200,7 @@ def store(value: torch.Tensor, target: torch.Tensor, generator: torch.Generator)
 
 @cache
 def dynamic_map(signed: bool) -> tuple[float, ...]:
-    """Return the 256 values that the codes of an int8 moment stand for, in ascending order.
+    """Return the 256 values that the codes 0 to 255 of an int8 moment stand for, in ascending order.
 
     The values lie in seven decades up to 1, each of which has twice as many values as the decade below it. Within a
     decade the values are the midpoints of equal intervals. With `signed`, the negatives of these values are included.
@@ -202,10 +216,14 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
 
 
 def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise fp32 values [rows, ...]; return uint8 codes of the same shape, and scales, float32 [rows, blocks].
+    """Quantise fp32 values [rows, ...]; return uint8 codes of the same shape, and scales, float32 [rows, blocks]. A
+    block is 256 consecutive elements of a row.
 
     The scale of a block is its largest magnitude. The code of a value is the index in `map_` of the entry that is
     nearest to value / scale.
+
+    Args:
+        map_: the values that the codes stand for, from `dynamic_map`, float32 [256].
     """
     blocks = into_blocks(value)
     scales = blocks.abs().amax(-1).clip_(min=1e-12)
@@ -216,13 +234,19 @@ def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, tor
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
     """Convert codes and scales, as `quantise` returns them, back to float32 values of the codes' shape. The result is
-    contiguous, because the fused AdamW kernel updates it in place."""
+    contiguous, because the fused AdamW kernel updates it in place.
+
+    Args:
+        codes: uint8 [rows, ...].
+        scales: float32 [rows, blocks], one for each block of 256 elements of a row.
+        map_: the values that the codes stand for, from `dynamic_map`, float32 [256].
+    """
     values = map_[codes.flatten(1).int()]
     return values.mul_(scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]).view(codes.shape)
 
 
 def into_blocks(value: torch.Tensor) -> torch.Tensor:
-    """Copy values [rows, ...] into blocks [rows, blocks, BLOCK]; each row is padded with zeros to a multiple of
-    `BLOCK`."""
+    """Copy values [rows, ...] into blocks [rows, blocks, BLOCK] of `BLOCK` (256) elements; each row is padded with
+    zeros to a multiple of `BLOCK`."""
     flat = value.flatten(1)
     return functional.pad(flat, (0, -flat.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))

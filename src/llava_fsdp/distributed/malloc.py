@@ -39,8 +39,12 @@ def keep_freed_memory() -> None:
 
 
 def set_thresholds(mmap: int, trim: int) -> None:
-    """Set glibc's thresholds in bytes: of the size above which a block is mapped separately, and of the free memory at
-    the heap's end above which it is returned to the system. Does nothing with other C libraries."""
+    """Set two thresholds of glibc's allocator, in bytes. Does nothing with other C libraries.
+
+    Args:
+        mmap: a larger block of memory is mapped separately.
+        trim: if more memory is free at the heap's end, it is returned to the system; -1 means never.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, mmap)
@@ -51,9 +55,9 @@ def limit_kernel_cache() -> None:
     """Make oneDNN cache at most `KERNELS` compiled kernels, unless the environment already sets
     ONEDNN_PRIMITIVE_CACHE_CAPACITY.
 
-    oneDNN compiles a kernel for every shape and by default caches 1024 kernels. Packed rows have new lengths in nearly
-    every step, so that a process in bf16 on a CPU with AMX grew from 0.5 to 1.2 GB in 60 steps. To be called before the
-    first torch operation, because oneDNN reads the variable only once
+    oneDNN compiles a kernel for every shape and by default caches 1024 kernels. Rows of packed samples have new lengths
+    in nearly every step, so that a process in bf16 on a CPU with AMX grew from 0.5 to 1.2 GB in 60 steps. To be called
+    before the first torch operation, because oneDNN reads the variable only once
     (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS))

@@ -1,4 +1,5 @@
-"""Compute the bytes of parameters, gradients and optimizer state that a rank holds under each sharding strategy.
+"""Compute by arithmetic the bytes of parameters, gradients and optimizer state that a rank holds under each sharding
+strategy (ZeRO stage).
 
 FSDP2 shards dimension 0 like `torch.chunk`: if n rows are sharded over s ranks, a rank holds at most ceil(n / s) rows,
 and the last ranks may hold fewer or none. Tests compare these formulas with the tensors that ranks really hold.
@@ -19,7 +20,7 @@ NUM_MOMENTS = 2
 
 @dataclass(frozen=True)
 class Weight:
-    """The properties of one parameter that the memory formulas use."""
+    """The properties of one parameter (shape, dtypes, ...) from which the bytes that a rank holds are computed."""
 
     shape: tuple[int, ...]
     trainable: bool
@@ -43,35 +44,41 @@ class Weight:
 
     @property
     def count(self) -> int:
-        """Number of weights: the number of elements times the number of weights packed into each element."""
+        """Number of weights of the parameter: the number of elements times the number of (quantised) weights packed
+        into each element."""
         return self.numel * self.per_element
 
     def item_size(self, precision: PrecisionConfig) -> int:
-        """Return the bytes of an element in the compute dtype."""
+        """Return the bytes of one element of the parameter in the compute dtype."""
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.param_dtype]
 
     def gathered_size(self, precision: PrecisionConfig) -> int:
-        """Return the bytes of an element in the dtype in which FSDP gathers the parameter."""
+        """Return the bytes of one element of the parameter in the dtype in which FSDP gathers it."""
         return 1 if self.fp8 else self.item_size(precision)
 
     def master_size(self, precision: PrecisionConfig) -> int:
-        """Return the bytes of an element of the master weight, or of its gradient in the optimizer's step."""
+        """Return the bytes of one element of the parameter's master weight, or of its gradient in the optimizer's
+        step."""
         return 2 if precision.master_dtype is MasterDType.bf16 and not self.fp32 else 4
 
     def reduce_size(self, precision: PrecisionConfig) -> int:
-        """Return the bytes of an element of the gradient while it is reduced over ranks."""
+        """Return the bytes of one element of the parameter's gradient while it is reduced over ranks."""
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.reduce_dtype]
 
     def moment_bytes(self, precision: PrecisionConfig, local: int) -> int:
-        """Return the bytes of both of Adam's moments for `local` of the parameter's elements, which must be whole
-        rows."""
+        """Return the bytes of both of Adam's moments of a shard.
+
+        Args:
+            local: number of the parameter's elements in the shard, which consists of whole rows.
+        """
         if is_quantised(self.shape, precision.moment_dtype):
             columns = math.prod(self.shape[1:])
             return NUM_MOMENTS * (local + 4 * math.ceil(columns / BLOCK) * (local // columns if columns else 0))
         return NUM_MOMENTS * (2 if precision.moment_dtype is MomentDType.bf16 else 4) * local
 
     def local(self, shards: int, rank: int) -> int:
-        """Return the number of the parameter's elements in shard number `rank` of `shards` shards."""
+        """Return the number of the parameter's elements in shard number `rank` of `shards` shards. FSDP splits
+        dimension 0 like `torch.chunk`."""
         if shards == 1:
             return self.numel
         rows = self.shape[0]
@@ -80,13 +87,15 @@ class Weight:
         return self.numel // rows * held if rows else 0
 
     def padded(self, shards: int) -> int:
-        """Return the number of elements of the largest shard, to whose size FSDP pads all shards."""
+        """Return the number of the parameter's elements in the largest of `shards` shards, to whose size FSDP pads all
+        shards."""
         return self.local(shards, 0)
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of parameters, gradients and optimizer state on one rank."""
+    """Bytes of parameters, gradients and optimizer state on one rank, after an optimizer step and between
+    micro-batches."""
 
     parameters: int
     """Bytes of parameters after an optimizer step. `gradients` and `optimizer` are also counted at that moment."""
@@ -119,7 +128,11 @@ def bytes_per_rank(
     weights in the compute dtype, if that is not the master dtype.
 
     Args:
+        weights: the properties of all parameters of the model.
+        strategy: the sharding strategy (ZeRO stage).
+        world_size: number of ranks.
         shard_size: number of ranks over which hybrid strategies shard.
+        offload: what is offloaded; it matters only for one rank, which uses FSDP only to offload weights.
         padded: whether to count padding too. FSDP pads the parameters and gradients of a short shard to the size of a
             full shard (`FSDPParam.reset_sharded_param`, `foreach_reduce`). Moments have no padding.
     """
@@ -153,6 +166,7 @@ def bytes_per_rank(
 
 
 def checkpoint_bytes(weights: list[Weight], precision: PrecisionConfig) -> int:
-    """Return the bytes of a checkpoint's tensors: master weights, moments and step counts of all trainable weights."""
+    """Return the bytes of a checkpoint's tensors: master weights, moments and step counts of all trainable weights.
+    `weights` are the properties of all parameters."""
     trainable = [w for w in weights if w.trainable]
     return sum(w.master_size(precision) * w.numel + w.moment_bytes(precision, w.numel) + 4 for w in trainable)

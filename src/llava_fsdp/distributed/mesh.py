@@ -61,10 +61,13 @@ def distributed(cfg: Config) -> Iterator[World]:
     """Context manager that joins the process group described by torchrun's environment variables and chooses this
     rank's device.
 
-    At world size 1 there is no process group, unless `offload` needs FSDP. After an error the group is not destroyed,
-    because the process ends at once and other ranks may no longer respond. After success the group is ended in this
-    order: barrier, destroy, collect garbage, sleep. In another order gloo's background thread aborts about one process
-    in seven at interpreter exit (pytorch#179291).
+    At world size 1 there is no process group, unless the setting `offload` needs FSDP. After an error the group is not
+    destroyed, because the process ends at once and other ranks may no longer respond. After success the group is ended
+    in this order: barrier, destroy, collect garbage, sleep. In another order gloo's background thread aborts about one
+    process in seven at interpreter exit (pytorch#179291).
+
+    Yields:
+        This rank's number and device, and the number of ranks.
 
     Raises:
         CommunicationError: the connection to another rank was lost.
@@ -112,7 +115,7 @@ LOST = re.compile(
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, comes from torch.distributed because another rank has ended or
+    """Return whether an error, or one of its causes, was raised by torch.distributed because another rank has ended or
     does not answer in time."""
     while error is not None:
         # torch.distributed.checkpoint raises the errors of several ranks as a BaseException
@@ -124,8 +127,8 @@ def is_lost_peer(error: BaseException | None) -> bool:
 
 
 def num_collectives(meshes: Meshes) -> Callable[[], int]:
-    """Return a function that returns the number of collectives which this rank has started so far. A rank that lags
-    behind the others has started fewer."""
+    """Return a function that returns the number of collectives which this rank has started so far, in the default
+    process group and those of the meshes. A rank that lags behind the others has started fewer."""
     if not dist.is_initialized():
         return int
     groups = groups_of(meshes)
@@ -158,8 +161,8 @@ def rank_identities() -> list[tuple[int, str, int]]:
 
 
 def read_world() -> World:
-    """Read rank, world size and device from torchrun's environment variables. Raises ConfigError if torchrun has
-    started more ranks on this machine than the machine has GPUs."""
+    """Read this rank's number, the number of ranks and this rank's device from torchrun's environment variables. Raises
+    ConfigError if torchrun has started more ranks on this machine than the machine has GPUs."""
     env = os.environ
     rank, size = env_rank(), int(env.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
@@ -174,15 +177,16 @@ def read_world() -> World:
 
 
 def world_of_group() -> World:
-    """Return the `World` of this rank in an existing process group, all of whose ranks are assumed to be on this
-    machine."""
+    """Return this rank's number, the number of ranks and this rank's device, as a `World`, for an existing process
+    group. All its ranks are assumed to be on this machine."""
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     return World(rank, size, rank, size, device)
 
 
 def simulated_world(size: int, world: World) -> World:
-    """Return a `World` for a process that simulates rank 0 of `size` ranks on one node.
+    """Return the `World` (rank, number of ranks, device) of a process that simulates rank 0 of `size` ranks on one
+    node.
 
     Args:
         world: the real ranks that torchrun has started.
@@ -205,6 +209,10 @@ def join(world: World, timeout_seconds: int) -> None:
     (pytorch#135712). The prefix is the number of restarts. Each node counts its own restarts, so that the numbers
     differ if nodes come and go. In that case torchrun must use a new store for every start, which it does with
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+
+    Args:
+        world: this rank's number and device, and the number of ranks.
+        timeout_seconds: timeout for ranks to meet, and of the group's collectives.
     """
     env = os.environ
     shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -230,7 +238,7 @@ def join(world: World, timeout_seconds: int) -> None:
 @contextmanager
 def first_rank_first(world: World) -> Iterator[None]:
     """Context manager whose body runs on rank 0 first, and then on all other ranks, so that they can reuse files that
-    rank 0 has written."""
+    rank 0 has written. `world` has this rank's number and the number of ranks. Collective: all ranks must enter it."""
     if world.size > 1 and not world.is_first:
         dist.barrier()
     yield
@@ -240,7 +248,11 @@ def first_rank_first(world: World) -> Iterator[None]:
 
 def gather_lists(items: list[T]) -> list[T]:
     """Return the lists of all ranks, concatenated in rank order, on every rank. Collective: all ranks must call it. If
-    all lists are empty, only one number is all-reduced."""
+    all lists are empty, only one number is all-reduced.
+
+    Args:
+        items: this rank's list; its items can be pickled.
+    """
     if not dist.is_initialized():
         return items
     count = torch.tensor([len(items)])
@@ -252,6 +264,10 @@ def gather_lists(items: list[T]) -> list[T]:
 
 def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
     """Create the device meshes of a training.
+
+    Args:
+        world: this rank's device, and the number of ranks.
+        plan: the FSDP2 settings of the sharding strategy.
 
     Raises:
         ConfigError: `sharding.shard_size` or `parallel.context` does not divide the number of ranks, or the installed
@@ -288,8 +304,16 @@ def rank_of_data(world: World, parallel: ParallelConfig) -> tuple[int, int]:
 
 
 def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, int]:
-    """Return the (replicate, shard) sizes of the device mesh of a sharding strategy. Raises ConfigError if `shard_size`
-    does not divide the number of ranks."""
+    """Return the (replicate, shard) sizes of the device mesh of a sharding strategy.
+
+    Args:
+        plan: the FSDP2 settings of the strategy.
+        world_size: number of ranks.
+        shard_size: number of ranks over which hybrid strategies shard; other strategies ignore it.
+
+    Raises:
+        ConfigError: a hybrid strategy's `shard_size` does not divide the number of ranks.
+    """
     if plan.mesh is Mesh.REPLICATE:
         return world_size, 1
     if plan.mesh is Mesh.SHARD:

@@ -19,7 +19,7 @@ shard is padded to ceil(rows / shards) rows, and i is the number of bytes of an 
     S    n* i, shards that FSDP manages: trainable ones in the master dtype, frozen ones in the compute dtype
     G    n i, gradients in the master dtype, from the first micro-batch to the end of the step
     M    n i, moments: for fp32 Adam 8 n of trainable weights; and 4 bytes a parameter for its step count
-    B    the largest bucket: at most 128 MiB, or M if that is less
+    B    the largest bucket (the moments that are updated at a time): at most 128 MiB, or M if that is less
 
 page(x) is x with the size of every tensor rounded up to a multiple of 4096 bytes. pow2(x) is x with the size of every
 tensor rounded up to a power of two, as torch's pinned allocator does. A + means: in addition to the bytes that are held
@@ -74,8 +74,8 @@ NO_ROOM = re.compile(
 
 
 class Offload:
-    """Places this rank's parameters, gradients and moments on the device, in host memory or in files, according to the
-    setting `offload`."""
+    """Places this rank's parameters, gradients and optimizer moments on the device, in host memory or in files,
+    according to the setting `offload` (`none`, `optimizer`, `params` or `nvme`)."""
 
     def __init__(self, cfg: Config, device: torch.device):
         self.mode = cfg.offload.mode
@@ -89,15 +89,15 @@ class Offload:
 
     @property
     def policy(self) -> OffloadPolicy:
-        """FSDP's offload policy for `fully_shard`. Mapped files are not pinned, because all their pages would then stay
-        in memory."""
+        """FSDP's offload policy for `fully_shard`, according to the setting `offload`. Mapped files are not pinned,
+        because all their pages would then stay in memory."""
         if not self.mode.moves_weights:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.pin and self.mode is OffloadMode.params)
 
     def materialize(self, model: nn.Module) -> None:
-        """Allocate all tensors of a meta-device model on this rank, uninitialised: offloaded shards in host memory or a
-        file, everything else on the device."""
+        """Allocate all tensors of a meta-device model on this rank, uninitialised: shards that are to be offloaded in
+        host memory or a file, everything else on the device."""
         made = self.take_shards(model) if self.mode.moves_weights else {}
 
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,6 +117,9 @@ class Offload:
 
         Also sets FSDP's private `_sharded_param_data`, for which there is no public setting. Otherwise FSDP would copy
         shards that need padding to memory of its own. tests/distributed/test_offload.py checks the shards' addresses.
+
+        Args:
+            model: a model on the meta device, after `fully_shard`.
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # without duplicates, because several modules may be in one FSDP unit
@@ -131,8 +134,8 @@ class Offload:
         return made
 
     def take_gradients(self, model: nn.Module) -> None:
-        """Reserve space in a file for the gradient of every trainable shard, and register hooks that move reduced
-        gradients into the file."""
+        """Reserve space in a file for this rank's gradient of every trainable parameter of a sharded model, and
+        register hooks that move reduced gradients into the file."""
         trainable = [p for p in model.parameters() if p.requires_grad]
         assert all(isinstance(p, DTensor) for p in trainable)
         self.gradients = Arena(sum(Arena.room(local(p).shape, p.dtype) for p in trainable), self.folder)
@@ -141,14 +144,14 @@ class Offload:
             parameter.register_post_accumulate_grad_hook(GradientIntoFile(place))
 
     def drop_loaded_shards(self) -> None:
-        """Remove file-backed shards from this process's memory; the file keeps them. To be called when the weights are
-        loaded."""
+        """Remove the shards that are in a memory-mapped file from this process's memory; the file keeps them. To be
+        called when the weights are loaded."""
         if self.shards is not None and self.shards.is_file_backed:
             self.shards.release_all()
 
     def optimizer(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Wrap the optimizer `inner` so that its moments are offloaded, if the mode of `offload` is `optimizer` or
-        `nvme`. In the other modes return `inner` itself."""
+        """Wrap the optimizer `inner` so that its moments are offloaded, if the setting `offload` is `optimizer` or
+        `nvme`. With other values return `inner` itself."""
         if self.mode is OffloadMode.optimizer:
             return StreamedOptimizer(
                 inner, lambda size: Arena(size, pin=self.pin), lambda made: DeviceStaging(made, self.device)
@@ -162,8 +165,8 @@ class Offload:
 
 
 class GradientIntoFile:
-    """Gradient hook that moves a shard's gradient into a memory-mapped file. FSDP adds the gradients of later
-    micro-batches to the gradient in the file."""
+    """Gradient hook of a sharded parameter that moves this rank's shard of the gradient into a memory-mapped file. FSDP
+    adds the gradients of later micro-batches to the gradient in the file."""
 
     def __init__(self, place: torch.Tensor):
         self.place = place
@@ -198,7 +201,7 @@ def filesystem(folder: Path) -> str | None:
 @contextmanager
 def explained_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
     """Context manager that replaces torch's or Python's out-of-memory error by an OutOfMemory error, which names
-    settings that need less memory.
+    settings with which this training would need less memory.
 
     Raises:
         OutOfMemory: memory ran out in the body.
@@ -216,8 +219,8 @@ def explained_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]
 
 
 def cures(cfg: Config, device: torch.device) -> list[str]:
-    """Return settings, as `key=value`, with which a training needs less memory than with `cfg`. The settings that slow
-    it down least come first."""
+    """Return settings, as `key=value`, with which a training on `device` needs less memory than with `cfg`. The
+    settings that slow it down least come first."""
     found = (
         ["activation_checkpointing=full"] if cfg.activation_checkpointing.mode is ActivationCheckpointing.none else []
     )
@@ -231,7 +234,8 @@ def cures(cfg: Config, device: torch.device) -> list[str]:
 
 
 def describe_offload(cfg: Config, device: torch.device) -> str:
-    """Return one line about what is offloaded and where, for the summary at the start of a training."""
+    """Describe in one line what the setting `offload` moves off the device and where, for the summary at the start of a
+    training."""
     mode = cfg.offload.mode
     if mode is OffloadMode.none:
         return "none"
@@ -245,7 +249,7 @@ def describe_offload(cfg: Config, device: torch.device) -> str:
 
 
 def offload_folder(cfg: Config) -> Path:
-    """Return the folder for the files of `offload=nvme`.
+    """Return the folder for the files into which `offload=nvme` moves parameters, gradients and moments.
 
     Raises:
         ConfigError: `offload.folder` does not exist. It is not created, since it may be on a disk that is not mounted.
@@ -256,7 +260,8 @@ def offload_folder(cfg: Config) -> Path:
 
 
 def warn_if_useless(cfg: Config, world: World) -> None:
-    """Log a warning on rank 0 if the setting `offload` saves no memory on this machine."""
+    """Log a warning on rank 0 if the setting `offload` saves no memory on this machine. `world` has this rank's number
+    and device."""
     text = describe_offload(cfg, world.device)
     if world.is_first and "saves nothing" in text:
         log().warning("offload=%s", text)

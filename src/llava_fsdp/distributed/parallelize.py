@@ -52,6 +52,7 @@ def parallelize(
         stacks: lists of blocks, the language model's first. Each block is wrapped for activation checkpointing; one or
             several blocks (`sharding.blocks_per_unit`) become an FSDP unit.
         mesh: device mesh with the dimensions (replicate, shard) or (shard,); None: nothing is sharded.
+        plan: the FSDP2 settings of the sharding strategy.
         offload: allocates the shards on the device, in host memory or in a file.
         whole: modules whose weights are never sharded while they are frozen.
         count: counts the compiled graphs of the language model's blocks; None: blocks are not compiled.
@@ -75,8 +76,8 @@ def parallelize(
 
 
 def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> None:
-    """Allocate the tensors of a meta-device model with `allocate`, and then tie the parameters again that were tied on
-    the meta device: a tied parameter has several names."""
+    """Allocate the tensors of a meta-device model in place with the function `allocate`, and then tie the parameters
+    again that were tied on the meta device: a tied parameter has several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -88,8 +89,13 @@ def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> No
 
 
 def frozen_left_whole(model: nn.Module, plan: ShardPlan, whole: list[nn.Module]) -> set[nn.Parameter]:
-    """Return the frozen parameters that FSDP must not shard: all of them or, if the strategy shards frozen weights,
-    only those in the modules `whole`."""
+    """Return the frozen parameters of a model that FSDP must not shard: all of them or, if the sharding strategy shards
+    frozen weights, only those in some modules.
+
+    Args:
+        plan: the FSDP2 settings of the sharding strategy.
+        whole: modules whose weights are never sharded while they are frozen.
+    """
     roots = whole if plan.shards_frozen else [model]
     return {p for root in roots for p in root.parameters() if not p.requires_grad}
 
@@ -111,7 +117,10 @@ def shard(
     small and also stays gathered.
 
     Args:
+        stacks: the model's lists of blocks, the language model's first.
+        plan: the FSDP2 settings of the sharding strategy.
         ignored: parameters that are not sharded.
+        offload: says whether FSDP keeps the shards in host memory.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[cfg.precision.param_dtype],
@@ -150,13 +159,13 @@ def shard(
 
 
 def grouped(blocks: list[T], size: int) -> list[list[T]]:
-    """Split blocks into consecutive groups of `size` blocks; the last group may be smaller."""
+    """Split a list of blocks into consecutive groups of `size` blocks; the last group may be smaller."""
     return [blocks[start : start + size] for start in range(0, len(blocks), size)]
 
 
 def describe_units(sharding: ShardingConfig) -> str:
-    """Describe the settings of FSDP units (blocks per unit, prefetch) that differ from FSDP2's defaults; empty if none
-    differs."""
+    """Describe in words the settings of FSDP units (blocks per unit, prefetch) that differ from FSDP2's defaults; empty
+    if none differs."""
     parts = [f"{sharding.blocks_per_unit} blocks gathered together"] if sharding.blocks_per_unit > 1 else []
     parts += [f"{sharding.prefetch} gathers begun ahead"] if sharding.prefetch is not None else []
     return ", ".join(parts)
@@ -193,8 +202,8 @@ def useless_settings(sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], 
 
 
 def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
-    """Make FSDP begin the all-gathers of the next `count` units when a unit begins to run, in the forward and in the
-    backward pass.
+    """Make FSDP begin the all-gathers of the next `count` FSDP units when a unit begins to run, in the forward and in
+    the backward pass.
 
     Args:
         units: for each FSDP unit of blocks one of its modules, in the order of the forward pass.
@@ -216,7 +225,7 @@ class Packed(Protocol):
 
 
 class GatheredFirst(nn.Module):
-    """Module with which several modules of a model form one FSDP unit. FSDP gathers this unit before any of the modules
+    """Module that makes one FSDP unit of several modules of a model. FSDP gathers this unit before any of the modules
     runs.
 
     If `fully_shard` were given a list of modules, it would register hooks on each of them, and these hooks would split
@@ -228,7 +237,7 @@ class GatheredFirst(nn.Module):
         self.together = nn.ModuleList(modules)
 
     def forward(self) -> None:
-        """Do nothing: FSDP's hooks on this module gather the weights."""
+        """Do nothing: FSDP's hooks on this module gather the weights of the modules that it contains."""
 
 
 def weights_of(
@@ -238,8 +247,14 @@ def weights_of(
     precision: PrecisionConfig,
     blocks_per_unit: int = 1,
 ) -> dict[str, Weight]:
-    """Return the properties of every parameter of a meta-device model that the memory formulas use, by parameter
-    name."""
+    """Return, for every parameter of a meta-device model, the properties from which the bytes that a rank holds are
+    computed, by parameter name.
+
+    Args:
+        stacks: the model's lists of blocks, the language model's first.
+        whole: modules whose weights are never sharded while they are frozen.
+        blocks_per_unit: number of consecutive blocks that form an FSDP unit.
+    """
     in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
     kept_whole = norms | {p for module in whole for p in module.parameters()}
@@ -259,13 +274,19 @@ def weights_of(
 
 
 def units_of_blocks(model: nn.Module, stacks: Sequence[nn.ModuleList], blocks_per_unit: int) -> dict[str, str]:
-    """Return the name of the FSDP unit of every block, by block name. A unit is named after its first block."""
+    """Return the name of the FSDP unit of every block, by block name. A unit is named after its first block.
+
+    Args:
+        stacks: the model's lists of blocks.
+        blocks_per_unit: number of consecutive blocks that form a unit.
+    """
     names = block_names(model, stacks)
     units = [unit for stack in stacks for unit in grouped(list(stack), blocks_per_unit)]
     return {names[block]: names[unit[0]] for unit in units for block in unit}
 
 
 def block_names(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> dict[nn.Module, str]:
-    """Return the name of each block of the stacks, without the prefixes that activation checkpointing adds."""
+    """Return the name of each block (layer) of a model, without the prefixes that activation checkpointing adds.
+    `stacks` are the model's lists of blocks."""
     blocks = {block for stack in stacks for block in stack}
     return {module: clean_name(name) for name, module in model.named_modules() if module in blocks}

@@ -16,7 +16,11 @@ def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None
 
     Frozen weights are stored in the compute dtype, because FSDP does not cast parameters that it ignores. Trainable
     weights are stored in the master dtype with FSDP; without FSDP they are stored in the compute dtype, and
-    `MasterWeights` holds separate masters. Buffers keep their dtype: rotary frequencies are fp32.
+    `MasterWeights` holds separate masters. Norms may stay in fp32. Buffers keep their dtype: rotary frequencies are
+    fp32.
+
+    Args:
+        sharded: whether FSDP is used.
     """
     compute, master = DTYPES[cfg.param_dtype], MASTERS[cfg.master_dtype]
     kept = norm_weights(model, cfg)
@@ -26,8 +30,8 @@ def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None
 
 
 def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module]:
-    """Return the model's normalization layers if `precision.norm_dtype` differs from the compute dtype; else an empty
-    list.
+    """Return the model's normalization layers if they are kept in fp32, that is if `precision.norm_dtype` differs from
+    the compute dtype; else an empty list.
 
     The weight of a norm is around 1, where neighbouring bf16 numbers differ by 1/128. Smaller updates would have no
     effect on a forward pass in bf16.
@@ -45,13 +49,14 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def norm_weights(model: nn.Module, cfg: PrecisionConfig) -> set[nn.Parameter]:
-    """Return the parameters of the normalization layers that are kept in fp32."""
+    """Return the parameters of the model's normalization layers if these are kept in fp32, that is if
+    `precision.norm_dtype` differs from the compute dtype; else an empty set."""
     return {p for norm in norms_kept_in_fp32(model, cfg) for p in norm.parameters()}
 
 
 def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> None:
-    """Register hooks on the normalization layers that are kept in fp32. The hooks cast a norm's input to fp32 and its
-    output back to the compute dtype."""
+    """Register hooks on the model's normalization layers if these are kept in fp32 (`precision.norm_dtype`). The hooks
+    cast a norm's input to fp32 and its output back to the compute dtype."""
     for norm in norms_kept_in_fp32(model, cfg):
         norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
         norm.register_forward_hook(lambda _, inputs, output: output.to(DTYPES[cfg.param_dtype]))
@@ -73,8 +78,8 @@ class MasterWeights:
         master: torch.dtype = torch.float32,
         in_fp8: nn.Module | None = None,
     ):
-        """Create a separate master weight for each trainable parameter that needs one, and register a hook that adds
-        the parameter's gradient to the master weight's gradient.
+        """Create a separate master weight (which the optimizer updates) for each trainable parameter that needs one,
+        and register a hook that adds the parameter's gradient to the master weight's gradient.
 
         Args:
             trainable: the model's trainable parameters by name.
@@ -95,8 +100,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update what depends on the master weights after they have changed: the copies in the compute dtype, and the
-        scales of fp8 layers. If layers multiply in fp8, all ranks must call this."""
+        """Update what depends on the master weights (which the optimizer updates) after they have changed: their copies
+        in the compute dtype, and the scales of fp8 layers. If layers multiply in fp8, all ranks must call this."""
         if self._copies:
             torch._foreach_copy_([p for p, _ in self._copies], [m for _, m in self._copies])
         if self._in_fp8 is not None:
@@ -104,8 +109,8 @@ class MasterWeights:
 
 
 class GradientInto:
-    """Gradient hook that adds a parameter's gradient to the gradient of its master weight, in the master's dtype, and
-    then frees the parameter's gradient."""
+    """Gradient hook of a parameter that is a low-precision copy of a master weight: adds the parameter's gradient to
+    the gradient of the master weight, in the master's dtype, and then frees the parameter's gradient."""
 
     def __init__(self, master: nn.Parameter):
         self.master = master

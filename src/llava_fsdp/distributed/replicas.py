@@ -25,6 +25,9 @@ WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Select the tensors of which other ranks hold copies.
 
+    Args:
+        tensors: tensors by name; DTensors if they are sharded.
+
     Returns:
         Two dicts by tensor name: this rank's rows of the DTensors that are replicated over a dimension of their mesh,
             and the plain tensors, which every rank holds whole.
@@ -41,8 +44,8 @@ def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch
 
 
 def shard_number(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the number of the shard that this rank holds of sharded tensors. Ranks with the same shard number are
-    replicas of each other."""
+    """Return the number of the shard that this rank holds of sharded tensors; 0 if none of the tensors is sharded.
+    Ranks with the same shard number are replicas of each other."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate()
@@ -88,7 +91,7 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor or other value that should be equal on several ranks, but is not."""
+    """A tensor or other value that should be equal on several ranks, but is not, and the ranks on which it differs."""
 
     name: str
     ranks: tuple[int, ...]
@@ -99,7 +102,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class RankChecksums:
-    """Checksums, by name, of the tensors and other values on one rank that must be equal on several ranks."""
+    """Checksums, by name, of one rank's copies of tensors and other values (such as counters) that must be equal on
+    several ranks."""
 
     shard: int
     """The rank's shard number. Ranks with the same number hold the same rows of the tensors in `of_mesh`."""
@@ -110,16 +114,18 @@ class RankChecksums:
 
     @property
     def totals(self) -> tuple[int, int, int]:
-        """The shard number, and one checksum each of `of_mesh` and of `everywhere`."""
+        """This rank's shard number; one checksum of all checksums of sharded tensors that other ranks also hold; and
+        one of all checksums of values that every rank holds."""
         of_mesh, everywhere = (xxh3_64_intdigest(repr(sums).encode()) for sums in (self.of_mesh, self.everywhere))
         return self.shard, of_mesh, everywhere
 
 
 def checksums_of_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> RankChecksums:
-    """Compute the checksums of the tensors and other values on this rank that must be equal on several ranks.
+    """Compute the checksums of this rank's copies of the tensors and other values that must be equal on several ranks.
 
     Args:
-        tensors: tensors by name, in the same order on every rank.
+        tensors: tensors by name, in the same order on every rank; those of which no other rank holds a copy are left
+            out.
         facts: other values that must be equal on every rank, as text by name.
     """
     of_mesh, everywhere = shared_tensors(tensors)
@@ -128,15 +134,15 @@ def checksums_of_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, s
 
 
 def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:
-    """Compare the checksums of all ranks, and return the same list of differences on every rank. Collective: all ranks
-    must call it.
+    """Compare checksums between ranks, and return the same list on every rank: the tensors and values that should be
+    equal on several ranks, but are not. Collective: all ranks must call it.
 
     Each rank first sends three numbers: its shard number and two totals of its checksums. Only if totals that must be
     equal differ, each rank sends the checksum of every tensor.
 
     Args:
         own: the checksums of this rank.
-        gather: a function that takes this rank's items and returns the items of all ranks in rank order.
+        gather: a function that takes this rank's list, and returns the lists of all ranks, concatenated in rank order.
     """
     totals = gather([own.totals])
     if len({(shard, total) for shard, total, _ in totals}) == len({shard for shard, *_ in totals}):
@@ -146,7 +152,8 @@ def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]
 
 
 def compare(found: list[RankChecksums]) -> list[Difference]:
-    """Compare the checksums of all ranks by name, and return the tensors and values that differ.
+    """Compare the checksums of all ranks by name, and return the tensors and values that should be equal on several
+    ranks, but are not.
 
     Args:
         found: the checksums of each rank, in rank order.
@@ -168,10 +175,11 @@ def compare(found: list[RankChecksums]) -> list[Difference]:
 
 
 def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
-    """Return the ranks whose checksum of one tensor differs from that of the majority; None if all are equal.
+    """Compare one tensor's checksums between ranks, and return the ranks whose checksum differs from that of the
+    majority; None if all are equal.
 
     Args:
-        name: name of the tensor.
+        name: name of the tensor, for the result.
         values: rank -> checksum of the tensor on this rank; None if the rank does not have the tensor.
     """
     value, votes = Counter(values.values()).most_common(1)[0]

@@ -30,7 +30,7 @@ class DeviceStaging:
         """Bucket number -> the moments of the bucket's pieces, in a device buffer."""
 
     def bytes_of(self, piece: Piece) -> int:
-        """Return the bytes that a piece's moments take in a device buffer."""
+        """Return the bytes that the moments of a piece of a parameter take in a device buffer."""
         return sum(padded(m.numel()) * m.itemsize for m in self.optimizer.moments(piece).values())
 
     def begin(self) -> None:
@@ -47,8 +47,8 @@ class DeviceStaging:
         return self.staged[number]
 
     def load(self, number: int) -> None:
-        """Begin to copy the moments of bucket `number` into the device buffer that bucket `number - 2` has used. Does
-        nothing if there is no such bucket."""
+        """Begin to copy the moments of bucket `number` (a group of pieces of parameters) into the device buffer that
+        bucket `number - 2` has used. Does nothing if there is no such bucket."""
         if number >= len(self.optimizer.buckets):
             return
         buffer, offset, states = self.buffers[number % 2], 0, []
@@ -75,8 +75,8 @@ class DeviceStaging:
 
 
 class CopyStreams:
-    """Two CUDA streams, for copies to and from the device buffers of `DeviceStaging`, and the events that order them
-    with the current stream."""
+    """Two CUDA streams, for copies of optimizer moments from the host to device buffers and back, and the events that
+    order them with the current stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -86,14 +86,15 @@ class CopyStreams:
         self.stored = [torch.cuda.Event(), torch.cuda.Event()]
 
     def begin(self) -> None:
-        """Make the copies wait for earlier work on the current CUDA stream, which may still use the memory of the newly
-        allocated buffers."""
+        """Make the copies of optimizer moments to the device wait for earlier work on the current CUDA stream, which
+        may still use the memory of the newly allocated buffers."""
         self.inward.wait_stream(torch.cuda.current_stream(self.device))
 
     @contextmanager
     def loading(self, number: int) -> Iterator[None]:
-        """Context manager for copies of bucket `number` from the host into a device buffer. They run on the inward
-        stream, once the bucket that used this buffer before has been copied to the host."""
+        """Context manager for copies of the moments of bucket `number` (a group of pieces of parameters) from the host
+        into one of two device buffers. They run on the stream for copies to the device, once the bucket that used this
+        buffer before has been copied to the host."""
         with torch.cuda.stream(self.inward):
             if number > 1:
                 self.inward.wait_event(self.stored[number % 2])
@@ -101,13 +102,14 @@ class CopyStreams:
             self.loaded[number % 2].record(self.inward)
 
     def wait_loaded(self, number: int) -> None:
-        """Make the current CUDA stream wait until bucket `number` has been copied to the device."""
+        """Make the current CUDA stream wait until the moments of bucket `number` (a group of pieces of parameters) have
+        been copied to the device."""
         torch.cuda.current_stream(self.device).wait_event(self.loaded[number % 2])
 
     @contextmanager
     def storing(self, number: int) -> Iterator[None]:
-        """Context manager for copies of bucket `number` from its device buffer to the host. They run on the outward
-        stream, after the bucket's update."""
+        """Context manager for copies of the moments of bucket `number` (a group of pieces of parameters) from a device
+        buffer to the host. They run on the stream for copies to the host, after the bucket's update."""
         self.outward.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.outward):
             yield
@@ -124,9 +126,10 @@ class FileStaging:
     of pieces of parameters) is updated, a thread reads the next one from disk."""
 
     def __init__(self, optimizer: StreamedOptimizer, others: list[Arena]):
-        """Create the thread that reads ahead.
+        """Create the thread that reads the optimizer's moments ahead from a memory-mapped file.
 
         Args:
+            optimizer: the optimizer whose moments are in the file.
             others: the mapped files of parameters and gradients, which are read ahead, and removed from memory after
                 the update, like the moments.
         """
@@ -153,8 +156,9 @@ class FileStaging:
         self.ahead = None
 
     def each(self, number: int, act: Callable[[Arena, torch.Tensor], None]) -> None:
-        """Call `act(arena, tensor)` for every memory-mapped tensor that the update of bucket `number` reads or writes.
-        Does nothing if there is no such bucket."""
+        """Call `act(arena, tensor)` for every tensor that the update of bucket `number` (a group of pieces of
+        parameters) reads or writes in a memory-mapped file; `arena` is that file. Does nothing if there is no such
+        bucket."""
         for piece in self.optimizer.buckets[number] if number < len(self.optimizer.buckets) else ():
             values = [piece.of(t) for t in (piece.parameter, piece.parameter.grad) if t is not None]
             for tensor in (*self.optimizer.moments(piece).values(), *values):

@@ -30,7 +30,8 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, end) of this rank's flattened shard of a parameter."""
+    """Elements [begin, end) of this rank's flattened shard of a parameter. Offloaded moments are made available for an
+    update by such pieces."""
 
     group: int
     """Index of the parameter's group in the optimizer's `param_groups`."""
@@ -39,8 +40,8 @@ class Piece:
     end: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of the piece's elements in another tensor that is sharded like the parameter (its gradient or a
-        moment)."""
+        """Return a view of the elements of this piece (a range of a parameter's flattened shard) in another tensor that
+        is sharded like the parameter: its gradient or a moment."""
         shard = local(tensor)
         assert shard.is_contiguous(), f"a copy would be updated: {tuple(shard.shape)} with strides {shard.stride()}"
         return shard.view(-1)[self.begin : self.end]
@@ -52,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """The form of the state that an optimizer keeps for each parameter of one dtype."""
+    """Names and dtypes of the state tensors that an optimizer keeps for each parameter of one dtype."""
 
     moments: dict[str, torch.dtype]
     """Dtypes of the state tensors that have the parameter's shape, by name."""
@@ -69,31 +70,33 @@ class Staging(Protocol):
     parameters) at a time, and store them again."""
 
     def begin(self) -> None:
-        """Begin an optimizer step: start to fetch the first bucket."""
+        """Begin an optimizer step: start to fetch the offloaded moments of the first bucket (a group of pieces of
+        parameters)."""
         ...
 
     def fetch(self, number: int) -> list[State]:
-        """Return the moments of each piece of bucket `number`, ready for the update, and begin to fetch the next
-        bucket."""
+        """Return the moments of each piece of bucket `number` (a group of pieces of parameters), ready for the update,
+        and begin to fetch those of the next bucket."""
         ...
 
     def put_back(self, number: int) -> None:
-        """Begin to store the updated moments of bucket `number`."""
+        """Begin to store the updated moments of bucket `number` (a group of pieces of parameters)."""
         ...
 
     def end(self) -> None:
-        """End an optimizer step: wait until all moments are stored."""
+        """End an optimizer step: wait until all offloaded moments are stored."""
         ...
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
-    """Optimizer with offloaded moments that steps another optimizer, `inner`, over one bucket (a group of pieces of
-    parameters) at a time. Its `state` contains the whole moments.
+    """Optimizer with offloaded moments that steps another optimizer over one bucket (a group of pieces of parameters)
+    at a time. Its `state` contains the whole moments.
 
     All state exists from the beginning, as zeros, so that a checkpoint can be loaded into it.
 
     Args:
-        make_arena: allocates an arena of a given number of bytes for all moments.
+        inner: the other optimizer, without state; its parameter groups are used.
+        make_arena: allocates a memory region of a given number of bytes for all moments.
         make_staging: creates the object that makes the moments available for updates.
         bucket_bytes: maximum bytes of the moments of a bucket.
     """
@@ -122,7 +125,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.staging = make_staging(self)
 
     def moments(self, piece: Piece) -> State:
-        """Return views of a piece's part of the offloaded moments, by the moment's name."""
+        """Return views of the offloaded moments of a piece (a range of a parameter's flattened shard), by the moment's
+        name."""
         state = self.state[piece.parameter]
         return {n: piece.of(state[n]) for n in self.moment_names[piece.parameter.dtype]}
 
@@ -136,7 +140,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.staging.end()
 
     def update(self, bucket: list[Piece], moments: list[State]) -> None:
-        """Step the inner optimizer over the pieces of one bucket; `moments` are the moments of each piece."""
+        """Step the inner optimizer over the pieces of parameters in one bucket; `moments` are the moments of each
+        piece, on the device."""
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self.param_groups]
         stepped: list[tuple[Piece, torch.Tensor, State]] = []
         for piece, fetched in zip(bucket, moments, strict=True):
@@ -166,8 +171,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
 
 def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
-    """Find out which state an optimizer keeps for parameters of the dtype of `example`, by stepping it once with a
-    parameter of two zeros.
+    """Find out which state the optimizer `inner` keeps for parameters of the dtype of `example`, by stepping it once
+    with a parameter of two zeros.
 
     Raises:
         ConfigError: the optimizer has state other than scalars and tensors of the parameter's shape.
@@ -195,7 +200,8 @@ def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
 def split_into_buckets(
     groups: list[dict[str, Any]], item_sizes: dict[torch.dtype, int], bucket_bytes: int
 ) -> Iterator[list[Piece]]:
-    """Split parameters into pieces, and yield buckets (lists of pieces) with at most `bucket_bytes` bytes of moments.
+    """Split parameters into pieces (ranges of their flattened shards), and yield buckets (lists of pieces) with at most
+    `bucket_bytes` bytes of optimizer moments.
 
     Args:
         groups: the optimizer's `param_groups`.
@@ -218,5 +224,6 @@ def split_into_buckets(
 
 
 def padded(count: int) -> int:
-    """Round a number of elements up to a multiple of `ALIGNMENT`."""
+    """Round a number of elements up to a multiple of `ALIGNMENT` (256). Every piece of a parameter begins at such a
+    multiple."""
     return -(-count // ALIGNMENT) * ALIGNMENT

@@ -14,7 +14,7 @@ from llava_fsdp.config import Strategy
 
 
 class Sync(Enum):
-    """The micro-batches of an optimizer step in which gradients are reduced over the ranks."""
+    """When gradients are reduced over the ranks: in which micro-batches of an optimizer step."""
 
     EVERY_MICRO_BATCH = "every micro-batch"
     LAST_MICRO_BATCH = "last micro-batch"
@@ -22,7 +22,7 @@ class Sync(Enum):
 
 
 class Mesh(Enum):
-    """The (replicate, shard) shape of a device mesh of N ranks."""
+    """The (replicate, shard) shape of the device mesh of N ranks that a sharding strategy needs."""
 
     REPLICATE = "(N, 1)"
     SHARD = "(1, N)"
@@ -31,7 +31,7 @@ class Mesh(Enum):
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The FSDP2 settings of one sharding strategy."""
+    """The FSDP2 settings of one sharding strategy (ZeRO stage)."""
 
     zero: str
     """The strategy's name on the command line: the value of `sharding=`."""
@@ -77,7 +77,12 @@ SHARD_PLANS: dict[Strategy, ShardPlan] = {
 
 def begin_micro_batch(model: nn.Module, plan: ShardPlan, is_last: bool) -> None:
     """Set whether FSDP reduces gradients and frees weights in the backward pass of the micro-batch that begins. Does
-    nothing for a model without FSDP."""
+    nothing for a model without FSDP.
+
+    Args:
+        plan: the FSDP2 settings of the sharding strategy.
+        is_last: whether this is the last micro-batch of the optimizer step.
+    """
     if not isinstance(model, FSDPModule):
         return
     if plan.gradient_sync is Sync.LAST_MICRO_BATCH:

@@ -40,8 +40,13 @@ def main() -> None:
 
 
 def run(flags: list[str], words: list[str]) -> dict[str, object] | None:
-    """Run all ranks of this machine to their end. Return None if all succeeded, else a dict with the `reason` of the
-    failure and, if known, the exit `code`."""
+    """Run all ranks of a training on this machine to their end, under torchrun. Return None if all succeeded, else a
+    dict with the `reason` of the failure and, if known, the exit `code`.
+
+    Args:
+        flags: torchrun's flags.
+        words: the arguments of the training program.
+    """
     from torch.distributed import DistError  # this import takes seconds, in which a signal ends the process
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -73,14 +78,14 @@ def run(flags: list[str], words: list[str]) -> dict[str, object] | None:
 
 
 def is_given(flags: list[str], name: str) -> bool:
-    """Return whether torchrun's flag `name` is set on the command line or by an environment variable (`PET_NNODES` sets
-    `nnodes`)."""
+    """Return whether torchrun's flag `name` is set, by `flags` (as `--name=value`) or by an environment variable
+    (`PET_NNODES` sets `nnodes`)."""
     return any(flag.startswith(f"--{name}=") for flag in flags) or f"PET_{name.upper().replace('-', '_')}" in os.environ
 
 
 def choose_ranks(args: Namespace, is_chosen: bool) -> None:
-    """Set the number of ranks on this machine (`args.nproc_per_node`), and divide the CPU cores among the ranks
-    (OMP_NUM_THREADS).
+    """Set the number of ranks that torchrun starts on this machine (`args.nproc_per_node`), and divide the CPU cores
+    among the ranks (OMP_NUM_THREADS).
 
     Args:
         args: torchrun's parsed arguments.

@@ -1,4 +1,4 @@
-"""Build a model on the meta device, for all commands that need a model."""
+"""Build the model on the meta device, for all commands that need a model."""
 
 import torch
 
@@ -16,8 +16,14 @@ from llava_fsdp.model.quantization import check_quantizer
 
 
 def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
-    """Build the model on the meta device, as it will be trained on `device`. Raises ConfigError if the device or the
-    model does not support the configuration."""
+    """Build the model on the meta device, as it will be trained on `device`.
+
+    Args:
+        parts: the configurations of the language model and of the vision encoder.
+
+    Raises:
+        ConfigError: the device or the model does not support the configuration.
+    """
     if cfg.precision.linear is LinearKind.fp8:
         check_fp8(device)
     check_quantizer(cfg.model.quantize, device)
@@ -28,7 +34,8 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
 
 
 def shape_of(model: Llava) -> ModelShape:
-    """Return the properties of a model on which the preparation of data depends."""
+    """Return the properties of a model on which the preparation of data depends, such as the number of tokens of an
+    image."""
     language = model.parts.language
     return ModelShape(
         image_tokens=model.image_tokens,

@@ -44,7 +44,8 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | Non
     """Build the state of a training at step 0: the data, and the sharded model and optimizer with initial weights.
 
     Args:
-        plan: what the sharding strategy shards (row of the table in `distributed/zero.py`).
+        world: this rank's number and device, and the number of ranks.
+        plan: the FSDP2 settings of the sharding strategy.
         meshes: arrangements of the ranks (`make_meshes`); None: there is one rank.
     """
     model, projector = open_model(cfg, world.device)
@@ -83,7 +84,11 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | Non
 
 
 def describe_projector(cfg: Config, projector: Path | None) -> str:
-    """Describe in words which projector a training starts with."""
+    """Describe in words which projector (from image features to the language model) a training starts with.
+
+    Args:
+        projector: file or folder from which it is read; None if there is none.
+    """
     is_missing = projector is None and cfg.model.projector == "auto"
     if is_missing and cfg.model.lora.checkpoint is not None:
         return f"of the adapter {cfg.model.lora.checkpoint}"
@@ -94,9 +99,15 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
 
 def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = None) -> Loader:
     """Open the dataset. If it is the generated toy dataset, rank 0 first draws its images, which then all ranks read.
+    Collective: all ranks must call it.
 
     Args:
-        choose: builds the sampler; None: the configured sampler is used.
+        world: this rank's number and device, and the number of ranks.
+        model: the model, on which the number of tokens of a sample depends.
+        choose: function that builds the sampler; None: the configured sampler is used.
+
+    Returns:
+        The loader, which yields this rank's part of each step.
     """
     if cfg.data.source is Source.shapes:
         with first_rank_first(world):
@@ -114,7 +125,13 @@ def context_of(cfg: Config, world: World, model: Llava) -> ContextPlan:
 
 
 def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
-    """Open the validation data, and check that all ranks see the same records."""
+    """Open the validation data, and check that all ranks see the same records (samples). Collective: all ranks must
+    call it.
+
+    Args:
+        world: this rank's number and device, and the number of ranks.
+        model: the model, on which the number of tokens of a sample depends.
+    """
     positions = model.parts.language.max_position_embeddings
     held_out = open_held_out(cfg, lambda own, choose: open_data(own, world, model, choose), positions)
     check_same_records(held_out.loader, "val.path, val.images")
@@ -124,10 +141,11 @@ def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
 
 
 def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> None:
-    """Check that all ranks see the same records: they may differ, because each machine may read its own copy of the
-    files. Collective: all ranks must call it.
+    """Check that all ranks see the same records (samples of the dataset): they may differ, because each machine may
+    read its own copy of the files. Collective: all ranks must call it.
 
     Args:
+        loader: this rank's loader of the data.
         keys: the settings that name the data, for the error message.
 
     Raises:
@@ -158,8 +176,11 @@ def assemble(
     optimizer.
 
     Args:
+        loader: yields the data of each step.
         fill: function that fills this rank's shards with the initial weights.
+        world: this rank's number and device, and the number of ranks.
         plan: the FSDP2 settings of the sharding strategy.
+        meshes: arrangements of the ranks (`make_meshes`); None: there is one rank, and nothing is sharded.
     """
     meshes = meshes or Meshes()
     if meshes.context is not None:

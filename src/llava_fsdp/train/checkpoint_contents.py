@@ -15,7 +15,8 @@ from llava_fsdp.train.state import TrainState
 
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint (master weights and optimizer states), by their names in the checkpoint."""
+    """Return all tensors that a checkpoint of the training contains (master weights and optimizer states), by their
+    names in the checkpoint."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in state.masters.named.items():
         found[f"model.{name}"] = plain(parameter)
@@ -25,8 +26,8 @@ def tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
-    """Return all values of a checkpoint other than tensors, the content of `state.json`. The entries `versions` and
-    `written_by` are only for human readers."""
+    """Return all values of a checkpoint other than tensors (counters, configuration, ...), the content of its
+    `state.json`. The entries `versions` and `written_by` are only for human readers."""
     return {
         "format": FORMAT,
         "run": state.run,

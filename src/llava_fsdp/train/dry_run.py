@@ -55,8 +55,8 @@ STATES = ("parameters", "gradients", "optimizer")
 
 
 def dry_run(cfg: Config) -> None:
-    """Measure the memory of rank 0 among simulated ranks, and print the result as a table or, with format=json, as
-    JSON. No files are left behind."""
+    """Measure the memory that a training will need on rank 0, with all other ranks simulated, and print the result as a
+    table or, with format=json, as JSON. No files are left behind."""
     warn_if_refused(cfg)
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default would be output_dir
@@ -70,9 +70,13 @@ def dry_run(cfg: Config) -> None:
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
-    """Replace every `auto` in the configuration. `pack=auto` becomes true if the language model supports packed rows;
-    the planner chooses the other values. It uses the dataset's statistics if they are known, else the mean lengths of
-    LLaVA's own data."""
+    """Replace every value `auto` in the configuration, and return it. `pack=auto` becomes true if the language model
+    supports rows of packed samples; a planner of memory and time chooses the other values. It uses the dataset's
+    statistics if they are known, else the mean lengths of LLaVA's own data.
+
+    Args:
+        world: this rank's device, and the number of ranks.
+    """
     parts = shapes_of(cfg.model)
     cfg, padded = settle_packing(cfg, parts.language)
     if padded is not None:
@@ -87,10 +91,11 @@ def settle_auto(cfg: Config, world: World) -> Config:
 
 
 def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict[str, Any]:
-    """Run two steps on this rank and measure memory. The other ranks are simulated or real. Return what is measured and
-    planned, as it is printed with format=json.
+    """Run two training steps on this rank and measure memory. The other ranks are simulated or real. Return what is
+    measured and planned, as it is printed with format=json.
 
     Args:
+        world: this rank's device, and the number of ranks.
         contents: numbers of tokens, images and labels in every micro-batch; None: the largest possible numbers.
 
     Raises:
@@ -148,9 +153,10 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
 
 
 def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
-    """Return the planner's estimate of the memory of this rank in the steps that `measure` runs.
+    """Estimate by arithmetic the memory of this rank in the training steps whose memory a dry run measures.
 
     Args:
+        world: this rank's device, and the number of ranks.
         contents: numbers of tokens, images and labels in every micro-batch.
     """
     rows = 1 if cfg.packs else len(contents.lengths)
@@ -162,8 +168,12 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
 
 @torch.no_grad()
 def draw_shards(model: Llava, masters: MasterWeights) -> None:
-    """Fill every shard with random values from the distribution of its initial weights, on the shard's device and
-    without reading files."""
+    """Fill this rank's shard of every parameter with random values from the distribution of its initial weights, on the
+    shard's device and without reading files.
+
+    Args:
+        masters: the master weights, which the optimizer updates; they may be tensors other than the model's parameters.
+    """
     packed = {clean_name(name): layer for name, layer in quantized_weights(model).items()}
     for name, shard in local_shards(model, masters).items():
         first, *others = shard.tensors
@@ -186,8 +196,8 @@ def draw_shards(model: Llava, masters: MasterWeights) -> None:
 
 
 def held_bytes(state: TrainState) -> dict[str, int]:
-    """Return the bytes of this rank's parameters, gradients and optimizer states, by these names. To be called while
-    the gradients exist."""
+    """Return the bytes of this rank's parameters, gradients and optimizer states, by the names `parameters`,
+    `gradients` and `optimizer`. To be called while the gradients exist."""
     unpacking = [t for layer in quantized_weights(state.model).values() for t in layer.statistics]
     weights = {id(p): p for p in [*state.model.parameters(), *unpacking, *state.masters.named.values()]}
     gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]
@@ -197,7 +207,7 @@ def held_bytes(state: TrainState) -> dict[str, int]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the result of `measure` as a table."""
+    """Print the result of a dry run (a measurement of memory), as `measure` returns it, as a table."""
     console = TextConsole(width=None if sys.stdout.isatty() else 120)
     micro = report["micro_batch"]
     plural = "es" if report["micro_batches"] > 1 else ""

@@ -1,4 +1,4 @@
-"""Export a trained model to a folder that transformers can load, and its adapters to a folder that peft can load.
+"""Export a trained model to a folder that transformers can load, and its LoRA adapters to a folder that peft can load.
 
 Before an exported folder gets its final name, it is read again and compared with the trained model.
 """
@@ -51,8 +51,8 @@ from llava_fsdp.train.state import TrainState
 
 
 def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
-    """Write `output_dir/export` and, with `export.verify`, compare its logits with those of the trained model.
-    Collective: all ranks must call it.
+    """Write the trained model to `output_dir/export` and, with `export.verify`, compare its logits with those of the
+    model in memory. Collective: all ranks must call it.
 
     Trained weights are gathered one at a time. Frozen weights are read again from their source files, bit for bit. If
     the model has adapters, `output_dir/adapter` is written first. The export is then the base model with the adapters
@@ -101,8 +101,8 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
 
 
 def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapted:
-    """Write `output_dir/adapter`, read it again and compare it with the trained adapters. Collective: all ranks must
-    call it.
+    """Write the trained LoRA adapters to `output_dir/adapter`, read them again and compare them. Collective: all ranks
+    must call it.
 
     Returns:
         The base model and the adapters, with trained values on rank 0 and initial values on the other ranks.
@@ -135,16 +135,16 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
 
 
 def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
-    """Return the current values of all parameters by name: frozen parameters in their source files, and on rank 0
-    trained parameters in memory. On other ranks, trained parameters have their initial values. Collective: all ranks
-    must call it."""
+    """Return the current values of all parameters by name: frozen parameters as tensors in their source files, and on
+    rank 0 trained parameters as tensors in memory. On other ranks, trained parameters have their initial values.
+    Collective: all ranks must call it."""
     trained = {name: parameter_values(name, state, is_first_rank) for name in state.masters.named}
     return state.sources | ({name: MemoryTensor(values) for name, values in trained.items()} if is_first_rank else {})
 
 
 def is_current(state: TrainState, cfg: Config) -> bool:
-    """Return whether `output_dir` already contains an undamaged export of the run's current step in the configured
-    dtype. Collective: all ranks must call it."""
+    """Return whether `output_dir` already contains an undamaged export of the model after the training's current step,
+    in the configured dtype. Collective: all ranks must call it."""
     wanted = {"run": state.run, "step": state.step}
     folders = {FOLDER: wanted} if cfg.model.lora.enabled else {}
     if cfg.export.merge or not cfg.model.lora.enabled:
@@ -166,8 +166,9 @@ def is_current(state: TrainState, cfg: Config) -> bool:
 
 
 def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch.Tensor:
-    """Return the values of a whole parameter on the CPU of rank 0; the result on other ranks is not used. A trained
-    parameter is gathered from all ranks, which all must call this; a frozen one is read from its source file."""
+    """Return the values of the whole parameter `name` on the CPU of rank 0; the result on other ranks is not used. A
+    trained parameter is gathered from all ranks, which all must call this; a frozen one is read from its source
+    file."""
     master = state.masters.named.get(name)
     if master is not None:
         full = whole(master)
@@ -177,9 +178,16 @@ def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch
 
 
 def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None, is_first_rank: bool) -> None:
-    """Load the exported folder `staged` with transformers on rank 0's CPU, and compare its logits with those of the
-    trained model on a few samples. Collective: all ranks must call it. Raises ModelError if the logits differ by more
-    than rounding to `export.dtype` can explain."""
+    """Load the exported folder with transformers on rank 0's CPU, and compare its logits with those of the trained
+    model on a few samples. Collective: all ranks must call it.
+
+    Args:
+        staged: the exported folder, before it gets its final name.
+        adapted: the base model and the adapters, for a model with adapters; else None.
+
+    Raises:
+        ModelError: the logits differ by more than rounding to `export.dtype` can explain.
+    """
     micro, sizes = state.loader.steps.probe()
     state.model.eval()
     placed = state.loader.to_device(micro)
@@ -210,7 +218,8 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
 
 
 def in_full_precision(model: torch.nn.Module, sources: dict[str, Stored], adapted: Adapted | None) -> Llava:
-    """Build the model as it is exported, with weights in full precision, for a training whose base model is quantized.
+    """Build a copy of the model as it is exported, with weights in full precision, for a training whose base model is
+    quantized.
 
     Args:
         model: the model in training.
@@ -223,7 +232,7 @@ def in_full_precision(model: torch.nn.Module, sources: dict[str, Stored], adapte
 
 
 def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
-    """Create the object that writes adapter folders of this run."""
+    """Create the object that writes folders with this run's LoRA adapters."""
     names = adapter_tensors(cfg.model, state.masters.named, state.sources)
     source = source_of_run(state.model, cfg, state.run, state.step)
     return AdapterWriter(
@@ -236,8 +245,8 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
 
 
 def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
-    """Return the function with which rank 0 writes an adapter folder into each checkpoint. Return None on the other
-    ranks, and if the model has no adapters. Collective: all ranks must call it."""
+    """Return how rank 0 writes a folder with the LoRA adapters into each checkpoint: a function and the size of such a
+    folder. Return None on the other ranks, and if the model has no adapters. Collective: all ranks must call it."""
 
     if not cfg.model.lora.enabled:
         return None
@@ -262,7 +271,8 @@ def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
 
 @dataclass(frozen=True)
 class MemoryTensor:
-    """A tensor in memory with the interface of `Stored`, so that it can be used in place of a tensor in a file."""
+    """A tensor in memory with the same interface as a tensor in a file (`Stored`), so that it can be used in its
+    place."""
 
     tensor: torch.Tensor
 

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def scheduled_gc(every: int | None) -> Iterator[Callable[[int], None]]:
-    """Context manager in which garbage is collected every `every` steps instead of automatically. The oldest generation
-    of objects, which includes the model, is not collected. With `every=None`, automatic collection stays on.
+    """Context manager in which Python's garbage collector runs every `every` training steps instead of automatically.
+    The oldest generation of objects, which includes the model, is not collected. With `every=None`, automatic
+    collection stays on.
 
     Yields:
         A function to call after each step with the number of finished steps.

@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into torchrun's flags, as `--name=value`, and all other arguments.
+    """Split the arguments of a command line into torchrun's flags, as `--name=value`, and all others.
 
     Raises:
         ConfigError: a flag is not one of torchrun's, or torchrun would not accept its value.
@@ -118,6 +118,9 @@ def output_dir(words: list[str]) -> Path | None:
     """Read the configuration from the command line, as the ranks will do, and return its `output_dir`. Return None if
     the command does not train, but only prints something or measures memory (`dry_run`).
 
+    Args:
+        words: the arguments of the command line without torchrun's flags.
+
     Raises:
         ConfigError: the configuration is invalid.
     """
@@ -132,8 +135,8 @@ def output_dir(words: list[str]) -> Path | None:
 
 
 def with_rendezvous(flags: list[str]) -> list[str]:
-    """Return torchrun's flags with defaults added for those that are missing: `--max-restarts=3`; `--standalone` if no
-    flag is about several machines; `--rdzv-backend=c10d` if there is an `--rdzv-endpoint`."""
+    """Return torchrun's flags (as `--name=value`) with defaults added for those that are missing: `--max-restarts=3`;
+    `--standalone` if no flag is about several machines; `--rdzv-backend=c10d` if there is an `--rdzv-endpoint`."""
     added = [] if is_given(flags, "max-restarts") else ["--max-restarts=3"]
     if is_one_machine(flags):
         added.append("--standalone")
@@ -145,7 +148,11 @@ def with_rendezvous(flags: list[str]) -> list[str]:
 def end_others(flags: list[str]) -> None:
     """End the run on the other machines, because the command line of this machine is invalid. To do so, join the
     rendezvous at which the other machines wait, and then end this process, which makes their torchrun end too. Machines
-    that do not join within `MEETING` seconds are not ended; they wait until their own `join_timeout`."""
+    that do not join within `MEETING` (10) seconds are not ended; they wait until their own `join_timeout`.
+
+    Args:
+        flags: torchrun's flags, as `--name=value`.
+    """
     log().info("looking for machines that wait for this one, to end them")
     conf = [flag.partition("=")[2] for flag in flags if flag.startswith("--rdzv-conf=")][-1:]
     meeting = f"--rdzv-conf={','.join([*conf, f'join_timeout={MEETING}'])}"
@@ -153,12 +160,13 @@ def end_others(flags: list[str]) -> None:
 
 
 def is_one_machine(flags: list[str]) -> bool:
-    """Return whether the run is on a single machine: no flag of torchrun is about several machines."""
+    """Return whether a run is on a single machine: none of torchrun's `flags` is about several machines."""
     return not any(is_given(flags, name) for name in ("nnodes", "rdzv-endpoint", "rdzv-backend", "master-addr"))
 
 
 class Launch:
-    """Runs torchrun's agent once, which starts the ranks, and handles signals to the launcher until the agent ends."""
+    """Runs torchrun's agent once, which starts the ranks of a training, and handles signals to this process (the
+    launcher) until the agent ends."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -176,8 +184,8 @@ class Launch:
         """Process ids of the ranks that were told to stop."""
 
     def run(self, flags: list[str], words: list[str]) -> dict[str, Any]:
-        """Run a training to its end. Return the agent's report about the rank that failed first, or about its own
-        failure: a dict with `reason` and, if known, `code`; empty if nothing failed.
+        """Run a training to its end, under torchrun's agent. Return the agent's report about the rank that failed
+        first, or about its own failure: a dict with `reason` and, if known, `code`; empty if nothing failed.
 
         Args:
             flags: torchrun's flags.
@@ -197,7 +205,7 @@ class Launch:
         return json.loads(text) if text else {}
 
     def wait(self) -> None:
-        """Wait until the agent has ended, and pass signals on to the ranks until then.
+        """Wait until torchrun's agent, which starts the ranks, has ended, and pass signals on to the ranks until then.
 
         When the training is to stop, the agent is terminated only after the ranks have ended, so that it does not start
         the ranks again. It gets no signal earlier, because a scheduler may also send a signal to all processes, and an
@@ -222,8 +230,8 @@ class Launch:
                 self.agent.kill()
 
     def stop(self, number: signal.Signals) -> None:
-        """Handle a signal that stops the training. After the first signal, the ranks save a checkpoint and end. After
-        another SIGINT they end at once, and after a third SIGINT they are killed."""
+        """Handle signal `number`, which stops the training. After the first signal, the ranks save a checkpoint and
+        end. After another SIGINT they end at once, and after a third SIGINT they are killed."""
         now = time.monotonic()
         if self.stopped_by is None:
             self.stopped_by, self.stopped_in = number, read_status(self.folder)
@@ -238,7 +246,7 @@ class Launch:
         self.last_stop = now
 
     def ranks(self) -> list[int]:
-        """Return the process ids of the ranks on this machine."""
+        """Return the process ids of the training's ranks on this machine."""
         pid = self.agent.pid
         try:
             return [int(rank) for rank in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -246,7 +254,7 @@ class Launch:
             return []
 
     def signal_ranks(self, number: int) -> set[int]:
-        """Send a signal to the ranks of this machine; return their process ids."""
+        """Send signal `number` to the training's ranks on this machine; return their process ids."""
         ranks = self.ranks()
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
@@ -254,10 +262,10 @@ class Launch:
         return set(ranks)
 
     def end(self, report: dict[str, Any]) -> int:
-        """Print, as the last line, how the run ended, and return its exit code.
+        """Print, as the last line, how the training ended, and return its exit code.
 
         Args:
-            report: the agent's report, as `run` returned it.
+            report: the report of torchrun's agent, as `run` returned it.
         """
         if self.agent.returncode == ExitCode.DONE:
             return ExitCode.DONE

@@ -1,4 +1,4 @@
-"""Write the page `report.html` of a training, at intervals while it runs and at its end. Only rank 0 does this."""
+"""Write the HTML page `report.html` of a training, at intervals while it runs and at its end. Only rank 0 does this."""
 
 import json
 import os
@@ -39,7 +39,7 @@ SHARE = 0.01
 
 
 class LivePage:
-    """Collects the curves of a training and writes its page `report.html`, so seldom that writing takes at most a
+    """Collects the curves of a training and writes its HTML page `report.html`, so seldom that writing takes at most a
     hundredth of the training's time.
 
     If the page cannot be written, a warning is logged the first time, and training continues.
@@ -66,8 +66,9 @@ class LivePage:
         self.write()
 
     def last_validated(self, first_step: int) -> int:
-        """Return the last step, up to `first_step`, whose validation is on disk when this process starts; -1 if there
-        is none. The trackers get only the validations of later steps."""
+        """Return the last step, up to `first_step` (the number of steps that were finished when this process started),
+        whose validation is on disk; -1 if there is none. The trackers (TensorBoard, Weights & Biases) get only the
+        validations of later steps."""
         try:
             rows = read_rows(self.run, VALIDATION_FILE, check_validation)
         except Exception:
@@ -75,8 +76,9 @@ class LivePage:
         return max((row["step"] for row in rows if row["step"] <= first_step), default=-1)
 
     def begin(self, first_step: int, start: dict[str, Any]) -> None:
-        """Write `starts.jsonl`, which has a row for each start of the run: first the rows of earlier starts up to the
-        step `first_step` at which this start continues, and then `start`, the row of this start."""
+        """Write `starts.jsonl`, which has a row for each start of the run (it is started again when it resumes): first
+        the rows of earlier starts up to the step `first_step` at which this start continues, and then `start`, the row
+        of this start."""
         earlier = read_rows(self.run, STARTS_FILE, check_start) if first_step else []
         is_start = "time" in start and first_step < start["total_steps"]  # a finished run gets no further starts
         self.run.starts = [own for own in earlier if own["step"] <= first_step] + ([start] if is_start else [])
@@ -85,7 +87,8 @@ class LivePage:
         replace_lines(self.run.folder / STARTS_FILE, map(json.dumps, self.run.starts))
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row of metrics.jsonl to the curves, and write the page if it is due."""
+        """Add the metrics of a step, a row of `metrics.jsonl`, to the training's curves, and write the page
+        `report.html` if it is due."""
         try:
             self.run.history.add(row)
         except Exception as error:
@@ -94,7 +97,7 @@ class LivePage:
             self.write()
 
     def write(self) -> None:
-        """Write the page, and choose the time at which it may be written again."""
+        """Write the page `report.html`, and choose the time at which it may be written again."""
         started = time.monotonic()
         try:
             self.look_at_validations()
@@ -106,7 +109,8 @@ class LivePage:
         self.due = ended + max(PAUSE, (ended - started) / SHARE)
 
     def look_at_validations(self) -> None:
-        """Read `validation.jsonl` if it has changed, and pass new rows to the trackers."""
+        """Read the results of validations in `validation.jsonl` if the file has changed, and pass new rows to the
+        trackers (TensorBoard, Weights & Biases)."""
         try:
             found = os.stat(self.run.folder / VALIDATION_FILE)
         except OSError:
@@ -122,15 +126,15 @@ class LivePage:
         self.run.validations = thinned(rows)
 
     def warn(self, error: Exception) -> None:
-        """Log a warning that the page cannot be written, but only the first time."""
+        """Log a warning with `error` that the page `report.html` cannot be written, but only the first time."""
         if not self.failed:
             self.failed = True
             log().warning("%s cannot be written (%s: %s)", self.path, type(error).__name__, error)
 
 
 def rewrite_page(folder: Path) -> None:
-    """Write the page `report.html` of a run anew from the run's files. Used by a process that ends before it has
-    finished a step."""
+    """Write the HTML page `report.html` of a training run anew from the files in the run's folder. Used by a process
+    that ends before it has finished a step."""
     if not os.path.isfile(folder / STARTS_FILE) and not os.path.isfile(folder / METRICS_FILE):
         return
     try:

@@ -44,6 +44,8 @@ def fit(
         between_steps: called on every rank when the data of the next step have arrived. If a stop was requested, it
             raises an error on every rank. In this case it is also called on ranks whose data have not arrived, because
             the other ranks wait for them.
+        watchdog: is told what this rank does, so that it can report a hang; it also knows whether a stop was requested.
+        profiler: records some of the steps; None: nothing is recorded.
     """
     state.model.train()
     started = time.perf_counter()
@@ -86,12 +88,15 @@ def train_step(
     watchdog: Watchdog | None = None,
     profiler: NoProfiler | None = None,
 ) -> StepResult:
-    """Run one optimizer step. If the loss or the norm of the gradients is not finite, the update of the weights is
-    skipped.
+    """Run one optimizer step, and return its loss, gradient norm, duration and so on. If the loss or the norm of the
+    gradients is not finite, the update of the weights is skipped.
 
     Args:
         step: the data of the step.
+        plan: the FSDP2 settings of the sharding strategy.
         started: time (`time.perf_counter`) at which the step began, which is when its data were requested.
+        watchdog: is told what this rank does, so that it can report a hang.
+        profiler: names the parts of the step in a profile; None: nothing is recorded.
 
     Raises:
         NumericError: in fp16, gradients overflowed although the loss scale is at its minimum.
@@ -147,6 +152,7 @@ def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> 
 
     Args:
         is_finite: whether the loss and the gradients are finite.
+        profiler: names the update in a profile.
 
     Raises:
         NumericError: in fp16, gradients overflowed although the loss scale is at its minimum.
@@ -166,7 +172,8 @@ def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> 
 
 
 class SourceSums:
-    """Sums of the losses of a step by data source, which stay on the device until the host reads the step's loss.
+    """Sums of the losses of a training step by data source (one of the mixed datasets), which stay on the device until
+    the host reads the step's loss.
 
     If there is only one data source, its loss is the loss of the step, and nothing is computed here. For several data
     sources, one more small collective is needed.
@@ -178,11 +185,17 @@ class SourceSums:
         """Sum of the losses of each data source, float32 [sources]; of shape [0] if there is only one source."""
 
     def collector(self) -> LossCollector | None:
-        """Return a collector for the loss of each token in one forward pass; None if there is only one data source."""
+        """Return a collector for the loss of each token in one forward pass, which is passed to the model; None if
+        there is only one data source (one of the mixed datasets)."""
         return LossCollector() if len(self.sums) else None
 
     def add(self, micro: MicroBatch, collector: LossCollector | None) -> None:
-        """Add the losses that a collector got in one forward pass to the sums of their data sources."""
+        """Add the losses of one forward pass to the sums of their data sources (the mixed datasets).
+
+        Args:
+            micro: the micro-batch, with the data source of each label token.
+            collector: the collector with the loss of each label token; None if there is only one data source.
+        """
         if collector is None or not len(micro.label_sources):
             return
         losses = torch.cat(collector.chunks) if collector.chunks else self.sums.new_full((1,), math.nan)
@@ -191,17 +204,19 @@ class SourceSums:
         self.sums += torch.where(micro.label_sources == numbers[:, None], losses, 0.0).sum(1)
 
     def summed(self) -> torch.Tensor:
-        """Sum the losses of each data source over all ranks: float32 [sources]; [0] if there is only one source. A
-        collective if there are several sources."""
+        """Sum the losses of each data source (one of the mixed datasets) over all ranks: float32 [sources]; [0] if
+        there is only one source. A collective if there are several sources."""
         return summed(self.sums) if len(self.sums) else self.sums
 
     def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
-        """Return the mean loss per label token of each data source, by name. It is None for a source without label
-        tokens, and nan if the loss kernel returns only the sum over all sources.
+        """Return the mean loss per label token (a token that is in the loss) of each data source (one of the mixed
+        datasets), by name. It is None for a source without label tokens, and nan if the loss kernel returns only the
+        sum over all sources.
 
         Args:
             loss: the mean loss of the step.
-            sums: the result of `summed`, as a list on the host.
+            sums: sum of the losses of each source over all ranks, as a list on the host; empty if there is only one
+                source.
         """
         if not sums:
             return {name: loss if labels else None for name, labels in self.labels.items()}
@@ -213,6 +228,9 @@ class SourceSums:
 def clip_gradients(masters: MasterWeights, largest: float | None, scale: float = 1.0) -> torch.Tensor:
     """Divide the gradients by the loss scale `scale`, and then clip them: scale them down so that their norm is at most
     `largest`. With `largest=None` they are not clipped.
+
+    Args:
+        masters: the weights that the optimizer updates, with their gradients.
 
     Returns:
         float32 []: norm of all gradients over all ranks, after the division by `scale` and before clipping.

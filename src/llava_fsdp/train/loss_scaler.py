@@ -17,8 +17,8 @@ FACTOR = 2.0
 
 @dataclass
 class LossScaler:
-    """The loss scale, which is updated after every step, depending on whether gradients overflowed. It is the same on
-    every rank."""
+    """The loss scale of fp16 training, which is updated after every step, depending on whether gradients overflowed. It
+    is the same on every rank."""
 
     cfg: ScalerConfig
     scale: float
@@ -34,8 +34,8 @@ class LossScaler:
         return self.cfg.scale is None
 
     def update(self, overflowed: bool, step: int) -> None:
-        """Lower the scale if gradients overflowed in `step`, which is counted from 1. Raise it after every `cfg.window`
-        steps without overflow.
+        """Lower the loss scale if gradients overflowed in `step`, which is counted from 1. Raise it after every
+        `cfg.window` steps without overflow.
 
         Raises:
             NumericError: gradients overflowed although the scale is at its minimum.
@@ -56,8 +56,8 @@ class LossScaler:
         self.steps += 1
 
     def lower(self, step: int) -> None:
-        """Count an overflow in `step`, and halve a dynamic scale if there were enough overflows. Raises NumericError if
-        the scale is at its minimum."""
+        """Count an overflow of fp16 gradients in `step` (counted from 1), and halve a dynamic loss scale if there were
+        enough overflows. Raises NumericError if the scale is at its minimum."""
         if not self.is_dynamic:
             return
         if self.hysteresis > 1:
@@ -72,7 +72,7 @@ class LossScaler:
         self.scale = max(self.scale / FACTOR, self.cfg.minimum)
 
     def state(self) -> dict[str, Any]:
-        """Return the values that a checkpoint stores so that the loss scale can be restored."""
+        """Return the values, by name, that a checkpoint stores so that the fp16 loss scale can be restored."""
         return {name: getattr(self, name) for name in ("scale", "hysteresis", "steps", "last_overflow")}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -51,8 +51,8 @@ from llava_fsdp.train.validation import open_validation
 
 @dataclass
 class RunParts(Run):
-    """The parts of a training (state, reporter, ...) that the watchdog uses while the training runs, and that are used
-    when the process ends. A part is None until it is built."""
+    """The parts of a training (state, reporter of metrics, ...) that the watchdog, which detects hangs, uses while it
+    runs, and that are used when the process ends. A part is None until it is built."""
 
     folder: Path = Path()
     dir_lock: RunDirLock | None = None
@@ -81,8 +81,8 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
     """Run a training, from its configuration to its export.
 
     Args:
-        parts: gets the parts of the run as they are built, for a caller that needs them when the process ends; None:
-            the caller does not need them.
+        parts: gets the state, the reporter of metrics and others as they are built, for a caller that needs them when
+            the process ends; None: the caller does not need them.
     """
     parts = parts or RunParts()
     if cfg.dry_run is not None:
@@ -155,9 +155,13 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
-    """Replace every `auto` in the configuration. `data.template=auto` becomes the template that fits the model,
-    `pack=auto` becomes true if the language model supports packed rows, and the planner chooses the other values. Rank
-    0 plans for all ranks. Collective: all ranks must call it."""
+    """Replace every value `auto` in the configuration, and return it. `data.template=auto` becomes the conversation
+    template that fits the model, `pack=auto` becomes true if the language model supports rows of packed samples, and a
+    planner of memory and time chooses the other values. Rank 0 plans for all ranks. Collective: all ranks must call it.
+
+    Args:
+        world: this rank's number and device, and the number of ranks.
+    """
     derives_template = cfg.data.template in (AUTO, OWN)
     if not cfg.has_auto and not derives_template and cfg.pack != AUTO:
         return cfg
@@ -182,7 +186,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
 
 
 def write_config(cfg: Config, world: World) -> None:
-    """Write `config.yaml` into the run's folder, on rank 0."""
+    """Write `config.yaml` into the run's folder, on rank 0; `world` has this rank's number."""
     if world.is_first:
         path = Path(cfg.output_dir) / CONFIG_FILE
         with storage_errors(path):

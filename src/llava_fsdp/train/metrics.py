@@ -1,5 +1,5 @@
-"""Report the progress of a training: a row of `metrics.jsonl` per step, a progress bar or log lines, warnings, and the
-final report."""
+"""Report the progress of a training: a row of `metrics.jsonl` per step, a progress bar or log lines, warnings, and an
+HTML page."""
 
 import contextlib
 import itertools
@@ -38,7 +38,8 @@ FEWEST = 16
 
 
 class Reporter:
-    """Writes metrics and shows progress after every step, on rank 0. On other ranks it only logs warnings."""
+    """Writes the metrics of a training and shows its progress after every step, on rank 0. On other ranks it only logs
+    warnings."""
 
     def __init__(
         self,
@@ -51,15 +52,17 @@ class Reporter:
         run: str = "",
         about: dict[str, Any] | None = None,
     ):
-        """Open the files, the page and the trackers to which a training reports.
+        """Open the files, the HTML page and the trackers (TensorBoard, Weights & Biases) to which a training reports.
 
         Args:
             first_step: number of steps that were finished when this start of the run began.
-            left_out: records that were skipped before training, each with the keys record, kind and reason. They are
-                listed with step 0.
+            total_steps: number of steps of the whole run.
+            is_first_rank: whether this is rank 0, which alone writes.
+            left_out: records of the dataset that were skipped before training, each with the keys record, kind and
+                reason. They are listed with step 0.
             utilization: computes the share of the device's FLOPs that is used; None: unknown.
             run: identifier of the run.
-            about: description of this start of the run, from `run_info.py`.
+            about: description of this start of the run (hardware, versions, ...), from `run_info.py`.
         """
         self.cfg = cfg
         self.enabled = is_first_rank
@@ -99,13 +102,13 @@ class Reporter:
             self.progress.stop()
 
     def note(self, text: str) -> None:
-        """Show a text next to the progress bar, if there is a progress bar."""
+        """Show a text next to the training's progress bar, if there is a progress bar."""
         if self.progress is not None:
             self.progress.update(self.task, shown=text)
 
     def end(self, patience: float = PATIENCE) -> None:
-        """Write the final page and close the trackers within `patience` seconds. To be called after `run_status.json`
-        is written."""
+        """Write the training's final HTML page, and close the trackers (TensorBoard, Weights & Biases) within
+        `patience` seconds. To be called after `run_status.json` is written."""
         if self.enabled:
             self.page.write()
             if not self.page.failed:
@@ -113,7 +116,7 @@ class Reporter:
             self.trackers.close(int(self.page.run.status.get("exit_code") or 0), patience)
 
     def __call__(self, result: StepResult) -> None:
-        """Report the result of a step."""
+        """Report the result of a training step: write its metrics, show progress and log warnings."""
         self.warn_of_compiling(result)
         if not self.enabled:
             return
@@ -131,8 +134,8 @@ class Reporter:
         self.show(row)
 
     def warn_of_compiling(self, result: StepResult) -> None:
-        """Log a warning if torch.compile compiled graphs again in a step. Any rank may log this warning, because all
-        ranks wait for a rank that compiles."""
+        """Log a warning if torch.compile compiled graphs again in the training step whose result is given. Any rank may
+        log this warning, because all ranks wait for a rank that compiles."""
         if result.recompiles > self.recompiles:
             log().warning(
                 "step %d: %d graphs were compiled again, which should happen only in the first steps "
@@ -142,7 +145,8 @@ class Reporter:
         self.recompiles = result.recompiles
 
     def warn(self, result: StepResult) -> None:
-        """Log a warning if a step was skipped, or if its loss is a spike."""
+        """Log a warning if a step's update of the weights was skipped, or if its loss is far above the preceding
+        ones."""
         step = result.facts.step + 1
         if result.skipped and result.loss_scale is None:
             log().warning(
@@ -155,7 +159,8 @@ class Reporter:
             )
 
     def show(self, row: dict) -> None:
-        """Show the result of a step, a row of `metrics.jsonl`, on the terminal, with warnings about its samples."""
+        """Show the result of a training step, a row of `metrics.jsonl`, on the terminal, with warnings about its
+        samples."""
         if row["label_tokens"] == 0 or row["grad_norm"] == 0:
             log().warning(
                 "step %d has trained nothing: %d samples, %d label tokens, gradient norm %g (%d samples truncated at "
@@ -179,7 +184,11 @@ class Reporter:
 
 
 def metrics_row(result: StepResult, utilization: Utilization | None = None) -> dict:
-    """Return the row of `metrics.jsonl` for a step."""
+    """Return the row of `metrics.jsonl` for a training step.
+
+    Args:
+        utilization: computes the share of the device's FLOPs that is used; None: unknown.
+    """
     facts = result.facts
     used = dict.fromkeys(("flops", "mfu", "hfu")) if utilization is None else utilization.of(facts, result.seconds)
     return {
@@ -214,8 +223,8 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Context manager that converts an OSError to a StorageError with the path of the file or folder that cannot be
-    written."""
+    """Context manager that converts an OSError to a StorageError, whose message names the file or folder `path`, which
+    cannot be written."""
     try:
         yield
     except OSError as error:
@@ -236,14 +245,20 @@ def peak_memory() -> int:
 
 
 def drop_later_rows(path: Path, step: int) -> None:
-    """Remove the rows of steps after `step` from a JSON Lines file, because a resumed run repeats these steps."""
+    """Remove the rows whose entry `step` is greater than `step` from a JSON Lines file, because a resumed run repeats
+    these steps."""
     if path.is_file():
         replace_lines(path, rows_of(path, range(step + 1)))
 
 
 def begin_skipped_records(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
-    """Write the file of skipped records anew. It then contains the records that were skipped before training
-    (`left_out`), and those of its present rows that are of steps up to `step`."""
+    """Write the JSON Lines file of skipped records (records of the dataset that could not be used) anew, from its
+    present rows and those of records that were skipped before training.
+
+    Args:
+        step: present rows of later steps are dropped, because a resumed run repeats these steps.
+        left_out: the records that were skipped before training, which become the first rows, with step 0.
+    """
     before = (json.dumps({"step": 0, **row}) for row in left_out)
     later = rows_of(path, range(1, step + 1)) if path.is_file() else []
     replace_lines(path, itertools.chain(before, later))
@@ -252,7 +267,8 @@ def begin_skipped_records(path: Path, step: int, left_out: Iterable[dict[str, An
 
 
 def rows_of(path: Path, steps: range) -> list[str]:
-    """Return the lines of a JSON Lines file that are of the given steps. Incomplete lines are left out."""
+    """Return the lines of a JSON Lines file whose entry `step` is one of the given steps. Incomplete lines are left
+    out."""
     kept = []
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # an incomplete line, cut by a crash
@@ -262,21 +278,21 @@ def rows_of(path: Path, steps: range) -> list[str]:
 
 
 def number(value: float | None, form: str) -> str:
-    """Format a number; None stands for a number that is not finite."""
+    """Format a number by the format specification `form`; None stands for a number that is not finite."""
     return "overflowed" if value is None else format(value, form)
 
 
 class Spikes:
-    """Finds losses that are far above the preceding ones."""
+    """Finds losses of a training that are far above the preceding ones."""
 
     def __init__(self, sigma: float | None):
         self.sigma = sigma
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
     def stands_out(self, loss: float) -> tuple[float, float] | None:
-        """Return the mean and the standard deviation of the preceding losses if `loss` is more than `sigma` standard
-        deviations above the mean, else None. Then count `loss` as a preceding loss, so that losses which stay high are
-        reported only for a while."""
+        """Return the mean and the standard deviation of the preceding losses if `loss` is far above them (by more than
+        `self.sigma` standard deviations), else None. Then count `loss` as a preceding loss, so that losses which stay
+        high are reported only for a while."""
         found = None
         if self.sigma is not None and math.isfinite(loss):
             if len(self.losses) >= FEWEST:

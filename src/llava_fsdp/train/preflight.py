@@ -42,7 +42,7 @@ FEW_STEPS = 20
 
 def preflight(cfg: Config, device: torch.device) -> list[str]:
     """Make all checks that a training on `device` makes before it reads records or values of weights. Return the
-    warnings that the training would log.
+    warnings that the training would log, as texts.
 
     Raises:
         ConfigError, ModelError, DataError: a check failed; a training would end with the same error.
@@ -58,8 +58,9 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
 
 
 def warn_if_refused(cfg: Config) -> None:
-    """Log a warning with the training's error if a training would refuse the configuration. A projector that stage 1
-    has not trained yet is only mentioned, because all stages may be planned before the first one is trained.
+    """Log a warning with the training's error if a training would refuse the configuration. If only the projector is
+    missing, because `stage=pretrain` has not trained it yet, this is not a warning: all stages may be planned before
+    the first one is trained.
 
     If a part of the model would have to be downloaded, only paths are checked.
 
@@ -80,8 +81,8 @@ def warn_if_refused(cfg: Config) -> None:
 
 
 def check_run(cfg: Config) -> None:
-    """Check that the paths that a training reads exist, that the packages of its trackers are installed, and that its
-    settings agree with the run that `output_dir` may already contain.
+    """Check that the paths that a training reads exist, that the packages of its trackers (TensorBoard, Weights &
+    Biases) are installed, and that its settings agree with the run that `output_dir` may already contain.
 
     Raises:
         ConfigError: one of these checks failed.
@@ -92,8 +93,9 @@ def check_run(cfg: Config) -> None:
 
 
 def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
-    """Find the parts of the model and build it on the meta device. Return the model, and the path from which its
-    projector is read (None if there is no such path).
+    """Find the files of the language model and the vision encoder, and build the model on the meta device for a
+    training on `device`. Return the model, and the path from which its projector is read (None if there is no such
+    path).
 
     Raises:
         ConfigError, ModelError: a part is missing, or the model or the device does not support the configuration.
@@ -108,7 +110,9 @@ def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str,
     sources by parameter name.
 
     Args:
-        projector: path of the projector, as `open_model` returned it.
+        model: the model on the meta device.
+        projector: path from which the projector (from image features to the language model) is read; None if there is
+            none.
 
     Raises:
         ModelError: no file contains a parameter, or a file contains it with another shape. If the projector does not
@@ -129,8 +133,9 @@ def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str,
 
 
 def check_prompts(cfg: Config, model: Llava) -> list[str]:
-    """Return a warning if the conversation template is meant for another language model. If the model will be exported,
-    also try its export with a small copy of the model. Raises ModelError or ConfigError if it cannot be exported."""
+    """Return a list with a warning if the conversation template is meant for another language model; else an empty
+    list. If the model will be exported, also try its export with a small copy of the model. Raises ModelError or
+    ConfigError if it cannot be exported."""
     language = model.parts.language
     if cfg.exports_model:
         rehearse_hf(source_of_run(model, cfg, "", 0), DTYPES[cfg.export.dtype])
@@ -157,21 +162,26 @@ def foreign_prompts(cfg: Config, kind: str, vocabulary: int) -> list[str]:
 
 
 def prompts_of(kind: str) -> str | None:
-    """Return the name of the conversation template with which instruct models of a type (`model_type`) were trained;
-    None if it is unknown."""
+    """Return the name of the conversation template with which instruct models of a type (`model_type`, such as
+    `mistral`) were trained; None if it is unknown."""
     return next((name for start, name in PROMPTS.items() if kind.startswith(start)), None)
 
 
 def with_template(cfg: C, parts: Parts) -> C:
-    """Replace `data.template=auto` in the configuration by the first of the following templates that exists:
+    """Return the configuration with `data.template=auto` replaced by the first of the following conversation templates
+    that exists:
 
-    1. the template with which `model.checkpoint` was trained, if its notes name one other than that of stage 1;
+    1. the template with which `model.checkpoint` was trained, if the notes in its folder (`llava_fsdp.json`) name one,
+       and not that of `stage=pretrain`;
     2. the chat template in the language model's folder, or in the folder of a LLaVA-NeXT or LLaVA-OneVision whose notes
        name no template; chat templates of other whole models are not used;
     3. the template with which instruct models of the language model's type were trained;
     4. v1.
 
     `data.template=chat_template` is replaced by a name that identifies the chat template.
+
+    Args:
+        parts: the language model and the vision encoder, and their folders.
 
     Raises:
         ConfigError: `data.template=chat_template`, and the language model's folder has none.

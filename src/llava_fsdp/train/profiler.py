@@ -29,20 +29,21 @@ MOST_ENTRIES = 200_000
 
 
 class NoProfiler:
-    """A profiler that records nothing."""
+    """A profiler of training steps that records nothing, with the interface of `StepProfiler`."""
 
     def steps(self, steps: Iterator[T]) -> Iterator[T]:
-        """Yield the items of `steps` unchanged."""
+        """Yield the training steps `steps` unchanged, and profile none of them."""
         return steps
 
     def part(self, name: str) -> AbstractContextManager[object]:
-        """Return a context manager for a part of a step, such as `forward`, under whose name the profile lists it."""
+        """Return a context manager for a part of a training step, such as `forward`; `name` is its name in the profile.
+        This profiler records nothing."""
         return nullcontext()
 
 
 class StepProfiler(NoProfiler):
-    """Profiles a range of steps, and writes the results after the last step of the range. The first step of this
-    process has the number 1."""
+    """Profiles a range of training steps, and writes the results after the last step of the range. The first step of
+    this process has the number 1."""
 
     def __init__(self, cfg: Config, steps: tuple[int, int], rank: int, device: torch.device):
         self.first, self.last = steps
@@ -52,8 +53,8 @@ class StepProfiler(NoProfiler):
         self.profiler: profile | None = None
 
     def steps(self, steps: Iterator[T]) -> Iterator[T]:
-        """Yield the items of `steps` unchanged, and profile the steps in the range. The profile of a step includes the
-        time of waiting for the step's data."""
+        """Yield the training steps `steps` unchanged, and profile those in the range. The profile of a step includes
+        the time of waiting for the step's data."""
         try:
             for number in itertools.count(1):
                 self.begin(number)
@@ -75,8 +76,8 @@ class StepProfiler(NoProfiler):
         return nullcontext() if self.profiler is None else record_function(RANGE + name)
 
     def begin(self, number: int) -> None:
-        """Start or advance the profiler before step `number`, or write its results after the range. It is started one
-        step before the range, if there is such a step, to warm up."""
+        """Start or advance the profiler before step `number` (the first of this process is 1), or write its results
+        after the range of steps. It is started one step before the range, if there is such a step, to warm up."""
         if number == max(1, self.first - 1):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_cuda else [])]
             plan = schedule(wait=0, warmup=self.first - number, active=self.last - self.first + 1, repeat=1)
@@ -91,7 +92,8 @@ class StepProfiler(NoProfiler):
             torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)
 
     def finish(self, profiler: profile) -> None:
-        """Write the trace, the memory history and the HTML page. Raises StorageError if a file cannot be written."""
+        """Stop torch's running profiler `profiler`, and write its trace, the CUDA memory history and an HTML page.
+        Raises StorageError if a file cannot be written."""
         self.profiler = None
         if self.on_cuda:
             torch.cuda.synchronize()
@@ -118,8 +120,12 @@ class StepProfiler(NoProfiler):
 
 
 def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total: int) -> NoProfiler:
-    """Create the profiler of a training that has finished `done` of `total` steps. It records nothing if `profile` is
-    false or if there are too few steps left."""
+    """Create the profiler of a training that has finished `done` of `total` steps. It records nothing if the setting
+    `profile` is false or if there are too few steps left.
+
+    Args:
+        rank: this rank's number, for the names of the files.
+    """
     left = total - done
     if not cfg.profile or left <= 0:
         return NoProfiler()
@@ -136,9 +142,9 @@ def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total
 
 
 def usual_steps(left: int) -> tuple[int, int]:
-    """Return the first and the last step that are profiled by default: three steps up to step `LATE`, when everything
-    is compiled, or the last steps if the run ends earlier. If possible, the profiler can warm up in one step before
-    them.
+    """Return the first and the last step that are profiled by default, counted from 1 since this process started: three
+    steps up to step `LATE` (12), when everything is compiled, or the last steps if the run ends earlier. If possible,
+    the profiler can warm up in one step before them.
 
     Args:
         left: number of steps that are left to do.

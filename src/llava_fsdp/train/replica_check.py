@@ -22,8 +22,15 @@ SHOWN = 3
 
 def check_replicas(state: TrainState, parent: Path) -> None:
     """Check that the weights, moments, buffers and counters that several ranks hold are equal on all these ranks.
-    Collective: all ranks must call it. Raises ReplicaError on every rank, naming the ranks and tensors that differ and
-    the last checkpoint in `parent`."""
+    Collective: all ranks must call it.
+
+    Args:
+        parent: folder of the run's checkpoints.
+
+    Raises:
+        ReplicaError: something differs. Raised on every rank; names the ranks and tensors that differ and the last
+            checkpoint.
+    """
     if rank_and_size()[1] == 1:
         return
     found = find_differences(checksums_of_rank(all_tensors(state), counters(state)), gather_lists)
@@ -40,8 +47,8 @@ def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def counters(state: TrainState) -> dict[str, str]:
-    """Return the values other than tensors that each rank computes for itself and that affect later steps, as text by
-    name."""
+    """Return the values other than tensors that each rank computes for itself and that affect later steps (steps done,
+    loss scale, ...), as text by name."""
     return {
         "step, samples": f"{state.step} {state.samples}",
         "skipped steps": f"{state.skipped} {state.consecutive}",
@@ -51,13 +58,13 @@ def counters(state: TrainState) -> dict[str, str]:
 
 
 def describe(found: list[Difference], hosts: list[str], step: int, parent: Path) -> ReplicaError:
-    """Return the error that names the ranks, tensors and counters that differ.
+    """Build the error for tensors and counters that should be equal on several ranks, but are not.
 
     Args:
         found: the differences.
         hosts: host name of each rank.
         step: number of finished steps.
-        parent: folder of the checkpoints.
+        parent: folder of the run's checkpoints.
     """
     ranks = sorted({rank for difference in found for rank in difference.ranks})
     named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks[:SHOWN])

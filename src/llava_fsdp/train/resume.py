@@ -40,9 +40,9 @@ names, and how records are read from disk."""
 
 
 def resume(state: TrainState, cfg: Config) -> Path | None:
-    """Load the checkpoint that `checkpoint.resume` selects, and return its folder; None if training starts at step 0.
-    Collective: all ranks must call it. Raises CheckpointError if all checkpoints are damaged, or if the selected one
-    was written with another model, dataset or recipe."""
+    """Load the checkpoint that the setting `checkpoint.resume` selects into `state`, and return its folder; None if
+    training starts at step 0. Collective: all ranks must call it. Raises CheckpointError if all checkpoints are
+    damaged, or if the selected one was written with another model, dataset or recipe."""
     found = choose(cfg)
     if found is None:
         return None
@@ -69,8 +69,8 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
 
 
 def choose(cfg: Config) -> Checkpoint | None:
-    """Choose and verify the checkpoint from which to resume; None if training starts at step 0. Rank 0 chooses.
-    Collective: all ranks must call it."""
+    """Choose and verify the checkpoint from which to resume, according to the setting `checkpoint.resume`; None if
+    training starts at step 0. Rank 0 chooses. Collective: all ranks must call it."""
     output = Path(cfg.output_dir)
     wanted = on_first_rank(lambda: requested_resume(cfg), f"cannot look for checkpoints in {output}")
     if wanted == "never":
@@ -86,8 +86,9 @@ def choose(cfg: Config) -> Checkpoint | None:
 
 
 def requested_resume(cfg: Config) -> str:
-    """Return the value of `checkpoint.resume`, or `auto` instead if this is a restart by torchrun or a scheduler, and
-    the run has saved a checkpoint since it began as that value says."""
+    """Return the value of the setting `checkpoint.resume`: `auto` (the newest checkpoint), `never` or a checkpoint. If
+    this is a restart by torchrun or a scheduler, and the run has saved a checkpoint since it began as that value says,
+    return `auto` instead."""
     output, wanted = Path(cfg.output_dir), cfg.checkpoint.resume
     begun = begun_at(output, wanted) if wanted != "auto" else None
     if begun is not None and any((step_of(p) or 0) > begun for p in list_checkpoints(output / FOLDER)):
@@ -96,7 +97,11 @@ def requested_resume(cfg: Config) -> str:
 
 
 def start_over(output: Path) -> None:
-    """Move the output of an earlier run in the folder `output` away, and record that a run starts there at step 0."""
+    """Move the output of an earlier run away, and record that a run starts there at step 0.
+
+    Args:
+        output: the run's folder, `output_dir`.
+    """
     left = (
         FOLDER, "export", ADAPTER_FOLDER, "metrics.jsonl", "skipped_records.jsonl", "validation.jsonl", "starts.jsonl",
         "report.html", "tensorboard",
@@ -106,7 +111,8 @@ def start_over(output: Path) -> None:
 
 
 def continues(cfg: Config) -> bool:
-    """Return whether the training would resume from a checkpoint, instead of starting at step 0."""
+    """Return whether the training would resume from a checkpoint, by the setting `checkpoint.resume`, instead of
+    starting at step 0."""
     named = cfg.checkpoint.resume not in ("auto", "never")
     return named or (cfg.checkpoint.resume == "auto" and bool(list_checkpoints(Path(cfg.output_dir) / FOLDER)))
 
@@ -136,7 +142,7 @@ def check_settings(cfg: Config) -> None:
 
 
 def require_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError if a folder, given by `checkpoint.resume`, is not a checkpoint."""
+    """Raise CheckpointError if a folder, which the user gave as `checkpoint.resume`, is not a checkpoint."""
     if not any((folder / name).is_file() for name in (MANIFEST_FILE, STATE_FILE)):
         raise CheckpointError(
             f"checkpoint.resume={folder} is not a checkpoint; give auto, never, or a step-NNNNNN folder of a run"
@@ -144,7 +150,8 @@ def require_checkpoint(folder: Path) -> None:
 
 
 def is_fixed(key: str) -> bool:
-    """Return whether the value of a configuration key must stay the same when a run continues."""
+    """Return whether the value of a configuration key (with dots, such as `optim.lr`) must stay the same when a run
+    continues."""
     free = key in FREE_KEYS or re.fullmatch(r"data\.sources\.[^.]+\.(path|images)", key) is not None
     return key in STORED_AS or (key.partition(".")[0] in FIXED_KEYS and not free)
 
@@ -156,7 +163,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     Args:
         facts: content of the checkpoint's `state.json`.
         cfg, state: the current configuration and the training state.
-        folder: folder of the checkpoint.
+        folder: folder of the checkpoint, for the message.
     """
     then, now = settings_then(facts["config"]), flat(jsonable(asdict(cfg)))
     differing = changed_settings(then, now)
@@ -183,7 +190,12 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
 
 
 def other_settings(folder: Path, differing: list[str]) -> str:
-    """Return the error message for a checkpoint that was written with other settings."""
+    """Return the error message for a checkpoint that was written with other settings.
+
+    Args:
+        folder: folder of the checkpoint.
+        differing: a text for each setting that differs, such as `key: old -> new`.
+    """
     return (
         f"{folder} was written by a run with other settings:\n  "
         + "\n  ".join(differing)
@@ -192,7 +204,7 @@ def other_settings(folder: Path, differing: list[str]) -> str:
 
 
 def settings_then(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the run that wrote a checkpoint, by dotted key.
+    """Return the configuration of the run that wrote a checkpoint: dotted key -> value.
 
     Args:
         config: the entry `config` of the checkpoint's `state.json`.
@@ -204,7 +216,12 @@ def settings_then(config: dict[str, Any]) -> dict[str, Any]:
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return a text `key: old -> new` for each configuration key that has changed although it must stay the same when a
-    run continues."""
+    run continues.
+
+    Args:
+        then: the configuration of the run that wrote the checkpoint: dotted key -> value.
+        now: the current configuration, in the same form.
+    """
     # `auto` may stand for the same value; the fingerprint "encoding" shows if the template or the number of image
     # tokens has changed
     free = {"model.select_feature": {"auto"}, "data.template": {"auto", OWN}}
@@ -217,5 +234,6 @@ def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def flat(tree: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested dictionaries to {dotted key: value}. Empty dictionaries are left out."""
+    """Flatten nested dictionaries to {dotted key: value}, such as {"optim.lr": 1e-3}. Empty dictionaries are left
+    out."""
     return {key: value for key, value in dotted(tree).items() if value != {}}

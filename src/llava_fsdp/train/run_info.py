@@ -1,7 +1,8 @@
-"""Describe a start of a training run as a JSON object: hardware, versions, trainable parts, recipe. A run that resumes
-has several starts.
+"""Describe a start of a training run as a JSON object: hardware, versions, trainable parts, changed settings. A run
+that resumes has several starts.
 
-Rank 0 appends this description to `starts.jsonl`, and the report and the trackers show it. It contains no host names.
+Rank 0 appends this description to `starts.jsonl`, and the report and the trackers (TensorBoard, Weights & Biases) show
+it. It contains no host names.
 """
 
 import importlib.metadata
@@ -35,7 +36,13 @@ from llava_fsdp.train.summary import describe_data, trained_counts, unlike_origi
 
 
 def about_run(cfg: Config, world: World, model: Llava, records: Records, weights: dict[str, Weight]) -> dict[str, Any]:
-    """Describe the current start of a run (hardware, versions, ...) as a JSON object."""
+    """Describe the current start of a run (hardware, versions, ...) as a JSON object.
+
+    Args:
+        world: this rank's device, and the number of ranks.
+        records: the records of the training data.
+        weights: the properties of all parameters, by name.
+    """
     compiles = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention).on
     shard_size = cfg.sharding.shard_size or world.local_size
     held = bytes_per_rank(
@@ -62,8 +69,13 @@ def about_run(cfg: Config, world: World, model: Llava, records: Records, weights
 
 
 def planned_peak(cfg: Config, world: World, model: Llava, records: Records) -> int | None:
-    """Return the planned peak memory of a device in bytes; None on a CPU, where a process holds much more memory than
-    its tensors."""
+    """Return the planned peak memory of a GPU in bytes; None on a CPU, where a process holds much more memory than its
+    tensors, and if the plan fails.
+
+    Args:
+        world: this rank's device, and the number of ranks.
+        records: the records of the training data.
+    """
     if world.device.type != "cuda":
         return None
     rule = ImageTokens.of_config(cfg, model.parts.image_size, model.image_tokens)
@@ -79,7 +91,8 @@ def device_name(device: torch.device) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Return the versions of the software that affects numerical results."""
+    """Return the versions of the software that affects numerical results, by name. Those of CUDA and NCCL are included
+    only if `device` is a GPU."""
     found = {
         "llava_fsdp": __version__,
         "python": platform.python_version(),

@@ -40,7 +40,12 @@ Gather = Callable[[list[Any]], list[Any]]
 
 def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> None:
     """Raise ConfigError on every rank if software differs between ranks; log a warning if hardware or kernels differ.
-    The messages contain each version, its ranks and their hosts. Collective: all ranks must call it."""
+    The messages contain each version, its ranks and their hosts. Collective: all ranks must call it.
+
+    Args:
+        device: this rank's device, which is compared too.
+        gather: a function that takes this rank's list, and returns the lists of all ranks, concatenated in rank order.
+    """
     own = {name: read() for name, read in must_agree(cfg).items()}
     may = {name: read() for name, read in may_differ(device).items()}
     found = gather([(socket.gethostname(), own, may)])
@@ -79,7 +84,7 @@ def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
 
 def may_differ(device: torch.device) -> dict[str, Callable[[], str]]:
     """Return functions that describe hardware and software that may differ between ranks, with only a warning: name ->
-    function."""
+    function. `device` is this rank's device."""
     return {
         "device": lambda: device_name(device),
         "CPU": lambda: f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
@@ -109,11 +114,11 @@ def installed_version(package: str) -> str:
 
 
 def package_digest(files: dict[str, str] | None = None) -> str:
-    """Return a digest of the names and contents of llava_fsdp's files. It is the same for a checkout and for a wheel
-    built from that checkout.
+    """Return a digest (hexadecimal) of the names and contents of the installed llava_fsdp's files. It is the same for a
+    checkout and for a wheel built from that checkout.
 
     Args:
-        files: digests of files, as `package_files` returns them; None: those of the running package.
+        files: file name -> digest, as `package_files` returns them; None: those of the running package.
     """
     digest = xxh3_128()
     for name, content in sorted((package_files() if files is None else files).items()):
@@ -122,7 +127,12 @@ def package_digest(files: dict[str, str] | None = None) -> str:
 
 
 def package_files(package: Path = PACKAGE, conf: Path | None = None) -> dict[str, str]:
-    """Return the digest of each file of llava_fsdp (modules, `conf/` and others), by its path within the package."""
+    """Return the digest of each file of llava_fsdp, by its path within the package.
+
+    Args:
+        package: folder of the package's modules.
+        conf: folder of its configuration files, which get the prefix `conf/`; None: that of the running package.
+    """
     roots = {"": package, "conf/": conf or config_dir().resolve()}  # in a wheel, conf/ is already inside the package
     return {
         prefix + path.relative_to(root).as_posix(): xxh3_128(path.read_bytes()).hexdigest()
@@ -133,19 +143,24 @@ def package_files(package: Path = PACKAGE, conf: Path | None = None) -> dict[str
 
 
 def is_own(path: Path) -> bool:
-    """Return whether a file in the package's folder is part of llava_fsdp: it is not a compiled file, a hidden file or
-    a backup copy of an editor."""
+    """Return whether a file is part of llava_fsdp: it is not a compiled file, a hidden file or a backup copy of an
+    editor.
+
+    Args:
+        path: the file's path within the package's folder.
+    """
     hidden = any(part.startswith(".") or part == "__pycache__" for part in path.parts)
     return not hidden and not path.name.endswith((".pyc", "~", ".orig", ".rej"))
 
 
 def differences(hosts: list[str], facts: list[dict[str, str]]) -> list[str]:
-    """Return a text for each fact that differs between ranks: its name and its different values, each with the ranks
+    """Return a text for each version that differs between ranks: its name and its different values, each with the ranks
     and hosts that have it.
 
     Args:
         hosts: the host name of each rank.
-        facts: the facts of each rank: name -> version. Ranks with another version of the package may have other names.
+        facts: the versions on each rank: name -> version. Ranks with another version of the package may have other
+            names.
     """
     found = []
     for name in dict.fromkeys(name for own in facts for name in own):
@@ -159,7 +174,12 @@ def differences(hosts: list[str], facts: list[dict[str, str]]) -> list[str]:
 
 
 def describe(ranks: list[int], hosts: list[str]) -> str:
-    """Describe ranks and their hosts in words, such as `ranks 8-15 (node1)`."""
+    """Describe ranks and their hosts in words, such as `ranks 8-15 (node1)`.
+
+    Args:
+        ranks: the ranks, in ascending order.
+        hosts: the host name of every rank of the run.
+    """
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:

@@ -1,5 +1,5 @@
-"""Create the saver of a training, and decide together on all ranks, after and between steps, whether to save, to stop
-on request, or to give up after too many skipped steps."""
+"""Create the saver of a training's checkpoints, and decide together on all ranks, after and between steps, whether to
+save, to stop on request, or to give up after too many skipped steps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ SHOWN = 8
 
 
 class RunController:
-    """Saves the state of a training when a checkpoint is due or requested, and ends the run on request. While steps are
-    skipped, a checkpoint that is due is postponed."""
+    """Saves the state of a training when a checkpoint is due or requested, and ends the run on request. While updates
+    of the weights are skipped, a checkpoint that is due is postponed."""
 
     def __init__(
         self,
@@ -38,11 +38,12 @@ class RunController:
         watchdog: Watchdog,
         dir_lock: RunDirLock | None = None,
     ):
-        """Create the controller of a training.
+        """Create the controller that saves and stops a training.
 
         Args:
             saver: saves the state; None if no step is left to do.
-
+            last_step: number of the run's last step.
+            watchdog: knows whether this rank was requested to stop or to save, and is told what the rank does.
             dir_lock: on rank 0 the lock on the run's folder; None on other ranks.
         """
         self.dir_lock = dir_lock
@@ -57,12 +58,12 @@ class RunController:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the current state is on disk, or is being written to it."""
+        """Whether the training's current state is on disk, or is being written to it."""
         saved = self.saver.saved_step if self.saver is not None else None
         return self.state.step in (self.first_step, saved)
 
     def after_step(self, result: StepResult) -> None:
-        """Save a checkpoint if one is due after this step.
+        """Save a checkpoint if one is due after the training step whose result is given.
 
         Raises:
             NumericError: more than `numeric.max_consecutive_skips` consecutive steps had gradients that are not finite.
@@ -77,12 +78,12 @@ class RunController:
             self.save()
 
     def between_steps(self) -> None:
-        """Save or stop if this was requested on any rank, or stop if the run's folder is lost. Collective: all ranks
-        must call it.
+        """Between two training steps, save or stop if this was requested on any rank, or stop if the run's folder is
+        lost. Collective: all ranks must call it.
 
         Raises:
-            Stopped: a stop was requested. The state is on disk, unless saving failed and `checkpoint.on_save_error`
-                is `warn`.
+            Stopped: a stop was requested. The state is on disk, unless saving failed and `checkpoint.on_save_error` is
+                `warn`.
             FolderLost: the run's folder was deleted or moved, or belongs to another run now.
         """
         votes = Votes(
@@ -103,12 +104,13 @@ class RunController:
             raise self.stopped(f"stopped after step {self.state.step}; the same command {where}")
 
     def stopped(self, what: str) -> Stopped:
-        """Return the exception with which the run stops on request; `what` says at which step and how to continue."""
+        """Return the exception with which the training stops on request. Its message says who requested it and then
+        `what`: at which step the training stopped, and how to continue."""
         return Stopped(f"{self.watchdog.stop or 'a signal on another rank'}: {what}", bool(self.watchdog.stop))
 
     def save(self) -> None:
-        """Begin to save the current state. Raises CheckpointError or NumericError if the previous save has failed, and
-        FolderLost if the run's folder is lost."""
+        """Begin to save the training's current state. Raises CheckpointError or NumericError if the previous save has
+        failed, and FolderLost if the run's folder is lost."""
         self.watchdog.at(Phase.CHECKPOINT)
         assert self.saver is not None
         with self.lost_folder_explained():
@@ -116,15 +118,15 @@ class RunController:
         self.is_save_due = False
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is complete. Raises CheckpointError or NumericError if it
-        could not be written."""
+        """Wait until the training's checkpoint that is being written, if any, is complete. Raises CheckpointError or
+        NumericError if it could not be written."""
         if self.saver is not None:
             self.watchdog.at(Phase.CHECKPOINT)
             with self.lost_folder_explained():
                 self.saver.raise_if_failed()
 
     def close(self) -> None:
-        """Wait, after the last step, until the last checkpoint is on disk.
+        """Wait, after the last training step, until the last checkpoint is on disk.
 
         Raises:
             CheckpointError, NumericError: the checkpoint could not be written.
@@ -142,7 +144,7 @@ class RunController:
 
     def folder_change(self) -> FolderChange | None:
         """Return what happened to the run's folder if it is lost (deleted, moved or replaced), else None. On ranks
-        other than rank 0 always return None. Not a collective."""
+        other than rank 0 always return None, without a collective."""
         return self.dir_lock.check_folder() if self.dir_lock is not None else None
 
     @contextlib.contextmanager
@@ -157,9 +159,9 @@ class RunController:
             raise
 
     def stop_if_lost(self) -> None:
-        """If the run's folder is lost (deleted, moved or replaced), save the state into a new folder with the same
-        path, and raise FolderLost. If there is something else at that path now, only raise FolderLost. Collective: all
-        ranks must call it."""
+        """If the run's folder is lost (deleted, moved or replaced), save the training's state into a new folder with
+        the same path, and raise FolderLost. If there is something else at that path now, only raise FolderLost.
+        Collective: all ranks must call it."""
         failing = f"cannot look at {self.cfg.output_dir}"
         change = on_first_rank(self.folder_change, failing)
         if change is None:
@@ -193,9 +195,13 @@ class RunController:
         )
 
     def give_up(self, result: StepResult) -> None:
-        """Raise NumericError, which ends the run because of too many skipped steps. The message names the records of
-        the last step that may be the cause: those on ranks whose own loss is not finite or, if there are no such ranks,
-        those on all ranks."""
+        """Raise NumericError, which ends the run because the updates of too many consecutive steps were skipped. The
+        message names the dataset records of the last step that may be the cause: those of ranks whose own part of the
+        loss is not finite or, if there are no such ranks, those of all ranks.
+
+        Args:
+            result: the result of the last step.
+        """
         self.finish()
         state, step = self.state, self.state.step
         # gradients are sums over all ranks, but the bad samples were on a rank whose own loss is not finite
@@ -214,18 +220,19 @@ class RunController:
 
 
 def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
-    """Return whether a checkpoint is due after this step: after the last step, and every `checkpoint.every` steps."""
+    """Return whether a checkpoint is due after `step`: after the last step, and every `checkpoint.every` steps."""
     return step == last_step or (cfg.every is not None and step % cfg.every == 0)
 
 
 def open_saver(
     state: TrainState, cfg: Config, resumed: Path | None = None, adapter_folder: AdapterFolder | None = None
 ) -> "Saver":
-    """Create the saver of a training. Collective: all ranks must call it.
+    """Create the saver of a training's checkpoints. Collective: all ranks must call it.
 
     Args:
         resumed: folder of the verified checkpoint from which the run continues; None if it begins at step 0.
-        adapter_folder: how rank 0 writes the adapters into each checkpoint; None without adapters and on other ranks.
+        adapter_folder: how rank 0 writes the LoRA adapters into each checkpoint; None without adapters and on other
+            ranks.
 
     Raises:
         CheckpointError: the disk has no room for a checkpoint, or the folder is not writable.

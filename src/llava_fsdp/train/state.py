@@ -65,7 +65,8 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step. Fields are the same on every rank, unless their description says otherwise."""
+    """Result of one optimizer step: loss, gradient norm, time and so on. Fields are the same on every rank, unless
+    their description says otherwise."""
 
     facts: StepFacts
     loss: float

@@ -49,7 +49,8 @@ def unlike_original(cfg: Config, compiles: bool = False) -> str:
     LLaVA trainer.
 
     Args:
-        compiles: whether blocks are compiled, which changes rounding, so that the line mentions it.
+        compiles: whether the language model's blocks are compiled, which changes rounding, so that the line mentions
+            it.
     """
     precision = cfg.precision
     # (key, value, whether the value equals that of the original LLaVA)
@@ -81,8 +82,12 @@ def show_run(
     """Print in at most fifteen lines which model is trained on which data, and how.
 
     Args:
-        weights: the properties of all parameters, by name.
+        world: this rank's device, and the number of ranks.
+        loader: yields the training data.
+        held_out: the validation data; None without validation.
+        weights: the properties of all parameters (shape, dtype, ...), by name.
         projector: description of the projector with which the training starts.
+        kernel: the attention kernel for rows of packed samples, and why it was chosen; None if rows are padded.
         planned: planned peak memory of a GPU in bytes; None if there is no plan, as on a CPU.
     """
     console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
@@ -225,8 +230,12 @@ def describe_activation_checkpointing(cfg: Config, world: World) -> str:
 
 
 def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
-    """Return the number of trainable and of frozen parameters in each part of the model: part -> (trainable,
-    frozen)."""
+    """Return the number of trainable and of frozen weights in each part of the model (vision tower, projector, ...):
+    part -> (trainable, frozen).
+
+    Args:
+        weights: the properties of all parameters, by name.
+    """
     found = {}
     for part in PARTS:
         own = [w for n, w in weights.items() if n.partition(".")[0] == part]

@@ -39,7 +39,7 @@ NAMES = {
 
 
 def check_installed(cfg: TrackConfig) -> None:
-    """Raise ConfigError if the package of an enabled tracker is not installed."""
+    """Raise ConfigError if the package of an enabled tracker (TensorBoard, Weights & Biases) is not installed."""
     wanted = {"tensorboard": cfg.tensorboard, "wandb": cfg.wandb is not WandbMode.off}
     for name, on in wanted.items():
         if on and importlib.util.find_spec(name) is None:
@@ -50,7 +50,11 @@ def check_installed(cfg: TrackConfig) -> None:
 
 
 def values_of_step(row: dict[str, Any]) -> dict[str, float]:
-    """Return the values of a row of metrics.jsonl, by their names in the trackers."""
+    """Return the metrics of a training step, by their names in TensorBoard and Weights & Biases.
+
+    Args:
+        row: the step's row of `metrics.jsonl`.
+    """
     found = {name: row[key] for key, name in NAMES.items() if row.get(key) is not None}
     sources = row.get("sources") or {}
     if len(sources) > 1:
@@ -59,7 +63,11 @@ def values_of_step(row: dict[str, Any]) -> dict[str, float]:
 
 
 def values_of_validation(row: dict[str, Any]) -> dict[str, float]:
-    """Return the values of a row of validation.jsonl, by their names in the trackers."""
+    """Return the results of a validation, by their names in TensorBoard and Weights & Biases.
+
+    Args:
+        row: the validation's row of `validation.jsonl`.
+    """
     found = {f"validation/{key}": row.get(key) for key in ("loss", "score", "seconds")}
     sources = row.get("sources") or {}
     if len(sources) > 1:
@@ -68,16 +76,16 @@ def values_of_validation(row: dict[str, Any]) -> dict[str, float]:
 
 
 class Trackers:
-    """The enabled trackers, and the thread that sends rows to them."""
+    """The enabled trackers (TensorBoard, Weights & Biases), and the thread that sends metrics to them."""
 
     def __init__(self, cfg: Config, first_step: int, run: str, about: dict[str, Any], values: dict[str, Any]):
-        """Prepare the enabled trackers, which are opened with the first row.
+        """Prepare the enabled trackers (TensorBoard, Weights & Biases), which are opened with the first row of metrics.
 
         Args:
             first_step: number of steps that were finished when this start of the run began.
             run: identifier of the run, which is kept when the run resumes.
-            about: description of this start of the run, from `run_info.py`.
-            values: the configuration by dotted key.
+            about: description of this start of the run (hardware, versions, ...), from `run_info.py`.
+            values: the configuration: dotted key -> value.
         """
         self.cfg = cfg
         self.first_step = first_step
@@ -100,7 +108,8 @@ class Trackers:
         self.put(row["step"], values_of_validation(row))
 
     def put(self, step: int, values: dict[str, float]) -> None:
-        """Queue values of a step for the trackers. If the queue is full, they are dropped."""
+        """Queue values (name -> value) of a training step for the trackers (TensorBoard, Weights & Biases). If the
+        queue is full, they are dropped."""
         if not self.wanted:
             return
         if self.thread is None:
@@ -116,8 +125,8 @@ class Trackers:
                 )
 
     def work(self) -> None:
-        """Open the trackers, log the queued rows until `close` ends the queue, and close the trackers. Runs in the
-        thread."""
+        """Open the trackers (TensorBoard, Weights & Biases), log the queued values until `close` ends the queue, and
+        close the trackers. Runs in a thread of its own."""
         opened: list[TensorBoard | WeightsAndBiases] = []
         with logged_errors("TensorBoard cannot log this run"):
             opened += [TensorBoard(self)] if self.cfg.track.tensorboard else []
@@ -134,7 +143,8 @@ class Trackers:
                 tracker.close(self.exit_code)
 
     def close(self, exit_code: int = 0, patience: float = PATIENCE) -> None:
-        """Wait at most `patience` seconds until the queued rows are logged and the trackers are closed."""
+        """Wait at most `patience` seconds until the queued values are logged and the trackers (TensorBoard, Weights &
+        Biases) are closed. `exit_code` is the training's exit code, which Weights & Biases shows."""
         if self.thread is None:
             return
         self.exit_code = exit_code
@@ -151,7 +161,7 @@ class Trackers:
 
 @contextlib.contextmanager
 def logged_errors(what: str) -> Iterator[list[None]]:
-    """Context manager that turns an exception in its body into a logged warning, which begins with `what`.
+    """Context manager that turns an exception in its body into a logged warning, which begins with the text `what`.
 
     Yields:
         A list with one item, which is emptied if there is an exception.
@@ -185,8 +195,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Tracker that logs to Weights & Biases. All starts of a run continue the same run of Weights & Biases. Local files
-    are in `output_dir/wandb`."""
+    """Tracker that logs to Weights & Biases. A training that resumes continues the same run of Weights & Biases. Local
+    files are in `output_dir/wandb`."""
 
     def __init__(self, run: Trackers):
         import wandb
@@ -208,8 +218,8 @@ class WeightsAndBiases:
         self.teardown = wandb.teardown
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Log values at a step. Values of a validation are logged at the current step, because Weights & Biases drops
-        values of earlier steps."""
+        """Log values (name -> value) of a step to Weights & Biases. Values of a validation are logged at the current
+        step, because Weights & Biases drops values of earlier steps."""
         if any(name.startswith("validation") for name in values):
             self.run.log({"validation/step": step, **values})
         else:
@@ -221,8 +231,11 @@ class WeightsAndBiases:
 
 
 def flat(about: dict[str, Any]) -> dict[str, str]:
-    """Flatten the description of a start of a run (`about`) to {dotted key: text}, without lists. Secrets are
-    hidden."""
+    """Flatten the description of a start of a run to {dotted key: text}, without lists. Secrets are hidden.
+
+    Args:
+        about: the description (hardware, versions, ...), from `run_info.py`.
+    """
     known = secrets_of()
     plain = {key: value for key, value in about.items() if not isinstance(value, list) and value is not None}
     return {f"about.{key}": redact(written(value), known) for key, value in dotted(plain).items()}

@@ -36,21 +36,22 @@ from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
 
 @dataclass(frozen=True)
 class LossSum:
-    """Sum of the losses of label tokens, and the number of these tokens."""
+    """Sum of the losses of the label tokens (tokens that are in the loss) of a validation, and the number of these
+    tokens."""
 
     total: float
     label_tokens: int
 
     @property
     def row(self) -> dict[str, Any]:
-        """Values for a row of `validation.jsonl`: the mean loss per label token (None if not finite), and the number of
-        label tokens."""
+        """Values of a validation for its row in `validation.jsonl`, by name: `loss`, the mean loss per label token (a
+        token that is in the loss; None if not finite), and `label_tokens`, the number of these tokens."""
         mean = self.total / self.label_tokens if self.label_tokens else math.nan
         return {"loss": finite(mean), "label_tokens": self.label_tokens}
 
 
 class Validation:
-    """Validates the model after the steps at which a validation is due. Rank 0 writes the results."""
+    """Validates the model in training after the steps at which a validation is due. Rank 0 writes the results."""
 
     def __init__(
         self,
@@ -65,6 +66,9 @@ class Validation:
         """Prepare the validation of a training.
 
         Args:
+            held_out: the validation data.
+            last_step: number of the run's last step.
+            watchdog: knows whether this rank was requested to stop, and is told what the rank does.
             pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
             note: function that shows a text about the progress.
         """
@@ -84,8 +88,8 @@ class Validation:
                 check_answers(state.model, held_out.loader.device, size)
 
     def begin_file(self) -> bool:
-        """Remove the rows of steps after the current step from `validation.jsonl`, because a resumed run repeats these
-        steps. Return whether there is already a row of the current step."""
+        """Remove the rows of later steps from `validation.jsonl`, because a resumed run repeats these steps. Return
+        whether there is already a row of the current step."""
         with storage_errors(self.rows.path):
             drop_later_rows(self.rows.path, self.state.step)
         return self.rows.path.is_file() and bool(rows_of(self.rows.path, range(self.state.step, self.state.step + 1)))
@@ -95,19 +99,21 @@ class Validation:
         return every is not None and step > 0 and (step % every == 0 or step >= self.last_step)
 
     def catch_up(self) -> None:
-        """Run the validation of the current step, if it is due and the run stopped before it was finished. Collective:
-        all ranks must call it."""
+        """Run the validation after the current training step, if it is due and the run stopped before it was finished.
+        Collective: all ranks must call it."""
         if self.is_due() and not self.done:
             log().info("the validation of step %d is still to be done", self.state.step)
             self.measure()
 
     def pause(self) -> None:
-        """Save or stop the run if this was requested on any rank. Collective: all ranks must call it."""
+        """Save or stop the run, between two batches of a validation, if this was requested on any rank. Collective: all
+        ranks must call it."""
         self.pause_run()
         self.watchdog.at(Phase.VALIDATION, self.state.step)
 
     def measure(self) -> None:
-        """Validate the model and report the results. Collective: all ranks must call it.
+        """Run a validation: compute losses on held-out records and answer questions, and report the results.
+        Collective: all ranks must call it.
 
         Raises:
             Stopped: a stop was requested. When the run resumes, it begins with this validation.
@@ -127,8 +133,8 @@ class Validation:
             self.report(losses, answers, time.perf_counter() - started)
 
     def losses(self) -> list[LossSum]:
-        """Compute the sum of the losses of each data source over all held-out records and all ranks. Collective: all
-        ranks must call it."""
+        """Compute, for each data source (one of the held-out datasets), the sum of the losses over all its records and
+        all ranks. Collective: all ranks must call it."""
         loader, sampler = self.held_out.loader, self.held_out.sampler
         labels = [0] * len(self.held_out.names)
         sums = torch.zeros(len(labels), dtype=torch.float64, device=loader.device)
@@ -182,7 +188,7 @@ def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
 
 
 def as_line(row: dict[str, Any]) -> str:
-    """Format a row of `validation.jsonl` as one line of text."""
+    """Format the results of a validation, a row of `validation.jsonl`, as one line of text."""
 
     def loss(own: dict[str, Any]) -> str:
         return "none" if own["loss"] is None else f"{own['loss']:.4f}"
@@ -204,7 +210,13 @@ def open_validation(
     pause: Callable[[], None],
     note: Callable[[str], None],
 ) -> Validation | None:
-    """Create the validation of a training; None with `val.every=null`. The arguments are those of `Validation`.
+    """Create the validation of a training; None with `val.every=null`.
+
+    Args:
+        last_step: number of the run's last step.
+        watchdog: knows whether this rank was requested to stop, and is told what the rank does.
+        pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
+        note: function that shows a text about the progress.
 
     Raises:
         ConfigError: the model cannot generate answers.

@@ -27,7 +27,7 @@ SCORES = {Metric.exact: exact_match, Metric.vqa: vqa_accuracy}
 
 @dataclass(frozen=True)
 class Answered:
-    """A generated answer to a question, with its score from 0 to 1."""
+    """A generated answer to a held-out question, with its score from 0 to 1."""
 
     number: int
     """Index of the question."""
@@ -51,9 +51,11 @@ class AnswerGenerator:
         wants_stop: Callable[[], bool],
         pause: Callable[[], None],
     ):
-        """Create a generator of answers.
+        """Create a generator of answers to held-out questions.
 
         Args:
+            model: the sharded model in training.
+            held_out: the validation data, with the questions.
             wants_stop: returns whether this rank was requested to stop.
             pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
         """
@@ -70,8 +72,8 @@ class AnswerGenerator:
 
     @property
     def rows(self) -> int:
-        """Number of questions that a rank answers in one batch: at most `val.batch_size`, and so few that questions and
-        answers together have at most half as many tokens as a micro-batch.
+        """Number of held-out questions that a rank answers in one batch: at most `val.batch_size`, and so few that
+        questions and answers together have at most half as many tokens as a micro-batch.
 
         The number of tokens is halved because the key-value cache of a token takes up to twice the memory that training
         keeps of a token for the backward pass of a block.
@@ -82,9 +84,9 @@ class AnswerGenerator:
         )
 
     def answers(self) -> list[Answered]:
-        """Answer all questions, each on one rank. Return the answers on every rank, in the order of the questions.
-        Collective: all ranks must call it. Raises ImageError if an image cannot be read any more and
-        `data.bad_records=fail`."""
+        """Answer all held-out questions, each on one rank. Return the answers with their scores on every rank, in the
+        order of the questions. Collective: all ranks must call it. Raises ImageError if an image cannot be read any
+        more and `data.bad_records=fail`."""
         if not self.questions:
             return []
         rank, size = rank_and_size()
@@ -99,10 +101,11 @@ class AnswerGenerator:
         return sorted(gather_lists(found), key=lambda answered: answered.number)
 
     def answer(self, numbers: list[int]) -> list[Answered]:
-        """Generate answers to this rank's questions of a batch. Collective: all ranks must call it.
+        """Generate answers to this rank's questions of a batch of held-out questions, and score them. Collective: all
+        ranks must call it.
 
         Args:
-            numbers: indices of the questions; may be empty.
+            numbers: indices of this rank's questions in the list of all held-out questions; may be empty.
         """
         read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompts = lay_out_prompts([row for _, row in read], self.loader.steps.collate)
@@ -128,8 +131,8 @@ class AnswerGenerator:
         ]
 
     def read(self, question: HeldOutQuestion) -> Row | None:
-        """Return the sample of a question and its image tiles; None if an image is broken and `data.bad_records=skip`.
-        Raises ImageError if an image is broken and `data.bad_records=fail`."""
+        """Return the tokenized sample of a held-out question and its image tiles; None if an image is broken and
+        `data.bad_records=skip`. Raises ImageError if an image is broken and `data.bad_records=fail`."""
         try:
             return question.sample, [
                 self.loader.steps.image_reader.load(
