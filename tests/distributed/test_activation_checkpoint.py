@@ -51,6 +51,7 @@ CASES = [
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("size", "overrides", "drops"), slow_after(1, CASES))
+@pytest.mark.slow
 def test_bits_are_those_of_none(
     size: int, overrides: list[str], drops: bool,
     parts: Path, dropping: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path,

@@ -161,6 +161,7 @@ def test_trains_repeats_and_continues(wide: Path, dataset: Path, pools: dict[int
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_bytes_equal_the_formulas(wide: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path) -> None:
     """zero1 keeps weights gathered between micro-batches: those in fp8 take a byte."""
     for sharding in ("zero1", "zero3"):

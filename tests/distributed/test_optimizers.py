@@ -185,6 +185,7 @@ def trained_by_ranks(world: World, folder: Path, shapes: list[tuple[int, ...]]) 
 @pytest.mark.parametrize(
     ("size", "widths"), [(3, (7, 160)), *(pytest.param(size, WIDTHS, marks=pytest.mark.slow) for size in (2, 3))]
 )
+@pytest.mark.slow
 def test_ranks_have_the_bits_of_one(
     size: int, widths: tuple[int, ...], pools: dict[int, RankPool], tmp_path: Path
 ) -> None:

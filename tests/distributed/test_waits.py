@@ -49,6 +49,7 @@ def test_one_wait_a_step_however_many_micro_batches(stage: str, case: str, confi
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", slow_after(1, ["zero2", "zero3"]))
+@pytest.mark.slow
 def test_one_wait_a_step_on_two_ranks(strategy: str, configure: Configure, pools: dict[int, RankPool]) -> None:
     overrides = f"sharding={strategy}", "micro_batch_size=3", "pack=false", "model.train=[projector,language,vision]"
     for found in pools[2].run(waits, configure(*COMMON, *overrides)):

@@ -581,6 +581,7 @@ def test_what_torch_says_of_a_gpu(major: int, bf16: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_doctor_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -237,6 +237,7 @@ def test_dtypes(llava: Path, tmp_path: Path) -> None:
     assert all(torch.equal(t.float(), weights(widened)[n]) for n, t in weights(rounded).items())
 
 
+@pytest.mark.slow
 def test_buffers_that_the_original_saved_are_left_out(llava: Path, tmp_path: Path) -> None:
     """Older releases save position ids and rotary frequencies, which every program computes."""
     folder = tmp_path / "older"

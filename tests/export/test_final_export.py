@@ -287,6 +287,7 @@ def test_tower_without_cls_refuses_to_drop_one(parts: Path, dataset: Path, tmp_p
         train.train(cfg)
 
 
+@pytest.mark.slow
 def test_weights_from_another_model(noise: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """A file whose shapes or names do not fit: the message has the parameter, the file and both shapes."""
     config = json.loads((noise / "export" / "config.json").read_text())

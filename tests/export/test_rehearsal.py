@@ -269,6 +269,7 @@ def test_a_training_is_refused_before_its_first_step(parts: Path, dataset: Path,
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_all_ranks_refuse_it(parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path) -> None:
     folder = write(parts, tmp_path / "parts", "llama", "pixtral")
     with pytest.raises(RanksFailed) as caught:

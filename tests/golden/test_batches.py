@@ -134,7 +134,7 @@ def norms(model: Llava) -> dict[str, float]:
     return {n: float(p.grad.double().norm()) for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("name", "variant"), slow_after(3, variants()))
+@pytest.mark.parametrize(("name", "variant"), slow_after(2, variants()))
 def test_loss_and_gradients(name: str, variant: str, tmp_path: Path, count: Callable) -> None:
     batch = next(b for b in read_json("model/batches/index.json") if b["name"] == name)
     if name in NOT_RUN:

@@ -212,6 +212,7 @@ def test_ctrl_c_saves_and_ends_with_our_code(launch: list[Launched], tmp_path: P
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_missing_file_is_told_once_and_not_tried_again(launch: list[Launched], tmp_path: Path) -> None:
     run = Launched(tmp_path, "data=llava_json", "data.path=gone.json", "data.images=.")
     launch.append(run)

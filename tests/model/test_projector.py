@@ -89,6 +89,7 @@ def test_its_parameters_start_as_transformers_start_them(parts: Path, dataset: P
 
 
 @pytest.mark.parametrize("train", ["[projector]", "[projector,language,vision]"])
+@pytest.mark.slow
 def test_its_products_are_counted(train: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Its norm trains, so the first layer's input gets a gradient, also behind a frozen tower."""
     model = build(shuffled(parts, tmp_path, dataset, f"model.train={train}")).model

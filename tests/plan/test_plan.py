@@ -89,6 +89,7 @@ RECOMMENDED = [
 
 
 @pytest.mark.parametrize("more", slow_after(1, RECOMMENDED), ids=lambda more: more[0])
+@pytest.mark.slow
 def test_recommended_command_is_a_training(
     more: list[str], wide_parts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

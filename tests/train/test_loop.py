@@ -4,6 +4,7 @@ import pytest
 import torch
 from harness import single_world
 from small import Configure
+from tiers import slow_after
 
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime.seeds import derive
@@ -17,7 +18,7 @@ def added(own: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | 
     return own + new
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
+@pytest.mark.parametrize("precision", slow_after(1, ["fp32", "bf16", "bf16_pure"]))
 def test_gradients_are_gone_after_a_step(precision: str, configure: Configure) -> None:
     """Of masters and of working copies."""
     cfg = configure(f"precision={precision}", "micro_batch_size=6")

@@ -219,7 +219,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("words", WRONG, ids=[words[0] for words in WRONG])
+@pytest.mark.parametrize("words", slow_after(2, WRONG), ids=[words[0] for words in WRONG])
 def test_doctor_says_what_train_says(
     words: list[str], parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

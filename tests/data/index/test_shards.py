@@ -85,6 +85,7 @@ def test_files_folders_and_patterns(tmp_path: Path) -> None:
             found(f"{tmp_path}/{value}")
 
 
+@pytest.mark.slow
 def test_many_files_are_as_one(parts: Path, dataset: Path, tmp_path: Path) -> None:
     files = write_shards(dataset, tmp_path / "shards")
     whole = open_again(config(parts, dataset, tmp_path / "one", dataset / "mixed.json"), parts)
