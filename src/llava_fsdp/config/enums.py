@@ -35,7 +35,7 @@ class TooLong(Enum):
 
 
 class BadRecords(Enum):
-    """Choices of `data.bad_records`: what happens if a record cannot be trained on."""
+    """Choices of `data.bad_records`: what happens if a training record is invalid, such as one with a missing image."""
 
     fail = "fail"
     skip = "skip"
@@ -71,8 +71,8 @@ class AspectRatio(Enum):
 
 
 class Parity(Enum):
-    """Choices of `labels`: whether labels are exact, or the same as those of the original LLaVA trainer to the bit,
-    including its bugs."""
+    """Choices of `labels`: whether the labels of the text tokens are exact, or the same as those of the original LLaVA
+    trainer to the bit, including its bugs."""
 
     exact = "exact"
     llava_v1_5 = "llava_v1_5"
@@ -142,7 +142,7 @@ class MomentDType(Enum):
 
 class LinearKind(Enum):
     """Choices of `precision.linear`: number format of the matrix products in the linear layers of the language model's
-    blocks."""
+    transformer blocks."""
 
     same = "same"
     """The products are in precision.param_dtype."""
@@ -169,7 +169,7 @@ class ActivationCheckpointing(Enum):
 
 
 class OffloadMode(Enum):
-    """Choices of `offload.mode`: which tensors are kept outside of the device's memory."""
+    """Choices of `offload.mode`: which training states are kept outside of the GPU's memory."""
 
     none = "none"
     optimizer = "optimizer"
@@ -198,8 +198,8 @@ class Normalize(Enum):
 
 
 class LossKernel(Enum):
-    """Choices of `loss.kernel`: implementation of the loss, which is computed from hidden states and the output layer
-    instead of from logits."""
+    """Choices of `loss.kernel`: implementation of the cross-entropy loss, which is computed from hidden states and the
+    weights of the output layer instead of from logits."""
 
     auto = "auto"
     """The implementation that was measured to be fastest: chunked."""
@@ -210,7 +210,8 @@ class LossKernel(Enum):
 
 
 class Attention(Enum):
-    """Choices of `attention`: implementation of attention within each sample of a packed row."""
+    """Choices of `attention`: implementation of attention in packed rows, which are several samples end to end, each
+    attending only to itself."""
 
     auto = "auto"
     varlen = "varlen"
@@ -222,7 +223,7 @@ class Attention(Enum):
 
 
 class FolderFormat(Enum):
-    """Choices of `format` in `export`: program that will read an exported folder."""
+    """Choices of `format` in the command `export`: the program for which an exported model folder is written."""
 
     hf = "hf"
     """Folder for the transformers library."""
@@ -243,7 +244,7 @@ class KeptDType(Enum):
 
 
 class Devices(Enum):
-    """Choices of `launch.devices`: which GPUs a run of a sweep gets."""
+    """Choices of `launch.devices`: which GPUs each training gets that the command `sweep` starts."""
 
     own = "own"
     """As many GPUs as the run has ranks, locked against other runs of the same user."""
@@ -252,7 +253,7 @@ class Devices(Enum):
 
 
 class SweepMetric(Enum):
-    """Choices of `sweep.metric`: metric by which a sweep compares its runs."""
+    """Choices of `sweep.metric`: metric by which the command `sweep` compares its trainings."""
 
     loss = "loss"
     val_loss = "val_loss"
@@ -261,7 +262,8 @@ class SweepMetric(Enum):
 
 
 class Metric(Enum):
-    """Choices of `val.metric`: how a generated answer is scored against the answer in the record."""
+    """Choices of `val.metric`: how an answer that the model generates in validation is scored against the answer in the
+    record."""
 
     exact = "exact"
     """Score 1 if both texts are equal except for case and surrounding white space, else 0."""
@@ -275,8 +277,8 @@ class Format(Enum):
 
 
 class Task(Enum):
-    """Choices of `task` in `evaluate`: kind of questions of an evaluation, which also decides how answers are
-    scored."""
+    """Choices of `task` in the command `evaluate`: kind of questions that the model answers, which also decides how its
+    answers are scored."""
 
     conversations = "conversations"
     """First question of each LLaVA record; an answer is right if it equals the record's answer."""
@@ -302,8 +304,8 @@ class LoraBias(Enum):
 
 
 class Quantizer(Enum):
-    """Choices of `model.quantize.mode`: number format of the weights of the frozen linear layers in the language
-    model's blocks."""
+    """Choices of `model.quantize.mode`: number format in which the frozen weights of the linear layers in the language
+    model's transformer blocks are stored."""
 
     none = "none"
     """Unquantized weights in precision.param_dtype."""
@@ -316,7 +318,7 @@ class Quantizer(Enum):
 
 
 class WandbMode(Enum):
-    """Choices of `track.wandb`: whether Weights & Biases records a run."""
+    """Choices of `track.wandb`: whether Weights & Biases records a training."""
 
     off = "off"
     offline = "offline"

@@ -1,4 +1,5 @@
-"""Configuration keys of the model: its parts, adapters and quantization."""
+"""Configuration keys of the model: its parts (language model, vision tower, projector), LoRA adapters and
+quantization."""
 
 import math
 import re
@@ -107,19 +108,19 @@ class ModelConfig:
 
     @property
     def plain(self) -> "ModelConfig":
-        """Copy of this model configuration without adapters and quantization."""
+        """Copy of this model configuration without LoRA adapters and quantization."""
         return replace(self, lora=LoraConfig(), quantize=QuantizeConfig())
 
     @property
     def shuffle_factor(self) -> int:
-        """Number of features, in each direction of the grid, that the projector joins into one: 1 without pixel
-        shuffle."""
+        """Factor N of the projector's pixel shuffle, which joins each square of N x N vision features into one; 1 if
+        the projector has no pixel shuffle."""
         found = re.match(r"pixel_shuffle(\d)x_", self.projector_type)
         return int(found[1]) if found else 1
 
     @property
     def adapted(self) -> list[Part]:
-        """Model parts that get adapters."""
+        """Parts of the model (language model, vision tower) that get LoRA adapters."""
         return [part for part in self.train if part is not Part.projector] if self.lora.enabled else []
 
     def __post_init__(self) -> None:
