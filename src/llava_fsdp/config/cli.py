@@ -216,7 +216,7 @@ def stop_restarts(ends_torchrun: bool, is_permanent: bool) -> None:
 
 
 def write_outcome(folder: Path | None, outcome: Outcome, on_exit: WriteStatus) -> dict[str, Any] | None:
-    """Record how this rank ended, by calling `on_exit(folder, outcome)`. Errors are logged and not raised.
+    """Record how this rank ended (`outcome`), by calling `on_exit(folder, outcome)`. Errors are logged and not raised.
 
     Args:
         folder: the run's output folder; None if there is none. Nothing is called then, or if other processes, which
@@ -335,9 +335,9 @@ def name_folder(arguments: list[str], key: str | None) -> list[str]:
 
 
 def with_own_model(arguments: list[str]) -> list[str]:
-    """Return command-line arguments, with `model=own` appended if they set model.language, model.vision or
-    model.checkpoint, but do not choose a YAML file by `model=`. Otherwise the default `model=tiny` would apply, whose
-    learning rate is for two million parameters.
+    """Return command-line arguments, with `model=own` (settings for a model that the user names) appended if they set
+    model.language, model.vision or model.checkpoint, but do not choose other settings by `model=`. Otherwise the
+    default `model=tiny` would apply, whose learning rate is for two million parameters.
 
     Raises:
         ConfigError: of these keys, only model.vision is set.
@@ -384,7 +384,7 @@ def refuse_unknown(arguments: list[str], schema: type) -> None:
 
 def taken_literally(argument: str) -> str:
     """Return a command-line argument `key=value` in the form in which Hydra takes its value literally: the value is
-    quoted, if the key is one of text or paths, and the value is not quoted yet. An argument that sets a key of a data
+    quoted, if values of this key are texts or paths, and it is not quoted yet. An argument that sets a key of a data
     source, whose name the user chooses, also gets Hydra's prefix `++`, which allows new keys."""
     key, equals, value = argument.partition("=")
     if key.startswith(SOURCES):  # the user chose the source's name, and Hydra adds a new key only with ++

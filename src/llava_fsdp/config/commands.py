@@ -109,7 +109,7 @@ class DoctorConfig(Config):
 
 @dataclass(kw_only=True, slots=True)
 class TrainedModelConfig:
-    """Keys that name the trained model which generates answers."""
+    """Configuration keys that name the trained model which generates answers."""
 
     checkpoint: str
     """Folder of a run or of a model (in this project's, transformers' or the original LLaVA's format)."""

@@ -61,8 +61,8 @@ class StageConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SourceConfig:
-    """Keys of one data source (one or several files of training records), if a dataset has several
-    (data.sources.NAME)."""
+    """Configuration keys of one data source (one or several files of training records), if a dataset has several
+    sources (data.sources.NAME)."""
 
     path: str
     """Files of records, as in data.path."""
@@ -266,7 +266,7 @@ class SamplerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class HeldOutConfig:
-    """Keys of one file of validation records, if there are several (val.sources.NAME)."""
+    """Configuration keys of one file of validation records, if there are several (val.sources.NAME)."""
 
     path: str
     images: str | None = None
@@ -275,8 +275,8 @@ class HeldOutConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ValConfig:
-    """Keys of validation: the records on which the model is measured during training. Validation does not change the
-    training."""
+    """Configuration keys of validation: the records on which the model is measured during training. Validation does not
+    change the training."""
 
     every: int | None
     """Number of steps between two validations; the last step is followed by one in any case; null: no validation."""

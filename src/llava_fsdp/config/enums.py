@@ -87,7 +87,8 @@ class Pixels(Enum):
 
 
 class SpecialTokens(Enum):
-    """Choices of `data.special_tokens`: how special tokens such as `</s>` in the text of a record are tokenized."""
+    """Choices of `data.special_tokens`: how special tokens such as `</s>` in the text of a training record are
+    tokenized."""
 
     text = "text"
     parse = "parse"
@@ -105,8 +106,8 @@ class CompatName(Enum):
 
 
 class PatchMerge(Enum):
-    """Choices of `model.patch_merge`: how the tiles of an image are joined into one sequence of tokens
-    (`mm_patch_merge_type` of the original LLaVA)."""
+    """Choices of `model.patch_merge`: if an image is cut into several tiles, how these are joined into one sequence of
+    tokens (`mm_patch_merge_type` of the original LLaVA)."""
 
     flat = "flat"
     spatial = "spatial"

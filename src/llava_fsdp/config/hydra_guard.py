@@ -83,7 +83,7 @@ def refuse_secrets(arguments: list[str]) -> None:
 
 
 def refuse_calls(setting: str, shown: str) -> None:
-    """Raise ConfigError if a setting, written `key=value`, could make Hydra call Python code.
+    """Raise ConfigError if a setting (`key=value`, or the key alone) could make Hydra call Python code.
 
     Args:
         shown: name of the setting for the error message.

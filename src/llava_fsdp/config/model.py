@@ -12,9 +12,9 @@ from llava_fsdp.runtime.errors import ConfigError
 
 @dataclass(kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (LoRA, arXiv 2106.09685) in the linear layers of the blocks of those model parts (language
-    model, vision tower) that `model.train` selects. The layers' own weights are frozen. Defaults are those of the
-    original LLaVA."""
+    """Configuration keys of low-rank adapters (LoRA, arXiv 2106.09685) in the linear layers of the blocks of those
+    model parts (language model, vision tower) that `model.train` selects. The layers' own weights are frozen. Defaults
+    are those of the original LLaVA."""
 
     enabled: bool = False
     r: int = 128
@@ -53,7 +53,8 @@ class LoraConfig:
 
 @dataclass(kw_only=True, slots=True)
 class QuantizeConfig:
-    """Quantization of the frozen language model by bitsandbytes. Computation is in precision.param_dtype."""
+    """Configuration keys for quantizing the frozen language model by bitsandbytes. Computation is in
+    precision.param_dtype."""
 
     mode: Quantizer = Quantizer.none
     """Format of the quantized weights."""

@@ -96,7 +96,8 @@ def check_same_settings(cfg: Config, gather: Callable[[list[dict[str, str]]], li
 
     Args:
         cfg: configuration of this rank.
-        gather: function that takes this rank's list and returns the lists of all ranks joined in rank order.
+        gather: function that takes a list with the settings of this rank, and returns the lists of all ranks joined in
+            rank order.
 
     Raises:
         ConfigError: the configurations differ; raised on every rank.

@@ -25,6 +25,7 @@ def differences(cfg: Config, arguments: list[str]) -> list[Difference] | None:
     chosen training stage, model and kind of data.
 
     Args:
+        cfg: configuration of the training.
         arguments: command-line arguments of the training, which may name a folder of the user's own YAML files.
 
     Returns:

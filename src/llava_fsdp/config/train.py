@@ -150,8 +150,8 @@ class NumericConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrackConfig:
-    """Keys of the trackers (TensorBoard, Weights & Biases), to which rank 0 sends the metrics of training and
-    validation."""
+    """Configuration keys of the trackers (TensorBoard, Weights & Biases), to which rank 0 sends the metrics of training
+    and validation."""
 
     tensorboard: bool = False
     """Whether to write event files to output_dir/tensorboard."""
@@ -233,8 +233,8 @@ class Config:
 
     @property
     def row_tokens(self) -> int:
-        """Maximum number of tokens of a packed row (several samples end to end), after the planner has replaced the
-        value `auto`."""
+        """Maximum number of tokens of a packed row (several samples end to end). If it is set to `auto`, the planner
+        (`llava-fsdp plan`) must have replaced that by a number before."""
         assert not self.plans_tokens, "the planner must replace auto first"
         tokens = self.tokens_per_micro_batch
         return tokens if isinstance(tokens, int) else self.micro_batch_size * self.data.max_length
@@ -247,9 +247,9 @@ class Config:
 
     @property
     def plans_tokens(self) -> bool:
-        """Whether the planner chooses the number of tokens of a packed row (several samples end to end). It does not
-        with pack=false or sampler=llava_v1_5: these use micro_batch_size, and treat `tokens_per_micro_batch=auto` as
-        null."""
+        """Whether the planner (`llava-fsdp plan`) chooses the maximum number of tokens of a packed row (several samples
+        end to end). It does not with pack=false or sampler=llava_v1_5: these use micro_batch_size, and treat
+        `tokens_per_micro_batch=auto` as null."""
         is_free = self.packs and self.sampler.name is not SamplerName.llava_v1_5
         return is_free and self.tokens_per_micro_batch == AUTO
 

@@ -98,7 +98,7 @@ class AdapterWriter:
         Args:
             folder: the adapter folder, which must be empty or absent.
             tensors: all tensors to write, by llava_fsdp's parameter names.
-            history: name of the training, its stage and the step that produced the adapter, for `llava_fsdp.json`.
+            history: id of the training, its stage and the step that produced the adapter, for `llava_fsdp.json`.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.small_files.items():

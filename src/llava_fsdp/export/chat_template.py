@@ -345,10 +345,10 @@ def trained_ids(
 
     Args:
         encoder: tokenizes conversations as training does.
-        texts: the messages in turn: question, answer, question, and so on; images are `<image>` tags.
+        texts: the messages in turn: question, answer, question, and so on; with `<image>` and `<video>` tags.
         image_id: token id that stands for an image, one token for each.
         system: text of a system message before the first question; None: no system message.
-        video_id: token id that stands for a video, if texts may have `<video>` tags.
+        video_id: token id that stands for a video, one token for each; None: there are no videos.
     """
     if video_id is not None:
         tags = [image_id if tag == IMAGE_TAG else video_id for tag in re.findall(ANY_TAG, "".join(texts))]

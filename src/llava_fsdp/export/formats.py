@@ -77,11 +77,12 @@ class SourceModel:
         model: model with this architecture. Only its configuration and shapes are used: its weights may be sharded or
             on the meta device.
         template: name of the conversation template.
-        aspect: how an image is fitted into the square input of the vision tower; with anyres it is cut into several
-            square tiles.
+        aspect: how an image is fitted into the square input of the vision tower; with anyres and anyres_max it is cut
+            into several square tiles.
         grid_pinpoints: sizes in pixels that an image may be fitted into before it is cut into tiles; empty: those of
             LLaVA-NeXT or LLaVA-OneVision.
-        max_tiles: `data.max_tiles`, used with anyres_max.
+        max_tiles: with anyres_max, an image with more vision features than this number of tiles has is shrunk to that
+            number of features.
         pixels: how to decode and resize the images of questions: as in training, but `exact` after training with
             `fast`.
         special_tokens: how special tokens such as `</s>` in a text are tokenized.
@@ -89,7 +90,7 @@ class SourceModel:
         language, vision: folders or hub names of the language model and of the vision tower; empty if not known.
         renamed_tower: name of the vision tower to write into the original LLaVA's config.json; None: the name that the
             original model has.
-        history: name of the training, stage and step that produced the model, and the parts that were trained.
+        history: id of the training, stage and step that produced the model, and the parts that were trained.
         video_sampling: how frames of a video are selected, if the model takes videos.
     """
 
@@ -132,7 +133,7 @@ def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceM
     Args:
         model: the trained model, which may be sharded.
         cfg: configuration of the training.
-        run: name of the training.
+        run: unique id of the training.
         step: number of steps after which the model is exported.
     """
     assert isinstance(model, Llava)  # also with FSDP, which gives the model a subclass of Llava
@@ -179,7 +180,8 @@ def write_folder(
     rank writes.
 
     Args:
-        folder_format: the program for which the folder is written: transformers or the original LLaVA.
+        folder_format: the program for which the folder is written: transformers, the original LLaVA, or the original
+            LLaVA's second training stage, which needs the projector alone.
         source: description of the model to export, without its weights.
         weights: its weights, which are gathered from all ranks.
         staged: folder to write into, which gets its final name later.
@@ -214,7 +216,7 @@ def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> Non
     Args:
         source: description of the exported model, whose settings are written.
         staged: the exported folder, before it gets its final name.
-        notes: further values to write.
+        notes: further settings to write, by name.
     """
     notes = {
         **source.history,
@@ -246,7 +248,8 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
         staged: folder to write into, which gets its final name later.
 
     Returns:
-        The number of rows that the exported embeddings must have, as the tokenizer has new tokens.
+        The number of rows that the exported embeddings must have, so that there is a row for each token that the export
+        adds to the tokenizer.
     """
     model, parts = source.model, source.model.parts
     check_hf(model, source.aspect)

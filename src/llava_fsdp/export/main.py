@@ -89,6 +89,7 @@ def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
     Args:
         final: the target folder `cfg.to`.
         staged: folder that is written first and then renamed to `final`.
+        cfg: settings of the command `export`.
     """
     inputs = {"source": cfg.source, "base": cfg.base, "language": cfg.language, "vision": cfg.vision}
     for key, name in inputs.items():

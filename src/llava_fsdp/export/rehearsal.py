@@ -114,9 +114,8 @@ def prepare_copy(source: SourceModel) -> tuple[SourceModel, Weights, Inputs, lis
         source: description of the model, without its weights.
 
     Returns:
-        A description of the small copy, its weights with LoRA adapters merged, test inputs, and the copy's logits for
-            each
-        of them.
+        A description of the small copy, its weights with LoRA adapters merged, test inputs (micro-batches with an image
+        or a video), and the copy's logits for each of them: float32 [labels, vocabulary].
 
     Raises:
         ModelError: no small copy can be made, or its logits are not finite.
@@ -148,8 +147,8 @@ def compare(folder: Path, inputs: Inputs, expected: list[torch.Tensor]) -> None:
 
     Args:
         folder: the exported folder.
-        inputs: test inputs.
-        expected: logits of the small copy for each of the inputs.
+        inputs: test inputs: micro-batches with an image or a video.
+        expected: logits of the small copy for each of the inputs: float32 [labels, vocabulary].
     """
     with foreign("transformers cannot compute logits of the export of a small copy"):
         exported = open_export(folder, torch.float32)
@@ -206,7 +205,7 @@ def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None
 
 
 def check_names(config: PretrainedConfig, names: Collection[str]) -> None:
-    """Raise ModelError unless transformers' model with this configuration is made of exactly the parameters `names`.
+    """Raise ModelError unless transformers' model with this configuration has exactly the parameters `names`.
 
     Args:
         names: llava_fsdp's names of the parameters; transformers' names are converted to these before they are

@@ -73,7 +73,7 @@ class Opened:
     """A model opened for export.
 
     Attributes:
-        source: its architecture and settings.
+        source: description of its architecture and settings.
         sources: stored values of every parameter, by name, which are read only when they are needed. If the model has
             LoRA adapters, they are merged in these values.
         folder: the folder that was opened.
@@ -113,8 +113,8 @@ def open_source(cfg: ConversionConfig) -> Opened:
 
 
 def open_run(run: Path, cfg: ConversionConfig) -> Opened:
-    """Open the model of a training for export: its newest valid checkpoint; or its final export, if that was written at
-    the same step, is undamaged and has the dtype that `cfg` asks for.
+    """Open the model of a training for export: its newest valid checkpoint; or the export that the training wrote at
+    its end, if that is of the same step, is undamaged and has the dtype that `cfg` asks for.
 
     Args:
         run: output folder of the training.
@@ -134,8 +134,8 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
 
 
 def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
-    """Open the model that a training without checkpoints wrote at its end: its LoRA adapter folder; or its final
-    export, if there is no adapter folder or both were written at the same step.
+    """Open the model that a training without checkpoints wrote at its end: its LoRA adapter folder; or its export, if
+    there is no adapter folder or both were written at the same step.
 
     Args:
         run: output folder of the training.
@@ -243,8 +243,8 @@ def check_projector(adapter_folder: AdapterFolder, base: dict[str, Stored], wher
     ]
     if drawn:
         raise ModelError(
-            f"{adapter_folder.folder} has no {drawn[0]}, and neither has {where}: non_lora_trainables.safetensors (or .bin) "
-            "is missing; copy it there, or give a whole LLaVA model with base=PATH"
+            f"{adapter_folder.folder} has no {drawn[0]}, and neither has {where}: non_lora_trainables.safetensors "
+            "(or .bin) is missing; copy it there, or give a whole LLaVA model with base=PATH"
         )
 
 
@@ -349,8 +349,8 @@ def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder
 
 
 def max_tiles_of(raw: dict[str, Any]) -> int:
-    """Return into how many square tiles an image is cut at most: N if the original LLaVA's config.json has
-    `image_aspect_ratio=anyres_max_N`, else the default of `data.max_tiles`.
+    """Return the limit on the number of vision features of an image that is cut into tiles, as a number of tiles: N if
+    the original LLaVA's config.json has `image_aspect_ratio=anyres_max_N`, else the default of `data.max_tiles`.
 
     Args:
         raw: contents of that config.json.

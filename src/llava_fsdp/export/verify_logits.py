@@ -48,7 +48,7 @@ TEXT = 24
 
 @dataclass(frozen=True)
 class Rounded:
-    """A stored parameter whose values are converted to the dtype of an export when they are read."""
+    """The stored values of a parameter, converted to the dtype of an export when they are read."""
 
     stored: Stored
     dtype: torch.dtype
@@ -124,7 +124,8 @@ def prove(
     it.
 
     Args:
-        folder_format: the program for which the folder was written: transformers or the original LLaVA.
+        folder_format: the program for which the folder was written: transformers, the original LLaVA, or the original
+            LLaVA's second training stage, which needs the projector alone.
         model: a model of the exported architecture; its weights are not used.
         sources: stored values of the parameters that were exported, by name.
         dtypes: dtypes of the exported parameters, by name.
@@ -208,7 +209,7 @@ def random_micro_batch(model: Llava, rule: ImageTokens, tokens: np.ndarray, tile
     Args:
         model: the model for which the micro-batch is made; its weights are not used.
         rule: computes into how many tiles the model cuts an image, and which tokens the image gets.
-        tokens: tokens of the image or the video, as a method of `rule` returns them.
+        tokens: one element for each token of the image or the video, as `rule.of` or `rule.of_video` returns them.
         tiles: number of tiles of the image, or of frames of the video.
     """
     dice, tile = torch.Generator().manual_seed(0), model.parts.image_size

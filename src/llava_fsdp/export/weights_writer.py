@@ -56,9 +56,10 @@ def write_shards(
     0 has the tensors of only one file in memory at a time. All ranks must call this.
 
     Args:
+        weights: the weights, which are gathered from all ranks.
         staged: folder to write into, which gets its final name later.
-        plan: returns what each tensor of the files is made of, by its name there, given a function that reads a part of
-            a parameter by llava_fsdp's name.
+        plan: returns the tensors to write, by name, whose values are read later. Its argument is a function for this,
+            which reads a part of a parameter by llava_fsdp's name of it.
         vocabulary: llava_fsdp's names of the parameters with a row for each token: embeddings and output layer.
         trained: number of rows of these parameters that are trained.
         rows: number of rows of these parameters to write; rows after the trained ones are the trained rows' mean.
@@ -135,7 +136,7 @@ def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[Gr
     a file has groups of at most 5 GB together, or one group.
 
     Args:
-        outputs: the tensors to write, by name.
+        outputs: the tensors to write, by name, whose values are not read yet.
         weights: the model's weights, from which the tensors are made.
 
     Returns:
@@ -162,8 +163,8 @@ def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[Gr
 
 
 def renamed(shapes: Mapping[str, Sequence[int]], rename: Callable[[str], str], read: ReadPart) -> dict[str, LazyTensor]:
-    """Return a plan for `write_shards` in which every parameter is written as one tensor under another name: {new name:
-    tensor without values}.
+    """Return the tensors that `write_shards` is to write, by name, if every parameter is written as one tensor under
+    another name. Their values are read when they are written.
 
     Args:
         shapes: shapes of the parameters, by llava_fsdp's names.
