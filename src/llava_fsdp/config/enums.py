@@ -57,7 +57,8 @@ class Examine(Enum):
 
 
 class AspectRatio(Enum):
-    """Choices of `data.image_aspect_ratio`: how an image is fitted into the square input of the vision tower."""
+    """Choices of `data.image_aspect_ratio`: how an image is fitted into the square input of the vision tower; it may be
+    cut into several such squares (tiles)."""
 
     square = "square"
     """The image is squeezed to a square, or its centre is cropped, as the vision tower's own preprocessing does."""
@@ -71,8 +72,8 @@ class AspectRatio(Enum):
 
 
 class Parity(Enum):
-    """Choices of `labels`: whether the labels of the text tokens are exact, or the same as those of the original LLaVA
-    trainer to the bit, including its bugs."""
+    """Choices of `labels`: whether exactly the tokens of all answers are labels, or the same tokens as in the original
+    LLaVA trainer, including its bugs."""
 
     exact = "exact"
     llava_v1_5 = "llava_v1_5"
@@ -170,7 +171,8 @@ class ActivationCheckpointing(Enum):
 
 
 class OffloadMode(Enum):
-    """Choices of `offload.mode`: which training states are kept outside of the GPU's memory."""
+    """Choices of `offload.mode`: which training states (optimizer moments, gradients, weights) are kept in host memory
+    or in files instead of in the GPU's memory."""
 
     none = "none"
     optimizer = "optimizer"

@@ -175,8 +175,8 @@ class AdapterWriter:
 
 
 def is_projector(name: str) -> bool:
-    """Return whether a parameter is saved in an adapter folder's `non_lora_trainables` files instead of with the
-    adapters. These are the projector's weights and the `image_newline` vector.
+    """Return whether a parameter is saved in the files `non_lora_trainables` of a LoRA adapter folder instead of
+    together with the adapters. These are the projector's weights and the `image_newline` vector.
 
     Args:
         name: llava_fsdp's name of the parameter.
@@ -185,7 +185,8 @@ def is_projector(name: str) -> bool:
 
 
 def whole_rows(tensor: Stored) -> torch.Tensor:
-    """Return all values of a stored parameter, which are read from a file or generated only now."""
+    """Return all values of a parameter. They are read from a file, or generated if they are random, only when this is
+    called."""
     return tensor.rows(0, tensor.shape[0])
 
 

@@ -157,7 +157,7 @@ def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceM
 
 def names_of_parts(parts: Parts, cfg: ModelConfig) -> tuple[str, str]:
     """Return the folders or hub names of the language model and the vision tower of a training; empty for a part whose
-    name is not known, because it comes from the whole model `model.checkpoint`, which does not name its parts.
+    name is not known, because it comes from a whole model (`model.checkpoint`) that does not name its parts.
 
     Args:
         parts: the folders from which the training loaded its model.

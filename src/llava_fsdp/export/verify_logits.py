@@ -130,7 +130,8 @@ def prove(
         sources: stored values of the parameters that were exported, by name.
         dtypes: dtypes of the exported parameters, by name.
         folder: the exported folder.
-        rule: computes into how many tiles the model cuts an image, and which tokens the image gets.
+        rule: computes into how many tiles (square inputs of the vision tower) the model cuts an image, and which tokens
+            the image gets.
 
     Returns:
         The largest difference, relative to the largest logit.
@@ -195,7 +196,8 @@ def random_rows(model: Llava, rule: ImageTokens) -> tuple[MicroBatch, list[Size]
 
     Args:
         model: the model for which the micro-batch is made; its weights are not used.
-        rule: computes into how many tiles the model cuts an image, and which tokens the image gets.
+        rule: computes into how many tiles (square inputs of the vision tower) the model cuts an image, and which tokens
+            the image gets.
     """
     tile = model.parts.image_size
     size = (tile, tile + tile // 3) if rule.needs_size(1) else (tile, tile)
@@ -208,7 +210,8 @@ def random_micro_batch(model: Llava, rule: ImageTokens, tokens: np.ndarray, tile
 
     Args:
         model: the model for which the micro-batch is made; its weights are not used.
-        rule: computes into how many tiles the model cuts an image, and which tokens the image gets.
+        rule: computes into how many tiles (square inputs of the vision tower) the model cuts an image, and which tokens
+            the image gets.
         tokens: one element for each token of the image or the video, as `rule.of` or `rule.of_video` returns them.
         tiles: number of tiles of the image, or of frames of the video.
     """
@@ -292,7 +295,8 @@ def reloaded_logits(
 
     Args:
         micro: the micro-batch.
-        images: pixels of all images, normalised and cut into tiles: [tiles, 3, height, width].
+        images: pixels of all images, normalised and cut into tiles (square inputs of the vision tower): [tiles, 3,
+            height, width].
         dtype: dtype in which the model is loaded and computes.
         sizes: width and height in pixels of each image.
     """
@@ -332,8 +336,8 @@ def exported_logits(model: Any, micro: MicroBatch, images: torch.Tensor, sizes: 
     Args:
         model: the loaded model.
         micro: the micro-batch.
-        images: pixels of all images, normalised and cut into tiles, or of the frames of one video: [tiles or frames, 3,
-            height, width].
+        images: pixels of all images, normalised and cut into tiles (square inputs of the vision tower), or of the
+            frames of one video: [tiles or frames, 3, height, width].
         sizes: width and height in pixels of each image; None: `images` is a video.
     """
     config, pixels = model.config, images.to(model.dtype)
