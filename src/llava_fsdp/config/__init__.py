@@ -1,8 +1,8 @@
 """Define the configuration: every key that a user can set, with its type, its meaning and its checks. Imports no torch.
 
 The values are in the YAML files under `conf/` and on the command line. Hydra composes them, and `load` converts the
-result once into the classes of this package, so that other modules do not use OmegaConf. Each module defines the keys
-of one area; all classes are exported from here.
+result once into the dataclasses of this package, so that other modules do not use OmegaConf. Each module defines the
+keys of one area; all classes are exported from here.
 """
 
 from llava_fsdp.config.checks import AUTO, at_least, check_profile

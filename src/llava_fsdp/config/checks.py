@@ -1,4 +1,5 @@
-"""Check the values of single configuration keys, and find keys of a training that contradict each other."""
+"""Check the values of single configuration keys, and find keys in the configuration of a training that contradict each
+other."""
 
 from __future__ import annotations
 
@@ -35,19 +36,28 @@ AUTO = "auto"
 
 
 def at_least(key: str, value: int | None, least: int, why: str = "") -> None:
-    """Raise ConfigError if a key's value is below `least`. None is accepted."""
+    """Raise ConfigError if `value`, the value of the configuration key `key`, is below `least`. None is accepted.
+
+    Args:
+        why: text to append to the error message, such as the reason for the bound.
+    """
     if value is not None and value < least:
         raise ConfigError(f"{key}={value} must be at least {least}" + (f": {why}" if why else ""))
 
 
 def above_zero(key: str, value: float | None, hint: str = "") -> None:
-    """Raise ConfigError if a key's value is not a finite number above 0. None is accepted."""
+    """Raise ConfigError if `value`, the value of the configuration key `key`, is not a finite number above 0. None is
+    accepted.
+
+    Args:
+        hint: text to append to the error message, such as another value that is accepted.
+    """
     if value is not None and not 0 < value < math.inf:
         raise ConfigError(f"{key}={value} must be a finite number above 0{hint}")
 
 
 def check_training(cfg: Config) -> None:
-    """Raise ConfigError if a number of a training's configuration is out of its bounds, or if keys contradict each
+    """Raise ConfigError if a number in the configuration of a training is out of its bounds, or if keys contradict each
     other."""
     check_packing(cfg)
     check_context(cfg)
@@ -110,7 +120,8 @@ def check_context(cfg: Config) -> None:
 
 
 def check_base(cfg: Config) -> None:
-    """Raise ConfigError for settings that cannot be used if the language model's weights are quantized or frozen."""
+    """Raise ConfigError for settings that contradict a frozen or quantized language model: fp8 matrix products
+    (`precision.linear=fp8`) if its weights are frozen, and moving its weights to the host if they are quantized."""
     mode = cfg.model.quantize.mode
     if cfg.model.lora.enabled and cfg.precision.linear is LinearKind.fp8:
         raise ConfigError(
@@ -140,8 +151,8 @@ def check_compile(cfg: Config) -> None:
 
 
 def check_offload(cfg: Config) -> None:
-    """Raise ConfigError for sharding strategies and dtypes with which the chosen offload mode cannot work or would save
-    nothing."""
+    """Raise ConfigError for settings with which `offload.mode`, which keeps optimizer states or also weights in host
+    memory or in files, cannot work or would save nothing: some sharding strategies and some dtypes."""
     mode, strategy, precision = cfg.offload.mode, cfg.sharding.strategy, cfg.precision
     if mode is not OffloadMode.none and strategy is Strategy.NO_SHARD:
         raise ConfigError(
@@ -185,12 +196,13 @@ def check_numbers(cfg: Config) -> None:
         check_profile(cfg, cfg.max_steps)
 
 
-def check_profile(cfg: Config, total: int) -> None:
-    """Raise ConfigError if a run of `total` steps ends before the steps that are to be profiled."""
-    if cfg.profile and cfg.profile_steps is not None and cfg.profile_steps[1] > total:
+def check_profile(cfg: Config, total_steps: int) -> None:
+    """Raise ConfigError if a training of `total_steps` steps ends before the last step that is to be profiled
+    (`profile_steps`)."""
+    if cfg.profile and cfg.profile_steps is not None and cfg.profile_steps[1] > total_steps:
         raise ConfigError(
-            f"profile_steps={cfg.profile_steps}: this run has {total} steps; name earlier ones, or null for its last "
-            "three"
+            f"profile_steps={cfg.profile_steps}: this run has {total_steps} steps; name earlier ones, or null for its "
+            "last three"
         )
 
 
@@ -204,8 +216,9 @@ def check_dry_run(cfg: Config) -> None:
 
 
 def check_original(cfg: Config) -> None:
-    """Raise ConfigError for settings that labels=llava_v1_5 or sampler=llava_v1_5 does not support: these make labels
-    and micro-batches as the original LLaVA does."""
+    """Raise ConfigError for settings that contradict `labels=llava_v1_5`, which tokenizes samples and masks labels as
+    the original LLaVA's code does, or `sampler=llava_v1_5`, which orders samples and makes micro-batches as that code
+    does."""
     if cfg.labels is Parity.llava_v1_5 and cfg.data.too_long is not TooLong.truncate:
         raise ConfigError(
             f"labels=llava_v1_5 truncates what is too long, as the original does; data.too_long="
@@ -255,7 +268,8 @@ def check_anyres(cfg: Config) -> None:
 
 
 def check_export(cfg: Config) -> None:
-    """Raise ConfigError if the run would end with the export of a model that no class of transformers can represent."""
+    """Raise ConfigError if the training would end with an export for transformers, but no model class of transformers
+    can represent the trained model."""
     if not cfg.exports_model:
         return
     if cfg.model.shuffle_factor > 1:

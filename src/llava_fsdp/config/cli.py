@@ -63,12 +63,19 @@ that failed first; None if no other rank failed before."""
 
 
 def no_status(folder: Path, outcome: Outcome) -> None:
-    """Default of `on_exit` for programs that write no `run_status.json`; does nothing."""
+    """Do nothing. This is the default of the argument `on_exit` of `run`, for programs that do not record in a file how
+    they ended.
+
+    Args:
+        folder: output folder of the program; ignored.
+        outcome: how the program ended; ignored.
+    """
 
 
 @contextlib.contextmanager
 def until_reader_leaves() -> Iterator[None]:
-    """Context manager that ends its body without an error if the reader of stdout (such as `| head`) has exited."""
+    """Context manager that ends its `with` block without an error if the program that reads stdout through a pipe (such
+    as `head` in `| head`) has exited."""
     try:
         yield
         sys.stdout.flush()
@@ -91,10 +98,15 @@ def reader_has_left() -> bool:
 
 def start_process(config_name: str, schema: type) -> None:
     """Prepare the process of one rank of a training. From now on the process ends when torchrun ends, and at once after
-    a signal, because before the first step there is nothing to save.
+    a signal to stop, because before the first step there is nothing to save.
 
-    torchrun restarts its workers after any exit code. If this process is such a restart, and an earlier attempt ended
-    with an error that a restart cannot fix, it ends at once with the same exit code.
+    torchrun restarts its workers after any exit code. If this process may be such a restart, the status file in the
+    training's output folder is read: if an earlier attempt ended with an error that a restart cannot fix, this process
+    ends at once with the same exit code.
+
+    Args:
+        config_name: name of the command, which is also the name of its top-level YAML file, such as `train`.
+        schema: dataclass with the keys of the command's configuration.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitCode.STOPPED))
     signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
@@ -114,13 +126,15 @@ def start_process(config_name: str, schema: type) -> None:
 
 
 def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit: WriteStatus = no_status) -> None:
-    """Read the configuration `config_name`, call `task` with it as an object of class `schema`, and end the process
-    with the exit code of the outcome.
+    """Run a command: read its configuration from YAML files and the command line, call `task` with it, and end the
+    process with the exit code of the outcome.
 
     After a failure the process ends at once, without waiting for process groups, because other ranks may not respond
     anymore.
 
     Args:
+        config_name: name of the command, which is also the name of its top-level YAML file, such as `train`.
+        schema: dataclass of which `task` gets an object.
         on_exit: called as `on_exit(output_dir, outcome)` as soon as the outcome is known. If another rank failed
             earlier, `on_exit` returns the status of that rank, and this rank does not report its own error.
     """
@@ -178,19 +192,20 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
 
 
 def await_folder(folder: Path) -> None:
-    """Wait at most `FOLDER_SECONDS` seconds until rank 0 has created the run's folder. This rank may have failed long
-    before that."""
+    """Wait until the run's output folder exists, but at most `FOLDER_SECONDS` seconds. Rank 0 creates it, and another
+    rank that has failed may have to wait for it before it can record its failure there."""
     until = time.monotonic() + FOLDER_SECONDS
     while is_absent(folder) and time.monotonic() < until:
         time.sleep(0.2)
 
 
 def stop_restarts(ends_torchrun: bool, is_permanent: bool) -> None:
-    """End torchrun or the agent, which would restart this rank, if a restart cannot help.
+    """End the processes that would restart this rank after its end, if a restart cannot help. These are torchrun or,
+    with `llava-fsdp train`, this package's own version of torchrun's agent (train/agent.py).
 
     Args:
-        ends_torchrun: whether to end torchrun on this machine.
-        is_permanent: whether the failure would happen again; if so, the agent (train/agent.py) is ended.
+        ends_torchrun: whether to end torchrun on this machine in any case.
+        is_permanent: whether the failure would happen again; if so, the agent is ended.
     """
     if ends_torchrun or (is_permanent and is_later_rank()):
         time.sleep(PATIENCE)  # the other ranks of this machine report the error and end first
@@ -201,8 +216,15 @@ def stop_restarts(ends_torchrun: bool, is_permanent: bool) -> None:
 
 
 def write_outcome(folder: Path | None, outcome: Outcome, on_exit: WriteStatus) -> dict[str, Any] | None:
-    """Call `on_exit` to record how this rank ended, and return its result. Nothing is called if there is no run folder
-    or it belongs to another launch. Errors are logged and not raised."""
+    """Record how this rank ended (`outcome`), by calling `on_exit(folder, outcome)`. Errors are logged and not raised.
+
+    Args:
+        folder: the run's output folder; None if there is none. Nothing is called then, or if other processes, which
+            were launched separately, are using the folder.
+
+    Returns:
+        The result of `on_exit`: the recorded status of the rank that failed first, if that is another rank; else None.
+    """
     if folder is not None and not is_locked_by_other_launch(folder):
         with log_write_errors(folder):
             return on_exit(folder, outcome)
@@ -214,8 +236,8 @@ def is_later_rank() -> bool:
 
 
 def typed_output_dir() -> Path | None:
-    """Return the `output_dir` given on the command line, for use if the configuration cannot be read; None for a dry
-    run."""
+    """Return the folder that is given as `output_dir=` on the command line, where an error can be recorded even if the
+    configuration cannot be read. Return None if it is not given, or for a dry run, which records nothing."""
     if any(a.startswith("dry_run=") for a in sys.argv[1:]):
         return None
     folders = [a.partition("=")[2] for a in sys.argv[1:] if a.startswith("output_dir=")]
@@ -223,7 +245,8 @@ def typed_output_dir() -> Path | None:
 
 
 def write_torchrun_error(message: str) -> None:
-    """Write the error file from which torchrun prints the root cause of a failure.
+    """Write an error message into the file from which torchrun prints the root cause of a failure (its path is in the
+    environment variable TORCHELASTIC_ERROR_FILE).
 
     torch's own decorator `@record` is not used, because it adds a traceback even to the message about a user's mistake.
     """
@@ -235,8 +258,12 @@ def write_torchrun_error(message: str) -> None:
 
 
 def compose(config_name: str, schema: type) -> DictConfig | None:
-    """Build the configuration from YAML files and the command line with Hydra; None if only help or the configuration
-    was printed.
+    """Build a command's configuration from YAML files and the command line (`sys.argv`) with Hydra. Return None if only
+    help or the configuration was printed.
+
+    Args:
+        config_name: name of the command, which is also the name of its top-level YAML file, such as `train`.
+        schema: dataclass with the keys of the command's configuration; used for checks and help.
 
     Raises:
         ConfigError: a key or choice does not exist (Hydra's message, shortened, with the nearest key that exists), or a
@@ -267,7 +294,13 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
 
 
 def compose_with_flags(config_name: str, schema: type) -> DictConfig | None:
-    """Do the same as `compose` with Hydra's own program, which supports flags such as `--cfg job` but takes longer."""
+    """Build a command's configuration as `compose` does, but with Hydra's own program (`hydra.main`), which supports
+    Hydra's flags such as `--cfg job` but takes longer. Return None if only help or the configuration was printed.
+
+    Args:
+        config_name: name of the command, which is also the name of its top-level YAML file, such as `train`.
+        schema: dataclass with the keys of the command's configuration; used for error messages.
+    """
     composed: list[DictConfig] = []
 
     def body(node: DictConfig) -> None:
@@ -289,44 +322,52 @@ def compose_with_flags(config_name: str, schema: type) -> DictConfig | None:
     return composed[0] if composed else None
 
 
-def name_folder(words: list[str], key: str | None) -> list[str]:
-    """Return the words of a command line, with `key=` in front of the first word if that is a path. Without a `key`, or
-    if the first word is `key=value` or a flag, they are unchanged."""
-    if key is None or not words or "=" in words[0] or words[0].startswith(("-", "~")):
-        return words
-    return [f"{key}={words[0]}", *words[1:]]
+def name_folder(arguments: list[str], key: str | None) -> list[str]:
+    """Return command-line arguments, with `key=` put in front of the first one if it is a bare path, as in `llava-fsdp
+    chat FOLDER`. It is unchanged if it already is `key=value` or a flag.
+
+    Args:
+        key: configuration key for which a bare path may be given; None: all arguments are returned unchanged.
+    """
+    if key is None or not arguments or "=" in arguments[0] or arguments[0].startswith(("-", "~")):
+        return arguments
+    return [f"{key}={arguments[0]}", *arguments[1:]]
 
 
-def with_own_model(words: list[str]) -> list[str]:
-    """Append `model=own` to the words of a command line that sets model.language, model.vision or model.checkpoint, but
-    does not choose `model=`. Otherwise the default `model=tiny` would apply, whose learning rate is for two million
-    parameters.
+def with_own_model(arguments: list[str]) -> list[str]:
+    """Return command-line arguments, with `model=own` (settings for a model that the user names) appended if they set
+    model.language, model.vision or model.checkpoint, but do not choose other settings by `model=`. Otherwise the
+    default `model=tiny` would apply, whose learning rate is for two million parameters.
 
     Raises:
         ConfigError: of these keys, only model.vision is set.
     """
-    given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words if "=" in word}
+    given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in arguments if "=" in word}
     named = {key for key in BACKBONES if given.get(key, "null") != "null" and not given[key].startswith("package:")}
     if not named or "model" in given:
-        return words
+        return arguments
     if named == {"model.vision"}:
         raise ConfigError(
             f"model.vision={given['model.vision']} is named without a language model: name model.language=DIR too, or "
             "choose the other parts by model="
         )
     checkpoint = [f"model.language={given['model.checkpoint']}"] if "model.language" not in given else []
-    return [*words, "model=own", *checkpoint]
+    return [*arguments, "model=own", *checkpoint]
 
 
-def refuse_unknown(words: list[str], schema: type) -> None:
-    """Raise ConfigError for a key or choice that does not exist, suggesting the nearest one that does. Hydra would find
-    this error too, but needs seconds. With `--config-dir` the choices are not known here, so the check is left to
-    Hydra."""
-    if any(word.startswith("--config-dir") or word == "-cd" for word in words):
+def refuse_unknown(arguments: list[str], schema: type) -> None:
+    """Raise ConfigError for a command-line argument with an unknown key, or with an unknown choice of a config group
+    (`group=choice`); the message suggests the nearest known one. Hydra would find this error too, but needs seconds.
+    With `--config-dir` the choices are not known here, so the check is left to Hydra.
+
+    Args:
+        schema: dataclass with the keys of the command's configuration.
+    """
+    if any(word.startswith("--config-dir") or word == "-cd" for word in arguments):
         return
     keys = schema_keys(schema)
     flag = ""
-    for word in words:
+    for word in arguments:
         name, equals, value = word.partition("=")
         is_plain = equals and re.fullmatch(r"\w+(\.\w+)*", name) and flag not in WITH_VALUES
         flag = word
@@ -342,8 +383,9 @@ def refuse_unknown(words: list[str], schema: type) -> None:
 
 
 def taken_literally(argument: str) -> str:
-    """Return an argument `key=value` with its value quoted for Hydra, if the value of this key is text or a path and is
-    not quoted yet."""
+    """Return a command-line argument `key=value` in the form in which Hydra takes its value literally: the value is
+    quoted, if values of this key are texts or paths, and it is not quoted yet. An argument that sets a key of a data
+    source, whose name the user chooses, also gets Hydra's prefix `++`, which allows new keys."""
     key, equals, value = argument.partition("=")
     if key.startswith(SOURCES):  # the user chose the source's name, and Hydra adds a new key only with ++
         name, literal = f"++{key}", key.endswith((".path", ".images"))
@@ -354,7 +396,8 @@ def taken_literally(argument: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Quote a text, which may contain any characters, for Hydra's override grammar."""
+    """Quote a text, which may contain any characters, for the command-line grammar of Hydra. A text that needs no
+    quotes is returned unchanged."""
     if re.fullmatch(r"[\w/.:-]*", text, re.ASCII):
         return text
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
@@ -370,11 +413,14 @@ def refuse_multirun(config_name: str) -> None:
         )
 
 
-def refuse_bare_words(words: list[str], config_name: str) -> None:
-    """Raise ConfigError for a command-line argument without `key=`. Hydra's own message would speak of quotes
-    instead."""
+def refuse_bare_words(arguments: list[str], config_name: str) -> None:
+    """Raise ConfigError for a command-line argument without `key=`. Hydra's own message would speak of quotes instead.
+
+    Args:
+        config_name: name of the command, by which the message suggests a key.
+    """
     flag = ""
-    for word in words:
+    for word in arguments:
         if not word.startswith(("-", "~")) and "=" not in word and flag not in WITH_VALUES:
             key = PATH_KEYS.get(config_name, "output_dir")
             hint = f"did you mean {key}={word}?" if os.path.exists(word) else f"as in {key}=outputs/mine"
@@ -383,8 +429,12 @@ def refuse_bare_words(words: list[str], config_name: str) -> None:
 
 
 def shorten(message: str, schema: type) -> str:
-    """Shorten an error message of Hydra: remove the search path and advice about stack traces and `+`, and add the
-    nearest existing key."""
+    """Return an error message of Hydra without its search path and its advice about stack traces and `+`, and with the
+    nearest existing key added if a key is unknown.
+
+    Args:
+        schema: dataclass that defines the existing keys.
+    """
     text = re.split(r"\n\s*(?:Config search path|Set the environment variable|To append to your config)", message)[0]
     text = re.sub(r"\n\s*(?:full_key|object_type)\b.*", "", text).strip()
     if "Traceback" in text:  # for some mistakes Hydra prints its own stack trace; the message is its last line

@@ -1,4 +1,4 @@
-"""Configuration keys of all commands except `train`."""
+"""Configuration keys of all commands of `llava-fsdp` except `train`."""
 
 import math
 from dataclasses import dataclass
@@ -32,7 +32,8 @@ class SweepKeys:
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig(Config):
-    """Keys of `sweep`: those of a training, those of its launch, and those of the comparison between runs."""
+    """Configuration keys of the command `sweep`, which runs several trainings with different settings: the keys of a
+    training, of how the trainings are launched, and of their comparison."""
 
     launch: LaunchConfig
     sweep: SweepKeys
@@ -49,7 +50,8 @@ class PrepareKeys:
 
 @dataclass(kw_only=True, slots=True)
 class PrepareConfig(Config):
-    """Keys of `prepare`: those of the training for which the dataset is prepared, and a few more."""
+    """Configuration keys of the command `prepare`, which checks a dataset before a training: the keys of that training,
+    and a few more."""
 
     prepare: PrepareKeys
     report: str | None
@@ -69,7 +71,8 @@ class PrepareConfig(Config):
 
 @dataclass(kw_only=True, slots=True)
 class PlanConfig(Config):
-    """Keys of `plan`: those of the training whose cost is predicted, and a few more."""
+    """Configuration keys of the command `plan`, which predicts memory and speed of a training: the keys of that
+    training, and a few more."""
 
     gpus: int
     """Number of ranks on each node."""
@@ -94,7 +97,8 @@ class PlanConfig(Config):
 
 @dataclass(kw_only=True, slots=True)
 class DoctorConfig(Config):
-    """Keys of `doctor`: those of the training for which the machine is checked, and a few more."""
+    """Configuration keys of the command `doctor`, which checks whether this machine has what a training needs: the keys
+    of that training, and a few more."""
 
     gpus: int | None
     """Number of ranks on this machine; null: the number of its GPUs, or 1 without GPUs."""
@@ -108,7 +112,7 @@ class DoctorConfig(Config):
 
 @dataclass(kw_only=True, slots=True)
 class TrainedModelConfig:
-    """Keys of the trained model that generates answers."""
+    """Configuration keys that name the trained model which generates answers."""
 
     checkpoint: str
     """Folder of a run or of a model (in this project's, transformers' or the original LLaVA's format)."""
@@ -116,7 +120,8 @@ class TrainedModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvaluateConfig:
-    """Keys of `evaluate`: answer a benchmark's questions with a trained model and score the answers."""
+    """Configuration keys of the command `evaluate`, which lets a trained model answer the questions of a benchmark, and
+    scores the answers."""
 
     stage: StageConfig
     data: DataConfig
@@ -172,7 +177,7 @@ class EvaluateConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ChatConfig:
-    """Keys of `chat`: a conversation with a trained model."""
+    """Configuration keys of the command `chat`, which starts a conversation with a trained model."""
 
     model: TrainedModelConfig
     image: str | None
@@ -217,7 +222,7 @@ class ChatConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ConversionConfig:
-    """Keys of `export`: convert a model from one format to another."""
+    """Configuration keys of the command `export`, which converts a trained model from one format to another."""
 
     source: str
     """Model to convert: a run, one of its checkpoints, or a model folder (in this project's, transformers' or the

@@ -1,4 +1,4 @@
-"""Configuration keys of the data: data sources, sampling order and validation data."""
+"""Configuration keys of the data: sources of training records, sampling order and validation data."""
 
 import hashlib
 import math
@@ -33,21 +33,21 @@ HELDOUT = "heldout.json"
 
 
 def paths_in(path: str) -> list[str]:
-    """Return the paths that a `path` key names: the text itself if it is an existing path, else its parts between
-    commas; brackets around a list are left out."""
+    """Return the paths that the value of a configuration key such as `data.path` names: the text itself if it is an
+    existing path, else its parts between commas; brackets around a list are left out."""
     if os.path.exists(path):
         return [path]
     return [part.strip() for part in path.removeprefix("[").removesuffix("]").split(",")]
 
 
 def fixed_part(path: str) -> str:
-    """Return `path`, or the folder part before the first wildcard if `path` is a pattern such as `data/*.json`."""
+    """Return `path` unchanged or, if it is a pattern such as `data/*.json`, the folder before its first wildcard."""
     found = MAGIC.search(path)
     return path if found is None or os.path.exists(path) else os.path.dirname(path[: found.start()]) or "."
 
 
 def is_remote(path: str) -> bool:
-    """Return whether a path is the URL of a remote storage that is read."""
+    """Return whether a path is the URL of a remote storage that this package can read (s3://, gs:// or hf://)."""
     return REMOTE.match(path) is not None
 
 
@@ -61,7 +61,8 @@ class StageConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SourceConfig:
-    """Keys of one data source, if a dataset has several (data.sources.NAME)."""
+    """Configuration keys of one data source (one or several files of training records), if a dataset has several
+    sources (data.sources.NAME)."""
 
     path: str
     """Files of records, as in data.path."""
@@ -170,8 +171,9 @@ class DataConfig:
 
     @property
     def trained_aspect(self) -> AspectRatio:
-        """The image aspect ratio that training really uses. It is `image_aspect_ratio`, but data.pixels=llava_v1_5
-        turns anyres into square, as the original LLaVA does (LLaVA train.py:702-718)."""
+        """How training really fits an image into the square input of the vision tower. It is data.image_aspect_ratio,
+        but data.pixels=llava_v1_5 turns anyres (several tiles) into square, as the original LLaVA does (LLaVA
+        train.py:702-718)."""
         as_square = self.image_aspect_ratio is AspectRatio.anyres and self.pixels is Pixels.llava_v1_5
         return AspectRatio.square if as_square else self.image_aspect_ratio
 
@@ -191,11 +193,17 @@ class DataConfig:
 
     @property
     def source_names(self) -> list[str]:
-        """Names of all data sources in order. A single source without a name is named after its (first) path."""
+        """Names of all data sources (files of training records) in order. A single source without a name is named after
+        its (first) path, without folder and extension."""
         return list(self.sources) or [Path(paths_in(str(self.path))[0]).stem]
 
     def budget(self, records: int) -> int:
-        """Return how many of `records` records may be skipped at most."""
+        """Return how many records of a dataset may be skipped at most because training cannot use them
+        (`data.max_bad_records`, a number or a percentage).
+
+        Args:
+            records: number of all records of the dataset.
+        """
         if self.max_bad_records.endswith("%"):
             return math.floor(Fraction(self.max_bad_records[:-1]) * records / 100)
         return int(self.max_bad_records)
@@ -258,7 +266,7 @@ class SamplerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class HeldOutConfig:
-    """Keys of one file of validation records, if there are several (val.sources.NAME)."""
+    """Configuration keys of one file of validation records, if there are several (val.sources.NAME)."""
 
     path: str
     images: str | None = None
@@ -267,8 +275,8 @@ class HeldOutConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ValConfig:
-    """Keys of validation: the records on which the model is measured during training. Validation does not change the
-    training."""
+    """Configuration keys of validation: the records on which the model is measured during training. Validation does not
+    change the training."""
 
     every: int | None
     """Number of steps between two validations; the last step is followed by one in any case; null: no validation."""
@@ -310,5 +318,5 @@ class ValConfig:
 
     @property
     def is_named(self) -> bool:
-        """Whether the configuration names a file of validation records."""
+        """Whether the configuration names a file of validation records (`val.path` or `val.sources`)."""
         return self.path is not None or bool(self.sources)

@@ -23,8 +23,8 @@ def takes(schema: Any, key: str) -> str | None:
     None if `key` is a group of keys, or contains a name that the user chooses.
 
     Args:
-        schema: configuration class.
-        key: dotted name of the key; followed by `[index]` for an item of a list.
+        schema: dataclass that has the key.
+        key: dotted name of the key, such as `optim.lr`; followed by `[index]` for an item of a list.
     """
     kind: Any = schema
     name, *indices = key.split("[")

@@ -68,7 +68,8 @@ class ParallelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ScalerConfig:
-    """Keys of loss scaling, which keeps fp16 gradients from vanishing. They correspond to DeepSpeed's five settings."""
+    """Configuration keys of loss scaling, which keeps fp16 gradients from becoming 0. They correspond to DeepSpeed's
+    five settings."""
 
     scale: float | None = None
     """A fixed loss scale; null: a dynamic one, which is halved when gradients overflow and doubled after `window` steps

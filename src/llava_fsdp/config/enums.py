@@ -46,7 +46,7 @@ class TooLong(Enum):
 
 
 class BadRecords(Enum):
-    """Choices of `data.bad_records`: what happens if a record cannot be trained on."""
+    """Choices of `data.bad_records`: what happens if a training record is invalid, such as one with a missing image."""
 
     fail = "fail"
     skip = "skip"
@@ -68,7 +68,8 @@ class Examine(Enum):
 
 
 class AspectRatio(Enum):
-    """Choices of `data.image_aspect_ratio`: how an image is fitted into the square input of the vision tower."""
+    """Choices of `data.image_aspect_ratio`: how an image is fitted into the square input of the vision tower; it may be
+    cut into several such squares (tiles)."""
 
     square = "square"
     """The image is squeezed to a square, or its centre is cropped, as the vision tower's own preprocessing does."""
@@ -82,8 +83,8 @@ class AspectRatio(Enum):
 
 
 class Parity(Enum):
-    """Choices of `labels`: whether labels are exact, or the same as those of the original LLaVA trainer to the bit,
-    including its bugs."""
+    """Choices of `labels`: whether exactly the tokens of all answers are labels, or the same tokens as in the original
+    LLaVA trainer, including its bugs."""
 
     exact = "exact"
     llava_v1_5 = "llava_v1_5"
@@ -98,7 +99,8 @@ class Pixels(Enum):
 
 
 class SpecialTokens(Enum):
-    """Choices of `data.special_tokens`: how special tokens such as `</s>` in the text of a record are tokenized."""
+    """Choices of `data.special_tokens`: how special tokens such as `</s>` in the text of a training record are
+    tokenized."""
 
     text = "text"
     parse = "parse"
@@ -116,8 +118,8 @@ class CompatName(Enum):
 
 
 class PatchMerge(Enum):
-    """Choices of `model.patch_merge`: how the tiles of an image are joined into one sequence of tokens
-    (`mm_patch_merge_type` of the original LLaVA)."""
+    """Choices of `model.patch_merge`: if an image is cut into several tiles, how these are joined into one sequence of
+    tokens (`mm_patch_merge_type` of the original LLaVA)."""
 
     flat = "flat"
     spatial = "spatial"
@@ -153,7 +155,7 @@ class MomentDType(Enum):
 
 class LinearKind(Enum):
     """Choices of `precision.linear`: number format of the matrix products in the linear layers of the language model's
-    blocks."""
+    transformer blocks."""
 
     same = "same"
     """The products are in precision.param_dtype."""
@@ -180,7 +182,8 @@ class ActivationCheckpointing(Enum):
 
 
 class OffloadMode(Enum):
-    """Choices of `offload.mode`: which tensors are kept outside of the device's memory."""
+    """Choices of `offload.mode`: which training states (optimizer moments, gradients, weights) are kept in host memory
+    or in files instead of in the GPU's memory."""
 
     none = "none"
     optimizer = "optimizer"
@@ -209,8 +212,8 @@ class Normalize(Enum):
 
 
 class LossKernel(Enum):
-    """Choices of `loss.kernel`: implementation of the loss, which is computed from hidden states and the output layer
-    instead of from logits."""
+    """Choices of `loss.kernel`: implementation of the cross-entropy loss, which is computed from hidden states and the
+    weights of the output layer instead of from logits."""
 
     auto = "auto"
     """The implementation that was measured to be fastest: chunked."""
@@ -221,7 +224,8 @@ class LossKernel(Enum):
 
 
 class Attention(Enum):
-    """Choices of `attention`: implementation of attention within each sample of a packed row."""
+    """Choices of `attention`: implementation of attention in packed rows, which are several samples end to end, each
+    attending only to itself."""
 
     auto = "auto"
     varlen = "varlen"
@@ -233,7 +237,7 @@ class Attention(Enum):
 
 
 class FolderFormat(Enum):
-    """Choices of `format` in `export`: program that will read an exported folder."""
+    """Choices of `format` in the command `export`: the program for which an exported model folder is written."""
 
     hf = "hf"
     """Folder for the transformers library."""
@@ -254,7 +258,7 @@ class KeptDType(Enum):
 
 
 class Devices(Enum):
-    """Choices of `launch.devices`: which GPUs a run of a sweep gets."""
+    """Choices of `launch.devices`: which GPUs each training gets that the command `sweep` starts."""
 
     own = "own"
     """As many GPUs as the run has ranks, locked against other runs of the same user."""
@@ -263,7 +267,7 @@ class Devices(Enum):
 
 
 class SweepMetric(Enum):
-    """Choices of `sweep.metric`: metric by which a sweep compares its runs."""
+    """Choices of `sweep.metric`: metric by which the command `sweep` compares its trainings."""
 
     loss = "loss"
     val_loss = "val_loss"
@@ -272,7 +276,8 @@ class SweepMetric(Enum):
 
 
 class Metric(Enum):
-    """Choices of `val.metric`: how a generated answer is scored against the answer in the record."""
+    """Choices of `val.metric`: how an answer that the model generates in validation is scored against the answer in the
+    record."""
 
     exact = "exact"
     """Score 1 if both texts are equal except for case and surrounding white space, else 0."""
@@ -286,8 +291,8 @@ class Format(Enum):
 
 
 class Task(Enum):
-    """Choices of `task` in `evaluate`: kind of questions of an evaluation, which also decides how answers are
-    scored."""
+    """Choices of `task` in the command `evaluate`: kind of questions that the model answers, which also decides how its
+    answers are scored."""
 
     conversations = "conversations"
     """First question of each LLaVA record; an answer is right if it equals the record's answer."""
@@ -313,8 +318,8 @@ class LoraBias(Enum):
 
 
 class Quantizer(Enum):
-    """Choices of `model.quantize.mode`: number format of the weights of the frozen linear layers in the language
-    model's blocks."""
+    """Choices of `model.quantize.mode`: number format in which the frozen weights of the linear layers in the language
+    model's transformer blocks are stored."""
 
     none = "none"
     """Unquantized weights in precision.param_dtype."""
@@ -327,7 +332,7 @@ class Quantizer(Enum):
 
 
 class WandbMode(Enum):
-    """Choices of `track.wandb`: whether Weights & Biases records a run."""
+    """Choices of `track.wandb`: whether Weights & Biases records a training."""
 
     off = "off"
     offline = "offline"

@@ -38,27 +38,30 @@ EXAMPLES = {
 """Arguments of one typical call of each command."""
 
 
-def asked_help(words: list[str]) -> str | None:
-    """Return the group of keys for which a command line asks for help, or an empty text if it asks for help on all
-    keys. Return None if it does not ask for help."""
-    for word, behind in itertools.zip_longest(words, words[1:], fillvalue=""):
+def asked_help(arguments: list[str]) -> str | None:
+    """Return the group of configuration keys for which command-line arguments ask for help, such as `data` for `--help
+    data`; an empty text if they ask for help on all keys, and None if they do not ask for help."""
+    for word, behind in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if word in FLAGS:
             return "" if "=" in behind or behind.startswith("-") else behind
     return None
 
 
-def render_help(config_name: str, schema: type, words: list[str], group: str = "") -> str:
-    """Return the help text of a command, or of one group of its keys such as `data` or `model.lora`.
+def render_help(config_name: str, schema: type, arguments: list[str], group: str = "") -> str:
+    """Return the help text of a command: its configuration keys with their values, types and meanings.
 
     Args:
-        words: keys and choices that the command line sets; the shown values include them.
+        config_name: name of the command, which is also the name of its top-level YAML file, such as `train`.
+        schema: dataclass with the keys of a command's configuration.
+        arguments: keys and choices that the command line sets; the shown values include them.
+        group: group of keys such as `data` or `model.lora` to which the text is limited; empty: all groups.
 
     Raises:
         ConfigError: the group does not exist, or the values contradict each other.
     """
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
-            node = compose(config_name, words)
+            node = compose(config_name, arguments)
     except HydraException as error:
         raise ConfigError(str(error).partition("\n")[0]) from error
     groups = groups_of(schema)
@@ -82,7 +85,12 @@ def render_help(config_name: str, schema: type, words: list[str], group: str = "
 
 
 def groups_of(schema: Any, prefix: str = "") -> dict[str, Any]:
-    """Return {dotted name: class} of all groups of keys in the configuration class `schema`."""
+    """Return {dotted name: class} of all groups of keys in a configuration, such as `model.lora`.
+
+    Args:
+        schema: dataclass of the configuration. Its fields whose types are dataclasses are the groups.
+        prefix: text to put before the names.
+    """
     found: dict[str, Any] = {}
     for key in fields(schema):
         if is_dataclass(key.type):
@@ -96,10 +104,15 @@ def about(group: str, schema: Any) -> list[str]:
     return [*wrapped("", meaning), *choices_of(None, group)]
 
 
-def choices_of(schema: Any, only: str = "") -> list[str]:
-    """Return a line for each group for which a command offers choices (`group=choice`). The choices of a group are the
-    YAML files in its folder in `conf/`."""
-    names = [only] if only else [key.name for key in fields(schema)]
+def choices_of(schema: Any, group: str = "") -> list[str]:
+    """Return lines of help: for each of Hydra's config groups, the choices that a command offers (`group=choice`).
+    These are the YAML files in the group's folder in `conf/`.
+
+    Args:
+        schema: dataclass of the command's configuration, whose fields name the groups.
+        group: the only group to list; empty: all groups.
+    """
+    names = [group] if group else [key.name for key in fields(schema)]
     lines = []
     for name in names:
         stems = sorted(path.stem for path in (config_dir() / name).glob("*.yaml"))
@@ -108,7 +121,13 @@ def choices_of(schema: Any, only: str = "") -> list[str]:
 
 
 def table(group: str, schema: Any, node: DictConfig) -> list[str]:
-    """Return a line for each key of a group, without its subgroups: name, value, type and meaning."""
+    """Return lines of help: name, value, type and meaning of each configuration key of a group, without its subgroups.
+
+    Args:
+        group: dotted name of the group; empty: the keys that are in no group.
+        schema: dataclass of the group.
+        node: the whole configuration, from which the values are taken.
+    """
     docs = meanings(schema)
     values = OmegaConf.select(node, group) if group else node
     lines = []
@@ -133,7 +152,12 @@ def shown(values: Any, name: str) -> str:
 
 
 def meanings(schema: Any) -> dict[str, str]:
-    """Return the docstrings of the fields of a configuration class and of its bases, by field name."""
+    """Return {field name: docstring} of the fields of a configuration dataclass and of its base classes. The docstrings
+    are the strings behind the fields in the source code.
+
+    Args:
+        schema: the dataclass.
+    """
     found: dict[str, str] = {}
     classes: list[type] = [base for base in schema.__mro__ if hasattr(base, "__dataclass_fields__")]
     for one in reversed(classes):

@@ -1,4 +1,4 @@
-"""Check a command line before Hydra uses it: it must not contain secrets, or name Python that Hydra would call.
+"""Check a command line before Hydra uses it: it must not contain secrets, or name Python code that Hydra would call.
 
 Hydra instantiates classes that are named in its own `hydra` node (launcher, sweeper, callbacks, logging) before a
 program sees its configuration. Therefore arguments that set this node, and all YAML files of a `--config-dir`, are
@@ -29,26 +29,27 @@ CALLS = re.compile(rf"(?<!\w)(?:{'|'.join(TARGETS)}|custom_search_space)(?!\w)|o
 from a text."""
 
 
-def check_command_line(words: list[str], texts: Collection[str] = ()) -> None:
-    """Check command-line arguments for secrets, for keys that users must not set, and for Python that Hydra would call.
+def check_command_line(arguments: list[str], text_keys: Collection[str] = ()) -> None:
+    """Check command-line arguments for secrets, for keys that users must not set, and for Python code that Hydra would
+    call.
 
     Args:
-        texts: keys whose values are given to Hydra as quoted text, so that they may contain anything but `${...}`.
+        text_keys: keys whose values are given to Hydra as quoted text, so that they may contain anything but `${...}`.
 
     Raises:
         ConfigError: an argument contains a secret or sets a key that users must not set, or Hydra would call Python
-            that an argument or a YAML file names.
+            code that an argument or a YAML file names.
     """
-    refuse_secrets(words)
-    flags = flag_values(words)
+    refuse_secrets(arguments)
+    flags = flag_values(arguments)
     for flag in PATH_FLAGS:
         if flag in flags:
             raise ConfigError(
                 f"{flag}={flags[flag]}: the configuration is the package's own; add to it with --config-dir"
             )
-    for word in words:
+    for word in arguments:
         key, _, value = word.partition("=")
-        is_text = key in texts and value[:1] not in ("'", '"') and "${" not in value
+        is_text = key in text_keys and value[:1] not in ("'", '"') and "${" not in value
         refuse_calls(key if is_text else word, word)
         check_hydra_key(key.lstrip("+~"), value, word)
     folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
@@ -57,20 +58,21 @@ def check_command_line(words: list[str], texts: Collection[str] = ()) -> None:
             check_yaml(path, path.relative_to(folder))
 
 
-def flag_values(words: list[str]) -> dict[str, str]:
-    """Return {flag: value} of --config-dir, --config-path and their short forms on a command line. They may be written
-    `--flag value` or `--flag=value`."""
+def flag_values(arguments: list[str]) -> dict[str, str]:
+    """Return {flag: value} of Hydra's flags --config-dir, --config-path and their short forms in command-line
+    arguments. They may be written `--flag value` or `--flag=value`."""
     values = {}
-    for word, behind in itertools.zip_longest(words, words[1:], fillvalue=""):
+    for word, behind in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
         if flag in FLAGS:
             values[flag] = value if equals else behind
     return values
 
 
-def refuse_secrets(words: list[str]) -> None:
-    """Raise ConfigError if an argument sets a key that is named like a secret, or contains a secret."""
-    for word in words:
+def refuse_secrets(arguments: list[str]) -> None:
+    """Raise ConfigError if a command-line argument sets a key that is named like a secret, or contains a secret such as
+    a token."""
+    for word in arguments:
         key, equals, _ = word.partition("=")
         if (equals and is_secret_name(key.rpartition(".")[2])) or has_secret(word):
             shown = key if equals and not has_secret(key) else HIDDEN
@@ -80,19 +82,24 @@ def refuse_secrets(words: list[str]) -> None:
             )
 
 
-def refuse_calls(text: str, shown: str) -> None:
-    """Raise ConfigError if the setting `text` could make Hydra call Python. The message names the setting as
-    `shown`."""
-    if CALLS.search(text):
+def refuse_calls(setting: str, shown: str) -> None:
+    """Raise ConfigError if a setting (`key=value`, or the key alone) could make Hydra call Python code.
+
+    Args:
+        shown: name of the setting for the error message.
+    """
+    if CALLS.search(setting):
         raise ConfigError(f"{shown}: no configuration may name Python to call; take it out")
 
 
 def check_hydra_key(key: str, value: str, shown: str) -> None:
-    """Raise ConfigError if a setting belongs to Hydra's own `hydra` node, unless users may set its key.
+    """Raise ConfigError if a setting belongs to Hydra's own `hydra` node of the configuration, unless users may set its
+    key.
 
     Args:
-        key: dotted key or group name, which may be followed by `@` and a package.
-        shown: how the error message names the setting.
+        key: dotted key or config group that is set, which may be followed by `@` and a package.
+        value: value that the setting gives to the key.
+        shown: name of the setting for the error message.
     """
     parts = re.split(r"[./@:]", key)
     if "hydra" not in parts:
@@ -120,14 +127,16 @@ def yaml_files(folder: str) -> Iterator[Path]:
         yield from (Path(place, name) for name in sorted(names) if name.endswith((".yaml", ".yml")))
 
 
-def check_yaml(path: Path, inside: Path) -> None:
-    """Check one YAML file of a --config-dir.
+def check_yaml(path: Path, relative_path: Path) -> None:
+    """Check one YAML file of a folder that the user gives to Hydra by `--config-dir`.
 
     Args:
-        inside: path of the file relative to the --config-dir. It tells which config group the file is a choice of.
+        path: the YAML file.
+        relative_path: its path relative to the folder. It tells for which config group the file is a choice.
 
     Raises:
-        ConfigError: the file is not YAML, sets a key that users must not set, or names Python that Hydra would call.
+        ConfigError: the file is not YAML, sets a key that users must not set, or names Python code that Hydra would
+            call.
     """
     text = refuse_yaml_bombs(path)
     try:
@@ -137,7 +146,7 @@ def check_yaml(path: Path, inside: Path) -> None:
     headers = [line for line in text.splitlines() if line.lstrip("# \t").startswith("@")]
     if any(re.search(r"\bhydra\b", line) for line in headers):
         raise ConfigError(f"{path}: its package is Hydra's; write its keys below `hydra:`")
-    check_hydra_key(inside.with_suffix("").as_posix(), "", str(path))
+    check_hydra_key(relative_path.with_suffix("").as_posix(), "", str(path))
     for name, value in leaves_of(tree):
         keys = name.split(".")
         refuse_calls(f"{name}={value}", f"{path}: {name}")

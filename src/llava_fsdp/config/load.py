@@ -1,4 +1,4 @@
-"""Convert a composed Hydra configuration to typed objects, with clear errors for wrong keys and values."""
+"""Convert a configuration that Hydra has composed to typed objects, with clear errors for wrong keys and values."""
 
 import difflib
 import re
@@ -26,15 +26,15 @@ SOURCES = tuple(NAMED)
 
 
 def config_dir() -> Path:
-    """Return the folder of the YAML files. It is in the package if that was installed from a wheel, else in the git
-    checkout."""
+    """Return the folder `conf` with the YAML files of the configuration. It is in the package if that was installed
+    from a wheel, else in the git checkout."""
     here = Path(__file__).parents[1]
     packaged = here / "conf"
     return packaged if packaged.is_dir() else here.parents[1] / "conf"
 
 
 def load(schema: type[T], node: DictConfig) -> T:
-    """Convert a composed configuration to an object of the class `schema`, and check it.
+    """Convert a configuration that Hydra has composed to an object of the dataclass `schema`, and check it.
 
     Raises:
         ConfigError: a key does not exist, a value has a wrong type, or a check refuses it; the message names the key,
@@ -60,8 +60,8 @@ def load(schema: type[T], node: DictConfig) -> T:
 
 
 def refuse_calls(node: DictConfig) -> None:
-    """Raise ConfigError for a key by which Hydra would call Python, and for a value that would read a secret from an
-    environment variable."""
+    """Raise ConfigError if a composed configuration has a key by which Hydra would call Python code, such as
+    `_target_`, or a value that would read a secret from an environment variable."""
     raw = OmegaConf.to_container(without_hydra(node), resolve=False)
     for name, key in keys_of(raw):
         if key in TARGETS:
@@ -80,7 +80,13 @@ def without_hydra(node: DictConfig) -> DictConfig:
 
 
 def describe_error(schema: Any, node: DictConfig, error: OmegaConfBaseException) -> str:
-    """Return a message for an error of OmegaConf, with the key, its value and the values that the key accepts."""
+    """Return a message for an error that OmegaConf raised for a composed configuration: the key, its value and the
+    values that the key accepts.
+
+    Args:
+        schema: dataclass to which the configuration was to be converted.
+        node: the composed configuration.
+    """
     key = str(error.full_key or error.key)
     try:
         value: object = OmegaConf.select(node, key)
@@ -102,7 +108,13 @@ def describe_error(schema: Any, node: DictConfig, error: OmegaConfBaseException)
 
 
 def schema_keys(schema: Any, prefix: str = "") -> list[str]:
-    """Return all dotted keys of a configuration class, including groups."""
+    """Return all dotted keys of a configuration, including groups of keys: for example `model`, `model.lora`,
+    `model.lora.r`.
+
+    Args:
+        schema: dataclass of the configuration.
+        prefix: text to put before each key.
+    """
     keys = []
     for key in fields(schema):
         keys.append(prefix + key.name)
@@ -112,8 +124,8 @@ def schema_keys(schema: Any, prefix: str = "") -> list[str]:
 
 
 def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
-    """Raise ConfigError for a key that the configuration class does not have. Hydra itself accepts any key in
-    `+key=value`."""
+    """Raise ConfigError if a composed configuration has a key that the dataclass `schema` does not have. Hydra itself
+    accepts any key in `+key=value`."""
     known = schema_keys(schema)
 
     def visit(part: DictConfig, prefix: str) -> None:
@@ -135,8 +147,13 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """Return a suggestion for an unknown key, as the end of an error message: its present name if it was renamed, else
-    the most similar key. For a dotted name, only keys are suggested, no groups such as `data`."""
+    """Return a suggestion for an unknown configuration key, as the end of an error message: the present name of the key
+    if it was renamed, else the most similar known key; empty if none is similar.
+
+    Args:
+        name: the unknown key. If it is dotted, only keys are suggested, and no groups such as `data`.
+        known: all keys and groups that exist.
+    """
     if new := present_key(name):
         return f"; it is called {new} now"
     groups = {key.rpartition(".")[0] for key in known}
@@ -148,8 +165,8 @@ def did_you_mean(name: str, known: list[str]) -> str:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Return a suggestion, as the end of an error message: the name in `known` that is most similar to the mistyped
-    `name`. Return an empty text if none is similar enough."""
+    """Return "; did you mean NAME?", the end of an error message, with the name in `known` that is most similar to the
+    mistyped `name`. Return an empty text if none is similar enough."""
     area, _, leaf = name.rpartition(".")
     same_area = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == area}
     near = difflib.get_close_matches(leaf, list(same_area), n=1, cutoff=0.7)

@@ -1,4 +1,5 @@
-"""Configuration keys of the model: its parts, adapters and quantization."""
+"""Configuration keys of the model: its parts (language model, vision tower, projector), LoRA adapters and
+quantization."""
 
 import math
 import re
@@ -11,9 +12,9 @@ from llava_fsdp.runtime.errors import ConfigError
 
 @dataclass(kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (LoRA, arXiv 2106.09685) in the linear layers of the blocks of those model parts (language
-    model, vision tower) that `model.train` selects. The layers' own weights are frozen. Defaults are those of the
-    original LLaVA."""
+    """Configuration keys of low-rank adapters (LoRA, arXiv 2106.09685) in the linear layers of the blocks of those
+    model parts (language model, vision tower) that `model.train` selects. The layers' own weights are frozen. Defaults
+    are those of the original LLaVA."""
 
     enabled: bool = False
     r: int = 128
@@ -52,7 +53,8 @@ class LoraConfig:
 
 @dataclass(kw_only=True, slots=True)
 class QuantizeConfig:
-    """Quantization of the frozen language model by bitsandbytes. Computation is in precision.param_dtype."""
+    """Configuration keys for quantizing the frozen language model by bitsandbytes. Computation is in
+    precision.param_dtype."""
 
     mode: Quantizer = Quantizer.none
     """Format of the quantized weights."""
@@ -107,19 +109,19 @@ class ModelConfig:
 
     @property
     def plain(self) -> "ModelConfig":
-        """Copy of this model configuration without adapters and quantization."""
+        """Copy of this model configuration without LoRA adapters and quantization."""
         return replace(self, lora=LoraConfig(), quantize=QuantizeConfig())
 
     @property
     def shuffle_factor(self) -> int:
-        """Number of features, in each direction of the grid, that the projector joins into one: 1 without pixel
-        shuffle."""
+        """Factor N of the projector's pixel shuffle, which joins each square of N x N vision features into one; 1 if
+        the projector has no pixel shuffle."""
         found = re.match(r"pixel_shuffle(\d)x_", self.projector_type)
         return int(found[1]) if found else 1
 
     @property
     def adapted(self) -> list[Part]:
-        """Model parts that get adapters."""
+        """Parts of the model (language model, vision tower) that get LoRA adapters."""
         return [part for part in self.train if part is not Part.projector] if self.lora.enabled else []
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Check the paths in a configuration before anything is read. Imports no torch."""
+"""Check the paths in the configuration of a training before anything is read. Imports no torch."""
 
 import os
 import re
@@ -16,11 +16,11 @@ PACKAGED_OR_HUB = re.compile(r"package:.*|[\w-][\w.-]*/[\w.-]+")
 
 
 def check_paths(cfg: Config) -> None:
-    """Check all paths of a configuration before anything is read or written.
+    """Check all paths in the configuration of a training before anything is read or written.
 
     Raises:
-        ConfigError: several paths do not exist (the message names all), or the run would write into a folder that it
-            reads.
+        ConfigError: several paths do not exist (the message names all), or the training would write into a folder that
+            it reads.
     """
     read = paths_read(cfg)
     absent = [f"{key}={name}" for key, name in read.items() if not exists(name)]
@@ -46,8 +46,8 @@ def check_paths(cfg: Config) -> None:
 
 
 def paths_read(cfg: Config) -> dict[str, str]:
-    """Return {configuration key: path} of all paths that a training reads. Names on the Hugging Face hub and folders in
-    the package (`package:NAME`) are left out."""
+    """Return {configuration key: path} of all local paths that a training reads. URLs, names of models on the Hugging
+    Face hub, and names of models in this package (`package:NAME`) are left out."""
     paths: dict[str, str | None] = {}
     is_read = {"data": cfg.data.source is not Source.shapes, "val": cfg.val.every is not None}
     for group in (group for group, read in is_read.items() if read):
@@ -89,16 +89,18 @@ MACHINE_PATHS = re.compile(
 
 
 def check_same_settings(cfg: Config, gather: Callable[[list[dict[str, str]]], list[dict[str, str]]]) -> None:
-    """Check that a training, which is started separately on each machine, has the same arguments on all of them. All
-    ranks must call this.
+    """Check that a training, which the user starts separately on each machine, has the same configuration on all of
+    them. All ranks must call this.
 
     Paths of data and models may differ, because their contents are compared when they are read.
 
     Args:
-        gather: function that takes this rank's list and returns the lists of all ranks joined in rank order.
+        cfg: configuration of this rank.
+        gather: function that takes a list with the settings of this rank, and returns the lists of all ranks joined in
+            rank order.
 
     Raises:
-        ConfigError: the arguments differ; raised on every rank.
+        ConfigError: the configurations differ; raised on every rank.
     """
     leaves = leaves_of(OmegaConf.to_container(OmegaConf.structured(cfg)))
     settings = {key: str(value) for key, value in leaves if not MACHINE_PATHS.fullmatch(key)}

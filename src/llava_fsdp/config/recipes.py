@@ -1,5 +1,5 @@
-"""Compare the configuration of a run with its recipe: the values that the YAML files have for its stage and model.
-Imports no torch."""
+"""Compare the configuration of a training with its recipe: the default values that the YAML files have for the chosen
+training stage and model. Imports no torch."""
 
 import functools
 from dataclasses import asdict
@@ -20,17 +20,19 @@ Difference = list[str]
 """Type of one difference from the recipe: [key, value in the recipe, value in the run]."""
 
 
-def differences(cfg: Config, words: list[str]) -> list[Difference] | None:
-    """Compare a run's configuration with its recipe, which is what the YAML files contain for its stage and model.
-    Secrets are hidden.
+def differences(cfg: Config, arguments: list[str]) -> list[Difference] | None:
+    """Compare the configuration of a training with its recipe: the default values that the YAML files have for the
+    chosen training stage, model and kind of data.
 
     Args:
-        words: arguments of the command line, which may name a folder of the user's own YAML files.
+        cfg: configuration of the training.
+        arguments: command-line arguments of the training, which may name a folder of the user's own YAML files.
 
     Returns:
-        The keys with different values; None if the YAML files have no such stage or model.
+        [key, value in the recipe, value in the training] for each key whose values differ, with secrets hidden; None if
+        the YAML files have no such stage, model or kind of data.
     """
-    recipe = recipe_of(cfg, words)
+    recipe = recipe_of(cfg, arguments)
     if recipe is None:
         return None
     values = values_of(cfg)
@@ -40,10 +42,15 @@ def differences(cfg: Config, words: list[str]) -> list[Difference] | None:
     return [[key, written(theirs[key]), written(ours[key])] for key in keys]
 
 
-def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:
-    """Return the default configuration of this run's stage, model and kind of data, without the run's other settings,
-    as {dotted key: value}. Return None if the YAML files have no such stage, model or data."""
-    flags = flag_values(words)
+def recipe_of(cfg: Config, arguments: list[str]) -> dict[str, Any] | None:
+    """Return the default configuration for the stage, model and kind of data of a training, without its other settings,
+    as {dotted key: value}. Return None if the YAML files have no such stage, model or kind of data.
+
+    Args:
+        cfg: configuration of the training.
+        arguments: command-line arguments of the training, which may name a folder of the user's own YAML files.
+    """
+    flags = flag_values(arguments)
     folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
     chosen = [f"stage={cfg.stage.name}", f"model={cfg.model.name}", f"data={cfg.data.source.value}"]
     if folder is not None:
@@ -53,8 +60,12 @@ def recipe_of(cfg: Config, words: list[str]) -> dict[str, Any] | None:
 
 @functools.cache
 def composed(*choices: str) -> dict[str, Any] | None:
-    """Compose the configuration of a training from only these Hydra choices (`group=option`), and return it as {dotted
-    key: value}. Return None if an option does not exist."""
+    """Return the configuration that a training would have with only these command-line arguments, as {dotted key:
+    value}. Return None if a choice does not exist.
+
+    Args:
+        choices: arguments `group=choice` that choose YAML files, such as `stage=pretrain`.
+    """
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
             node = without_hydra(compose("train", list(choices)))
@@ -67,7 +78,7 @@ def composed(*choices: str) -> dict[str, Any] | None:
 
 
 def values_of(cfg: Config) -> dict[str, Any]:
-    """Convert a typed configuration to {dotted key: value}."""
+    """Convert the configuration of a training to a flat {dotted key: value}."""
     tree = OmegaConf.to_container(OmegaConf.create(asdict(cfg), flags={"allow_objects": True}), enum_to_str=True)
     assert isinstance(tree, dict)
     return dotted({str(key): value for key, value in tree.items()})

@@ -1,5 +1,5 @@
-"""Old names of configuration keys, values, files and columns, for error messages and for reading files of older
-versions."""
+"""Old names of configuration keys, of their values, and of files and columns in a training's output folder; used for
+error messages and for reading files that older versions have written."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ OLD_FILES: Mapping[str, str] = MappingProxyType({"quarantine.jsonl": "skipped_re
 
 
 def present_key(key: str) -> str | None:
-    """Return the present name of a dotted key that was renamed; None if `key` was not renamed."""
+    """Return the present name of a dotted configuration key that was renamed; None if `key` was not renamed."""
     for old, new in KEYS.items():
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
@@ -32,7 +32,12 @@ def present_key(key: str) -> str | None:
 
 
 def present_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Convert a nested configuration, which may be written by an older version, to the present keys and values."""
+    """Convert a configuration in nested dictionaries, which an older version may have written, to the present names of
+    keys and values.
+
+    Args:
+        prefix: dotted name of the group of keys that `tree` is, followed by a dot; empty for a whole configuration.
+    """
     present: dict[str, Any] = {}
     for key, value in tree.items():
         name = KEYS.get(f"{prefix}{key}", f"{prefix}{key}")
@@ -45,7 +50,8 @@ def present_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def present_row(row: Any) -> Any:
-    """Convert a row of `metrics.jsonl` to the present column names; return anything else unchanged."""
+    """Convert a row of `metrics.jsonl`, which an older version may have written, to the present column names. Return
+    anything that is not such an old row unchanged."""
     if isinstance(row, dict) and "quarantined" in row:
         row = {**row, "skipped_records": row["quarantined"]}
         del row["quarantined"]
@@ -53,8 +59,8 @@ def present_row(row: Any) -> Any:
 
 
 def rename_old_files(folder: Path) -> None:
-    """Give the files in a run's folder that an older version has written their present names, before the run
-    continues."""
+    """Rename files that an older version has written into the output folder `folder` of a training to their present
+    names, before the training continues."""
     for old, new in OLD_FILES.items():
         if (folder / old).is_file() and not (folder / new).exists():
             (folder / old).rename(folder / new)

@@ -151,8 +151,8 @@ class NumericConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrackConfig:
-    """Keys of the trackers (TensorBoard, Weights & Biases), to which rank 0 sends the rows of `metrics.jsonl` and
-    `validation.jsonl`."""
+    """Configuration keys of the trackers (TensorBoard, Weights & Biases), to which rank 0 sends the metrics of training
+    and validation."""
 
     tensorboard: bool = False
     """Whether to write event files to output_dir/tensorboard."""
@@ -235,7 +235,8 @@ class Config:
 
     @property
     def row_tokens(self) -> int:
-        """Maximum number of tokens of a packed row, on all ranks that process it together."""
+        """Maximum number of tokens of a packed row (several samples end to end), on all ranks that process it together.
+        If it is set to `auto`, the planner (`llava-fsdp plan`) must have replaced that by a number before."""
         assert not self.plans_tokens, "the planner must replace auto first"
         tokens = self.tokens_per_micro_batch
         if isinstance(tokens, int):
@@ -244,21 +245,22 @@ class Config:
 
     @property
     def packs(self) -> bool:
-        """Whether samples are packed into rows. Also true for `pack=auto`, until `plan.auto.settle_packing` replaces it
-        by true or false."""
+        """Whether samples are packed end to end into rows instead of padded. Also true for `pack=auto`, until
+        `plan.auto.settle_packing` replaces it by true or false."""
         return self.pack is not False
 
     @property
     def plans_tokens(self) -> bool:
-        """Whether the planner chooses the number of tokens of a packed row. It does not with pack=false or
-        sampler=llava_v1_5: these use micro_batch_size, and treat `auto` as null."""
+        """Whether the planner (`llava-fsdp plan`) chooses the maximum number of tokens of a packed row (several samples
+        end to end). It does not with pack=false or sampler=llava_v1_5: these use micro_batch_size, and treat
+        `tokens_per_micro_batch=auto` as null."""
         is_free = self.packs and self.sampler.name is not SamplerName.llava_v1_5
         return is_free and self.tokens_per_micro_batch == AUTO
 
     @property
     def held_out(self) -> Self:
-        """Configuration for reading the validation data: a copy whose `data` names the records of `val`, for one
-        epoch."""
+        """Copy of the training's configuration for reading the validation records: its `data` keys name the records
+        that the `val` keys name, for one epoch."""
         val, files = self.val, self.val.sources
         embedded = str(Path(self.data.root or ".") / HELDOUT) if self.data.source is Source.shapes else None
         data = replace(
@@ -272,26 +274,27 @@ class Config:
 
     @property
     def trained_template(self) -> str:
-        """The conversation template that training really uses. It is `data.template`, but labels=llava_v1_5 turns v0
-        into v1, because the original LLaVA's --version v0 trains with v1 (LLaVA train.py:894-908)."""
+        """Name of the conversation template that training really uses. It is `data.template`, but labels=llava_v1_5
+        turns v0 into v1, because the original LLaVA's --version v0 trains with v1 (LLaVA train.py:894-908)."""
         is_v0 = self.data.template == "v0" and self.labels is Parity.llava_v1_5
         return "v1" if is_v0 else self.data.template
 
     @property
     def trained_special_tokens(self) -> SpecialTokens:
-        """Rule for special tokens in a text that training really uses: `data.special_tokens`; if that is null, the
-        default for `labels`."""
+        """How training really tokenizes special tokens such as `</s>` in a record's text: `data.special_tokens`, or if
+        that is null, the default for `labels`."""
         is_original = self.labels is Parity.llava_v1_5
         return self.data.special_tokens or (SpecialTokens.parse if is_original else SpecialTokens.text)
 
     @property
     def exports_model(self) -> bool:
-        """Whether the run ends with the export of a whole model in transformers' format."""
+        """Whether training ends with the export of a whole model for transformers, and not only of LoRA adapters or of
+        nothing."""
         return self.export.enabled and (self.export.merge or not self.model.lora.enabled)
 
     @property
     def has_auto(self) -> bool:
-        """Whether a key is set to `auto`, so that the planner (`llava-fsdp plan`) chooses its value."""
+        """Whether a configuration key is set to `auto`, so that the planner (`llava-fsdp plan`) chooses its value."""
         return (
             self.sharding.strategy is Strategy.auto
             or self.activation_checkpointing.mode is ActivationCheckpointing.auto

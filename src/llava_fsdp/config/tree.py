@@ -1,4 +1,4 @@
-"""Walk over nested configuration values, and format values as on a command line."""
+"""Walk over configuration values in nested dictionaries and lists, and format values as on a command line."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,11 @@ ENV = re.compile(r"\$\{\s*oc\.env\s*:([^}]*)")
 
 
 def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dictionaries to {dotted key: value}. A list counts as one value."""
+    """Flatten nested dictionaries to {dotted key: value}. A list counts as one value.
+
+    Args:
+        prefix: text to put before each key.
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -20,7 +24,7 @@ def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def written(value: object) -> str:
-    """Format a value as it is written on a command line."""
+    """Format a configuration value as it is written on a command line: `true`, `null`, `[1, 2]`."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, list | tuple):
@@ -29,7 +33,12 @@ def written(value: object) -> str:
 
 
 def keys_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, last part of the name) of every key in nested dictionaries and lists."""
+    """Yield (dotted name, last part of the name) of every key in nested dictionaries and lists; an item of a list has
+    its index as name.
+
+    Args:
+        prefix: text to put before each dotted name.
+    """
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield f"{prefix}{key}", str(key)
@@ -40,7 +49,12 @@ def keys_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def leaves_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) for each value in nested dictionaries and lists that is not a dictionary or list."""
+    """Yield (dotted name, value) for each value in nested dictionaries and lists that is not a dictionary or list
+    itself; an item of a list has its index as name.
+
+    Args:
+        prefix: text to put before each dotted name.
+    """
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
     if items is None:
         yield prefix.removesuffix("."), tree

@@ -1,4 +1,5 @@
-"""Entry point of `python -m llava_fsdp.export`; see main.py for what it does."""
+"""Entry point of `python -m llava_fsdp.export`, which converts a model into a folder for other programs (see
+main.py)."""
 
 from llava_fsdp.config import ConversionConfig, cli
 from llava_fsdp.runtime.imports import importing

@@ -1,5 +1,5 @@
-"""Write LoRA adapter folders, which peft and the original LLaVA can load. A run with adapters writes such a folder into
-each of its checkpoints, and one at its end.
+"""Write LoRA adapter folders, which peft and the original LLaVA can load. A training with adapters writes such a folder
+into each of its checkpoints, and one at its end.
 
 `adapter_config.json` lists the adapted modules by their full names. `adapter_model.safetensors` has the adapters'
 matrices and the trained biases, as in peft. The projector is saved twice: in `non_lora_trainables.bin`, which the
@@ -48,9 +48,10 @@ ROOM = 512
 
 @dataclass(frozen=True)
 class Base:
-    """The base model of an adapter, as the notes (`llava_fsdp.json`) in the adapter's folder describe it.
+    """The base model of a LoRA adapter, as `llava_fsdp.json` in the adapter's folder describes it.
 
-    Attributes: model: configuration with which the base model can be found and built again.
+    Attributes:
+        model: configuration with which the base model can be found and built again.
         seed: seed of those weights of the base model that are initialized randomly instead of loaded from a file.
         fingerprint: hash of all weights that are not saved in the adapter's folder; see `base_fingerprint`.
     """
@@ -66,10 +67,15 @@ class Base:
 
 @dataclass(frozen=True)
 class AdapterWriter:
-    """Writer of a run's adapter folders. Its attributes stay the same for all steps of the run; `write` gets the
-    tensors of one step.
+    """Writer of the LoRA adapter folders of one training. Its attributes stay the same during the training; its method
+    `write` gets the tensors of one step.
 
-    Attributes: modules: names of the modules that have adapters, as llava_fsdp's model has them.
+    Attributes:
+        source: description of the model with which the adapter is used: its configuration, its conversation template
+            and its image preprocessing.
+        lora: settings of the adapters.
+        modules: names of the modules that have adapters, as llava_fsdp's model has them.
+        base: the model without the adapters.
         small_files: contents of the configuration and tokenizer files that the original LLaVA reads, by their paths
             relative to the adapter folder.
     """
@@ -86,12 +92,13 @@ class AdapterWriter:
         tensors: Mapping[str, Stored],
         history: dict[str, Any],
     ) -> None:
-        """Write tensors, configuration and notes into a folder, which must be empty or absent. Only one tensor of the
-        adapters is in memory at a time.
+        """Write a LoRA adapter folder: the tensors, their configuration, and `llava_fsdp.json`, which describes them.
+        Only one tensor of the adapters is in memory at a time.
 
         Args:
+            folder: the adapter folder, which must be empty or absent.
             tensors: all tensors to write, by llava_fsdp's parameter names.
-            history: run, stage and step that produced the adapter, for the notes.
+            history: id of the training, its stage and the step that produced the adapter, for `llava_fsdp.json`.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.small_files.items():
@@ -118,7 +125,12 @@ class AdapterWriter:
         shutil.copymode(folder / ADAPTER_CONFIG, file)  # write_tensors creates files that only their owner can read
 
     def write_others(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
-        """Write the projector's `non_lora_trainables` files, which the original LLaVA always needs."""
+        """Write the files `non_lora_trainables` of a LoRA adapter folder, from which the original LLaVA loads the
+        projector.
+
+        Args:
+            tensors: the tensors to write, by llava_fsdp's parameter names.
+        """
         renamed = {self.rename(name): whole_rows(tensor).contiguous().clone() for name, tensor in tensors.items()}
         save_file(renamed, folder / OTHERS_FILES[0], metadata={"format": "pt"})
         torch.save(renamed, folder / OTHERS_FILES[1])
@@ -129,8 +141,8 @@ class AdapterWriter:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Contents of adapter_config.json. Keys that peft 0.7 (the original LLaVA's) does not know are left out unless
-        the adapter needs them."""
+        """Contents of the file adapter_config.json, which peft reads, of a LoRA adapter folder. Keys that peft 0.7 (the
+        original LLaVA's) does not know are left out unless the adapter needs them."""
         named = partial(original, projector_type=self.source.model.cfg.projector_type)
         alpha = self.lora.alpha
         newer = {"use_dora": self.lora.use_dora, "use_rslora": self.lora.use_rslora}
@@ -163,19 +175,30 @@ class AdapterWriter:
 
 
 def is_projector(name: str) -> bool:
-    """Return whether a parameter is saved in an adapter folder's `non_lora_trainables` files. These are the projector's
-    weights and the `image_newline` vector."""
+    """Return whether a parameter is saved in the files `non_lora_trainables` of a LoRA adapter folder instead of
+    together with the adapters. These are the projector's weights and the `image_newline` vector.
+
+    Args:
+        name: llava_fsdp's name of the parameter.
+    """
     return name.startswith(PROJECTOR_PREFIX) or name == NEWLINE
 
 
 def whole_rows(tensor: Stored) -> torch.Tensor:
-    """Read all rows of a stored tensor."""
+    """Return all values of a parameter. They are read from a file, or generated if they are random, only when this is
+    called."""
     return tensor.rows(0, tensor.shape[0])
 
 
 def small_files(source: SourceModel, dtype: torch.dtype) -> dict[str, bytes]:
-    """Return the contents of the configuration and tokenizer files that the original LLaVA reads in an adapter folder,
-    by relative path. Files that cannot be made for this model are left out, and the reason is logged."""
+    """Return the contents of the configuration and tokenizer files that the original LLaVA reads in a LoRA adapter
+    folder, by their paths relative to the folder. Files that cannot be made for this model are left out, and the reason
+    is logged.
+
+    Args:
+        source: description of the model with which the adapter is used.
+        dtype: dtype of weights that the configuration names.
+    """
     steps = {"config.json": lambda made: write_configs(source, dtype, made)}
     steps["tokenizer"] = lambda made: copy_or_convert_tokenizer(source, made)
     with tempfile.TemporaryDirectory() as made:
@@ -189,12 +212,13 @@ def small_files(source: SourceModel, dtype: torch.dtype) -> dict[str, bytes]:
 
 
 def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mapping[str, Stored]) -> list[str]:
-    """Return the names of the tensors to save in a run's adapter folder: tensors that the run trains, tensors of the
-    adapter from which the run continues, and the projector if it is not part of the base model.
+    """Return the names of the tensors to save in the LoRA adapter folder of a training: tensors that the training
+    trains, tensors of the adapter from which it continues, and the projector if it is not part of the base model.
 
     Args:
-        trained: names of the tensors that the run trains.
-        sources: where the value of each parameter comes from, by name.
+        model: configuration of the trained model.
+        trained: names of the tensors that the training trains.
+        sources: where the initial value of each parameter comes from (a file or random numbers), by name.
     """
     before = adapter_folders(model.lora.checkpoint) if model.lora.checkpoint else ()
 
@@ -207,16 +231,18 @@ def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mappi
 
 
 def check_base(model: nn.Module, cfg: ModelConfig, digests: Mapping[str, str]) -> None:
-    """Check that the adapter from which a run continues (`model.lora.checkpoint`) was trained on the run's base model.
+    """Check that the LoRA adapter from which a training continues (`model.lora.checkpoint`) was trained on the base
+    model of this training.
 
-    Nothing is checked if the adapter's folder has no fingerprint of a base model (as folders of peft and the original
-    LLaVA), or if the run trains weights that were frozen when the adapter was trained.
+    Nothing is checked if the adapter's folder has no fingerprint (hash) of a base model (as folders of peft and the
+    original LLaVA), or if this training trains weights that were frozen when the adapter was trained.
 
     Args:
-        digests: digests of the run's frozen weights, by name; see `frozen_digests`.
+        cfg: configuration of the model.
+        digests: hashes of the model's frozen weights, by name; see `frozen_digests`.
 
     Raises:
-        ModelError: the adapter's notes have the fingerprint of another base model.
+        ModelError: the adapter's folder has the fingerprint of another base model.
     """
     if cfg.lora.checkpoint is None:
         return
@@ -231,7 +257,8 @@ def check_base(model: nn.Module, cfg: ModelConfig, digests: Mapping[str, str]) -
 
 
 def check_fingerprint(adapter: AdapterFolder, actual: str, where: str, key: str) -> None:
-    """Raise ModelError if an adapter's notes have a fingerprint of the base model that differs from `actual`.
+    """Raise ModelError if a LoRA adapter was trained on another base model: the fingerprint (hash) of a base model in
+    the adapter's folder differs from `actual`. Without such a fingerprint nothing is checked.
 
     Args:
         actual: fingerprint of the base model that is to be used.
@@ -248,7 +275,12 @@ def check_fingerprint(adapter: AdapterFolder, actual: str, where: str, key: str)
 
 
 def prove_adapter(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Read an adapter folder that was just written; raise ModelError if a tensor in it differs from `tensors`."""
+    """Read a LoRA adapter folder that was just written; raise ModelError if a tensor in it differs from the tensor that
+    was to be written.
+
+    Args:
+        tensors: the tensors that were to be written, by llava_fsdp's parameter names.
+    """
     written = open_adapter(folder).tensors
     pickled = open_file(folder / OTHERS_FILES[1])
     stored = {tensor.name: tensor for tensor in written.values()}

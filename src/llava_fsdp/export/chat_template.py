@@ -56,10 +56,11 @@ SYSTEM_PROBE = " be  kind\n"
 
 @dataclass(frozen=True)
 class Gap:
-    """Rule for where a chat template puts a space before a stretch of text, so that the stretch gets the same token ids
-    after an image's special token as if it were tokenized separately.
+    """Rule for where a chat template puts a space before a stretch of text (the text between two images), so that the
+    stretch gets the same token ids after an image's special token as if it were tokenized separately.
 
-    Attributes: everywhere: put a space before every stretch, with the exceptions in `but_before`; False: put no spaces.
+    Attributes:
+        everywhere: put a space before every stretch, with the exceptions in `but_before`; False: put no spaces.
         but_before: a stretch that begins with one of these texts gets no space.
     """
 
@@ -78,15 +79,15 @@ class Gap:
 
 
 def find_gap(theirs: Any, ours: Tokenizer) -> Gap:
-    """Return the rule for spaces with which transformers' tokenizer gives text after an image's special token the same
-    ids as training.
+    """Return the rule for where a chat template must put spaces, so that transformers' tokenizer gives text after an
+    image's special token the same ids as training.
 
     A Llama tokenizer with `legacy=false` puts one space before each text that it encodes. Training encodes every
     stretch of text between images separately, but transformers the whole conversation as one text, so that spaces are
     missing. If no rule gives equal ids, the rule without spaces is returned; `rehearse` then reports the difference.
 
     Args:
-        theirs: the export's tokenizer, opened with transformers.
+        theirs: tokenizer of the exported model, opened with transformers.
         ours: the tokenizer of training.
     """
     added = (str(token) for token in theirs.added_tokens_decoder.values())
@@ -108,33 +109,34 @@ def refuse(why: str) -> str:
     return f"{{{{- raise_exception({quoted(why)}) -}}}}"
 
 
-def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap, video: bool = False) -> str:
-    """Return the chat template for transformers (Jinja) that does the same as one of llava_fsdp's conversation
-    templates.
+def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: Gap, video: bool = False) -> str:
+    """Return a chat template for transformers (Jinja) that formats conversations as training does with one of
+    llava_fsdp's conversation templates.
 
     The content of a message may be text with `<image>` tags, or a list of parts of type `image` and `text`. As in
     training, the image of a message with exactly one image is moved to the front of the message, an answer before the
     first question is left out, and the text of a system message replaces the template's system text.
 
     Args:
-        form: the conversation template.
+        template: the conversation template.
         start_end: whether to put `<im_start>` and `<im_end>` around every image.
-        begins: whether the conversation begins with the BOS token, as it does in training if the tokenizer has one.
-        gap: where to put a space before the text between two images.
+        adds_bos: whether the conversation begins with the BOS token, as it does in training if the tokenizer has one.
+        gap: rule for where to put a space before the text that follows an image (see `Gap`).
         video: accept parts of type `video` and `<video>` tags, which are treated like images.
     """
-    pattern, checks = form.pattern, checks_of(video)
-    before, after = form.around_system
-    system = quoted(form.system) if form.image_only else f"{quoted(before)} ~ said.text ~ {quoted(after)}"
+    pattern, checks = template.pattern, checks_of(video)
+    before, after = template.around_system
+    system = quoted(template.system) if template.image_only else f"{quoted(before)} ~ said.text ~ {quoted(after)}"
     return "\n".join(
         [
-            f"{{%- set chat = namespace(text='', system={quoted(form.system)}, begun=false, asked=false, tags=[]) -%}}",
+            f"{{%- set chat = namespace(text='', system={quoted(template.system)}, "
+            "begun=false, asked=false, tags=[]) -%}",
             "{%- for message in messages -%}",
             *content_of(video),
             "{%- if message['role'] == 'user' -%}",
             "{%- if chat.asked -%}" + refuse("user and assistant take turns") + "{%- endif -%}",
             *(VIDEO_TAGS if video else ()),
-            *question(form, start_end),
+            *question(template, start_end),
             "{%- if chat.begun -%}",
             f"{{%- set chat.text = chat.text ~ {quoted(pattern.next_question)} -%}}",
             "{%- else -%}",
@@ -160,28 +162,29 @@ def chat_template(form: Template, start_end: bool, begins: bool, gap: Gap, video
             UNASKED + refuse("user and assistant take turns") + "{%- endif -%}",
             "{%- endif -%}",
             "{%- endfor -%}",
-            *(["{{- bos_token -}}"] if begins else []),
+            *(["{{- bos_token -}}"] if adds_bos else []),
             *stretches("chat.text", gap, video),
         ]
     )
 
 
-def own_chat_template(form: ChatTemplate, start_end: bool, gap: Gap, video: bool = False) -> str:
-    """Return a chat template for transformers that does the same as training with the language model's own template.
+def own_chat_template(template: ChatTemplate, start_end: bool, gap: Gap, video: bool = False) -> str:
+    """Return a chat template for transformers (Jinja) that formats conversations as training does with the chat
+    template of the language model itself.
 
     It turns messages into those of training (see `chat_template`), and then contains the model's own template. With
     `add_generation_prompt`, the text ends where answers begin in training, also if the model's own prompt differs.
 
     Args:
-        form: the language model's own template, as training used it.
+        template: the language model's own template, as training used it.
         start_end: whether to put `<im_start>` and `<im_end>` around every image.
-        gap: where to put a space before the text between two images.
+        gap: rule for where to put a space before the text that follows an image (see `Gap`).
         video: accept parts of type `video` and `<video>` tags, which are treated like images.
     """
-    content = "[{'type': 'text', 'text': said.text}]" if form.parts else "said.text"
+    content = "[{'type': 'text', 'text': said.text}]" if template.parts else "said.text"
     answer = quoted(ANSWER)
-    mark = f"[{{'type': 'text', 'text': {answer}}}]" if form.parts else answer
-    before = form.layout("hg").frames[1].before
+    mark = f"[{{'type': 'text', 'text': {answer}}}]" if template.parts else answer
+    before = template.layout("hg").frames[1].before
     cut = f"[:-{before}]" if before else ""
     return "\n".join(
         [
@@ -191,7 +194,7 @@ def own_chat_template(form: ChatTemplate, start_end: bool, gap: Gap, video: bool
             "{%- if message['role'] == 'user' -%}",
             "{%- if chat.asked -%}" + refuse("user and assistant take turns") + "{%- endif -%}",
             *(VIDEO_TAGS if video else ()),
-            *question(form, start_end),
+            *question(template, start_end),
             "{%- set chat.begun = true -%}",
             "{%- set chat.asked = true -%}",
             *checks_of(video),
@@ -208,7 +211,7 @@ def own_chat_template(form: ChatTemplate, start_end: bool, gap: Gap, video: bool
             f"{{%- set chat.messages = chat.messages + [{{'role': 'assistant', 'content': {mark}}}] -%}}",
             "{%- endif -%}",
             "{%- set messages, prompts, add_generation_prompt = chat.messages, add_generation_prompt, false -%}",
-            "{%- set text %}" + BEGIN + form.code + END,
+            "{%- set text %}" + BEGIN + template.code + END,
             f"{{%- if prompts -%}}{{%- set text = text.split({answer})[0]{cut} -%}}{{%- endif -%}}",
             *stretches("text", gap, video),
         ]
@@ -216,11 +219,11 @@ def own_chat_template(form: ChatTemplate, start_end: bool, gap: Gap, video: bool
 
 
 def stretches(text: str, gap: Gap, video: bool) -> list[str]:
-    """Return Jinja code that outputs a conversation, split into stretches of text at its `<image>` tags.
+    """Return lines of Jinja code that output a conversation, split at its `<image>` tags into stretches of text.
 
     Args:
         text: name of the Jinja variable that holds the conversation.
-        gap: where to put a space before a stretch.
+        gap: rule for where to put a space before the text that follows an image (see `Gap`).
         video: whether an `<image>` tag may stand for a video. The Jinja list `chat.tags` then has the tag to output for
             each of them.
     """
@@ -281,11 +284,16 @@ def checks_of(video: bool) -> tuple[str, ...]:
     return (VIDEO_CHECK, *CHECKS[1:]) if video else CHECKS
 
 
-def question(form: Template | ChatTemplate, start_end: bool) -> list[str]:
-    """Return Jinja code that rewrites a question, which is in the variable `said.text`, in the same way as training
-    does (see `conversation.image_first`)."""
-    pieces, tag = "{%- set pieces = said.text.split('<image>') -%}", quoted(image_tag(form, start_end))
-    if form.image_only:
+def question(template: Template | ChatTemplate, start_end: bool) -> list[str]:
+    """Return lines of Jinja code that rewrite a user's message, which is in the Jinja variable `said.text`, as training
+    does: a single `<image>` tag is moved to its front (see `conversation.image_first`).
+
+    Args:
+        template: the conversation template of training.
+        start_end: whether to put `<im_start>` and `<im_end>` around every image.
+    """
+    pieces, tag = "{%- set pieces = said.text.split('<image>') -%}", quoted(image_tag(template, start_end))
+    if template.image_only:
         return [pieces, "{%- set said.text = '<image>' * (pieces|length - 1) -%}"]
     return [
         pieces,
@@ -298,21 +306,21 @@ def question(form: Template | ChatTemplate, start_end: bool) -> list[str]:
     ]
 
 
-def rehearse(folder: Path, ours: Tokenizer, form: Template | ChatTemplate, start_end: bool) -> str | None:
-    """Compare the token ids that an exported chat template gives with the token ids of training, for test conversations
-    and for their prompts (the conversation without its last answer).
+def rehearse(folder: Path, ours: Tokenizer, template: Template | ChatTemplate, start_end: bool) -> str | None:
+    """Compare the token ids that the chat template of an exported model gives with the token ids of training, for test
+    conversations and for their prompts (the conversation without its last answer).
 
     Args:
         folder: the exported folder. It must have `config.json`, by which transformers chooses the tokenizer's class.
         ours: the tokenizer of training.
-        form: the conversation template of training.
+        template: the conversation template of training.
         start_end: whether training puts `<im_start>` and `<im_end>` around every image.
 
     Returns:
         A message about the first conversation whose ids differ; None if all ids are equal.
     """
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    encoder = ExactEncoder(ours, form, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
+    encoder = ExactEncoder(ours, template, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
     image_id = theirs.convert_tokens_to_ids(IMAGE_TAG)
     video_id = theirs.convert_tokens_to_ids(VIDEO_TAG) if VIDEO_PART in theirs.chat_template else None
     for texts, system in itertools.product(PROBES if video_id is None else PROBES + VIDEO_PROBES, (None, SYSTEM_PROBE)):
@@ -333,7 +341,15 @@ def trained_ids(
     encoder: ExactEncoder, texts: Sequence[str], image_id: int, system: str | None = None, video_id: int | None = None
 ) -> tuple[list[int], list[int]]:
     """Return the token ids that training gives a conversation, and those of its prompt (the conversation without its
-    last answer), with one token `image_id` for every image, and `video_id` for every video."""
+    last answer).
+
+    Args:
+        encoder: tokenizes conversations as training does.
+        texts: the messages in turn: question, answer, question, and so on; with `<image>` and `<video>` tags.
+        image_id: token id that stands for an image, one token for each.
+        system: text of a system message before the first question; None: no system message.
+        video_id: token id that stands for a video, one token for each; None: there are no videos.
+    """
     if video_id is not None:
         tags = [image_id if tag == IMAGE_TAG else video_id for tag in re.findall(ANY_TAG, "".join(texts))]
         texts = [text.replace(VIDEO_TAG, IMAGE_TAG) for text in texts]
@@ -354,13 +370,23 @@ def trained_ids(
 
 
 def as_text(texts: Iterable[str], system: str | None = None) -> list[dict[str, Any]]:
-    """Return a conversation as chat messages for transformers, whose content is text with `<image>` tags."""
+    """Return a conversation as chat messages for transformers, whose content is text with `<image>` tags.
+
+    Args:
+        texts: the messages in turn: question, answer, question, and so on.
+        system: text of a system message before the first question; None: no system message.
+    """
     lead = [] if system is None else [{"role": "system", "content": system}]
     return [*lead, *({"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts))]
 
 
 def as_parts(texts: Iterable[str], system: str | None = None) -> list[dict[str, Any]]:
-    """Return a conversation as chat messages for transformers, whose content is a list of image and text parts."""
+    """Return a conversation as chat messages for transformers, whose content is a list of image, video and text parts.
+
+    Args:
+        texts: the messages in turn: question, answer, question, and so on; with `<image>` and `<video>` tags.
+        system: text of a system message before the first question; None: no system message.
+    """
     messages = as_text(texts, system)
     for message in messages:
         parts: list[dict[str, str]] = []

@@ -1,5 +1,5 @@
-"""Compare the model files that a run loads with the digests recorded in their folders, and record new digests of files
-that a user changed on purpose."""
+"""Compare the model files that a program loads with the digests (sizes and hashes) recorded in their folders, and
+record new digests of files that a user changed on purpose."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,11 +32,12 @@ takes seconds."""
 
 
 def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int = 1, is_first: bool = True) -> None:
-    """Compare the model files and folders that a run loads with the digests in their folders' notes
-    (`llava_fsdp.json`). Files without a digest are not checked. A collective: the ranks of one machine divide the files
-    among themselves.
+    """Compare the model files that a program loads with the digests (sizes and hashes) recorded in `llava_fsdp.json` in
+    their folders. Files without a digest are not checked. A collective: the ranks of one machine divide the files among
+    themselves.
 
     Args:
+        paths: model files, or whole model folders.
         local_rank, local_size: number of this rank among the ranks of its machine, and the number of these ranks.
         is_first: whether this rank logs messages.
 
@@ -78,12 +79,13 @@ def warn_of_older(paths: Iterable[Path]) -> None:
 
 
 def accept(folder: Path, names: list[str]) -> None:
-    """Record new digests of files that a user changed, added or removed on purpose in a model folder.
+    """Record new digests (sizes and hashes) of files that a user changed, added or removed on purpose in a model
+    folder. They are recorded in `llava_fsdp.json` in that folder.
 
     Args:
-        names: paths of these files, relative to the folder. `llava_fsdp.json`, the file with the digests, may be among
-            them: its present content is then accepted. If it has no digests, because an earlier version of llava_fsdp
-            wrote it, digests of all files of the folder are recorded.
+        names: paths of these files, relative to the folder. `llava_fsdp.json` itself may be among them: its present
+            content is then accepted. If it has no digests, because an earlier version of llava_fsdp wrote it, digests
+            of all files of the folder are recorded.
 
     Raises:
         ConfigError: the folder has no `llava_fsdp.json`, or a name is not a file of the folder.

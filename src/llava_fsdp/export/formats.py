@@ -75,14 +75,23 @@ class SourceModel:
 
     Attributes:
         model: model with this architecture. Only its configuration and shapes are used: its weights may be sharded or
-            on the meta device. grid_pinpoints: for images of several tiles, sizes in pixels that an image may be fitted
-        into; empty: those of LLaVA-NeXT or LLaVA-OneVision.
-        max_tiles: `data.max_tiles`, used with anyres_max.
+            on the meta device.
+        template: name of the conversation template.
+        aspect: how an image is fitted into the square input of the vision tower; with anyres and anyres_max it is cut
+            into several square tiles.
+        grid_pinpoints: sizes in pixels that an image may be fitted into before it is cut into tiles; empty: those of
+            LLaVA-NeXT or LLaVA-OneVision.
+        max_tiles: with anyres_max, an image with more vision features than this number of tiles has is shrunk to that
+            number of features.
         pixels: how to decode and resize the images of questions: as in training, but `exact` after training with
             `fast`.
+        special_tokens: how special tokens such as `</s>` in a text are tokenized.
+        max_length: maximum number of tokens of a sample.
         language, vision: folders or hub names of the language model and of the vision tower; empty if not known.
         renamed_tower: name of the vision tower to write into the original LLaVA's config.json; None: the name that the
-            source has. history: run, stage and step that produced the model, and the parts that were trained.
+            original model has.
+        history: id of the training, stage and step that produced the model, and the parts that were trained.
+        video_sampling: how frames of a video are selected, if the model takes videos.
     """
 
     model: Llava
@@ -101,12 +110,13 @@ class SourceModel:
 
     @property
     def sampling(self) -> VideoSampling | None:
-        """Rule that selects the frames of a video; None if the model takes no videos."""
+        """How the frames of a video are selected for the model to export; None if it takes no videos."""
         return self.video_sampling if self.aspect is AspectRatio.anyres_max else None
 
     @property
     def image_tokens(self) -> ImageTokens:
-        """Rule that gives the number of tiles and tokens of an image from its size in pixels."""
+        """Object that computes, from the size of an image in pixels, into how many square tiles it is cut and which
+        tokens it gets in the model to export."""
         tile = self.model.parts.image_size
         sizes = tuple(grid_sizes(self.grid_pinpoints, tile, self.aspect))
         merge = self.model.cfg.patch_merge
@@ -118,7 +128,14 @@ class SourceModel:
 
 
 def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceModel:
-    """Return the description of a run's model after `step` steps, for exporting it."""
+    """Return a description of a trained model for its export.
+
+    Args:
+        model: the trained model, which may be sharded.
+        cfg: configuration of the training.
+        run: unique id of the training.
+        step: number of steps after which the model is exported.
+    """
     assert isinstance(model, Llava)  # also with FSDP, which gives the model a subclass of Llava
     language, vision = names_of_parts(model.parts, cfg.model)
     return SourceModel(
@@ -139,8 +156,13 @@ def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceM
 
 
 def names_of_parts(parts: Parts, cfg: ModelConfig) -> tuple[str, str]:
-    """Return the folders or hub names of a run's language model and vision tower; empty if not known, because a
-    `model.checkpoint` brings the part and does not name it."""
+    """Return the folders or hub names of the language model and the vision tower of a training; empty for a part whose
+    name is not known, because it comes from a whole model (`model.checkpoint`) that does not name its parts.
+
+    Args:
+        parts: the folders from which the training loaded its model.
+        cfg: model configuration of the training.
+    """
     if parts.whole is None:
         return cfg.language, cfg.vision
     notes, brings_tower = read_notes(parts.whole), parts.vision_folder.is_relative_to(parts.whole)
@@ -152,13 +174,18 @@ def history(run: str, stage: str, step: int, train: list[Part]) -> dict[str, Any
 
 
 def write_folder(
-    form: FolderFormat, source: SourceModel, weights: Weights, staged: Path, notes: dict[str, Any]
+    folder_format: FolderFormat, source: SourceModel, weights: Weights, staged: Path, notes: dict[str, Any]
 ) -> None:
-    """Write a model into the folder `staged` in one of the export formats. All ranks must call this; the first
+    """Write a model, with its weights, configuration and tokenizer, into a folder. All ranks must call this; the first
     rank writes.
 
     Args:
-        notes: additional contents of `llava_fsdp.json`.
+        folder_format: the program for which the folder is written: transformers, the original LLaVA, or the original
+            LLaVA's second training stage, which needs the projector alone.
+        source: description of the model to export, without its weights.
+        weights: its weights, which are gathered from all ranks.
+        staged: folder to write into, which gets its final name later.
+        notes: additional contents of the folder's `llava_fsdp.json`.
 
     Raises:
         ModelError, ConfigError: the format does not support this model; the message says why.
@@ -167,10 +194,10 @@ def write_folder(
     failing = f"cannot write {staged}"
     rename = partial(original, projector_type=source.model.cfg.projector_type)
     on_first_rank(lambda: make_empty(staged), failing)
-    if form is FolderFormat.hf:
+    if folder_format is FolderFormat.hf:
         rows = on_first_rank(lambda: begin_hf(source, weights.widest, staged), failing)
         write_hf_weights(source, weights, staged, rows)
-    elif form is FolderFormat.llava:
+    elif folder_format is FolderFormat.llava:
         check_original(source.model)
         on_first_rank(lambda: write_configs(source, weights.widest, staged), failing)
         on_first_rank(lambda: copy_or_convert_tokenizer(source, staged), failing)
@@ -183,13 +210,13 @@ def write_folder(
 
 
 def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> None:
-    """Write the notes of an exported folder (`llava_fsdp.json`): settings that its other files do not contain, and
-    digests of all other files, which must be complete.
+    """Write `llava_fsdp.json` into an exported folder: settings that its other files do not contain, and digests (sizes
+    and hashes) of all other files, which must be complete.
 
     Args:
-        source: the exported model; the notes contain its settings of data and images.
+        source: description of the exported model, whose settings are written.
         staged: the exported folder, before it gets its final name.
-        notes: further values, added to those of `source`.
+        notes: further settings to write, by name.
     """
     notes = {
         **source.history,
@@ -213,8 +240,17 @@ def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> Non
 
 
 def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
-    """Write all files of a model folder for transformers except the weights; return the number of rows that its
-    embeddings must have."""
+    """Write all files of a model folder for transformers except the weights.
+
+    Args:
+        source: description of the model to export, without its weights.
+        dtype: dtype of the exported weights.
+        staged: folder to write into, which gets its final name later.
+
+    Returns:
+        The number of rows that the exported embeddings must have, so that there is a row for each token that the export
+        adds to the tokenizer.
+    """
     model, parts = source.model, source.model.parts
     check_hf(model, source.aspect)
     has_video = source.aspect is AspectRatio.anyres_max
@@ -240,9 +276,11 @@ def write_hf_config(
     """Write `config.json` of a model for transformers, and return the configuration.
 
     Args:
+        source: description of the model to export, without its weights.
         dtype: dtype of the exported weights.
+        staged: folder to write into, which gets its final name later.
         ids: ids of the special tokens that the export adds.
-        rows: number of rows of the exported embeddings.
+        rows: number of rows of the exported embeddings (the size of the exported vocabulary).
     """
     config = hf_config(source, dtype, rows)
     config.image_token_id, config.pad_token_id = ids.image, ids.pad
@@ -253,14 +291,21 @@ def write_hf_config(
 
 
 def write_hf_weights(source: SourceModel, weights: Weights, staged: Path, rows: int) -> None:
-    """Write the weights of a model folder for transformers, with embeddings of `rows` rows. All ranks must call
-    this."""
+    """Write the weights of a model folder for transformers. All ranks must call this; the first rank writes.
+
+    Args:
+        source: description of the model to export, without its weights.
+        weights: its weights, which are gathered from all ranks.
+        staged: folder to write into, which gets its final name later.
+        rows: number of rows of the exported embeddings (the size of the exported vocabulary).
+    """
     plan = partial(plan_save, hf_config(source, weights.widest, rows))
     write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
 
 
 def check_original(model: Llava) -> None:
-    """Raise ConfigError if the original LLaVA does not have the model's projector."""
+    """Raise ConfigError if a model cannot be exported for the original LLaVA, because its projector has a pixel
+    shuffle."""
     if model.cfg.shuffle_factor > 1:
         raise ConfigError(
             f"the original LLaVA has no {model.cfg.projector_type} projector; choose format=hf (with a vision tower of "
@@ -269,8 +314,13 @@ def check_original(model: Llava) -> None:
 
 
 def check_hf(model: Llava, aspect: AspectRatio) -> None:
-    """Raise ConfigError if transformers' LLaVA (for one tile), LLaVA-NeXT or LLaVA-OneVision (for several) or InternVL
-    (for pixel shuffle) cannot compute what this model computes."""
+    """Raise ConfigError if transformers has no class that computes what a model computes: LLaVA for images of one tile,
+    LLaVA-NeXT or LLaVA-OneVision for images cut into several tiles, InternVL for projectors with pixel shuffle.
+
+    Args:
+        aspect: how an image is fitted into the square input of the vision tower; with anyres it is cut into several
+            tiles.
+    """
     cfg, parts, tiled = model.cfg, model.parts, aspect in (AspectRatio.anyres, AspectRatio.anyres_max)
     if cfg.shuffle_factor > 1:
         return check_internvl(model, tiled)
@@ -293,7 +343,12 @@ def check_hf(model: Llava, aspect: AspectRatio) -> None:
 
 
 def check_internvl(model: Llava, tiled: bool) -> None:
-    """Raise ConfigError if transformers' InternVL cannot compute what a model with pixel shuffle computes."""
+    """Raise ConfigError if transformers' InternVL cannot compute what a model computes whose projector has a pixel
+    shuffle.
+
+    Args:
+        tiled: whether images are cut into several tiles.
+    """
     kind, said = model.parts.vision.model_type, f"model.projector_type={model.cfg.projector_type}"
     if not isinstance(model.parts.vision, InternVLVisionConfig):
         raise ConfigError(
@@ -310,8 +365,14 @@ def check_internvl(model: Llava, tiled: bool) -> None:
 def hf_config(
     source: SourceModel, dtype: torch.dtype, rows: int
 ) -> LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig:
-    """Return transformers' configuration of a model whose embeddings have `rows` rows. The ids of the image and
-    padding tokens are not set in it."""
+    """Return transformers' configuration of a model to export. The ids of its image and padding tokens are not set in
+    it.
+
+    Args:
+        source: description of the model to export, without its weights.
+        dtype: dtype of the exported weights.
+        rows: number of rows of the exported embeddings (the size of the exported vocabulary).
+    """
     model, parts = source.model, source.model.parts
     fields: dict[str, Any] = {
         "vision_config": copy.deepcopy(parts.vision),  # a copy, as LlavaConfig changes it
@@ -350,6 +411,11 @@ def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None
     """Write `config.json` and `generation_config.json` for the original LLaVA, and a subfolder with the vision tower's
     configuration and image preprocessing.
 
+    Args:
+        source: description of the model to export, without its weights.
+        dtype: dtype of the exported weights.
+        staged: folder to write into, which gets its final name later.
+
     Raises:
         ModelError, ConfigError: the original LLaVA does not support this model, or the vision tower's name is not
             known.
@@ -369,8 +435,13 @@ def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None
 
 
 def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
-    """Write the tokenizer for the original LLaVA. If the source model came with tokenizer files of the original LLaVA,
-    they are copied; otherwise the language model's tokenizer is converted."""
+    """Write a tokenizer for the original LLaVA. If the model to export was loaded from a folder of the original LLaVA,
+    that folder's tokenizer is copied; otherwise the language model's tokenizer is converted.
+
+    Args:
+        source: description of the model to export, without its weights.
+        staged: folder to write into, which gets its final name later.
+    """
     parts, llava_folder = source.model.parts, original_folder(source.model.parts)
     if llava_folder is not None and has_tokenizer(llava_folder):
         copy_files(llava_folder, staged, TOKENIZER_FILES)
@@ -394,8 +465,13 @@ def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None
 
 
 def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the contents of config.json for the original LLaVA. If the source model came with such a file, its values
-    are kept, except for settings in which the model now differs from it."""
+    """Return the contents of config.json for the original LLaVA. If the model to export was loaded from a folder with
+    such a file, its values are kept, except for settings in which the model now differs from it.
+
+    Args:
+        source: description of the model to export, without its weights.
+        dtype: dtype of the exported weights.
+    """
     model, parts = source.model, source.model.parts
     llava_folder = original_folder(parts)
     if llava_folder is not None:
@@ -427,8 +503,12 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
 
 
 def tower_name(source: SourceModel) -> str:
-    """Return the name (of a hub model or folder) from which the original LLaVA loads the vision tower; raise
-    ConfigError if it is not known."""
+    """Return the name (of a hub model or folder) from which the original LLaVA is to load the vision tower of an
+    exported model; raise ConfigError if it is not known.
+
+    Args:
+        source: description of the model to export, without its weights.
+    """
     name = source.vision or known_tower(source.model.parts.vision)
     if not name:
         raise ConfigError("the original's folders name their vision tower, and the source does not: give vision=NAME")
@@ -438,8 +518,12 @@ def tower_name(source: SourceModel) -> str:
 
 
 def original_folder(parts: Parts) -> Path | None:
-    """Return the folder with the configuration and tokenizer files of the original LLaVA model from which the source
-    model was made; None if it was not made from one."""
+    """Return the folder of the original LLaVA's configuration and tokenizer files, if a model was loaded from a model
+    of the original LLaVA, or from an export of such a model; else None.
+
+    Args:
+        parts: the folders from which the model was loaded.
+    """
     if parts.whole is None:
         return None
     if (parts.whole / KEPT / "config.json").is_file():

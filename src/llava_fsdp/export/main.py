@@ -1,8 +1,8 @@
 """Convert a model into a folder for other programs: `python -m llava_fsdp.export source=DIR to=DIR format=llava`.
 
-The source is a run, one of its checkpoints, an adapter folder, or a model folder (of llava_fsdp, transformers or the
-original LLaVA). The result is a model folder for transformers or for the original LLaVA, or the projector file of the
-original LLaVA.
+The source is the output folder of a training, one of its checkpoints, a LoRA adapter folder, or a model folder (of
+llava_fsdp, transformers or the original LLaVA). The result is a model folder for transformers or for the original
+LLaVA, or the projector file of the original LLaVA.
 """
 
 import shutil
@@ -32,15 +32,15 @@ from llava_fsdp.runtime.provenance import NOTES
 @torch.no_grad()
 def export(cfg: ConversionConfig) -> Path:
     """Convert the model `cfg.source` into the folder `cfg.to`, and return that folder. The folder gets its final name
-    after the logits of the written model were compared with the source's (unless `cfg.verify` is false).
+    after the logits of the written model were compared with those of the source (unless `cfg.verify` is false).
 
-    If `cfg.accept` names files, nothing is converted: new digests of these files in the folder `cfg.source` are
-    recorded, and that folder is returned.
+    If `cfg.accept` names files, nothing is converted: new digests (sizes and hashes) of these files in the folder
+    `cfg.source` are recorded, and that folder is returned.
 
     Raises:
-        ConfigError: a setting is wrong, or `to` exists and may not be replaced.
+        ConfigError: a setting is wrong, or `cfg.to` exists and may not be replaced.
         ModelError: the source cannot be read, the format does not support the model, or the logits differ.
-        CheckpointError: a checkpoint cannot be read, or `to` cannot be written.
+        CheckpointError: a checkpoint cannot be read, or `cfg.to` cannot be written.
     """
     if cfg.accept:
         if cfg.to is not None:
@@ -83,12 +83,13 @@ def export(cfg: ConversionConfig) -> Path:
 
 
 def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
-    """Raise ConfigError unless the target folder is free, or is a model folder that may be replaced (`overwrite=true`)
-    and contains none of the inputs.
+    """Raise ConfigError unless the target folder of an export is free, or is a model folder that may be replaced
+    (`overwrite=true`) and contains none of the inputs.
 
     Args:
         final: the target folder `cfg.to`.
         staged: folder that is written first and then renamed to `final`.
+        cfg: settings of the command `export`.
     """
     inputs = {"source": cfg.source, "base": cfg.base, "language": cfg.language, "vision": cfg.vision}
     for key, name in inputs.items():

@@ -42,7 +42,8 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 class TokenIds(NamedTuple):
-    """Ids of tokens that an exported model's tokenizer has and that training does not need."""
+    """Ids of tokens that the tokenizer of an exported model has and that training does not need: `<image>`, padding,
+    and perhaps `<video>`."""
 
     image: int
     pad: int
@@ -51,19 +52,20 @@ class TokenIds(NamedTuple):
 
 
 def write_tokenizer(
-    folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool, video: bool = False
+    folder: Path, staged: Path, language: PretrainedConfig, template_name: str, start_end: bool, video: bool = False
 ) -> tuple[TokenIds, int]:
-    """Write the tokenizer for transformers, with an `<image>` token and a padding token. Return the ids of these
-    tokens, and the number of rows that the exported model's embeddings must have.
+    """Write a tokenizer for transformers, with an `<image>` token and a padding token. Return the ids of these tokens,
+    and the number of rows that the exported model's embeddings must have.
 
     As in the hub's conversions of LLaVA, new ids follow the existing ones, and the number of rows is rounded up to a
     multiple of 64. A language model that has enough rows already keeps its size. If `folder` has no tokenizer, nothing
     is written.
 
     Args:
-        folder: the language model's folder.
-        staged: the folder to write into.
-        form: name of the conversation template.
+        folder: the language model's folder, with the tokenizer of training.
+        staged: folder to write into, which gets its final name later.
+        language: the language model's configuration.
+        template_name: name of the conversation template of training.
         start_end: whether the chat template puts `<im_start>` and `<im_end>` around every image.
         video: whether the tokenizer gets a `<video>` token, too.
     """
@@ -85,8 +87,8 @@ def write_tokenizer(
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
     tokenizer.chat_template = None
     tokenizer.save_pretrained(staged)
-    own = open_template(form, folder, ours)
-    same_bos = own.adds_bos or begins_with_bos(own, folder)
+    template = open_template(template_name, folder, ours)
+    same_bos = template.adds_bos or begins_with_bos(template, folder)
     if ours.bos is None or not same_bos:
         leave_bos_out(staged)
     if (folder / "tokenizer.model").is_file():
@@ -96,38 +98,61 @@ def write_tokenizer(
     check_same_ids(folder, staged, vocab_size, same_bos)
     with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
         gap = find_gap(from_file(staged), ours)
-    write_template(staged, own, start_end, ours.bos is not None, gap, video)
+    write_template(staged, template, start_end, ours.bos is not None, gap, video)
     image, pad = tokenizer.convert_tokens_to_ids(IMAGE_TAG), tokenizer.pad_token_id
     made = TokenIds(image, pad, tokenizer.convert_tokens_to_ids(VIDEO_TAG) if video else None)
     return made, rows_for(made, vocab_size)
 
 
 def rows_for(ids: TokenIds, vocab_size: int) -> int:
-    """Return the number of rows that an exported model's embeddings must have."""
+    """Return the number of rows that an exported model's embeddings must have: that of the trained model or, if new
+    tokens need more, the next multiple of 64.
+
+    Args:
+        ids: ids of the tokens that the export adds.
+        vocab_size: number of rows of the trained model's embeddings.
+    """
     needed = max(number for number in ids if number is not None) + 1
     return vocab_size if needed <= vocab_size else -(-needed // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def begins_with_bos(own: Template | ChatTemplate, folder: Path) -> bool:
-    """Return whether a model's own chat template writes the BOS token, so that transformers' processor adds none."""
+def begins_with_bos(template: Template | ChatTemplate, folder: Path) -> bool:
+    """Return whether the language model's own chat template writes the BOS token, so that transformers' processor must
+    not add one; False for a conversation template of llava_fsdp.
+
+    Args:
+        template: the conversation template of training.
+        folder: the language model's folder, whose tokenizer defines the BOS token.
+    """
     bos = special_tokens(folder).get("bos_token")
-    return isinstance(own, ChatTemplate) and bos is not None and own.layout("hg").frames[0].text.startswith(bos)
+    return (
+        isinstance(template, ChatTemplate) and bos is not None and template.layout("hg").frames[0].text.startswith(bos)
+    )
 
 
 def write_template(
     staged: Path,
-    own: Template | ChatTemplate,
+    template: Template | ChatTemplate,
     start_end: bool,
-    begins: bool = False,
+    adds_bos: bool = False,
     gap: Gap | None = None,
     video: bool = False,
 ) -> None:
-    """Write an export's chat template; see `chat_template` for the arguments."""
+    """Write the chat template of an exported model for transformers.
+
+    Args:
+        staged: folder to write into, which gets its final name later.
+        template: the conversation template of training.
+        start_end: whether to put `<im_start>` and `<im_end>` around every image.
+        adds_bos: whether a conversation begins with the BOS token; ignored for the language model's own template.
+        gap: rule for where to put a space before the text that follows an image; None: nowhere.
+        video: accept videos in messages, which are treated like images.
+    """
     gap = Gap(False) if gap is None else gap
-    if isinstance(own, ChatTemplate):
-        code = own_chat_template(own, start_end, gap, video)
+    if isinstance(template, ChatTemplate):
+        code = own_chat_template(template, start_end, gap, video)
     else:
-        code = chat_template(own, start_end, begins, gap, video)
+        code = chat_template(template, start_end, adds_bos, gap, video)
     (staged / FILE).write_text(code)
 
 
@@ -143,8 +168,12 @@ def update_config(staged: Path, **values: Any) -> None:
 
 
 def leave_bos_out(staged: Path) -> None:
-    """Change an export's tokenizer so that transformers adds no BOS token: remove the post-processor from
-    `tokenizer.json`, as transformers ignores `add_bos_token=false`."""
+    """Change the tokenizer of an exported model so that transformers adds no BOS token: remove the post-processor from
+    `tokenizer.json`, as transformers ignores `add_bos_token=false`.
+
+    Args:
+        staged: the exported folder, before it gets its final name.
+    """
     path = staged / "tokenizer.json"
     frozen = read_json(path, largest=LARGE)
     if (frozen.get("post_processor") or {}).get("type") == "TemplateProcessing":
@@ -153,14 +182,19 @@ def leave_bos_out(staged: Path) -> None:
 
 
 def from_file(folder: Path) -> Any:
-    """Open a folder's `tokenizer.json` unchanged as transformers' tokenizer. The tokenizer class that the folder names
-    is not used, since some classes change the contents of `tokenizer.json`."""
+    """Open the file `tokenizer.json` in a folder unchanged as transformers' tokenizer. The tokenizer class that the
+    folder names is not used, since some classes change the contents of `tokenizer.json`."""
     return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def keep_llama(folder: Path, staged: Path) -> None:
-    """Copy the SentencePiece model (`tokenizer.model`) from `folder` to `staged`. Also set in the
-    `tokenizer_config.json` of `staged` those values that transformers 5 does not write there."""
+    """Add the SentencePiece model (`tokenizer.model`) of a Llama tokenizer to an exported model, and set those values
+    in `tokenizer_config.json` that transformers 5 does not write there.
+
+    Args:
+        folder: the language model's folder, with the tokenizer of training.
+        staged: the exported folder, before it gets its final name.
+    """
     old, path = read_optional(folder / "tokenizer_config.json"), staged / "tokenizer_config.json"
     config = {**read_optional(path), "legacy": is_legacy(old), "add_bos_token": old.get("add_bos_token", True)}
     config["tokenizer_class"] = old.get("tokenizer_class", "LlamaTokenizer")
@@ -174,14 +208,15 @@ def copy_sentencepiece(folder: Path, staged: Path, added: dict[str, int]) -> Non
         (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
 
 
-def check_template(folder: Path, staged: Path, language: PretrainedConfig, form: str, start_end: bool) -> None:
-    """Compare the token ids that an export's chat template gives with those of training, and log a warning if they
-    differ. A difference is no error, since llava_fsdp's own programs do not use the chat template.
+def check_template(folder: Path, staged: Path, language: PretrainedConfig, template_name: str, start_end: bool) -> None:
+    """Compare the token ids that the chat template of an exported model gives with those of training, and log a warning
+    if they differ. A difference is no error, since llava_fsdp's own programs do not use the chat template.
 
     Args:
-        folder: the language model's folder.
+        folder: the language model's folder, with the tokenizer of training.
         staged: the exported folder; it must have its `config.json` already.
-        form: name of the conversation template.
+        language: the language model's configuration.
+        template_name: name of the conversation template of training.
         start_end: whether training puts `<im_start>` and `<im_end>` around every image.
 
     Raises:
@@ -190,9 +225,9 @@ def check_template(folder: Path, staged: Path, language: PretrainedConfig, form:
     if not has_tokenizer(folder):
         return
     ours = open_tokenizer(folder, language.vocab_size)
-    own = open_template(form, folder, ours)
+    template = open_template(template_name, folder, ours)
     with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
-        differs = rehearse(staged, ours, own, start_end)
+        differs = rehearse(staged, ours, template, start_end)
     if differs is not None:
         log().warning(
             "the export's chat template for the tokenizer of %s gives other token ids than training: %s; "
@@ -201,8 +236,13 @@ def check_template(folder: Path, staged: Path, language: PretrainedConfig, form:
 
 
 def check_image_tokens(staged: Path, size: Size, expected: int) -> None:
-    """Check that the processor of an export gives an image of `size` (width and height in pixels) as many tokens as
-    training does. A processor that also takes videos needs torchvision; without torchvision it is not checked.
+    """Check that transformers' processor of an exported model gives an image as many tokens as training does. A
+    processor that also takes videos needs torchvision; without torchvision it is not checked.
+
+    Args:
+        staged: the exported folder, which has the processor's files.
+        size: width and height in pixels of the image.
+        expected: number of tokens that training gives such an image.
 
     Raises:
         ModelError: the processor cannot be loaded, or gives another number.
@@ -222,12 +262,16 @@ def check_image_tokens(staged: Path, size: Size, expected: int) -> None:
 
 
 def write_llama(staged: Path, legacy: bool) -> None:
-    """Change an export's `tokenizer.json` so that it gives the same token ids as the SentencePiece model, and name a
-    tokenizer class in `tokenizer_config.json` with which transformers loads `tokenizer.json` unchanged.
+    """Change the `tokenizer.json` of an exported Llama tokenizer so that it gives the same token ids as the
+    SentencePiece model, and name a tokenizer class in `tokenizer_config.json` with which transformers loads
+    `tokenizer.json` unchanged.
 
     transformers 5 writes the same `tokenizer.json` for both values of `legacy` and leaves the difference to the
-    tokenizer class, which for a LLaVA model is another one than for a Llama model. With `legacy`, every piece of text
-    between special tokens begins with one `▁`; without `legacy`, only the whole text does.
+    tokenizer class, which for a LLaVA model is another one than for a Llama model.
+
+    Args:
+        staged: the exported folder, before it gets its final name.
+        legacy: whether every piece of text between special tokens begins with one `▁`; False: only the whole text does.
     """
     path = staged / "tokenizer.json"
     frozen = read_json(path, largest=LARGE)
@@ -243,8 +287,14 @@ def write_llama(staged: Path, legacy: bool) -> None:
 
 
 def check_same_ids(folder: Path, staged: Path, vocab_size: int, same_bos: bool = True) -> None:
-    """Raise ModelError if the exported tokenizer in `staged` gives other token ids for test texts than the tokenizer of
-    training in `folder`, or, with `same_bos`, has another BOS token."""
+    """Raise ModelError if an exported tokenizer gives other token ids for test texts than the tokenizer of training.
+
+    Args:
+        folder: folder with the tokenizer of training.
+        staged: folder with the exported tokenizer.
+        vocab_size: number of rows of the trained model's embeddings.
+        same_bos: whether both tokenizers must also have the same BOS token.
+    """
     trained, written = open_tokenizer(folder, vocab_size), open_tokenizer(staged, vocab_size)
     specials = "".join(text for text in ("<s>", "</s>", "<im_start>", "<im_end>") if trained.special(text) is not None)
     for text in (*PROBES, f"a{specials}USER: b", f"{specials} c"):
@@ -257,11 +307,11 @@ def write_preprocessor(folder: Path, staged: Path, pads: bool, grid_pinpoints: l
     """Write the image preprocessing for transformers (`preprocessor_config.json`).
 
     Args:
-        folder: the vision tower's folder.
-        staged: the folder to write into.
+        folder: the vision tower's folder, whose image preprocessing is converted.
+        staged: folder to write into, which gets its final name later.
         pads: whether images are padded to squares.
-        grid_pinpoints: sizes [height, width] that images are fitted into to cut tiles from them; None: an image is one
-            tile.
+        grid_pinpoints: sizes [height, width] in pixels that images are fitted into before they are cut into square
+            tiles; None: an image is one tile.
     """
     ours = read_preprocessor(folder)
     square = {"height": ours.size, "width": ours.size}
@@ -311,10 +361,11 @@ def write_processor(
     have.
 
     Args:
-        folder: the vision tower's folder.
-        staged: the folder to write into.
+        folder: the vision tower's folder, whose image preprocessing is converted.
+        staged: folder to write into, which gets its final name later.
+        config: transformers' configuration of the exported model.
         pads: whether images are padded to squares.
-        tokens: number of image tokens of a tile.
+        tokens: number of image tokens of a tile (an input of the vision tower).
     """
     if not preprocessor_fields(folder):
         log().warning("%s has no preprocessor_config.json, so %s gets none", folder, staged)
@@ -345,9 +396,10 @@ def write_onevision(folder: Path, staged: Path, config: LlavaOnevisionConfig, to
     written without transformers, whose video processor needs torchvision.
 
     Args:
-        folder: the vision tower's folder.
-        staged: the folder to write into.
-        tokens: number of image tokens of a tile.
+        folder: the vision tower's folder, whose image preprocessing is converted.
+        staged: folder to write into, which gets its final name later.
+        config: transformers' configuration of the exported model.
+        tokens: number of image tokens of a tile (an input of the vision tower).
     """
     ours = read_preprocessor(folder)
     common = {
@@ -386,13 +438,13 @@ def write_onevision(folder: Path, staged: Path, config: LlavaOnevisionConfig, to
 
 
 def convert_tokenizer_to_original(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
-    """Write the tokenizer for the original LLaVA, which uses transformers 4.37. Tokens with ids of `vocab_size` or more
-    are left out.
+    """Write a tokenizer for the original LLaVA, which uses transformers 4.37.
 
     Args:
         folder: folder with the tokenizer that is converted.
-        staged: folder that the files are written to.
-        max_length: greatest number of tokens of a text, which is written into the tokenizer's configuration.
+        staged: folder to write into, which gets its final name later.
+        vocab_size: number of rows of the model's embeddings; tokens with ids of `vocab_size` or more are left out.
+        max_length: maximum number of tokens of a text, which is written into the tokenizer's configuration.
     """
     if lacks_tokenizer(folder, staged):
         return
@@ -415,24 +467,28 @@ def convert_tokenizer_to_original(folder: Path, staged: Path, vocab_size: int, m
     check_same_ids(folder, staged, vocab_size)
 
 
-def as_older_release(frozen: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the contents of a tokenizer.json converted for tokenizers 0.15: each merge is one string, and tokens with
-    ids of `vocab_size` or more are removed. `frozen` is changed in place."""
-    frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if t["id"] < vocab_size]
-    merges = frozen["model"].get("merges")
+def as_older_release(contents: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the contents of a tokenizer.json converted for version 0.15 of the tokenizers library: each merge of two
+    tokens is one string, and tokens with ids of `vocab_size` or more are removed. `contents` is changed in place."""
+    contents["added_tokens"] = [t for t in contents.get("added_tokens", []) if t["id"] < vocab_size]
+    merges = contents["model"].get("merges")
     if merges and isinstance(merges[0], list) and not any(" " in part for pair in merges for part in pair):
-        frozen["model"]["merges"] = [" ".join(pair) for pair in merges]
-    newer = ["ignore_merges"] if frozen["model"].get("ignore_merges") else []
-    for part in metaspaces(frozen):
+        contents["model"]["merges"] = [" ".join(pair) for pair in merges]
+    newer = ["ignore_merges"] if contents["model"].get("ignore_merges") else []
+    for part in metaspaces(contents):
         part.setdefault("add_prefix_space", part.get("prepend_scheme", "always") != "never")
         newer += ["Metaspace without split"] if part.get("split") is False else []
     if newer:
         log().warning("the tokenizer has %s, which transformers 4.37 does not know: ids may differ there", newer[0])
-    return frozen
+    return contents
 
 
 def metaspaces(tree: Any) -> list[dict[str, Any]]:
-    """Return every component of type Metaspace (which writes spaces as `▁`) in the contents of a tokenizer.json."""
+    """Return every component of type Metaspace (which writes spaces as `▁`) in a tokenizer.json.
+
+    Args:
+        tree: contents of the file, or a part of them.
+    """
     if isinstance(tree, list):
         return [space for part in tree for space in metaspaces(part)]
     if not isinstance(tree, dict):

@@ -49,12 +49,19 @@ video instead of images."""
 
 
 class CannotBeExported(ModelError):
-    """Error: transformers cannot load this model's export, or would compute something else with it than this model."""
+    """Error: transformers cannot load the export of a model, or would compute something else with it than the model
+    does."""
 
 
 def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
-    """Write the configuration and weights of a model folder for transformers. The export's image, padding and video
-    tokens get the ids after those of the source's vocabulary."""
+    """Write the configuration and weights of a model folder for transformers, but no tokenizer. The image, padding and
+    video tokens get the ids after those of the model's vocabulary.
+
+    Args:
+        source: description of the model to export, without its weights.
+        weights: its weights.
+        staged: folder to write into.
+    """
     first = source.vocabulary
     ids = TokenIds(image=first, pad=first + 1, video=None if source.sampling is None else first + 2)
     write_hf_config(source, weights.widest, staged, ids, first + len(ids))
@@ -70,8 +77,9 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_
     compared. If no small copy can be made, only names and shapes of the weights are checked, on the meta device.
 
     Args:
+        source: description of the model, without its weights.
         dtype: dtype of the export.
-        write: writes the export of the small copy.
+        write: function that writes the export of the small copy into a folder.
 
     Raises:
         ModelError, ConfigError: the model cannot be exported.
@@ -100,10 +108,14 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_
 
 
 def prepare_copy(source: SourceModel) -> tuple[SourceModel, Weights, Inputs, list[torch.Tensor]]:
-    """Make a small copy of a model, and what is needed to compare its export with it.
+    """Make a small copy of a model with random weights, and what is needed to compare its export with it.
+
+    Args:
+        source: description of the model, without its weights.
 
     Returns:
-        The small copy, its weights with adapters merged, test inputs, and the copy's logits for each of them.
+        A description of the small copy, its weights with LoRA adapters merged, test inputs (micro-batches with an image
+        or a video), and the copy's logits for each of them: float32 [labels, vocabulary].
 
     Raises:
         ModelError: no small copy can be made, or its logits are not finite.
@@ -130,7 +142,14 @@ def prepare_copy(source: SourceModel) -> tuple[SourceModel, Weights, Inputs, lis
 
 
 def compare(folder: Path, inputs: Inputs, expected: list[torch.Tensor]) -> None:
-    """Raise ModelError if the export of a small copy has other logits than the copy."""
+    """Raise ModelError if transformers computes other logits from the export of a small copy of a model than the small
+    copy itself has.
+
+    Args:
+        folder: the exported folder.
+        inputs: test inputs: micro-batches with an image or a video.
+        expected: logits of the small copy for each of the inputs: float32 [labels, vocabulary].
+    """
     with foreign("transformers cannot compute logits of the export of a small copy"):
         exported = open_export(folder, torch.float32)
         written = [exported_logits(exported, micro, micro.images, sizes) for micro, sizes in inputs]
@@ -145,8 +164,12 @@ def compare(folder: Path, inputs: Inputs, expected: list[torch.Tensor]) -> None:
 
 @contextmanager
 def name_the_model(model: Llava) -> Iterator[None]:
-    """Context manager that turns a ModelError into CannotBeExported, whose message names the model's parts and a
-    configuration key with which the run needs no export."""
+    """Context manager that turns a ModelError in its `with` block into a CannotBeExported, whose message names the
+    model's parts and a configuration key with which the training needs no export.
+
+    Args:
+        model: the model that is to be exported.
+    """
     parts, cfg = model.parts, model.cfg
     try:
         yield
@@ -167,7 +190,14 @@ def cure(cfg: ModelConfig) -> str:
 
 
 def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None:
-    """Raise CannotBeExported if transformers' model on the meta device lacks a parameter, or does not run."""
+    """Check the export of a model for transformers without values: raise CannotBeExported if transformers' model, on
+    the meta device, does not have the same parameters, or does not run.
+
+    Args:
+        source: description of the model, without its weights.
+        dtype: dtype of the export.
+        rows: number of rows of the exported embeddings (the size of the exported vocabulary).
+    """
     model, config = source.model, hf_config(source, dtype, rows)
     with name_the_model(model):
         check_names(config, {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)})
@@ -175,7 +205,7 @@ def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None
 
 
 def check_names(config: PretrainedConfig, names: Collection[str]) -> None:
-    """Raise ModelError unless transformers' model with this configuration is made of exactly the parameters `names`.
+    """Raise ModelError unless transformers' model with this configuration has exactly the parameters `names`.
 
     Args:
         names: llava_fsdp's names of the parameters; transformers' names are converted to these before they are

@@ -39,7 +39,11 @@ DERIVED = ("stage_names", "out_features", "out_indices", "_out_features", "_out_
 
 
 def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
-    """Return the description of a small copy of a model, on the meta device, and random values of its parameters.
+    """Return a description of a small copy of a model, built on the meta device, and random values of the copy's
+    parameters, by name.
+
+    Args:
+        source: description of the model.
 
     Raises:
         ModelError: no small copy of this model can be made.
@@ -63,8 +67,12 @@ def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
 
 
 def count_layers(part: Any) -> int:
-    """Return how many of a transformer's first layers a small copy needs so that it has a layer of each kind; at least
-    2, if there are as many."""
+    """Return how many of a transformer's first layers a small copy of it needs so that it has a layer of each kind; at
+    least 2, if there are as many.
+
+    Args:
+        part: the language model or the vision tower.
+    """
     config, blocks = part.config, find_blocks(part)
     depth = len(blocks)
     lists = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == depth]
@@ -77,8 +85,8 @@ def count_layers(part: Any) -> int:
 
 
 def kind_of_layer(block: nn.Module) -> tuple[Any, ...]:
-    """Return a tuple that is equal for two layers of the same kind: their modules have the same classes and settings.
-    Of a number, only its type and whether it is 0 are compared."""
+    """Return a tuple that is equal for two transformer layers of the same kind: their modules have the same classes and
+    settings. If a setting is a number, only its type and whether it is 0 are compared."""
     return tuple(
         (
             path,
@@ -96,8 +104,8 @@ def comparable(value: Any) -> Any:
 
 
 def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """Return a configuration of the same class with `layers` layers and small widths. Values of keys that this module
-    does not know stay unchanged.
+    """Return a configuration of the same class for a small copy of a model, with `layers` layers and small widths.
+    Values of keys that this module does not know stay unchanged.
 
     Raises:
         ModelError: the configuration has no single number of layers or heads, or transformers refuses the small values.
@@ -131,26 +139,34 @@ def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
         return type(config).from_dict(values)
 
 
-def shrunk(name: str, value: Any, names: dict[str, int], vocabulary: int) -> Any:
-    """Return the value of the configuration key `name`, reduced if it is a size or a token id.
+def shrunk(name: str, value: Any, maxima: dict[str, int], vocabulary: int) -> Any:
+    """Return the value of a configuration key for a small copy of a model: reduced if it is a size or a token id, else
+    unchanged.
 
     Args:
-        names: maximum values of the keys that are known.
-        vocabulary: number of tokens of the small copy, above all token ids.
+        name: the key.
+        value: the original model's value of the key.
+        maxima: maximum values of the keys that are sizes.
+        vocabulary: number of tokens of the small copy; all token ids must be below it.
     """
-    most = names.get(name)
+    most = maxima.get(name)
     if most is None and "intermediate_size" in name:
         most = MOST_EXPERT if "moe" in name else MOST_INTERMEDIATE
     if most is None and name.endswith("_token_id"):
         most = vocabulary - 1
     if isinstance(value, list):
-        return [shrunk(name, item, names, vocabulary) for item in value] if most is not None else value
+        return [shrunk(name, item, maxima, vocabulary) for item in value] if most is not None else value
     return min(value, most) if most is not None and type(value) is int else value
 
 
 def shrink_rope(values: Any, ratio: float) -> Any:
-    """Return the parameters of rotary embeddings for heads that are `ratio` times as wide. Lists with one number for
-    each frequency get shorter; the sections of MRoPE, which has several positions for each token, get narrower."""
+    """Return the configuration of rotary embeddings (RoPE) for a small copy of a model. Lists with one number for each
+    frequency get shorter; the sections of MRoPE, which has several positions for each token, get narrower.
+
+    Args:
+        values: the configuration of the original model, or a part of it.
+        ratio: width of an attention head of the small copy, divided by that of the original model.
+    """
     if not isinstance(values, dict):
         return values
     result = {}
@@ -166,8 +182,8 @@ def shrink_rope(values: Any, ratio: float) -> Any:
 
 
 def shrink_image(vision: PretrainedConfig, factor: int) -> PretrainedConfig:
-    """Return a vision tower's configuration for images of few patches. As in the original configuration, the number of
-    patches in each direction is odd or even, and the same number of pixels remains at the edge.
+    """Return a vision tower's configuration changed to images of few patches. As in the original configuration, the
+    number of patches in each direction is odd or even, and the same number of pixels remains at the edge.
 
     Args:
         factor: number of patches in each direction that the projector joins; the new number is a multiple of it.
@@ -181,16 +197,27 @@ def shrink_image(vision: PretrainedConfig, factor: int) -> PretrainedConfig:
 
 
 def shrink_layer(cfg: ModelConfig, depth: int, new_depth: int) -> int:
-    """Return `model.select_layer` for a vision tower with `new_depth` instead of `depth` layers: the layer that is as
-    far from the last one, or the first layer if there are too few."""
+    """Return the value of `model.select_layer`, which selects the vision tower's layer whose output is used, for a
+    small copy with fewer layers: the layer that is as far from the last one, or the first layer if there are too few.
+
+    Args:
+        cfg: configuration of the original model.
+        depth: number of layers of the original vision tower.
+        new_depth: number of layers of the small copy's vision tower.
+    """
     behind = -cfg.select_layer - 1 if cfg.select_layer < 0 else depth - cfg.select_layer
     behind = min(behind, new_depth - 1)
     return -behind - 1 if cfg.select_layer < 0 else new_depth - behind
 
 
 def check_same_structure(model: Llava, small: Llava) -> None:
-    """Raise ModelError if the small copy has parameters of other names than the model (apart from layer numbers), or
-    is not small."""
+    """Raise ModelError if the small copy of a model has parameters of other names than the model (apart from layer
+    numbers), or is not small.
+
+    Args:
+        model: the original model.
+        small: the small copy.
+    """
 
     def names(module: nn.Module) -> set[str]:
         found = (re.sub(r"\.\d+\.", ".0.", name) for name, _ in module.named_parameters())
@@ -207,8 +234,8 @@ def check_same_structure(model: Llava, small: Llava) -> None:
 
 
 def random_values(model: Llava) -> dict[str, Drawn]:
-    """Return random values of all parameters. Norms and biases are random too, so that an export that swaps two
-    parameters has other logits."""
+    """Return random values of all parameters of a small copy, by name, which are generated when they are read. Norms
+    and biases are random too, so that an export that swaps two parameters has other logits."""
 
     def scale(shape: torch.Size) -> float:
         fan_in = math.prod(shape[1:]) if len(shape) > 3 else shape[-1]

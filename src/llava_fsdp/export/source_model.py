@@ -1,4 +1,5 @@
-"""Open the model to export: a run, one of its checkpoints, an adapter folder, a model folder, or a model on the hub."""
+"""Open the model to export: a training, one of its checkpoints, a LoRA adapter folder, a model folder, or a model on
+the Hugging Face hub."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -71,8 +72,10 @@ from llava_fsdp.runtime.safe_load import SMALL
 class Opened:
     """A model opened for export.
 
-    Attributes: source: architecture and settings.
-        sources: stored values of every parameter, by name. If the model has adapters, they are merged in these values.
+    Attributes:
+        source: description of its architecture and settings.
+        sources: stored values of every parameter, by name, which are read only when they are needed. If the model has
+            LoRA adapters, they are merged in these values.
         folder: the folder that was opened.
         adapted: the model before its adapters are merged; None if it has no adapters.
     """
@@ -84,7 +87,8 @@ class Opened:
 
 
 def open_source(cfg: ConversionConfig) -> Opened:
-    """Open the model that `cfg.source` names: a run, a checkpoint, an adapter folder, a model folder or a hub model.
+    """Open the model that the command `export` is to convert (`cfg.source`): a training, a checkpoint, a LoRA adapter
+    folder, a model folder or a model on the Hugging Face hub.
 
     Raises:
         ConfigError: `cfg.source` is not a model, or it needs a language model or a vision tower that `cfg` does not
@@ -109,8 +113,13 @@ def open_source(cfg: ConversionConfig) -> Opened:
 
 
 def open_run(run: Path, cfg: ConversionConfig) -> Opened:
-    """Open the newest valid checkpoint of a run; or the run's `export` folder, if it was written at the same step, is
-    undamaged and has the dtype that `cfg` asks for."""
+    """Open the model of a training for export: its newest valid checkpoint; or the export that the training wrote at
+    its end, if that is of the same step, is undamaged and has the dtype that `cfg` asks for.
+
+    Args:
+        run: output folder of the training.
+        cfg: settings of the command `export`.
+    """
     newest = newest_alone(run / FOLDER)
     if newest is None:
         return open_final_folder(run, cfg)
@@ -125,11 +134,15 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
 
 
 def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
-    """Open the model that a run without checkpoints wrote at its end: the adapter folder; or the `export` folder, if
+    """Open the model that a training without checkpoints wrote at its end: its LoRA adapter folder; or its export, if
     there is no adapter folder or both were written at the same step.
 
+    Args:
+        run: output folder of the training.
+        cfg: settings of the command `export`.
+
     Raises:
-        CheckpointError: the run has neither folder.
+        CheckpointError: the training has neither folder.
     """
     notes, adapter_notes = read_notes(run / EXPORT), read_notes(run / adapter.FOLDER)
     is_merged = bool(notes) and all(adapter_notes.get(key) == notes.get(key) for key in ("run", "step"))
@@ -140,18 +153,22 @@ def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
     return open_model(run / EXPORT, cfg)
 
 
-def open_checkpoint(found: Checkpoint, cfg: ConversionConfig) -> Opened:
+def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
     """Open a checkpoint for export. Trained weights are read from the checkpoint, and frozen weights from the models
-    that the run loaded.
+    that the training loaded.
+
+    Args:
+        checkpoint: the checkpoint, which was checked before.
+        cfg: settings of the command `export`.
 
     Raises:
-        CheckpointError: the frozen weights differ from those with which the run trained.
+        CheckpointError: the frozen weights differ from those with which the model was trained.
     """
-    facts, folder = found.facts, found.folder
+    facts, folder = checkpoint.facts, checkpoint.folder
     run = run_config(facts, folder)
     parts = find_parts(run.model)
     model = build_llava(parts, replace(run.model, quantize=QuantizeConfig()), torch.float32)
-    trained = saved_weights(found)
+    trained = saved_weights(checkpoint)
     has_projector = all(n in trained for n, _ in model.named_parameters() if n.startswith(PROJECTOR_PREFIX))
     projector = None if has_projector else find_projector(run)
     check_artifacts(artifacts_of(parts, projector, run.model))
@@ -184,8 +201,13 @@ def run_config(facts: dict[str, Any], folder: Path) -> Config:
 
 
 def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
-    """Open an adapter folder (of llava_fsdp, peft or the original LLaVA), with the adapter merged into its base
-    model."""
+    """Open a LoRA adapter folder (of llava_fsdp, peft or the original LLaVA) for export, with the adapter merged into
+    its base model.
+
+    Args:
+        folder: the adapter folder.
+        cfg: settings of the command `export`.
+    """
     found = adapter.without_idle_tower(open_adapter(folder))
     notes = read_notes(folder)
     model_config = read_base(found, cfg.base or cfg.language, cfg.vision)
@@ -205,16 +227,15 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     return Opened(source, adapted.merged, folder, adapted)
 
 
-def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -> None:
-    """Raise ModelError if neither the adapter folder nor the base model has a projector: the export would have a random
-    one.
+def check_projector(adapter_folder: AdapterFolder, base: dict[str, Stored], where: str) -> None:
+    """Raise ModelError if neither a LoRA adapter folder nor the adapter's base model has a projector: the export would
+    have a random one.
 
     Args:
-        found: the adapter folder.
-        base: stored values of the base model's parameters, by name.
+        base: values of the base model's parameters, by name: stored in files or random.
         where: folder or hub name of the base model, for the error message.
     """
-    names = {without_base(name) for name in found.tensors}
+    names = {without_base(name) for name in adapter_folder.tensors}
     drawn = [
         name
         for name, source in base.items()
@@ -222,30 +243,34 @@ def check_projector(found: AdapterFolder, base: dict[str, Stored], where: str) -
     ]
     if drawn:
         raise ModelError(
-            f"{found.folder} has no {drawn[0]}, and neither has {where}: non_lora_trainables.safetensors (or .bin) is "
-            "missing; copy it there, or give a whole LLaVA model with base=PATH"
+            f"{adapter_folder.folder} has no {drawn[0]}, and neither has {where}: non_lora_trainables.safetensors "
+            "(or .bin) is missing; copy it there, or give a whole LLaVA model with base=PATH"
         )
 
 
-def with_adapters(base: dict[str, Stored], found: AdapterFolder) -> dict[str, Stored]:
-    """Return the stored values of all parameters of a model with adapters, by their names in that model.
+def with_adapters(base: dict[str, Stored], adapter_folder: AdapterFolder) -> dict[str, Stored]:
+    """Return the stored values of all parameters of a model with LoRA adapters, by their names in that model.
 
     Args:
         base: stored values of the base model's parameters, by their names in the base model.
-        found: the adapter folder, whose tensors replace or complete those of the base model.
+        adapter_folder: the adapters, whose tensors replace or complete those of the base model.
     """
-    adapted = set(found.modules)
-    whole = {without_base(name): tensor for name, tensor in found.tensors.items() if not is_adapter(name)}
+    adapted = set(adapter_folder.modules)
+    whole = {without_base(name): tensor for name, tensor in adapter_folder.tensors.items() if not is_adapter(name)}
     sources: dict[str, Stored] = {}
     for name, source in base.items():
         module, _, kind = name.rpartition(".")
         sources[f"{module}{BASE}{kind}" if module in adapted else name] = whole.get(name, source)
-    return sources | {name: tensor for name, tensor in found.tensors.items() if is_adapter(name)}
+    return sources | {name: tensor for name, tensor in adapter_folder.tensors.items() if is_adapter(name)}
 
 
 def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
-    """Open a model folder of llava_fsdp, transformers or the original LLaVA; or a folder with a projector alone,
-    together with the language model and the vision tower to which it belongs."""
+    """Open a model folder of llava_fsdp, transformers or the original LLaVA for export; or a folder with a projector
+    alone, together with the language model and the vision tower to which it belongs.
+
+    Args:
+        cfg: settings of the command `export`.
+    """
     check_folder(folder, SMALL)
     model_config = read_model(folder, cfg.language, cfg.vision)
     parts = find_parts(model_config)
@@ -257,8 +282,14 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
 
 
 def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg: ConversionConfig) -> SourceModel:
-    """Return the description of the model in a folder, for exporting it. Settings such as the conversation template
-    come from the folder's `llava_fsdp.json` or `config.json`, and from `cfg` if neither has them."""
+    """Return a description of the model in a folder for its export. Settings such as the conversation template come
+    from the folder's `llava_fsdp.json` or `config.json`, and from `cfg` if neither has them.
+
+    Args:
+        model: model with this architecture, whose weights are not used.
+        model_config: model configuration with which `model` was built.
+        cfg: settings of the command `export`.
+    """
     has_config = (folder / "config.json").is_file()
     raw = read_json(folder / "config.json", f"source={folder}") if has_config else {}
     notes = read_notes(folder)
@@ -283,7 +314,12 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
 
 
 def default_template(cfg: ConversionConfig, parts: Parts) -> str:
-    """Return the conversation template of a model whose folder names none."""
+    """Return the name of the conversation template of a model to export whose folder names none.
+
+    Args:
+        cfg: settings of the command `export`, which may name a template.
+        parts: the folders from which the model was loaded.
+    """
     if cfg.template == OWN:
         return own_name(parts.language_folder) or OWN
     if cfg.template != AUTO:
@@ -295,8 +331,16 @@ C = TypeVar("C", bound=Enum)
 
 
 def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder: Path) -> C:
-    """Return the value of `key` in a folder's notes (`llava_fsdp.json`) as a member of the enumeration `kind`, or
-    `default` if the notes lack the key; raise ModelError if the value is not a member of `kind`."""
+    """Return a setting from the contents of a model folder's `llava_fsdp.json` as a member of an enumeration; raise
+    ModelError if its value is not a member.
+
+    Args:
+        kind: the enumeration.
+        notes: contents of the file.
+        key: name of the setting.
+        default: returned if the file lacks the setting.
+        folder: the model folder, for the error message.
+    """
     value = notes.get(key, default.value)
     value = VALUES.get((f"data.{key}", str(value)), value)
     if value not in [choice.value for choice in kind]:
@@ -305,16 +349,25 @@ def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder
 
 
 def max_tiles_of(raw: dict[str, Any]) -> int:
-    """Return the maximum number of tiles N if the original LLaVA's config.json (contents `raw`) has
-    `image_aspect_ratio=anyres_max_N`, else the default of `data.max_tiles`."""
+    """Return the limit on the number of vision features of an image that is cut into tiles, as a number of tiles: N if
+    the original LLaVA's config.json has `image_aspect_ratio=anyres_max_N`, else the default of `data.max_tiles`.
+
+    Args:
+        raw: contents of that config.json.
+    """
     found = LIMITED.fullmatch(str(raw.get("image_aspect_ratio")))
     return int(found[1]) if found else MAX_TILES
 
 
 def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> AspectRatio:
     """Return how a model fits images into the square input of its vision tower. This is read from the first of these
-    files in `folder` that contains it: `llava_fsdp.json` (contents `notes`), the original LLaVA's config.json (contents
-    `raw`), transformers' preprocessor_config.json."""
+    files that contains it: `llava_fsdp.json`, the original LLaVA's config.json, transformers' preprocessor_config.json.
+
+    Args:
+        folder: the model folder with these files.
+        raw: contents of config.json.
+        notes: contents of `llava_fsdp.json`.
+    """
     value = notes.get("image_aspect_ratio")
     if value is None and is_original(raw):
         value = raw.get("image_aspect_ratio", "square")

@@ -48,7 +48,7 @@ TEXT = 24
 
 @dataclass(frozen=True)
 class Rounded:
-    """A stored parameter whose values are converted to the export's dtype when they are read."""
+    """The stored values of a parameter, converted to the dtype of an export when they are read."""
 
     stored: Stored
     dtype: torch.dtype
@@ -65,7 +65,8 @@ class Rounded:
 class Adapted:
     """A model with LoRA adapters that are not merged into its weights.
 
-    Attributes: lora: settings of the adapters.
+    Attributes:
+        lora: settings of the adapters.
         modules: names of the modules that have adapters.
         sources: stored values of all parameters, those of the adapters included, by name.
     """
@@ -76,13 +77,18 @@ class Adapted:
 
     @property
     def merged(self) -> dict[str, Stored]:
-        """Stored values of the parameters of the model without adapters, after merging the adapters into them."""
+        """Stored values of all parameters of the model after its LoRA adapters are merged into the weights, by their
+        names in a model without adapters."""
         return merged(self.sources, self.lora.scaling)
 
 
 def prove_merge(model: Llava, adapted: Adapted) -> float:
-    """Check that merging adapters into a model keeps its logits. The logits of the model with adapters are compared
-    with those of the merged weights, before these are rounded to the export's dtype.
+    """Check that merging LoRA adapters into a model keeps its logits. The logits of the model with adapters are
+    compared with those of the merged weights, before these are rounded to the dtype of the export.
+
+    Args:
+        model: a model of the same architecture without adapters; its weights are not used.
+        adapted: the adapters and all weights.
 
     Returns:
         The largest difference, relative to the largest logit.
@@ -104,24 +110,28 @@ def prove_merge(model: Llava, adapted: Adapted) -> float:
 
 
 def prove(
-    form: FolderFormat,
+    folder_format: FolderFormat,
     model: Llava,
     sources: dict[str, Stored],
     dtypes: dict[str, torch.dtype],
     folder: Path,
     rule: ImageTokens,
 ) -> float:
-    """Load an exported folder and compare its logits with those of the source's weights rounded to the export's dtypes.
+    """Load an exported folder and compare its logits with those of the weights that were exported, rounded to the
+    dtypes of the export.
 
     The logits must be equal if llava_fsdp's model class loads the export, and close if transformers' model class loads
     it.
 
     Args:
-        model: a model of the source's architecture; its weights are not used.
-        sources: stored values of the source's parameters, by name.
+        folder_format: the program for which the folder was written: transformers, the original LLaVA, or the original
+            LLaVA's second training stage, which needs the projector alone.
+        model: a model of the exported architecture; its weights are not used.
+        sources: stored values of the parameters that were exported, by name.
         dtypes: dtypes of the exported parameters, by name.
         folder: the exported folder.
-        rule: rule of the source model for cutting images into tiles.
+        rule: computes into how many tiles (square inputs of the vision tower) the model cuts an image, and which tokens
+            the image gets.
 
     Returns:
         The largest difference, relative to the largest logit.
@@ -133,7 +143,7 @@ def prove(
     micro, sizes = random_rows(model, rule)
     source = load_copy(model, {n: Rounded(s, dtypes[n]) for n, s in sources.items()}, compute)
     expected = logits(source, micro)
-    if form is FolderFormat.projector:
+    if folder_format is FolderFormat.projector:
         written = []
         for file in ("mm_projector.bin", "mm_projector.safetensors"):
             replace_projector(source, folder / file)
@@ -141,8 +151,8 @@ def prove(
     else:
         del source
         gc.collect()
-        written = [logits_of_folder(form, folder, micro, compute, sizes)]
-    bound = 0.0 if form is not FolderFormat.hf else bound_in(compute, model)
+        written = [logits_of_folder(folder_format, folder, micro, compute, sizes)]
+    bound = 0.0 if folder_format is not FolderFormat.hf else bound_in(compute, model)
     difference = max(relative_difference(w[:, : expected.shape[1]], expected) for w in written)
     log().info("logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
     if not difference <= bound:
@@ -151,7 +161,13 @@ def prove(
 
 
 def bound_in(compute: torch.dtype, model: nn.Module) -> float:
-    """Return the largest accepted difference of logits computed in this dtype, relative to the largest logit."""
+    """Return the largest accepted difference between the logits of a model and of its export, relative to the largest
+    logit.
+
+    Args:
+        compute: dtype in which both were computed.
+        model: the model; a mixture of experts may differ more.
+    """
     if compute == torch.float32:
         return CLOSE
     experts = (p for name, p in model.named_parameters() if name.startswith("language_model.") and p.ndim == 3)
@@ -164,8 +180,8 @@ def relative_difference(written: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def compute_dtype(model: Llava) -> torch.dtype:
-    """Return the dtype for computing logits on the CPU: fp32 if the host (or container) has enough memory for it, else
-    bf16."""
+    """Return the dtype for computing a model's logits on the CPU: fp32 if the host (or container) has enough free
+    memory for it, else bf16."""
     size = 4 * sum(p.numel() for p in model.parameters())
     if read_host().free > 1.2 * size:
         return torch.float32
@@ -174,20 +190,29 @@ def compute_dtype(model: Llava) -> torch.dtype:
 
 
 def random_rows(model: Llava, rule: ImageTokens) -> tuple[MicroBatch, list[Size]]:
-    """Return a random micro-batch of two rows, one with an image and one without, in which every token is a label; and
-    the size of the image in pixels. If images are cut into tiles, this image has several tiles, and needs padding."""
+    """Return a random micro-batch of two sequences, one with an image and one without, in which every token is a label;
+    and the size [(width, height)] of the image in pixels. If the model cuts images into tiles, this image has several
+    tiles, and needs padding.
+
+    Args:
+        model: the model for which the micro-batch is made; its weights are not used.
+        rule: computes into how many tiles (square inputs of the vision tower) the model cuts an image, and which tokens
+            the image gets.
+    """
     tile = model.parts.image_size
     size = (tile, tile + tile // 3) if rule.needs_size(1) else (tile, tile)
     return random_micro_batch(model, rule, rule.of(size, 1), rule.count_tiles(size, 1)), [size]
 
 
 def random_micro_batch(model: Llava, rule: ImageTokens, tokens: np.ndarray, tiles: int) -> MicroBatch:
-    """Return a random micro-batch of two rows, one with an image or a video and one without, in which every token is a
-    label.
+    """Return a random micro-batch of two sequences, one with an image or a video and one without, in which every token
+    is a label.
 
     Args:
-        rule: rule of the model for cutting images into tiles.
-        tokens: tokens of the image or the video, as a method of `rule` returns them.
+        model: the model for which the micro-batch is made; its weights are not used.
+        rule: computes into how many tiles (square inputs of the vision tower) the model cuts an image, and which tokens
+            the image gets.
+        tokens: one element for each token of the image or the video, as `rule.of` or `rule.of_video` returns them.
         tiles: number of tiles of the image, or of frames of the video.
     """
     dice, tile = torch.Generator().manual_seed(0), model.parts.image_size
@@ -220,7 +245,7 @@ def load_copy(
         shapes: a model with the architecture to build, which may be on the meta device.
         sources: stored values of the parameters, by name.
         compute: dtype of the returned model's parameters.
-        adapted: describes the adapters that the model gets; None: it gets none.
+        adapted: describes the LoRA adapters that the model gets; None: it gets none.
     """
     model = build_llava(shapes.parts, shapes.cfg.plain, compute)
     if adapted is not None:
@@ -237,7 +262,7 @@ def load_copy(
 
 @torch.no_grad()
 def logits(model: Llava, micro: MicroBatch) -> torch.Tensor:
-    """Return a model's logits for the labels of a micro-batch, float32 [labels, vocabulary]."""
+    """Return a model's logits for the label tokens of a micro-batch: float32 [labels, vocabulary]."""
     return model(*micro.inputs, return_logits=True)
 
 
@@ -265,19 +290,26 @@ def replace_projector(model: Llava, file: Path) -> None:
 def reloaded_logits(
     folder: Path, micro: MicroBatch, images: torch.Tensor, dtype: torch.dtype, sizes: list[Size]
 ) -> torch.Tensor:
-    """Load an exported folder with transformers, and return its logits for the labels of a micro-batch: float32
-    [labels, vocabulary rows].
+    """Load an exported folder with transformers, and return its logits for the label tokens of a micro-batch: float32
+    [labels, rows of the exported embeddings].
 
     Args:
-        images: normalised tiles of all images.
+        micro: the micro-batch.
+        images: pixels of all images, normalised and cut into tiles (square inputs of the vision tower): [tiles, 3,
+            height, width].
+        dtype: dtype in which the model is loaded and computes.
         sizes: width and height in pixels of each image.
     """
     return exported_logits(open_export(folder, dtype), micro, images, sizes)
 
 
 def open_export(folder: Path, dtype: torch.dtype) -> Any:
-    """Load an exported folder with transformers. Raise ModelError if a weight of transformers' model is missing in the
-    files, or the files have a weight that the model does not have."""
+    """Load an exported folder with transformers, and return the model. Raise ModelError if a weight of transformers'
+    model is missing in the files, or the files have a weight that the model does not have.
+
+    Args:
+        dtype: dtype of the loaded weights.
+    """
     transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     loaded: Any = AutoModelForImageTextToText.from_pretrained(
@@ -298,10 +330,14 @@ def open_export(folder: Path, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def exported_logits(model: Any, micro: MicroBatch, images: torch.Tensor, sizes: list[Size] | None) -> torch.Tensor:
-    """Return the logits of transformers' model for the labels of a micro-batch: float32 [labels, vocabulary rows].
+    """Return the logits of an export, loaded with transformers, for the label tokens of a micro-batch: float32 [labels,
+    rows of the exported embeddings].
 
     Args:
-        images: normalised tiles of all images, or the frames of one video.
+        model: the loaded model.
+        micro: the micro-batch.
+        images: pixels of all images, normalised and cut into tiles (square inputs of the vision tower), or of the
+            frames of one video: [tiles or frames, 3, height, width].
         sizes: width and height in pixels of each image; None: `images` is a video.
     """
     config, pixels = model.config, images.to(model.dtype)

@@ -24,8 +24,8 @@ ReadPart = Callable[[str, Box], torch.Tensor]
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a model to write into files. They are gathered from the ranks one parameter at a time, and only the
-    first rank receives and writes them."""
+    """Weights of a model to write into files. They may be sharded: they are gathered from the ranks one parameter at a
+    time, and only the first rank receives and writes them."""
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
@@ -40,7 +40,7 @@ class Weights:
 
     @property
     def widest(self) -> torch.dtype:
-        """Narrowest dtype that can represent the values of all the weights' dtypes."""
+        """The narrowest dtype to which all weights of the model can be converted without loss."""
         return reduce(torch.promote_types, self.dtypes.values())
 
 
@@ -52,12 +52,14 @@ def write_shards(
     trained: int,
     rows: int,
 ) -> None:
-    """Write all weights as safetensors files of at most 5 GB, with an index file if there are several. Rank 0 has the
-    tensors of only one file in memory at a time. All ranks must call this.
+    """Write all weights of a model as safetensors files of at most 5 GB, with an index file if there are several. Rank
+    0 has the tensors of only one file in memory at a time. All ranks must call this.
 
     Args:
-        plan: returns what each tensor of the files is made of, by its name there, given a function that reads a part of
-            a parameter by llava_fsdp's name.
+        weights: the weights, which are gathered from all ranks.
+        staged: folder to write into, which gets its final name later.
+        plan: returns the tensors to write, by name, whose values are read later. Its argument is a function for this,
+            which reads a part of a parameter by llava_fsdp's name of it.
         vocabulary: llava_fsdp's names of the parameters with a row for each token: embeddings and output layer.
         trained: number of rows of these parameters that are trained.
         rows: number of rows of these parameters to write; rows after the trained ones are the trained rows' mean.
@@ -107,7 +109,8 @@ def write_shards(
 
 
 def save(tensors: dict[str, torch.Tensor], path: Path, failed: list[Exception]) -> None:
-    """Write a file of tensors, or raise the first exception in `failed`."""
+    """Write tensors into a safetensors file; or, if `failed` has exceptions of earlier steps of an export, raise the
+    first of them instead."""
     if failed:
         raise failed[0]
     save_file(tensors, path, metadata={"format": "pt"})
@@ -115,10 +118,12 @@ def save(tensors: dict[str, torch.Tensor], path: Path, failed: list[Exception]) 
 
 @dataclass
 class Group:
-    """Tensors of the files that are written together, because they are made of the same parameters.
+    """Tensors to write that must be in the same file, because they are made of the same parameters of the model.
 
-    Attributes: parameters: llava_fsdp's names of these parameters.
-        outputs: names and dtypes of the tensors in the files. nbytes: size of the tensors in the files.
+    Attributes:
+        parameters: llava_fsdp's names of these parameters.
+        outputs: names and dtypes of the tensors in the file.
+        nbytes: size of the tensors in bytes.
     """
 
     parameters: list[str]
@@ -127,7 +132,16 @@ class Group:
 
 
 def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[Group]]:
-    """Divide the tensors to write into groups, and the groups into files of at most 5 GB (or of one group)."""
+    """Decide which tensors are written into which file. Tensors that are made of the same parameters form a group, and
+    a file has groups of at most 5 GB together, or one group.
+
+    Args:
+        outputs: the tensors to write, by name, whose values are not read yet.
+        weights: the model's weights, from which the tensors are made.
+
+    Returns:
+        The groups of each file.
+    """
     groups: dict[str, Group] = {}  # by each of its parameters
     for name, output in outputs.items():
         dtype = reduce(torch.promote_types, [weights.dtypes[source] for source in output.sources])
@@ -149,7 +163,14 @@ def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[Gr
 
 
 def renamed(shapes: Mapping[str, Sequence[int]], rename: Callable[[str], str], read: ReadPart) -> dict[str, LazyTensor]:
-    """Return a plan for `write_shards` in which every parameter is one tensor of the files, under another name."""
+    """Return the tensors that `write_shards` is to write, by name, if every parameter is written as one tensor under
+    another name. Their values are read when they are written.
+
+    Args:
+        shapes: shapes of the parameters, by llava_fsdp's names.
+        rename: returns the new name of a parameter.
+        read: reads a part of a parameter, given llava_fsdp's name of it.
+    """
     return {
         rename(name): LazyTensor(shape, [name], lambda box, name=name: read(name, box))
         for name, shape in shapes.items()
@@ -157,15 +178,21 @@ def renamed(shapes: Mapping[str, Sequence[int]], rename: Callable[[str], str], r
 
 
 def with_rows(tensor: torch.Tensor, trained: int, rows: int) -> torch.Tensor:
-    """Return the rows to write of a parameter with a row for each token: its first `trained` rows, followed by copies
-    of their mean until there are `rows` rows."""
+    """Return the rows to write of a parameter with a row for each token (embeddings or output layer): its first
+    `trained` rows, followed by copies of their mean until there are `rows` rows."""
     mean = tensor[:trained].float().mean(dim=0, keepdim=True)
     return torch.cat([tensor[:trained], mean.to(tensor.dtype).expand(rows - trained, -1)])
 
 
 def write_projector(weights: Weights, staged: Path, rename: Callable[[str], str]) -> None:
     """Write the projector's weights twice: as `mm_projector.bin` (a pickle, for the original LLaVA) and as
-    `mm_projector.safetensors`."""
+    `mm_projector.safetensors`. All ranks must call this; the first rank writes.
+
+    Args:
+        weights: the model's weights.
+        staged: folder to write into, which gets its final name later.
+        rename: returns the name in the files of a parameter, given llava_fsdp's name of it.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for name in (n for n in weights.shapes if n.startswith(PROJECTOR_PREFIX)):
         tensor = weights.read(name)
@@ -180,7 +207,8 @@ def write_projector(weights: Weights, staged: Path, rename: Callable[[str], str]
 
 
 def publish_folder(staged: Path, final: Path) -> None:
-    """Flush all files of the finished folder `staged` to disk, then rename it to `final`, replacing a folder there."""
+    """Flush all files of the finished folder `staged` to disk, then rename it to `final`, replacing a folder of that
+    name."""
     sync_tree(staged)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(staged, final)
