@@ -42,7 +42,7 @@ class Samples:
 
     @property
     def image_tokens(self) -> float:
-        """Mean number of image tokens of a sample."""
+        """Mean number of image tokens of a sample of the dataset."""
         return self.tiles * self.tile_tokens
 
 
@@ -74,7 +74,8 @@ def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
 
 
 def tiles_and_tokens_of_photo(rule: ImageTokens) -> tuple[int, int]:
-    """Return the numbers of tiles and of tokens of an image of PHOTO pixels (width and height)."""
+    """Return the numbers of tiles and of tokens of an image of PHOTO pixels (width and height), by the model's rule for
+    images."""
     return rule.count_tiles(PHOTO, 1), len(rule.of(PHOTO, 1))
 
 
@@ -83,6 +84,12 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
     report has another structure.
 
     Reports of older versions do not count tiles and image tokens: their images are assumed to have PHOTO pixels.
+
+    Args:
+        report: the content of the report.
+        path: the report's path, which the result names as its source.
+        max_length: greatest number of tokens of a sample in training.
+        rule: gives the number of tiles and tokens of an image from its size.
     """
     kept, bars, sources = report["kept"], report["lengths"]["histogram"], report["sources"]
     sums = {name: sum(source[name] for source in sources) for name in ("tokens", "pictures", "label_tokens")}
@@ -100,8 +107,12 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
 
 
 def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageTokens) -> float:
-    """Return the mean number of tokens for each image tile of a dataset with so many tiles and image tokens. If the
-    image tokens are unknown, or if there are none, the number for an image of PHOTO pixels is returned."""
+    """Return the mean number of tokens for each image tile of a dataset that has so many tiles and image tokens in all.
+    If the image tokens are unknown, or if there are none, the number for an image of PHOTO pixels is returned.
+
+    Args:
+        rule: gives the number of tiles and tokens of an image from its size.
+    """
     if not tiles or not image_tokens:
         tiles, image_tokens = tiles_and_tokens_of_photo(rule)
     return image_tokens / tiles
@@ -128,13 +139,21 @@ def total_of(column: np.ndarray) -> int:
 
 
 def most_tokens(samples: Samples, count: float) -> int:
-    """Estimate the greatest number of tokens that `count` random samples have together, as three standard deviations
-    above the mean. Few steps exceed it."""
+    """Estimate the greatest number of tokens that `count` random samples of a dataset have together, as three standard
+    deviations above the mean. Few steps exceed it.
+
+    Args:
+        samples: mean sizes of the dataset's samples, and the spread of their lengths.
+    """
     return math.ceil(count * samples.tokens + 3 * samples.spread * math.sqrt(count))
 
 
 def micro_batch(samples: Samples, rows: int, length: int, count: int) -> MicroBatch:
-    """Estimate the sizes of a micro-batch of `count` samples in `rows` rows of `length` tokens."""
+    """Estimate the sizes of a micro-batch of `count` samples in `rows` rows of `length` tokens.
+
+    Args:
+        samples: mean sizes of the dataset's samples.
+    """
     tokens = rows * length
     tiles = min(int(tokens // samples.tile_tokens), math.ceil(count * samples.tiles))
     labels = min(tokens, max(1, math.ceil(count * samples.labels)))
@@ -144,6 +163,10 @@ def micro_batch(samples: Samples, rows: int, length: int, count: int) -> MicroBa
 def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list[MicroBatch]]:
     """Return all ways to split a rank's samples of a step into micro-batches of packed or padded rows, those with the
     largest micro-batches first.
+
+    Args:
+        samples: mean sizes of the dataset's samples.
+        world_size: number of ranks, which share the samples of a step.
 
     Raises:
         ConfigError: `global_batch_size` is not a multiple of the number of ranks, but the sampler llava_v1_5 needs it.
@@ -172,7 +195,13 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
 
 
 def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[MicroBatch]:
-    """Split a rank's samples of a step into micro-batches of the size that the configuration sets."""
+    """Split a rank's samples of a step into micro-batches of the size that the configuration sets. Return the sizes of
+    each.
+
+    Args:
+        samples: mean sizes of the dataset's samples.
+        world_size: number of ranks, which share the samples of a step.
+    """
     per_rank = cfg.global_batch_size / world_size
     if not cfg.packs:
         rows = min(cfg.micro_batch_size, math.ceil(per_rank))
