@@ -58,7 +58,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Numbers of ranks: in all, per copy of the model (with hybrid strategies), and per node."""
+    """Numbers of ranks: in all, per copy of the model (if several ranks shard a copy, as hybrid strategies do), and per
+    node."""
 
     world_size: int
     shard_size: int

@@ -41,7 +41,8 @@ class Ledger:
         self.compare(moment)
 
     def set_live(self, level: Live) -> None:
-        """Set the bytes of the activations and logits that exist at the current moment of the simulated step."""
+        """Set the bytes of the activations and logits that exist at the current moment of the simulated step to those
+        in `level`."""
         self.held["activations"], self.held["logits"] = level.activations, level.logits
 
     def drop(self, **sizes: int) -> None:

@@ -74,8 +74,12 @@ def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
 
 
 def tiles_and_tokens_of_photo(rule: ImageTokens) -> tuple[int, int]:
-    """Return the numbers of tiles and of tokens of an image of PHOTO pixels (width and height), by the model's rule for
-    images."""
+    """Return the numbers of tiles (inputs of the vision tower) and of tokens that the model makes of an image of the
+    size `PHOTO` (640 x 480 pixels).
+
+    Args:
+        rule: gives the number of tiles and tokens of an image from its size.
+    """
     return rule.count_tiles(PHOTO, 1), len(rule.of(PHOTO, 1))
 
 
@@ -83,7 +87,8 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
     """Return mean sample sizes from the report of a dataset's index. Raises KeyError, TypeError or ValueError if the
     report has another structure.
 
-    Reports of older versions do not count tiles and image tokens: their images are assumed to have PHOTO pixels.
+    Reports of older versions do not count image tiles and image tokens: their images are assumed to have the size
+    `PHOTO` (640 x 480 pixels).
 
     Args:
         report: the content of the report.
@@ -107,8 +112,9 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
 
 
 def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageTokens) -> float:
-    """Return the mean number of tokens for each image tile of a dataset that has so many tiles and image tokens in all.
-    If the image tokens are unknown, or if there are none, the number for an image of PHOTO pixels is returned.
+    """Return the mean number of tokens for each image tile (input of the vision tower) of a dataset that has so many
+    tiles and image tokens in all. If the image tokens are unknown, or if there are none, the number for an image of the
+    size `PHOTO` (640 x 480 pixels) is returned.
 
     Args:
         rule: gives the number of tiles and tokens of an image from its size.
