@@ -31,7 +31,8 @@ MEASURED_BLOCKS = 3
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sizes of one micro-batch: rows, tokens per row, samples, image tiles, label tokens and image tokens."""
+    """Sizes of one micro-batch on one rank: rows, tokens per row, samples, image tiles, label tokens and image
+    tokens."""
 
     rows: int
     length: int
@@ -97,7 +98,8 @@ class Segment:
     """Bytes of all weight gradients that the segment produces, in the dtypes of the master weights."""
 
     def shifted(self, by: Live, unit: str) -> "Segment":
-        """Return a copy of this segment (part of a forward or backward pass) for another block of the same kind.
+        """Return a copy of this segment (part of a forward or backward pass, with its bytes of tensors) for another
+        block of the same kind.
 
         Args:
             by: bytes to add to those of the tensors that exist in the segment.
@@ -147,9 +149,9 @@ class ActivationMeter:
         self.depth = None if short is parts else parts.language.num_hidden_layers
 
     def segments(self, micro: MicroBatch) -> list[Segment]:
-        """Measure the memory of a micro-batch's forward and backward pass. Return it in segments (a block, or
-        everything between two blocks) for all blocks of the model. Three blocks are run; the middle one stands for
-        those left out."""
+        """Measure the activation memory of a micro-batch's forward and backward pass, for micro-batches of the sizes
+        `micro`. Return it in segments (a block, or everything between two blocks) for all blocks of the model. Three
+        blocks are run; the middle one stands for those left out."""
         trace = run(self.model, inputs_of(self.model, micro, self.packed, self.blends))
         segments = split_into_segments(trace, self.model, self.vocabulary, self.master)
         self.model.zero_grad(set_to_none=True)
@@ -167,8 +169,12 @@ def share_simulated(model: Llava, kernel: Kernel, cfg: Config, part: int) -> Non
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:
-    """Return configurations `parts` of a model whose language model has only `depth` blocks. They are unchanged if the
-    language model has blocks of several kinds, or at most `depth` blocks."""
+    """Return the configurations of a model whose language model has only `depth` blocks. They are unchanged if the
+    language model has blocks of several kinds, or at most `depth` blocks.
+
+    Args:
+        parts: configurations of the language model and the vision tower.
+    """
     language = parts.language
     kinds = set(getattr(language, "layer_types", None) or [])
     if language.num_hidden_layers <= depth or len(kinds) > 1:
@@ -181,9 +187,10 @@ def with_depth(parts: Parts, depth: int) -> Parts:
 
 
 def inputs_of(model: Llava, micro: MicroBatch, packed: bool, blends: bool = False) -> tuple[Any, ...]:
-    """Make the arguments of the model's forward pass, on the meta device, for a micro-batch with the sizes `micro`.
+    """Make the arguments of the model's forward pass, on the meta device, for a micro-batch.
 
     Args:
+        micro: sizes of the micro-batch.
         packed: whether the samples are packed into rows.
         blends: whether image tokens are weighted sums of four features.
     """
@@ -209,7 +216,12 @@ def inputs_of(model: Llava, micro: MicroBatch, packed: bool, blends: bool = Fals
 
 
 def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
-    """Run one forward and one backward pass, and return a trace of the tensor storages allocated and freed."""
+    """Run one forward and one backward pass on the meta device, and return a trace of the tensor storages allocated and
+    freed.
+
+    Args:
+        inputs: the arguments of the model's forward.
+    """
     trace = Trace()
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *tensors]))
@@ -225,7 +237,8 @@ def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
 
 @contextmanager
 def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
-    """Context manager that adds a mark to the trace wherever a block's forward or backward pass begins or ends."""
+    """Context manager that adds a mark to the trace of memory events wherever a block's forward or backward pass begins
+    or ends."""
     handles = []
 
     def hook(tensor: Any, text: str) -> None:
@@ -290,7 +303,8 @@ class TraceReader:
         self.open(next_unit)
 
     def add(self, event: Event) -> None:
-        """Count a tensor storage that was allocated or freed, by the category of its tensor."""
+        """Count a tensor storage that was allocated or freed, by the category of its tensor (activation, logits,
+        gradient)."""
         self.is_empty = False
         if event.storage in self.gradients and self.backward:
             if event.change > 0:
@@ -305,7 +319,8 @@ class TraceReader:
         self.update_worst()
 
     def finish_gradient(self, name: str) -> None:
-        """Count the gradient of parameter `name` as complete; without FSDP it is now cast to the master dtype."""
+        """Count the gradient of parameter `name` as complete at this point of the backward pass; without FSDP it is now
+        cast to the master dtype."""
         number, weight = self.numbers[name], self.weights[name]
         if number in self.early:
             size = self.early.pop(number)
@@ -350,10 +365,12 @@ def stack_name(model: Llava) -> str:
 
 
 def deepened(segments: list[Segment], stack: str, depth: int) -> list[Segment]:
-    """Return the segments (parts of a forward and backward pass) of a model with `depth` blocks, made from those of a
-    model with three blocks by repeating the middle block.
+    """Return the memory of the forward and backward pass of a model with `depth` blocks, made from that of a model with
+    three blocks by repeating the middle block.
 
     Args:
+        segments: memory of the passes of the model with three blocks, in segments (a block, or everything between two
+            blocks).
         stack: name of the module list that holds the blocks.
     """
     deep: list[Segment] = []

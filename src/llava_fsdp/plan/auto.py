@@ -32,8 +32,11 @@ measures uncompiled blocks; compiled ones may keep other activations."""
 
 
 def settle_packing(cfg: C, language: PretrainedConfig) -> tuple[C, str | None]:
-    """Replace `pack=auto` in the configuration by true, or by false if this language model cannot keep the samples of a
-    packed row apart.
+    """Replace `pack=auto` in the configuration by true, or by false if this language model cannot keep the samples
+    apart that are packed into one row.
+
+    Args:
+        language: configuration of the language model.
 
     Returns:
         The new configuration and, if `pack=auto` became false, the reason in one line.
@@ -95,6 +98,9 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     planner predicts.
 
     Args:
+        world: the number of ranks, and this rank's number and device.
+        parts: configurations of the language model and the vision tower.
+        samples: mean sizes of the dataset's samples.
         continues: whether the run is resumed. It then keeps the values that it recorded when it began, if they fit.
 
     Raises:
@@ -158,7 +164,12 @@ def with_contexts(cfg: C, world_size: int) -> list[C]:
 
 
 def without_plan(cfg: Config, error: Exception) -> Decision:
-    """Choose values that need little memory, for a model that the planner cannot compute."""
+    """Choose values that need little memory for the configuration keys that are set to `auto`, for a model that the
+    planner cannot compute.
+
+    Args:
+        error: the planner's error, which the returned decision gives as its reason.
+    """
     strategy, checkpointing = cfg.sharding.strategy, cfg.activation_checkpointing
     if strategy is Strategy.auto:
         strategy = Strategy.FULL_SHARD
@@ -170,19 +181,32 @@ def without_plan(cfg: Config, error: Exception) -> Decision:
 
 
 def with_margin(machine: Machine, cfg: Config) -> Machine:
-    """Return the machine with the share `COMPILED_MARGIN` less memory, if it has a GPU and blocks may be compiled."""
+    """Return the machine with less memory (by the share `COMPILED_MARGIN`), if it has a GPU and blocks may be compiled:
+    compiled blocks may need more memory than the planner predicts."""
     margin = COMPILED_MARGIN if machine.device == "cuda" and cfg.compile is not False else 0.0
     return replace(machine, memory=int(machine.memory * (1 - margin)))
 
 
 def expected_peak(cfg: Config, world: World, parts: Parts, samples: Samples) -> int:
-    """Predict the bytes in device memory at the memory peak of a step, for a configuration without `auto`."""
+    """Predict the bytes in device memory at the memory peak of a step, for a configuration without `auto`.
+
+    Args:
+        world: the number of ranks, and this rank's number and device.
+        parts: configurations of the language model and the vision tower.
+        samples: mean sizes of the dataset's samples.
+    """
     planner = Planner(cfg, this_machine(world.local_size, world.device.type), samples, parts)
     return int(rows_for(planner, cfg, world)[0].bytes["total"])
 
 
 def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
-    """Predict memory and time for every combination of values that the `auto` keys may take. The best comes first."""
+    """Predict memory and time of training for every combination of values that the `auto` keys may take. The best comes
+    first.
+
+    Args:
+        planner: predicts memory and time of one way to train.
+        world: the number of ranks, and this rank's number and device.
+    """
     ranks = Ranks(world.size, cfg.sharding.shard_size or world.local_size, world.local_size)
     strategies = [cfg.sharding.strategy]
     if cfg.sharding.strategy is Strategy.auto:

@@ -51,6 +51,8 @@ def units_of(
     `distributed/parallelize.py` makes.
 
     Args:
+        weights: the properties of every parameter of the model.
+        plan: the FSDP2 settings of the sharding strategy.
         shards: number of ranks that the weights are sharded over.
         is_away: whether shards and their gradients are offloaded from the device.
         passes_through: whether offloaded shards are copied to the device, in their stored dtype, before an all-gather.
@@ -83,8 +85,14 @@ def unit_of(
 
 
 def cast_bytes(weights: list[Weight], precision: PrecisionConfig, shards: int, passes_through: bool) -> int:
-    """Return the bytes of the copies of this rank's shards that an all-gather makes first: of all weights at once, or
-    only of the largest weight if weights are not sharded."""
+    """Return the bytes of the copies of this rank's shards of an FSDP unit that an all-gather makes first: of all
+    weights at once, or only of the largest weight if weights are not sharded.
+
+    Args:
+        weights: the properties of the unit's parameters.
+        shards: number of ranks that the weights are sharded over.
+        passes_through: whether offloaded shards are copied to the device, in their stored dtype, before an all-gather.
+    """
     sizes = []
     for weight in weights:
         stored = weight.master_size(precision) if weight.trainable else weight.item_size(precision)

@@ -38,7 +38,7 @@ class Gpu:
     source: str
 
     def peak(self, dtype: DType) -> float:
-        """Return the GPU's peak FLOPs per second in a dtype.
+        """Return this GPU's peak FLOPs per second in a dtype.
 
         Raises:
             ConfigError: the GPU does not compute in this dtype.
@@ -138,7 +138,8 @@ class Machine:
         return "cpu" if self.gpu is None else "cuda"
 
     def usable(self, world_size: int) -> int:
-        """Return the bytes of a rank's memory that tensors can use; 0 if the process itself needs all of it."""
+        """Return the bytes of a rank's memory that tensors can use on this machine, with `world_size` ranks; 0 if the
+        process itself needs all of it."""
         if self.gpu is None:
             return max(0, self.memory - PROCESS)
         return max(0, int(self.memory * (1 - FRAGMENTATION)) - CONTEXT - (NCCL if world_size > 1 else 0))
@@ -147,14 +148,15 @@ class Machine:
         return self.flops if self.gpu is None else self.gpu.peak(dtype)
 
     def check(self, precision: PrecisionConfig) -> None:
-        """Raise ConfigError if the device cannot compute with this precision."""
+        """Raise ConfigError if this machine's device cannot compute with this precision."""
         self.peak(precision.param_dtype)
         if precision.linear is LinearKind.fp8 and (self.gpu is None or self.gpu.fp8 is None):
             raise ConfigError(f"{self.name} has no fp8; choose precision=bf16")
 
 
 def machine_named(name: str, ranks: int) -> Machine:
-    """Return a machine with the GPU `name` of the table of GPUs; for `auto`, the machine that this process runs on.
+    """Return the device that each rank trains on, with the GPU `name` of the table of GPUs; for `auto`, that of the
+    machine on which this process runs.
 
     Args:
         ranks: number of ranks on one node.
@@ -171,8 +173,13 @@ def machine_named(name: str, ranks: int) -> Machine:
 
 
 def machine_for(device: str, ranks: int) -> Machine:
-    """Return the machine that this process runs on, used with the device `device` (cuda or cpu). For cuda on a machine
-    without a GPU, return a machine with an 80 GB A100 instead."""
+    """Return the device of the machine that this process runs on, as `ranks` ranks use it. For cuda on a machine
+    without a GPU, return an 80 GB A100 instead.
+
+    Args:
+        device: cuda or cpu.
+        ranks: number of ranks on one node, which share the cores and the memory of a CPU machine.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         return machine_named("a100-80gb", ranks)
     return this_machine(ranks, device)

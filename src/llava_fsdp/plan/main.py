@@ -100,8 +100,13 @@ def print_longest(cfg: PlanConfig, machine: Machine, parts: Parts) -> None:
 
 
 def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[PlanConfig, list[str]]:
-    """Replace bf16 by fp16 in the configuration if the GPU has no bf16 (V100, T4) and the user's arguments `typed` set
-    no precision. Return the configuration, and the overrides that the recommended command then needs."""
+    """Replace bf16 by fp16 in the configuration if the GPU has no bf16 (V100, T4) and the user has set no precision.
+    Return the configuration, and the overrides that the recommended command then needs.
+
+    Args:
+        machine: the GPU that is planned for.
+        typed: the user's command-line arguments.
+    """
     lacks = machine.gpu is not None and machine.gpu.bf16 is None
     precision, is_set = cfg.precision, any(key_of(word).startswith("precision") for word in typed)
     if not lacks or precision.param_dtype is not DType.bf16 or is_set:
@@ -111,13 +116,18 @@ def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[
 
 
 def key_of(word: str) -> str:
-    """Return the key of a Hydra override `key=value`, without the prefixes `+`, `++` and `~`."""
+    """Return the key of a Hydra override `word`, which is `key=value`, without the prefixes `+`, `++` and `~`."""
     return word.partition("=")[0].lstrip("+~")
 
 
 def command(cfg: PlanConfig, row: PlanRow, typed: Sequence[str]) -> str:
-    """Return the shell command that trains as the plan's row `row` says, with the user's arguments `typed`. FILE, DIR
-    and HOST in it stand for values that the user has to fill in."""
+    """Return the shell command that trains in a way that was planned. FILE, DIR and HOST in it stand for values that
+    the user has to fill in.
+
+    Args:
+        row: the planned way to train, with its sizes of micro-batches.
+        typed: the user's command-line arguments, which the command repeats.
+    """
     launch = f"llava-fsdp train --nproc-per-node {cfg.gpus}"
     if cfg.nodes > 1:
         launch += f" --nnodes {cfg.nodes} --rdzv-endpoint HOST:29500"

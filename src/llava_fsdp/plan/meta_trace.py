@@ -49,7 +49,7 @@ class LiveBytes(TorchDispatchMode):
     """Dispatch mode that records in a trace every tensor storage allocated or freed while the mode is active."""
 
     def __init__(self, trace: Trace, known: Iterator[torch.Tensor]):
-        """Create a mode that records events in `trace` while it is active.
+        """Create a dispatch mode that records allocated and freed tensor storages in `trace` while it is active.
 
         Args:
             known: tensors that exist before the trace begins. They are not recorded.
@@ -69,8 +69,8 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def see(self, tensor: torch.Tensor) -> int | None:
-        """Return the id of the tensor's storage; None if the storage existed before the trace began. A storage that is
-        new gets the next free id and is recorded as allocated."""
+        """Return the id that the tensor's storage has in the trace of memory events; None if the storage existed before
+        the trace began. A storage that is new gets the next free id and is recorded as allocated."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self.known:
@@ -105,8 +105,12 @@ class FuseAttention(TorchFunctionMode):
 
 @contextmanager
 def collect_gradients(model: nn.Module, live: LiveBytes, trace: Trace) -> Iterator[None]:
-    """Context manager that records in the trace which storage holds each parameter's gradient, and marks when the
-    gradient is complete."""
+    """Context manager that records in the trace of memory events which storage holds each parameter's gradient, and
+    marks when the gradient is complete.
+
+    Args:
+        live: the dispatch mode that numbers the storages of the trace.
+    """
 
     def recorder(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:

@@ -35,7 +35,12 @@ class Utilization:
 
     def of(self, facts: StepFacts, seconds: float) -> dict[str, float | None]:
         """Return the FLOPs of a training step on all ranks together (`flops`), and its MFU and HFU, from 0 to 1 (`mfu`,
-        `hfu`; None if the peak is unknown). The step took `seconds`."""
+        `hfu`; None if the peak is unknown).
+
+        Args:
+            facts: numbers of tokens, samples and images in the step.
+            seconds: duration of the step.
+        """
         pairs = pairs_in_windows(self.language, facts.tokens, facts.pairs)
         counts = facts.tokens, pairs, facts.label_tokens, facts.tiles
         needed = self.flops.of(*counts)
@@ -48,7 +53,8 @@ class Utilization:
 
 
 def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: int) -> Utilization:
-    """Count the model's FLOPs and find the peak of `world_size` devices of the kind of `device`."""
+    """Count the model's FLOPs and find the peak FLOPs per second of `world_size` devices of the kind of `device`. The
+    result computes MFU and HFU of steps."""
     compiled = choose_compiling(cfg, device, model.kernel and model.kernel.attention).on
     needed = count_flops(model, activation_checkpointing=False)
     everything = count_flops(model, activation_checkpointing=True, compiled=compiled)

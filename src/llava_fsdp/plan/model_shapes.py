@@ -38,7 +38,14 @@ def shapes_of(cfg: ModelConfig) -> Parts:
 
 def folder_of(name: str, key: str) -> Path:
     """Return the folder with the configuration of the language model or vision tower `name`: `name` itself if it is a
-    folder, else one shipped with this package. Raises ConfigError, which names the key `key`, if there is neither."""
+    folder, else one shipped with this package.
+
+    Args:
+        key: the configuration key that names the model, for the error message.
+
+    Raises:
+        ConfigError: there is neither folder.
+    """
     if name.startswith(PACKAGE) or Path(name).is_dir():
         return resolve(name, key)
     folder = SHAPES / name.replace("/", "--")
@@ -52,10 +59,12 @@ def folder_of(name: str, key: str) -> Path:
 
 
 def kernel_for(cfg: Config, language: PretrainedConfig, device: str, bf16: bool) -> Kernel | None:
-    """Choose the attention kernel that a training would use on `device`, which this machine need not have. None if rows
-    are padded and not packed.
+    """Choose the attention kernel that a training would use on `device`, which this machine need not have. None if each
+    sample has a padded row, so that no kernel for packed rows is needed.
 
     Args:
+        language: configuration of the language model.
+        device: cuda or cpu.
         bf16: whether the device has bf16. It then also has FlashAttention-2: both begin with compute capability 8.0.
 
     Raises:

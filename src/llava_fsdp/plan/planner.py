@@ -59,7 +59,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Numbers of ranks: in all, per copy of the model (with hybrid strategies), and per node."""
+    """Numbers of ranks: in all, per copy of the model (if several ranks shard a copy, as hybrid strategies do), and per
+    node."""
 
     world_size: int
     shard_size: int
@@ -68,7 +69,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One row of a plan: a way to train, with its predicted memory and time."""
+    """One row of a plan's table: a way to train, with its predicted memory and time."""
 
     choice: Choice
     world_size: int
@@ -100,7 +101,7 @@ class PlanRow:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the largest micro-batch, padding included."""
+        """Number of tokens of the largest micro-batch of this way to train, padding included."""
         return max(micro.tokens for micro in self.micro_batches)
 
 
@@ -112,10 +113,11 @@ class Planner:
         """Build the configuration's model on the meta device, and count its weights and FLOPs.
 
         Args:
+            machine: the GPU, or the CPU cores, that each rank would train on.
             samples: mean sizes of the dataset's samples. None: read from the dataset's report or, without one, LLaVA's
                 means.
-            parts: configurations of the model's parts. None: read from the folders that `cfg` names, or from this
-                package.
+            parts: configurations of the language model and the vision tower. None: read from the folders that `cfg`
+                names, or from this package.
         """
         self.cfg = cfg
         self.machine = machine
@@ -140,12 +142,17 @@ class Planner:
 
     @property
     def trainable(self) -> int:
-        """Number of trainable parameters."""
+        """Number of trainable parameters of the model that is planned for."""
         return sum(w.numel for w in self.weights if w.trainable)
 
     def segments(self, mode: ActivationCheckpointing, micro: MicroBatch) -> list[Segment]:
-        """Measure the memory of a micro-batch's forward and backward pass, in segments, with `none`, `full` or
-        `selective` activation checkpointing. Results are cached."""
+        """Measure the activation memory of a micro-batch's forward and backward pass. Return it in segments (a block,
+        or everything between two blocks). Results are cached.
+
+        Args:
+            mode: the mode of activation checkpointing: `none`, `full` or `selective`.
+            micro: sizes of the micro-batch.
+        """
         key = mode, micro
         if key not in self.measured:
             meter = mode, micro.part
@@ -159,18 +166,27 @@ class Planner:
     def passes(
         self, mode: ActivationCheckpointing, micros: Sequence[MicroBatch], between: Sequence[MicroBatch]
     ) -> list[Pass]:
-        """Return the memory of the forward and backward pass of each of a step's micro-batches. Repeated micro-batches
-        of one size are left out.
+        """Return the activation memory of the forward and backward pass of each of a step's micro-batches. Repeated
+        micro-batches of one size are left out.
 
         Args:
+            mode: the mode of activation checkpointing: `none`, `full` or `selective`.
+            micros: sizes of the step's micro-batches.
             between: two micro-batches that are measured to interpolate the others; if empty, each is measured.
         """
         get = self.segments if not between else lambda mode, micro: self.between(mode, micro, between)
         return [get(mode, micro) for micro in without_repeats(micros)]
 
     def between(self, mode: ActivationCheckpointing, micro: MicroBatch, ends: Sequence[MicroBatch]) -> list[Segment]:
-        """Interpolate the memory of a micro-batch's forward and backward pass between those of the two micro-batches
-        `ends`. Measure it instead if the passes of `ends` have different numbers of segments."""
+        """Interpolate the activation memory of a micro-batch's forward and backward pass between those of two other
+        micro-batches. Measure it instead if the passes of these have different numbers of segments (a block, or
+        everything between two blocks).
+
+        Args:
+            mode: the mode of activation checkpointing: `none`, `full` or `selective`.
+            micro: sizes of the micro-batch.
+            ends: sizes of a smaller and a larger micro-batch.
+        """
         key = mode, micro
         small, large = ends
         first, second = (self.segments(mode, end) for end in ends)
@@ -189,9 +205,11 @@ class Planner:
         between: Sequence[MicroBatch] = (),
         rank: int = 0,
     ) -> PlanRow:
-        """Predict the memory and time of one way to train (sharding strategy, activation checkpointing, offload).
+        """Predict the memory and time of one way to train.
 
         Args:
+            choice: the way to train: sharding strategy, activation checkpointing and offload.
+            ranks: numbers of ranks: in all, per copy of the model, and per node.
             micros: the micro-batches that a rank runs in a step.
             between: smallest and largest micro-batch, measured to interpolate the others; if empty, all are measured.
             rank: the rank whose memory is computed.
@@ -256,8 +274,8 @@ class Planner:
         return replace(sent, context=moved, exchanges=count * len(micros), context_size=size)
 
     def offloads_activations(self, choice: Choice) -> bool:
-        """Return whether this way to train offloads the inputs of blocks to host memory; false on a CPU machine, whose
-        device memory is host memory."""
+        """Return whether a way to train (`choice`) offloads the inputs of blocks to host memory; false on a CPU
+        machine, whose device memory is host memory."""
         return choice.activation_checkpointing.mode is ActivationCheckpointing.offload and self.machine.device != "cpu"
 
     def simulate(
@@ -268,7 +286,14 @@ class Planner:
         between: Sequence[MicroBatch],
         rank: int,
     ) -> Ledger:
-        """Simulate the device memory of rank `rank` during a step that runs the micro-batches `micros`."""
+        """Simulate the device memory of rank `rank` during a step that runs the micro-batches `micros`. Return the
+        bytes at the step's memory peak, by category.
+
+        Args:
+            choice: the way to train: sharding strategy, activation checkpointing and offload.
+            ranks: numbers of ranks: in all, per copy of the model, and per node.
+            between: smallest and largest micro-batch, measured to interpolate the others; if empty, all are measured.
+        """
         mode = choice.activation_checkpointing.mode
         if mode is ActivationCheckpointing.budget:
             # the compiler's partitioner chooses what is kept: something between everything and the blocks' inputs
@@ -304,7 +329,13 @@ class Planner:
 
     def on_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes, buffers: int) -> States:
         """Return the bytes of parameters, gradients, optimizer state and buffers that stay on the device under this
-        mode of offload. On a CPU machine host memory counts as the device, so only files are off the device."""
+        mode of offload. On a CPU machine host memory counts as the device, so only files are off the device.
+
+        Args:
+            plan: the FSDP2 settings of the sharding strategy.
+            stored: bytes that a rank holds in all, on the device or offloaded.
+            buffers: bytes of the model's buffers, and of the inputs that are held for the whole step.
+        """
         if offload is OffloadMode.none or (self.machine.device == "cpu" and offload is not OffloadMode.nvme):
             return States(stored.parameters, stored.gradients, stored.optimizer, buffers)
         if offload is OffloadMode.optimizer:
@@ -312,7 +343,8 @@ class Planner:
         return States(self.frozen_whole(plan), 0, 0, buffers)
 
     def frozen_whole(self, plan: ShardPlan) -> int:
-        """Return the bytes of the frozen weights that are not sharded, so that every rank holds all of them."""
+        """Return the bytes of the frozen weights that are not sharded, so that every rank holds all of them. Which
+        these are depends on the sharding strategy (`plan`)."""
         return sum(
             w.numel * w.item_size(self.cfg.precision)
             for w in self.weights
@@ -320,7 +352,12 @@ class Planner:
         )
 
     def off_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes) -> tuple[int, int]:
-        """Return the bytes of offloaded parameters, gradients and optimizer state in host memory, and on disk."""
+        """Return the bytes of offloaded parameters, gradients and optimizer state in host memory, and on disk.
+
+        Args:
+            plan: the FSDP2 settings of the sharding strategy.
+            stored: bytes that a rank holds in all, on the device or offloaded.
+        """
         states = stored.parameters - self.frozen_whole(plan) + stored.gradients + stored.optimizer
         if offload is OffloadMode.nvme:
             return 0, states
@@ -335,8 +372,11 @@ class Planner:
         A GPU holds only the micro-batch that runs, with its pixels in fp32. A CPU machine holds all micro-batches with
         pixels in uint8, and in addition the fp32 pixels of the one that runs.
 
+        Args:
+            micros: sizes of the step's micro-batches.
+
         Returns:
-            The bytes that are held for the whole step, and for each pass those that are held while it runs.
+            The bytes that are held for the whole step, and for each micro-batch those that are held while it runs.
         """
 
         def pixels(micro: MicroBatch) -> int:
@@ -354,8 +394,8 @@ class Planner:
 
 
 def without_repeats(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return the micro-batches that can decide a step's memory peak: the first one, and one of each size that
-    follows."""
+    """Return those of a step's micro-batches that can decide the step's memory peak: the first one, and one of each
+    size that follows."""
     return [micros[0], *dict.fromkeys(micros[1:])]
 
 
@@ -369,8 +409,9 @@ def peak(
     """Predict memory and time of training with exactly this configuration, without trying other ways to train.
 
     Args:
+        world_size: number of ranks, all on one node.
         device: cuda or cpu.
-        micros: the micro-batches of a step; None: micro-batches made of samples of mean size.
+        micros: sizes of the micro-batches of a step; None: micro-batches made of samples of mean size.
         rank: the rank whose memory is predicted.
     """
     planner = Planner(cfg, machine_for(device.type if isinstance(device, torch.device) else device, world_size))

@@ -18,13 +18,15 @@ STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
 
 def scale(planner: Planner, gpus: int, nodes: int, is_free: bool) -> list[dict[str, Any]]:
     """Predict the fastest training that fits into memory on 1, 2, 4, ... and `nodes` nodes, with zero3 and with hybrid
-    sharding. A step has the same number of samples for every number of nodes.
+    sharding. A step has the same number of samples for every number of nodes. Return a dict (nodes, sharding, tokens
+    per second, ...) for each number of nodes and each sharding.
 
     With zero3, the rings of collectives go through all nodes and use all network ports of each node. With hybrid
     sharding, weights are gathered within a node, and once a step each GPU sends its shard of the gradients to the other
     replicas over its own port.
 
     Args:
+        planner: predicts memory and time of one way to train.
         gpus: number of GPUs of a node.
         is_free: whether to try micro-batches of all sizes; if false, only those that the configuration sets.
     """
@@ -69,7 +71,11 @@ def shown(value: object) -> object:
 
 
 def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -> Path:
-    """Write an HTML page with a chart and a table of the predictions of `scale`.
+    """Write an HTML page with a chart and a table of the training speed on 1, 2, 4, ... nodes. Return its path.
+
+    Args:
+        points: the predictions, as `scale` returns them.
+        planner: the planner that made them, from which the page's title is taken.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -27,7 +27,12 @@ sets none."""
 
 def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Choice]:
     """Return all combinations of a sharding strategy, a mode of activation checkpointing and a mode of offload that the
-    configuration's checks accept."""
+    configuration's checks accept.
+
+    Args:
+        device: cuda or cpu.
+        strategies: the sharding strategies to combine with the modes.
+    """
     # on a CPU machine host memory is the device's, so that only files save memory
     modes = list(OffloadMode) if device != "cpu" else [OffloadMode.none, OffloadMode.nvme]
     return [
@@ -75,8 +80,11 @@ def plan_rows(
     """Predict memory and time of each way to train, and sort: ways that fit into memory come first, then the fastest.
 
     Args:
+        planner: predicts memory and time of one way to train.
         ways: the ways to train (sharding strategy, activation checkpointing, offload).
-        splits: ways to split a rank's samples of a step into micro-batches. Each row uses the first of them that fits.
+        ranks: numbers of ranks: in all, per copy of the model, and per node.
+        splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first.
+            For each way to train, the first one that fits is used.
     """
     ends = [splits[-1][0], splits[0][0]] if len(splits) > 1 else []
     rows = [largest_that_fits(planner, choice, ranks, splits, ends) for choice in ways]
@@ -94,7 +102,12 @@ def plan_rows(
 
 def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[list[MicroBatch]]:
     """Return the ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches
-    first. If `is_free` is false, return only the split that the configuration sets."""
+    first. If `is_free` is false, return only the split that the configuration sets.
+
+    Args:
+        planner: knows the mean sizes of the dataset's samples.
+        world_size: number of ranks, which share the samples of a step.
+    """
     args = cfg, planner.samples, world_size
     # each packed row of this sampler has micro_batch_size samples
     is_fixed = cfg.packs and cfg.sampler.name is SamplerName.llava_v1_5
@@ -111,6 +124,9 @@ def largest_that_fits(
     """Predict memory and time of one way to train, with the largest micro-batches that fit into memory.
 
     Args:
+        planner: predicts memory and time for given micro-batches.
+        choice: the way to train: sharding strategy, activation checkpointing and offload.
+        ranks: numbers of ranks: in all, per copy of the model, and per node.
         splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first.
             The first one that fits is found by bisection; if none fits, the last one is used.
         ends: two micro-batches that are measured to interpolate the others; if empty, all are measured.

@@ -41,7 +41,8 @@ class Ledger:
         self.compare(moment)
 
     def set_live(self, level: Live) -> None:
-        """Set the bytes of the activations and logits that exist at the current moment of the simulated step."""
+        """Set the bytes of the activations and logits that exist at the current moment of the simulated step to those
+        in `level`."""
         self.held["activations"], self.held["logits"] = level.activations, level.logits
 
     def drop(self, **sizes: int) -> None:
@@ -56,7 +57,8 @@ class Ledger:
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of parameters, gradients, optimizer state and buffers on a rank's device."""
+    """Bytes of parameters, gradients, optimizer state and buffers that a rank holds on its device throughout a
+    simulated step."""
 
     parameters: int
     gradients: int
@@ -75,8 +77,8 @@ class States:
         return ledger
 
     def begin_pass(self, ledger: Ledger, number: int) -> None:
-        """Replace the bytes of the previous micro-batch's input tensors by those of micro-batch `number`, counted from
-        0."""
+        """Replace the bytes of the previous micro-batch's input tensors in the simulated device memory (`ledger`) by
+        those of micro-batch `number`, counted from 0."""
         ledger.held["buffers"] = self.buffers + self.inputs[number]
 
 
@@ -87,7 +89,12 @@ two blocks)."""
 
 def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
     """Simulate the device memory of a step without FSDP. Each weight's gradient is cast to the master weight's dtype as
-    soon as it is complete."""
+    soon as it is complete. Return the bytes at the memory peak, by category.
+
+    Args:
+        passes: activation memory of the forward and backward pass of each micro-batch.
+        states: bytes of parameters, gradients, optimizer state and buffers on the device.
+    """
     ledger = states.open_ledger()
     for number, segments in enumerate(passes):
         states.begin_pass(ledger, number)
@@ -110,9 +117,13 @@ def simulate_step(
     unit_names: dict[str, str],
     prefetch: int | None = None,
 ) -> Ledger:
-    """Simulate the device memory of a step under FSDP.
+    """Simulate the device memory of a step under FSDP. Return the bytes at the memory peak, by category.
 
     Args:
+        passes: activation memory of the forward and backward pass of each micro-batch.
+        units: sizes of the FSDP units, by name.
+        plan: the FSDP2 settings of the sharding strategy.
+        states: bytes of parameters, gradients, optimizer state and buffers on the device.
         unit_names: the name of each block's FSDP unit, by block name.
         prefetch: number of units whose all-gathers begin ahead of their use. None: one, in the backward pass only.
     """
@@ -204,7 +215,7 @@ class FsdpRank:
 
     def order(self, segments: Sequence[Segment]) -> tuple[dict[str, list[str]], list[str]]:
         """Return the names of the blocks of each FSDP unit, and the names of the units, in the order in which the
-        segments (parts of a forward or backward pass) run."""
+        segments (parts of a forward or backward pass) of a simulated step run."""
         blocks: dict[str, list[str]] = {}
         for segment in segments:
             unit = self.unit_names.get(segment.unit, "")
@@ -226,8 +237,12 @@ class FsdpRank:
         return name in self.waiting and self.units[name].widened == self.units[name].narrow
 
     def gather(self, name: str, moment: str) -> None:
-        """Simulate the all-gather of an FSDP unit's weights in the forward pass. Once the weights are copied out of its
-        all-gather buffer, the buffer of the unit that was gathered before is freed."""
+        """Simulate the all-gather of the weights of the FSDP unit `name` in the forward pass. Once the weights are
+        copied out of its all-gather buffer, the buffer of the unit that was gathered before is freed.
+
+        Args:
+            moment: description of this moment of the step.
+        """
         if name in self.gathered or name not in self.units:
             return
         self.prefetch(name)
@@ -237,7 +252,7 @@ class FsdpRank:
         self.copied = name
 
     def prefetch(self, name: str) -> None:
-        """Simulate the start of an FSDP unit's all-gather, unless the unit is gathered already."""
+        """Simulate the start of the all-gather of the FSDP unit `name`, unless the unit is gathered already."""
         unit = self.units.get(name)
         if unit is None or name in self.gathered or name in self.buffers:
             return
@@ -265,7 +280,8 @@ class FsdpRank:
             self.ledger.drop(gathered=self.units[name].gathered)
 
     def finish(self, name: str, made: int, is_last: bool, moment: str) -> None:
-        """Simulate how an FSDP unit's gradients are reduced after its backward pass, or kept until a later micro-batch.
+        """Simulate how the gradients of the FSDP unit `name` are reduced after its backward pass, or kept until a later
+        micro-batch.
 
         Args:
             made: bytes of gradients that the backward pass has produced.
@@ -295,8 +311,13 @@ class FsdpRank:
         self.ledger.add(moment, gradients=self.shards[name] - held)
 
     def widen(self, name: str, added: int, moment: str) -> None:
-        """Simulate the cast of an FSDP unit's gradients (`added` bytes) from the compute dtype to the reduction dtype,
-        one weight at a time."""
+        """Simulate the cast of the gradients of the FSDP unit `name` from the compute dtype to the reduction dtype, one
+        weight at a time.
+
+        Args:
+            added: bytes of the gradients in the compute dtype.
+            moment: description of this moment of the step.
+        """
         unit = self.units[name]
         if name in self.waiting:
             self.ledger.drop(reducing=added)
@@ -310,7 +331,11 @@ class FsdpRank:
 
 
 def following(order: Sequence[str], unit: str, count: int) -> Sequence[str]:
-    """Return the `count` FSDP units that run after `unit` in `order`."""
+    """Return the `count` FSDP units that run after the FSDP unit `unit`, by name.
+
+    Args:
+        order: names of all units in the order in which they run.
+    """
     index = order.index(unit)
     return order[index + 1 : index + 1 + count]
 
@@ -322,7 +347,13 @@ def describe(segment: Segment) -> str:
 
 def interpolate(first: Segment, second: Segment, share: float) -> Segment:
     """Estimate the memory of a segment (part of a forward or backward pass) by linear interpolation between the same
-    segment of two other micro-batches. With `share` 0 the result is that of `first`, with 1 that of `second`."""
+    segment of two other micro-batches.
+
+    Args:
+        first: the segment in one micro-batch.
+        second: the segment in the other.
+        share: 0 gives the memory of `first`, 1 that of `second`.
+    """
 
     def between(a: Live, b: Live) -> Live:
         return Live(*(round(x + share * (y - x)) for x, y in zip(astuple(a), astuple(b), strict=True)))
@@ -332,16 +363,20 @@ def interpolate(first: Segment, second: Segment, share: float) -> Segment:
 
 def inputs_of_blocks(segments: Pass) -> dict[str, int]:
     """Return the bytes of each block's input, by block name, for blocks that have a backward pass. The bytes are those
-    of the block's output, which has the same size."""
+    of the block's output, which has the same size.
+
+    Args:
+        segments: memory of a forward and backward pass, block by block.
+    """
     backward = {s.unit for s in segments if s.backward}
     forward = [s for s in segments if s.unit in backward and s.unit and not s.backward]
     return {s.unit: max(0, s.end.activations - s.begin.activations) for s in forward}
 
 
 def inputs_on_host(segments: Pass) -> Pass:
-    """Return a copy of the memory of a forward and backward pass in which the inputs of blocks take no device memory,
-    because they are offloaded to host memory. The two most recent inputs still count, as they are still being
-    copied."""
+    """Return a copy of the memory of a forward and backward pass (in segments, block by block) in which the inputs of
+    blocks take no device memory, because they are offloaded to host memory. The two most recent inputs still count, as
+    they are still being copied."""
     inputs = inputs_of_blocks(segments)
     moved, entered = [], []
     for segment in segments:

@@ -66,7 +66,7 @@ def recomputed_share(activation_checkpointing: ActivationCheckpointingConfig) ->
 
 @dataclass(frozen=True)
 class Volume:
-    """Bytes that a rank receives in a step, and the number of collectives."""
+    """Bytes that a rank receives in the collectives of a step, and the number of these collectives."""
 
     sharded: float = 0.0
     """Bytes received in all-gathers of weights and reduce-scatters of gradients, between `shards` ranks with
@@ -96,8 +96,8 @@ class Volume:
         return max(1, self.shards * self.replicas // self.node_size)
 
     def seconds(self, link: float, network: float) -> float:
-        """Return the seconds of communication if nothing overlaps. `link` is bytes per second within a node, `network`
-        bytes per second from each GPU to other nodes.
+        """Return the seconds of a step's communication if nothing overlaps. `link` is bytes per second within a node,
+        `network` bytes per second from each GPU to other nodes.
 
         A ring enters and leaves each node once. If its ranks are neighbours, it uses all network ports of the node
         (NCCL runs as many rings as there are ports). The rings between replicas, one for each shard, share the ports.
@@ -123,8 +123,17 @@ def volume(
     node_size: int,
     micro_batches: int,
 ) -> Volume:
-    """Count the bytes that a rank receives in a step. With n ranks, a rank receives (n - 1) / n of the bytes of a
-    tensor that is all-gathered or reduce-scattered, and twice as many if it is all-reduced."""
+    """Count the bytes that a rank receives in the collectives of a step. With n ranks, a rank receives (n - 1) / n of
+    the bytes of a tensor that is all-gathered or reduce-scattered, and twice as many if it is all-reduced.
+
+    Args:
+        weights: the properties of every parameter of the model.
+        strategy: the sharding strategy.
+        world_size: number of ranks.
+        shard_size: number of ranks over which hybrid strategies shard.
+        node_size: number of ranks on one node.
+        micro_batches: number of micro-batches of the step.
+    """
     if world_size == 1:
         return Volume()
     plan = SHARD_PLANS[strategy]
@@ -213,10 +222,15 @@ def step_time(
     """Predict the seconds of a step on one rank.
 
     Args:
+        machine: the GPU, or the CPU cores, that each rank trains on.
         flops: FLOPs of the rank's samples, without recomputation.
         recomputed: FLOPs that run again in the backward pass.
+        sent: the bytes that a rank receives in the collectives of the step.
         trainable: number of trainable parameters.
         local: number of trainable parameters that this rank updates.
+        micro_batches: number of micro-batches of the step.
+        world_size: number of ranks.
+        offload: what is offloaded from the device.
     """
     gpu = machine.gpu
     rate = machine.peak(precision.param_dtype) * (gpu.efficiency if gpu else 1.0)
@@ -241,5 +255,10 @@ def step_time(
 
 def sample_flops(flops: Flops, samples: Samples) -> float:
     """Return the mean FLOPs of a sample. The spread of the lengths counts too, because attention's FLOPs grow with the
-    square of the length."""
+    square of the length.
+
+    Args:
+        flops: FLOPs of the model per token, per image and so on.
+        samples: mean sizes of the dataset's samples, and the spread of their lengths.
+    """
     return flops.of(samples.tokens, samples.tokens**2 + samples.spread**2, samples.labels, samples.tiles)

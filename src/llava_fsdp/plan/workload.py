@@ -42,7 +42,7 @@ class Samples:
 
     @property
     def image_tokens(self) -> float:
-        """Mean number of image tokens of a sample."""
+        """Mean number of image tokens of a sample of the dataset."""
         return self.tiles * self.tile_tokens
 
 
@@ -74,7 +74,12 @@ def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
 
 
 def tiles_and_tokens_of_photo(rule: ImageTokens) -> tuple[int, int]:
-    """Return the numbers of tiles and of tokens of an image of PHOTO pixels (width and height)."""
+    """Return the numbers of tiles (inputs of the vision tower) and of tokens that the model makes of an image of the
+    size `PHOTO` (640 x 480 pixels).
+
+    Args:
+        rule: gives the number of tiles and tokens of an image from its size.
+    """
     return rule.count_tiles(PHOTO, 1), len(rule.of(PHOTO, 1))
 
 
@@ -82,7 +87,14 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
     """Return mean sample sizes from the report of a dataset's index. Raises KeyError, TypeError or ValueError if the
     report has another structure.
 
-    Reports of older versions do not count tiles and image tokens: their images are assumed to have PHOTO pixels.
+    Reports of older versions do not count image tiles and image tokens: their images are assumed to have the size
+    `PHOTO` (640 x 480 pixels).
+
+    Args:
+        report: the content of the report.
+        path: the report's path, which the result names as its source.
+        max_length: greatest number of tokens of a sample in training.
+        rule: gives the number of tiles and tokens of an image from its size.
     """
     kept, bars, sources = report["kept"], report["lengths"]["histogram"], report["sources"]
     sums = {name: sum(source[name] for source in sources) for name in ("tokens", "pictures", "label_tokens")}
@@ -100,8 +112,13 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
 
 
 def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageTokens) -> float:
-    """Return the mean number of tokens for each image tile of a dataset with so many tiles and image tokens. If the
-    image tokens are unknown, or if there are none, the number for an image of PHOTO pixels is returned."""
+    """Return the mean number of tokens for each image tile (input of the vision tower) of a dataset that has so many
+    tiles and image tokens in all. If the image tokens are unknown, or if there are none, the number for an image of the
+    size `PHOTO` (640 x 480 pixels) is returned.
+
+    Args:
+        rule: gives the number of tiles and tokens of an image from its size.
+    """
     if not tiles or not image_tokens:
         tiles, image_tokens = tiles_and_tokens_of_photo(rule)
     return image_tokens / tiles
@@ -128,8 +145,12 @@ def total_of(column: np.ndarray) -> int:
 
 
 def most_tokens(samples: Samples, count: float) -> int:
-    """Estimate the greatest number of tokens that `count` random samples have together, as three standard deviations
-    above the mean. Few steps exceed it."""
+    """Estimate the greatest number of tokens that `count` random samples of a dataset have together, as three standard
+    deviations above the mean. Few steps exceed it.
+
+    Args:
+        samples: mean sizes of the dataset's samples, and the spread of their lengths.
+    """
     return math.ceil(count * samples.tokens + 3 * samples.spread * math.sqrt(count))
 
 
@@ -137,6 +158,7 @@ def micro_batch(samples: Samples, rows: int, length: int, count: int, context: i
     """Estimate the sizes of a micro-batch of `count` samples in `rows` rows of `length` tokens.
 
     Args:
+        samples: mean sizes of the dataset's samples.
         context: number of ranks that process a row together; the sizes are then those of the part of the last of them,
             which needs the most memory with gathered keys.
     """
@@ -152,6 +174,10 @@ def micro_batch(samples: Samples, rows: int, length: int, count: int, context: i
 def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list[MicroBatch]]:
     """Return all ways to split a rank's samples of a step into micro-batches of packed or padded rows, those with the
     largest micro-batches first. Ranks that process a row together share its samples.
+
+    Args:
+        samples: mean sizes of the dataset's samples.
+        world_size: number of ranks, which share the samples of a step.
 
     Raises:
         ConfigError: `global_batch_size` is not a multiple of the number of ranks, but the sampler llava_v1_5 needs it.
@@ -181,7 +207,13 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
 
 
 def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[MicroBatch]:
-    """Split a rank's samples of a step into micro-batches of the size that the configuration sets."""
+    """Split a rank's samples of a step into micro-batches of the size that the configuration sets. Return the sizes of
+    each.
+
+    Args:
+        samples: mean sizes of the dataset's samples.
+        world_size: number of ranks, which share the samples of a step.
+    """
     context = cfg.parallel.num_context
     per_rank = cfg.global_batch_size * context / world_size
     if not cfg.packs:
