@@ -92,7 +92,8 @@ def choose_kernel(
     one that `attention` names or, if it is `auto`, the best one that can run this model on this device in this dtype.
 
     Args:
-        attention: the value of the setting `attention`.
+        attention: auto, sdpa (transformers' SDPA, sample by sample), varlen (torch's varlen_attn) or flash (the package
+            flash-attn).
         language: the language model's configuration.
 
     Raises:
@@ -309,7 +310,8 @@ def attend_with(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
         allowed: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Compute a layer's causal attention; for a packed row, only within each sample.
+        """Compute a layer's causal attention; in a packed row (a sequence in which several samples follow one another),
+        only within each sample.
 
         Args:
             sliding_window, softcap, s_aux: transformers' names for `window`, `softcap` and `sinks` of `AttentionForm`.
@@ -341,6 +343,7 @@ def attend_alone(
     Args:
         module: the layer's attention module.
         query: [rows, heads, tokens, size]; only of the last tokens if `key` and `value` contain earlier tokens too.
+        key, value: [rows, heads, tokens, size].
         form: options of the attention, such as a sliding window.
         allowed: mask, bool [rows, 1, tokens, all tokens]. `key` and `value` may lack the earliest of all tokens. None:
             a token attends to itself and all earlier tokens.
@@ -503,7 +506,8 @@ def flash(
 
 def attention_arguments(segments: Segments | CachedRows | None, implementation: str | None = None) -> dict[str, Any]:
     """Return the additional keyword arguments of a language model's forward pass for a packed row (a sequence in which
-    several samples follow one another) or for generation with a key-value cache; an empty dict for padded rows.
+    several samples follow one another) or for generation with a key-value cache; an empty dict for padded rows (one
+    sample in each row).
 
     Args:
         segments: sample boundaries of a packed row, or the input for generation; None for padded rows.

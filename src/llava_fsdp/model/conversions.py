@@ -105,7 +105,8 @@ def whole_model_of(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def on_meta(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """Build a model on the meta device with one of transformers' auto classes (`kind`). Raises ModelError."""
+    """Build a model on the meta device with one of transformers' auto classes (`kind`). Raises ModelError if
+    transformers cannot build it."""
     with torch.device("meta"), foreign(f"transformers cannot build a {config.model_type} model"):
         return kind.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
 

@@ -42,7 +42,8 @@ class Flops(NamedTuple):
 
 
 def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = False) -> Flops:
-    """Count the FLOPs of a model's forward and backward pass, per token, pair of tokens, label and image tile.
+    """Count the FLOPs of a model's forward and backward pass, per token, per pair of tokens, per label (a token whose
+    loss is computed) and per image tile (one input image of the vision tower).
 
     The FLOPs of a weight per token are: 2 in the forward pass, 2 for the gradient of its input, 2 for its own gradient
     if it is trained (with LoRA adapters, only the adapters' weights are), and 2 if activation checkpointing computes
@@ -54,7 +55,8 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
     (`model/loss.py`).
 
     Args:
-        compiled: whether the language model's blocks are compiled. A compiled block is computed again completely.
+        compiled: whether torch.compile compiles the language model's blocks. A compiled block is computed again
+            completely.
     """
     trains = {part: part in model.cfg.train for part in Part}
     language: Any = model.language_model.config

@@ -69,7 +69,7 @@ def write_tokens(
     Args:
         model: a Llava in evaluation mode, without gradients.
         ids: the prompt's tokens that are not in the cache yet, int64 [rows, length], padded on the left.
-        mask: bool [rows, cached + length]: False at padding.
+        mask: bool [rows, tokens in the cache + length]: False at padding.
         images: the images of the tokens in `ids`: the arguments `image_positions`, `image_rows` and `images` of
             `Llava.forward`.
         cache: key-value cache of earlier tokens, which is extended.
@@ -144,6 +144,7 @@ def check_answers(model: nn.Module, device: torch.device, size: int) -> None:
 
     Args:
         model: a Llava in evaluation mode, without gradients.
+        device: the model's device.
         size: width and height of the vision tower's input images, in pixels.
 
     Raises:

@@ -27,7 +27,7 @@ class LazyTensor(torch.Tensor):
 
     Attributes:
         sources: names of the tensors in files from which its values are made, in order, each once.
-        read: reads a part of its values.
+        read: function that reads a part of its values, given for each dimension the range [first, last) of indices.
     """
 
     sources: tuple[str, ...]
@@ -240,7 +240,7 @@ def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 def compute_later(func: Any, args: Any, kwargs: Any, shapes: Any) -> Any:
     """Return the results of a torch operation on LazyTensors (tensors whose values are read later), as LazyTensors:
     whenever a part of a result is read, all of the operation's inputs are read and the whole operation is computed.
-    Used for operations that `OPERATIONS` does not list.
+    Used for operations that compute new values; those that only move values are read in parts.
 
     Args:
         func: the operation, such as torch.ops.aten.mul.Tensor.

@@ -135,7 +135,9 @@ class Llava(nn.Module):
         Args:
             input_ids: int64 [rows, length].
             image_positions: int64 [image tokens]: index of each image token in the flattened rows.
-            image_rows: which image feature each image token gets, as in `forward`.
+            image_rows: index of each image token's feature in the concatenated features of all images, int64 [image
+                tokens]; for tokens that are weighted sums of four features, the indices and the weights, both [image
+                tokens, 4].
             images: input images of the vision tower, float32 [tiles, 3, size, size]; None if no rank has an image.
         """
         if images is None:

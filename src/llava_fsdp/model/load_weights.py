@@ -351,7 +351,8 @@ def parameter_names(model: nn.Module) -> set[str]:
 
 
 def refuse_unused(names: list[str], folder: Path) -> None:
-    """Raise ModelError if files contain tensors, other than computed buffers, that the model has no parameter for.
+    """Raise ModelError if files contain tensors that the model has no parameter for, except buffers that are computed
+    and not loaded.
 
     Args:
         names: names of the tensors in files that the model has no parameter for.
@@ -370,7 +371,7 @@ def projector_alone(path: Path) -> dict[str, Stored]:
     llava_fsdp's parameter names.
 
     Raises:
-        ModelError: the projector was trained together with rows of the vocabulary (LLaVA's mm_use_im_start_end).
+        ModelError: the projector was trained together with rows of the token embeddings (LLaVA's mm_use_im_start_end).
     """
     tensors = open_tensors(path, projector_only=True)
     named = {projector_name(name): tensor for name, tensor in tensors.items()}
@@ -488,7 +489,7 @@ def load_weights(
         sources: where the values are read from, by parameter name.
         shards: this rank's shards, by parameter name.
         watch: wraps the iteration over parameter names, to show progress.
-        packed: quantized layers, by the names of their weights.
+        packed: quantized layers, by the names of their weights; None: no weight is quantized.
     """
     assert sources.keys() == shards.keys(), sources.keys() ^ shards.keys()
     for name in watch(sources):

@@ -56,10 +56,12 @@ class LabelLoss(Protocol):
 
 def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
     """Return the loss function that the configuration names (`loss.kernel`): torch's, or the one of this module that
-    computes the logits of some labels at a time. `auto` is the latter, which was faster in all measurements.
+    computes the logits of some labels (tokens to predict) at a time. `auto` is the latter, which was faster in all
+    measurements.
 
     Args:
         cfg: the section `loss` of the configuration.
+        compute_dtype: dtype of the hidden states.
 
     Raises:
         ConfigError: with `loss.kernel=torch`, the installed torch has no such kernel, or would round the loss to 16
@@ -91,7 +93,7 @@ def whole_loss(
         hidden: last hidden states at the labels, [labels, width].
         weight: weight of the output layer, [vocabulary, width].
         label_ids: int64 [labels].
-        collector: gets the loss of every single label; None: only the sum is returned.
+        collector: gets the loss of every single label; None: these losses are not kept.
     """
     logs = functional.log_softmax(functional.linear(hidden, weight).float(), dim=-1)
     record_losses(collector, logs, label_ids)
@@ -125,7 +127,7 @@ def chunked_loss(
         hidden: last hidden states at the labels, [labels, width].
         weight: weight of the output layer, [vocabulary, width].
         label_ids: int64 [labels].
-        collector: gets the loss of every single label; None: only the sum is returned.
+        collector: gets the loss of every single label; None: these losses are not kept.
     """
     if not torch.is_grad_enabled():
         return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens, collector)
@@ -150,7 +152,7 @@ def recomputed_loss(
         hidden: last hidden states at the labels, [labels, width].
         weight: weight of the output layer, [vocabulary, width].
         label_ids: int64 [labels].
-        collector: gets the loss of every single label; None: only the sum is returned.
+        collector: gets the loss of every single label; None: these losses are not kept.
     """
     total = hidden.new_zeros((), dtype=torch.float32)
     if not len(label_ids):  # every rank needs a gradient to reduce, also without labels
@@ -231,7 +233,7 @@ class ChunkedLoss(torch.autograd.Function):
             weight: weight of the output layer, [vocabulary, width].
             label_ids: int64 [labels].
             chunk_tokens: number of labels whose logits are computed at a time.
-            collector: gets the loss of every single label; None: only the sum is returned.
+            collector: gets the loss of every single label; None: these losses are not kept.
         """
         total = hidden.new_zeros((), dtype=torch.float32)
         for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
@@ -253,7 +255,7 @@ def loss_and_gradient(
         weight: weight of the output layer, [vocabulary, width].
         ids: the labels' token ids, int64 [labels].
         differentiate: whether to compute the gradient.
-        collector: gets the loss of every single label; None: only the sum is returned.
+        collector: gets the loss of every single label; None: these losses are not kept.
 
     Returns:
         The sum, float32 scalar, and its gradient with respect to the logits, [labels, vocabulary] in the dtype of

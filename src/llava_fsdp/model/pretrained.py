@@ -147,7 +147,7 @@ def check_named_language(cfg: ModelConfig, folder: Path) -> None:
 
 
 def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:
-    """Return the folders and files from which a run reads weights, tokenizer and image preprocessor.
+    """Return the folders and files from which a training run reads weights, tokenizer and image preprocessor.
 
     Args:
         parts: the folders of the language model and the vision tower.
