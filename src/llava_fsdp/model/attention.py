@@ -171,8 +171,7 @@ def head_size(language: PretrainedConfig) -> int:
 
 
 def register_attention() -> None:
-    """Register llava_fsdp's attention implementations for packed rows (sequences in which several samples follow one
-    another) with transformers' AttentionInterface. Calling this again changes nothing."""
+    """Register llava_fsdp's attention implementations with transformers; calling this again changes nothing."""
     varlen = make_varlen() if importlib.util.find_spec("torch.nn.attention.varlen") is not None else None
     kernels = {Attention.sdpa: each_alone, Attention.varlen: varlen, Attention.flash: flash}
     for attention, kernel in kernels.items():

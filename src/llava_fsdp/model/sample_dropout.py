@@ -38,13 +38,15 @@ class TokenKeys:
         segments: tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None,
         vision_tokens: int,
     ) -> None:
-        """Compute the hashes of a micro-batch from the seeds of its samples and image tiles.
+        """Compute the hashes of the tokens of a micro-batch, from which its dropout masks are computed, from the seeds
+        of its samples and image tiles (input images of the vision tower).
 
         Args:
             seeds: int64 [samples], below 2**31.
             tile_seeds: int64 [tiles], below 2**31.
             shape: [rows, length]
-            segments: sample boundaries of a packed row; None: every row is one sample.
+            segments: position ids, cumulative sample lengths and sample lengths of a packed row, in which several
+                samples follow one another; None: every row is one sample.
             vision_tokens: number of tokens that an image tile has in the vision tower.
         """
         if segments is None:
