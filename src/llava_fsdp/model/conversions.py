@@ -136,7 +136,7 @@ def place_of(model: nn.Module, part: PretrainedConfig) -> str:
         part: the configuration of the language model or vision tower.
 
     Raises:
-        ModelError: the model has no such part that is a model of its own.
+        ModelError: the larger model has no submodule of transformers' class for this configuration.
     """
     kind = MODEL_MAPPING.get(type(part), None)
     path = next((path for path, module in model.named_modules() if kind is not None and type(module) is kind), None)

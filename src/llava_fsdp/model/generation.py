@@ -105,14 +105,16 @@ class PrefixCache:
     """Ids of the tokens in the cache. Image tokens have negative ids, which differ between images."""
 
     def reuse(self, model: Llava, tokens: list[int]) -> tuple[DynamicCache, int]:
-        """Crop a conversation's key-value cache to the longest prefix that its tokens share with `tokens`, the ids of
-        the conversation until now. Return the cache and the prefix's length in tokens.
+        """Crop a conversation's key-value cache to the longest prefix that its tokens share with `tokens`. Return the
+        cache and the prefix's length in tokens.
 
         The prefix never includes the last token of `tokens`, because the model has to process at least one token. A
         cache that cannot be cropped or is incomplete is replaced by an empty one.
 
         Args:
             model: the model whose key-value cache this is.
+            tokens: ids of the conversation's tokens until now. Image tokens have negative ids, which differ between
+                images.
         """
         pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, tokens[:-1], strict=False))
         common = sum(1 for _ in pairs)

@@ -158,7 +158,11 @@ def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> di
 
 
 def restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Copy buffers, given by name, into a model that was materialised from the meta device."""
+    """Copy buffers into a model that was materialised from the meta device, in which they are uninitialised.
+
+    Args:
+        buffers: values of all buffers of the model except those of quantized layers, by name.
+    """
     left = dict(buffers)
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedLinear):

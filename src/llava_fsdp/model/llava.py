@@ -251,6 +251,7 @@ def build_llava(
     Args:
         parts: configurations of the language model and the vision tower, and the folders of their files.
         cfg: the section `model` of the configuration.
+        compute_dtype: dtype of the matrix products in the forward pass.
         kernel: attention implementation for packed rows (sequences in which several samples follow one another); None:
             the model accepts only padded rows.
         loss: the section `loss` of the configuration; None: the loss is computed from the logits of all labels at once.

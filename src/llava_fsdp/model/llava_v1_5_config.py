@@ -1,4 +1,5 @@
-"""Read and write the original LLaVA's `config.json` (LLaVA llava_arch.py:60-104, model/builder.py:26-167)."""
+"""Read and write the `config.json` of the original LLaVA, the code of Liu et al. (llava_arch.py:60-104,
+model/builder.py:26-167)."""
 
 import json
 from dataclasses import dataclass
@@ -39,8 +40,12 @@ CLIP_336 = {
 
 
 def is_original(raw: dict[str, Any]) -> bool:
-    """Return whether a config.json (`raw`) was written by the original LLaVA, and not by transformers for its own
-    LLaVA models."""
+    """Return whether a model's config.json was written by the original LLaVA (the code of Liu et al.), and not by
+    transformers for its own LLaVA models.
+
+    Args:
+        raw: content of config.json.
+    """
     return "mm_vision_tower" in raw or str(raw.get("model_type")) in ("llava_llama", "llava_mpt", "llava_mistral")
 
 
@@ -157,8 +162,12 @@ def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
 
 
 def language_config(raw: dict[str, Any]) -> PretrainedConfig:
-    """Return the language model's configuration from a config.json (`raw`) of the original LLaVA, which has the fields
-    of this configuration at the top level."""
+    """Return the language model's configuration in transformers, from a config.json of the original LLaVA (the code of
+    Liu et al.), which has the fields of this configuration at the top level.
+
+    Args:
+        raw: content of config.json.
+    """
     fields = {key: raw[key] for key in (*LANGUAGE_KEYS, "rope_theta", "pretraining_tp") if key in raw}
     if raw.get("rope_scaling") is not None:
         fields["rope_scaling"] = dict(raw["rope_scaling"])  # transformers writes into it

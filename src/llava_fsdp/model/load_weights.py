@@ -70,7 +70,7 @@ def find_weights(model: Llava, parts: Parts, cfg: ModelConfig, projector: Path |
 
     Args:
         model: the model.
-        parts: folders of the language model and the vision tower, or of a whole model.
+        parts: folders of the language model and the vision tower, or of a whole LLaVA model.
         cfg: the section `model` of the configuration.
         projector: folder or file of the projector; None: the projector is initialised randomly, unless it is part of
             `model.checkpoint` or of the adapter's files.
@@ -128,7 +128,7 @@ def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
     """Return the error to raise if the parameter `name` is in no file.
 
     Args:
-        parts: folders of the language model and the vision tower, or of a whole model.
+        parts: folders of the language model and the vision tower, or of a whole LLaVA model.
         projector: folder or file of the projector, if it is separate.
     """
     if parts.whole is not None:
@@ -367,8 +367,8 @@ def refuse_unused(names: list[str], folder: Path) -> None:
 
 
 def projector_alone(path: Path) -> dict[str, Stored]:
-    """Open the projector's tensors in a file or folder, which contains a projector or a whole model. Return them by
-    llava_fsdp's parameter names.
+    """Open the projector's tensors in a file or folder, which contains a projector or a whole LLaVA model. Return them
+    by llava_fsdp's parameter names.
 
     Raises:
         ModelError: the projector was trained together with rows of the token embeddings (LLaVA's mm_use_im_start_end).

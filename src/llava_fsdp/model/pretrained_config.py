@@ -1,5 +1,5 @@
-"""Derive the section `model` of the configuration, which names the files of a model and its settings, from a model
-folder."""
+"""Derive the section `model` of the configuration (the model's files, and settings such as the projector's type) from a
+model folder."""
 
 from dataclasses import asdict, replace
 from pathlib import Path

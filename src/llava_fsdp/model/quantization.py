@@ -273,7 +273,7 @@ def quantized_weights(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def weight_shape(model: nn.Module, name: str) -> tuple[int, ...]:
-    """Return the shape of a parameter; for a quantized one, the shape before quantization."""
+    """Return the shape of the parameter `name` of a model; for a quantized one, the shape before quantization."""
     module, _, leaf = name.rpartition(".")
     parent = model.get_submodule(module)
     if isinstance(parent, QuantizedLinear) and leaf == "weight":
