@@ -1,6 +1,7 @@
-"""Rules for `migrate`: what each key of a DeepSpeed configuration becomes in llava_fsdp. The keys are those in
-DeepSpeed's docs/_pages/config-json.md and runtime/config.py. Names of nested keys are joined with dots, and `block.*`
-stands for all keys of that block that have no rule of their own."""
+"""Table of rules for `migrate`, which translates trainings of other systems into llava_fsdp commands: what each key of
+a DeepSpeed configuration becomes. The keys are those in DeepSpeed's docs/_pages/config-json.md and runtime/config.py.
+Names of nested keys are joined with dots, and `block.*` stands for all keys of that block that have no rule of their
+own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,14 +48,14 @@ LOSS_SCALE = {
 
 
 def compared(context: Context, value: object, theirs: object, text: str, name: str) -> Outcome:
-    """Return the outcome for a key of DeepSpeed's configuration that the training script also sets. The value `auto`
-    stands for the script's value. Any other value must equal the script's, or else transformers refuses to start the
-    original training (integrations/deepspeed.py).
+    """Return what a key of DeepSpeed's configuration becomes in llava_fsdp, if the training script also sets it. The
+    value `auto` stands for the script's value. Any other value must equal the script's, or else transformers refuses to
+    start the original training (integrations/deepspeed.py).
 
     Args:
         value: value in DeepSpeed's configuration.
         theirs: value that the script sets.
-        text: what the key becomes in llava_fsdp.
+        text: what the key becomes in llava_fsdp, in words.
         name: name of the script's setting, such as a flag, for messages.
     """
     if value == AUTO:
@@ -65,11 +66,13 @@ def compared(context: Context, value: object, theirs: object, text: str, name: s
 
 @dataclass(frozen=True)
 class FromFlag:
-    """Rule for a key of DeepSpeed's configuration that the training script also sets.
+    """Rule of `migrate`: a key of DeepSpeed's configuration that the training script also sets becomes a Hydra override
+    of llava_fsdp.
 
-    Attributes: flag: flag of the training script that sets the same.
-        key: key of the llava_fsdp override that the DeepSpeed key becomes.
-        note: text that is added to the row in the printed table.
+    Attributes:
+        flag: flag of the training script that sets the same.
+        key: key of the Hydra override.
+        note: remark that is printed behind the override.
     """
 
     flag: str
@@ -84,10 +87,11 @@ class FromFlag:
 
 @dataclass(frozen=True)
 class Switched:
-    """Rule for all keys of a block of DeepSpeed's configuration that switches on a feature which llava_fsdp does not
-    have.
+    """Rule of `migrate` for all keys of a block of DeepSpeed's configuration that switches on a feature which
+    llava_fsdp does not have: the keys are unsupported, unless the feature is off.
 
-    Attributes: why: why the feature is not supported, or what to use instead.
+    Attributes:
+        why: why the feature is not supported, or what to use instead.
         flag: key of the block that switches the feature on: by true, or by a size other than 0 and 1.
     """
 
@@ -142,7 +146,12 @@ def scheduler_type(context: Context, value: object) -> Outcome:
 
 
 def half_enabled(context: Context, value: object) -> Outcome:
-    """Rule for DeepSpeed's keys `bf16.enabled` and `fp16.enabled`: return what they become in llava_fsdp."""
+    """Rule of `migrate`: return what DeepSpeed's key `bf16.enabled` or `fp16.enabled` becomes in llava_fsdp.
+
+    Args:
+        context: the key, and what is known about the whole training to migrate.
+        value: the key's value.
+    """
     name = "fp16" if context.key.startswith("fp16") else "bf16"
     theirs = bool(context.run.trainer_value(name))
     is_on = theirs if value == AUTO else plain(value) is True
@@ -278,8 +287,9 @@ DEEPSPEED: Mapping[str, Rule] = {
 
 
 def rule_of(key: str) -> Rule | None:
-    """Return the rule for a dotted key of DeepSpeed's configuration: the key's own rule, or else the rule `block.*` of
-    the nearest block around it; None if the key is unknown."""
+    """Return the function, or the fixed result, that says what a dotted key of DeepSpeed's configuration becomes in
+    llava_fsdp. It is the table's entry for the key itself, or else the entry `block.*` of the nearest block around it;
+    None if the key is unknown."""
     parts = key.split(".")
     names = [key, *(".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))]
     return next((DEEPSPEED[name] for name in names if name in DEEPSPEED), None)
