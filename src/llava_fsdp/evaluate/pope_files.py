@@ -43,8 +43,8 @@ def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[Benc
 
 
 def with_labels(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return the questions, in the same order, with the labels of one file added as their right answers. Label files
-    contain JSON Lines, although they are named `.json`."""
+    """Return the questions of the benchmark POPE, in the same order, with the labels of the file `path` added as their
+    right answers. Label files contain JSON Lines, although they are named `.json`."""
     if not path.is_file():
         raise ConfigError(f"annotations={path} is neither a file nor a folder")
     lines = [(n, line) for n, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]
