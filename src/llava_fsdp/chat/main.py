@@ -29,7 +29,8 @@ Ctrl-C stops an answer and keeps what was written of it; a second Ctrl-C ends th
 
 
 def chat(cfg: ChatConfig) -> None:
-    """Answer the question given on the command line, or chat on the terminal, or serve a web page for chatting."""
+    """Answer the question given on the command line, or chat on the terminal, or serve a web page for chatting, as
+    `cfg` says."""
     if cfg.serve:
         from llava_fsdp.chat.web.server import serve  # gradio is optional, and takes seconds to import
 
@@ -45,8 +46,11 @@ def chat(cfg: ChatConfig) -> None:
 
 
 def image_files(image: str | None) -> list[Path]:
-    """Return the image files named by `image=FILE` or `image=[FILE,FILE]`. In a list, a name with a comma is in double
-    quotes.
+    """Return the image files that the user names on the command line of `chat` by `image=FILE` or `image=[FILE,FILE]`.
+    In a list, a name with a comma is in double quotes.
+
+    Args:
+        image: the text after `image=`; None if no image is given.
 
     Raises:
         ConfigError: one of the names is not a file.
@@ -70,8 +74,8 @@ class Terminal:
         self.sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
 
     def run(self) -> None:
-        """Answer the lines that the user types, until the end of the input or /quit. An error in a line is logged, and
-        reading continues."""
+        """Let the model answer the questions that the user types in the terminal, until the end of the input or /quit.
+        An error in a line is logged, and reading continues."""
         if sys.stdin.isatty():
             assistant = self.conversation.assistant
             log().info("%s, template %s; /help lists all commands", assistant.checkpoint, assistant.template_name)
@@ -86,7 +90,8 @@ class Terminal:
                 log().error("%s", error)
 
     def answer(self, question: str, stopped: threading.Event | None = None) -> None:
-        """Print the answer to a question while it is generated, until `stopped` is set."""
+        """Print the model's answer to a question while it is generated; stop when another thread or a signal handler
+        sets `stopped`."""
         pieces, text = self.conversation.ask(question, self.sampling), ""
         for piece in pieces:
             text += piece

@@ -1,4 +1,4 @@
-"""Serve the chat page: `python -m llava_fsdp.chat serve=true`."""
+"""Serve the web page for chatting with a model: `python -m llava_fsdp.chat serve=true`."""
 
 import os
 import signal
@@ -21,7 +21,8 @@ FORM = 64 << 10
 
 
 def serve(cfg: ChatConfig) -> None:
-    """Serve the chat page until Ctrl-C or SIGTERM, then delete the files that were uploaded to it.
+    """Serve the web page for chatting with a model until Ctrl-C or SIGTERM, then delete the files that were uploaded to
+    it.
 
     Raises:
         ConfigError: gradio is not installed, or the address is taken; raised before the model is loaded.
@@ -71,8 +72,8 @@ def prepare_environment(folder: str) -> None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Raise ConfigError if the port is taken or the address does not belong to this
-    machine."""
+    """Open a listening socket for the chat page. Raise ConfigError if the port is taken or the address does not belong
+    to this machine."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address, family=family)
