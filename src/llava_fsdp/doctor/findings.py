@@ -16,7 +16,7 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check: a row of the printed report."""
+    """Result of one check that `doctor` makes on this machine: a row of the printed report."""
 
     level: Level
     name: str
