@@ -1,4 +1,4 @@
-"""Make the charts of a run's metrics, for the report page of one run and the comparison of several runs."""
+"""Make the charts of a training run's metrics, for the report page of one run and the comparison of several runs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
