@@ -1,4 +1,4 @@
-"""Generate answers of a trained model, for the terminal chat, the web page and `evaluate`."""
+"""Generate answers of a trained vision-language model, for the terminal chat, the web page and `evaluate`."""
 
 import itertools
 from collections.abc import Generator, Sequence
@@ -116,9 +116,11 @@ class Assistant:
 
     @torch.inference_mode()
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
-        """Generate the answers to several questions in one batch, with greedy decoding.
+        """Let the model answer several questions in one batch, with greedy decoding. Return the answers.
 
         Args:
+            questions: each with the conversation before it and its images.
+            max_new_tokens: maximum number of tokens of an answer.
             blank: whether to replace all images by images of the mean colour.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Keep a conversation with a model, for the terminal chat and the web page."""
+"""Keep a conversation with a vision-language model, for the terminal chat and the web page."""
 
 from collections.abc import Generator
 from pathlib import Path

@@ -67,7 +67,7 @@ def image_files(image: str | None) -> list[Path]:
 
 
 class Terminal:
-    """Chat in the terminal: reads questions and commands, and prints answers."""
+    """Chat with a model in the terminal: reads questions and commands, and prints answers."""
 
     def __init__(self, conversation: Conversation, cfg: ChatConfig):
         self.conversation = conversation
@@ -135,8 +135,8 @@ class Terminal:
 
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[threading.Event]:
-    """Context manager that yields an event, which is set by the first Ctrl-C. The second Ctrl-C raises
-    KeyboardInterrupt."""
+    """Context manager for the time in which the chat prints an answer: it yields an event, which the first Ctrl-C sets.
+    The second Ctrl-C raises KeyboardInterrupt."""
     stopped = threading.Event()
 
     def interrupt(*_: object) -> None:
@@ -152,7 +152,8 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield the non-empty lines of standard input. On a terminal the user can edit lines and recall earlier ones."""
+    """Yield the non-empty lines that the user types in the chat (standard input). On a terminal he can edit lines and
+    recall earlier ones."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):

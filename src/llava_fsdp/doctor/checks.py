@@ -1,4 +1,5 @@
-"""Define all checks that `doctor` makes on this machine, in order, with the time limit of each."""
+"""Define all checks of `doctor`, the command that checks this machine before a training: their order, and the time
+limit of each."""
 
 import os
 import socket

@@ -120,7 +120,7 @@ def reason(output: str) -> str:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a torchrun process; its ranks end with it."""
+    """End a torchrun process by SIGTERM, or SIGKILL if that does not help; its ranks end with it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             process.send_signal(number)

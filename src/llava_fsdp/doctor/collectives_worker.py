@@ -1,5 +1,5 @@
-"""Run one rank of doctor's check of collectives: join the process group as a training does, and check the results of
-collectives.
+"""Run one rank of `doctor`'s check of communication: join the process group as a training does, run collectives and
+check their results. `doctor` is the command that checks this machine before a training.
 
 `torchrun --nnodes 2 --nproc-per-node 8 ... -m llava_fsdp.doctor.collectives_worker FOLDER` tests several machines. Each
 rank R writes how far it has come (started, joined, ...) into FOLDER/rank-R.

@@ -100,6 +100,7 @@ def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
 
     Args:
         needs: predicted memory and disk space of the training.
+        on_gpus: whether the ranks use GPUs, on which the advice depends.
     """
     row = needs.row
     total = row.bytes["total"]

@@ -1,5 +1,5 @@
-"""Collect what the checks of `doctor` need: the training's configuration, and facts about this machine. Each fact is
-computed once."""
+"""Collect what the checks of `doctor`, the command that checks this machine before a training, need: the training's
+configuration, and facts about the machine. Each fact is computed once."""
 
 import os
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Check the GPUs that the driver and torch report, and how they are connected."""
+"""Check the GPUs that the driver and torch report, and how they are connected, before a training."""
 
 import json
 import re
@@ -31,7 +31,7 @@ this output: PIX and PXB are PCIe switches, and NV4 means four NVLinks."""
 
 @dataclass(frozen=True)
 class SmiGpu:
-    """A GPU as nvidia-smi reports it. Memory is in bytes."""
+    """A GPU of this machine as nvidia-smi reports it. Memory is in bytes."""
 
     index: int
     name: str
@@ -190,8 +190,8 @@ def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
 
 
 def parse_links(matrix: str) -> dict[tuple[int, int], str]:
-    """Parse the output of `nvidia-smi topo -m`: (GPU index, GPU index) -> type of their connection, such as `NV4`,
-    `PIX`, `SYS`."""
+    """Parse the output of `nvidia-smi topo -m`. Return (GPU index, GPU index) -> type of their connection, such as
+    `NV4`, `PIX`, `SYS`."""
     links = {}
     plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)  # the heading is underlined
     for line in plain.splitlines():

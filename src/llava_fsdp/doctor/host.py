@@ -1,4 +1,4 @@
-"""Check CPU cores, memory, shared memory and process limits of this machine or container."""
+"""Check CPU cores, memory, shared memory and process limits of this machine or container, before a training."""
 
 import os
 import resource

@@ -1,5 +1,5 @@
-"""Write a model's answers to a JSON Lines file that the original LLaVA's scorers can read. An evaluation that was
-interrupted and is started again keeps the answers in this file and adds the missing ones.
+"""Write a model's answers to a benchmark to a JSON Lines file that the original LLaVA's scorers can read. An evaluation
+that was interrupted and is started again keeps the answers in this file and adds the missing ones.
 
 A single process appends to the answers file itself. With several processes, each appends to its own part file beside
 the answers file (`FILE.part-0-of-8`), and rank 0 merges the part files once every question has an answer; the processes
@@ -89,7 +89,7 @@ class AnswersFile:
         return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part-*-of-*"))
 
     def new_lines(self, path: Path) -> list[bytes]:
-        """Return the complete lines that were added to an answers file since the last call.
+        """Return the complete lines that were added to a file of a model's answers since the last call.
 
         A last line without a newline is left for a later call: its process is still writing it, or was stopped while
         writing.

@@ -1,4 +1,4 @@
-"""Check the images of benchmark questions before a model is loaded."""
+"""Check that the images of a benchmark's questions exist, before a model is loaded."""
 
 import os
 from collections.abc import Iterable

@@ -1,5 +1,5 @@
-"""Read POPE's label files: JSON Lines with the keys question_id, image, text and label, in one file for each category
-of questions."""
+"""Read the right answers of the benchmark POPE from its label files: JSON Lines with the keys question_id, image, text
+and label, in one file for each category of questions."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from llava_fsdp.runtime.errors import ConfigError, DataError
 
 
 def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return the questions with the right answers added, which are read from POPE's label files.
+    """Return the questions of the benchmark POPE with the right answers added, which are read from its label files.
 
     As in the original LLaVA, the n-th label of a category belongs to the n-th question of that category, since ids
     start again at the beginning of each label file. The image and text of a label must match those of its question.

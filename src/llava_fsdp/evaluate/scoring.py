@@ -45,11 +45,11 @@ references."""
 
 
 def named_choice(answer: str, choices: int) -> str | None:
-    """Return the letter of the choice that an answer names; None if it names no choice.
+    """Return the letter that a model's answer to a multiple-choice question names; None if it names none.
 
-    An answer names a choice if it is a letter alone (`B`), if it begins with a letter, a period and a space (`B. a
-    cat`), or if it contains `The answer is B.` exactly once. Answers of other forms, such as `(B)`, `B.`, `b` or the
-    text of the choice, name no choice.
+    It names a choice if it is a letter alone (`B`), if it begins with a letter, a period and a space (`B. a cat`), or
+    if it contains `The answer is B.` exactly once. Answers of other forms, such as `(B)`, `B.`, `b` or the text of the
+    choice, name no choice.
 
     Args:
         choices: number of choices of the question; letters after the last choice name no choice.
@@ -123,8 +123,9 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def official_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Return VQAv2's accuracy of an answer, 0 to 1, exactly as VQAv2's evaluation computes it. If all references are
-    equal, neither they nor the answer are normalised: `Yes` is wrong if all ten references are `yes`.
+    """Return VQAv2's accuracy of an answer, 0 to 1, exactly as VQAv2's evaluation computes it. Answer and references
+    are compared without punctuation and articles, but unchanged if all references are equal: `Yes` is wrong if all ten
+    references are `yes`.
 
     Args:
         references: right answers to the question, one by each annotator.

@@ -1,4 +1,4 @@
-"""Read VQAv2's questions and annotations, and TextVQA's annotations, in the formats of their releases."""
+"""Read the benchmarks VQAv2 (questions and annotations) and TextVQA (annotations), in the formats of their releases."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -47,7 +47,7 @@ LOSS_SCALE = {
 }
 
 
-def compared(context: Context, value: object, theirs: object, text: str, name: str) -> Outcome:
+def compared(value: object, theirs: object, text: str, name: str) -> Outcome:
     """Return what a key of DeepSpeed's configuration becomes in llava_fsdp, if the training script also sets it. The
     value `auto` stands for the script's value. Any other value must equal the script's, or else transformers refuses to
     start the original training (integrations/deepspeed.py).
@@ -81,7 +81,7 @@ class FromFlag:
 
     def __call__(self, context: Context, value: object) -> Outcome:
         return compared(
-            context, value, context.run.trainer_value(self.flag), context.tell(self.key) + self.note, f"--{self.flag}"
+            value, context.run.trainer_value(self.flag), context.tell(self.key) + self.note, f"--{self.flag}"
         )
 
 
@@ -111,7 +111,7 @@ class Switched:
 
 def train_batch_size(context: Context, value: object) -> Outcome:
     text = context.tell("global_batch_size")
-    return compared(context, value, context.run.batch, text, "micro-batch x accumulation x GPUs")
+    return compared(value, context.run.batch, text, "micro-batch x accumulation x GPUs")
 
 
 def optimizer_type(context: Context, value: object) -> Outcome:
@@ -125,7 +125,7 @@ def optimizer_type(context: Context, value: object) -> Outcome:
 def betas(context: Context, value: object) -> Outcome:
     theirs = [context.run.trainer_value("adam_beta1"), context.run.trainer_value("adam_beta2")]
     text = f"{context.tell('optim.beta1')}, {context.tell('optim.beta2')}"
-    return compared(context, value, theirs, text, "--adam_beta1, --adam_beta2")
+    return compared(value, theirs, text, "--adam_beta1, --adam_beta2")
 
 
 def adam_w_mode(context: Context, value: object) -> Outcome:
@@ -155,7 +155,7 @@ def half_enabled(context: Context, value: object) -> Outcome:
     name = "fp16" if context.key.startswith("fp16") else "bf16"
     theirs = bool(context.run.trainer_value(name))
     is_on = theirs if value == AUTO else plain(value) is True
-    found = compared(context, value, theirs, context.tell("precision") if is_on else OFF.text, f"--{name}")
+    found = compared(value, theirs, context.tell("precision") if is_on else OFF.text, f"--{name}")
     return found if is_on or found.verdict is Verdict.unsupported else implied(found.text, found.resolved)
 
 

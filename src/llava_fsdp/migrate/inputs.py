@@ -1,5 +1,5 @@
-"""Read the files given to `migrate`: find the training commands in the shell scripts, and the DeepSpeed JSON and
-Accelerate YAML files that each command uses."""
+"""Read the files of trainings that `migrate` is to translate into llava_fsdp commands: find the training commands in
+the shell scripts, and the DeepSpeed JSON and Accelerate YAML files that each command uses."""
 
 import json
 from collections.abc import Iterable, Mapping

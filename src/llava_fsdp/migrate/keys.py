@@ -118,7 +118,7 @@ def outcome(rule: object, context: Context, value: object) -> Outcome:
 
 
 def written(value: object) -> str:
-    """Return a value as text in the syntax of Hydra overrides."""
+    """Return a setting's value as text in the syntax of Hydra overrides, such as `null` for None."""
     if value is None:
         return "null"
     if isinstance(value, bool):

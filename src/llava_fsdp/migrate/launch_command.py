@@ -1,5 +1,5 @@
-"""Find out whether a shell command starts a training: with which launcher (`deepspeed`, `torchrun`, `accelerate launch`
-or plain `python`), and which program."""
+"""Find out whether a command in a shell script starts a training: with which launcher (`deepspeed`, `torchrun`,
+`accelerate launch` or plain `python`), and which program."""
 
 import re
 from dataclasses import dataclass

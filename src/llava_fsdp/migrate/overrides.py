@@ -1,7 +1,7 @@
-"""Decide the Hydra overrides with which llava_fsdp trains as another system does.
+"""Decide the Hydra overrides (`key=value`) with which llava_fsdp trains as a training of another system does.
 
-The overrides are decided for the training as a whole, since the meaning of one key depends on other keys. The rules for
-single keys (`deepspeed.py`, `accelerate.py`, `llava_flags.py`, ...) only explain the overrides in a table.
+The overrides are decided for the training as a whole, since the meaning of one key depends on other keys. The tables of
+single keys (`deepspeed.py`, `accelerate.py`, `llava_flags.py`, ...) only explain the overrides to the user.
 """
 
 from collections.abc import Mapping

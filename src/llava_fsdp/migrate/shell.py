@@ -1,4 +1,4 @@
-"""Read the commands of a shell script without running them; words are split with `shlex`.
+"""Read the commands of a shell script that starts a training, without running them; words are split with `shlex`.
 
 Quotes, comments, continued lines, `X=v1`, `export X=v1`, `$X` and `${X}` are supported. Control flow, arrays, functions
 and here-documents are refused, with file and line in the message. Redirections, `| tee FILE` and `&` at the end of a

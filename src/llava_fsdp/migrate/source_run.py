@@ -1,4 +1,5 @@
-"""Describe a training of another system, as its script, its DeepSpeed JSON file and its Accelerate YAML file set it."""
+"""Describe a training of another system that is to be migrated to llava_fsdp, as its script, its DeepSpeed JSON file
+and its Accelerate YAML file set it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,7 +57,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of a training program, as its argument parser defines it."""
+    """A flag of a training program that is to be migrated: its type and default value as its argument parser defines
+    them, and the rule that says what it becomes in llava_fsdp."""
 
     default: object
     rule: object
@@ -89,14 +91,21 @@ class Run:
     """Paths of DeepSpeed or Accelerate files that the script names and that were not found."""
 
     def given(self, name: str) -> str | None:
-        """Return how the training command spells a flag (by its name or an alias of it); None if it does not set the
-        flag."""
+        """Return how the training command spells a flag of the training program; None if it does not set the flag.
+
+        Args:
+            name: name of the flag, without `--`. The command may have an alias of it.
+        """
         names = (name,) if self.launch.is_original else (name, *ALIASES.get(name, ()))
         return next((spelling for spelling in names if spelling in self.flags), None)
 
     def trainer_value(self, name: str) -> object:
         """Return the value that a flag of the training program has in the training to migrate, converted to the flag's
-        type: the value in the training command, or else the program's default."""
+        type: the value in the training command, or else the program's default.
+
+        Args:
+            name: name of the flag, without `--`.
+        """
         flag, spelling = self.table[name], self.given(name)
         if spelling is None:
             return flag.default

@@ -1,5 +1,5 @@
-"""Build the table that `migrate` prints: what every key in the files of another system's training becomes in
-llava_fsdp."""
+"""Build the table that `migrate`, which translates training scripts of other systems, prints: what every key in their
+files becomes in llava_fsdp."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterator

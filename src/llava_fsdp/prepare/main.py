@@ -1,6 +1,7 @@
 """Examine and index a dataset before training: `python -m llava_fsdp.prepare data=llava_json data.path=... model=...`.
 
-The command takes the configuration keys of `train`. It reports the lengths and labels of a training with the same keys.
+The command takes the configuration keys of `train`. It reports the lengths of the samples, and how many of their tokens
+are labels, in a training with the same keys.
 """
 
 import json
@@ -66,8 +67,8 @@ def prepare(cfg: PrepareConfig) -> None:
 
 
 def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
-    """Check that the indexes that were made of the training and validation data match the files of these datasets;
-    print a line for each.
+    """Check that the indexes that were made of the training and validation data of `cfg` match the files of these
+    datasets; print a line for each.
 
     Args:
         encoding: what turns a sample's text into tokens, and what reads its images.

@@ -1,5 +1,5 @@
-"""Downsample the curves of a training step by step, in limited memory however long the training is. Imports only the
-standard library.
+"""Downsample the curves of a training's metrics step by step, in limited memory however long the training is. Imports
+only the standard library.
 
 A curve is divided into stretches of equally many steps. For each stretch it keeps the mean, the least and the greatest
 value, so that a spike of one step is still seen among a hundred thousand. Only the numbers of the steps decide where

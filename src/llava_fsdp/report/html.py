@@ -1,5 +1,5 @@
-"""Build the HTML that all report pages share: the whole page, headings and tables. Text from data, models and users is
-escaped."""
+"""Build the HTML that all report pages (about trainings, datasets and profiles) share: the whole page, headings and
+tables. Text from data, models and users is escaped."""
 
 import json
 import re

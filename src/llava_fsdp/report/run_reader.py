@@ -344,8 +344,8 @@ def validations_until(rows: list[dict[str, Any]], step: int) -> list[dict[str, A
 
 
 def thinned(rows: list[dict[str, Any]], most: int = MOST_VALIDATIONS) -> list[dict[str, Any]]:
-    """Return every n-th of a training's rows, including the last one. n is chosen so that at most `most` rows
-    remain."""
+    """Return every n-th of the rows of a file about a training, including the last one. n is chosen so that at most
+    `most` rows remain."""
     every = -(-len(rows) // most) or 1
     return rows[::-1][::every][::-1]
 

@@ -1,5 +1,5 @@
-"""Draw charts as HTML figures with SVG: curves and bars. A script (assets/charts.js) adds zoom, pan, smoothing and
-values on hover to the curves.
+"""Draw charts of curves and bars for report pages, as HTML figures with SVG. A script (assets/charts.js) adds zoom,
+pan, smoothing and values on hover to the curves.
 
 Without JavaScript the same charts are shown, but without zoom, pan, smoothing and hover.
 """
@@ -107,8 +107,8 @@ def equal_lines(lines: Sequence[Line]) -> list[list[int]]:
 
 
 def turns(number: int, lines: int) -> str:
-    """Return the CSS of one of several curves that lie on top of each other in a chart. It is dashed, with its dashes
-    in the gaps of the others, so that all can be seen.
+    """Return the CSS of one of several equal curves, which lie on top of each other in a chart. The curve is dashed,
+    with its dashes in the gaps of the others, so that all can be seen.
 
     Args:
         number: index of the curve among them.

@@ -1,4 +1,4 @@
-"""File locks that give each of several trainings on one machine its own GPUs, with every Hydra launcher.
+"""File locks that give each of several trainings on one machine its own GPUs, whichever Hydra launcher starts them.
 
 A lock is on a file named after a GPU, and is released when its process ends, even if that is killed. The files are in a
 folder of the user on this machine, so that two sweeps can share the machine as well. Imports no torch.
@@ -60,7 +60,7 @@ def list_devices(listed: str, visible: str | None) -> list[Device]:
 
 
 def devices_here() -> list[Device]:
-    """Return the GPUs of this machine that this process may use; empty if nvidia-smi fails."""
+    """Return the GPUs (or MIG instances) of this machine that this process may use; empty if nvidia-smi fails."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -185,6 +185,7 @@ def train(config: SweepConfig, job: Job, stop_level: Callable[[], int]) -> None:
     user stopped the sweep before it began.
 
     Args:
+        config: the training's configuration.
         stop_level: returns whether the user wants to stop: 0: no, 1: save a checkpoint and end, 2: end at once.
     """
     folder, count, name = Path(job.folder), config.launch.nproc_per_node, f"job {job.number}"
@@ -214,8 +215,8 @@ def report_end(job: Job) -> None:
 
 
 def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None:
-    """Raise ConfigError if a training of a sweep cannot have this configuration, for example because it names several
-    machines.
+    """Raise ConfigError if a training of a sweep cannot have the configuration `config`, for example because it names
+    several machines.
 
     Args:
         overrides: Hydra overrides of the training.

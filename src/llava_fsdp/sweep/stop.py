@@ -1,4 +1,4 @@
-"""Stop a sweep on a signal, with every Hydra launcher.
+"""Stop a sweep on a signal, whichever Hydra launcher runs its trainings.
 
 A signal to the sweep's main process creates a stop file, which every job (training) watches: a running job ends its
 torchrun, which saves a checkpoint first, and a job that has not begun never begins. Hydra's launchers cannot do this:

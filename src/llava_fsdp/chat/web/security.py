@@ -1,4 +1,5 @@
-"""Check all requests to the chat page before they reach Gradio, without relying on Gradio's own checks.
+"""Check all requests to the web page for chatting with a model before they reach Gradio, without relying on Gradio's
+own checks.
 
 The page is for one user on one machine. Requests that other sites make in the user's browser are refused by their Host,
 Origin and Sec-Fetch headers. Requests may only name files that were uploaded to the page. Only the routes that the page
@@ -220,8 +221,8 @@ async def whole_body(receive: Receive) -> bytes:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI `receive` function that returns `body`, which was already read, at its first call, and calls
-    `receive` afterwards."""
+    """Return an ASGI `receive` function for a request whose body was already read: its first call returns `body`, later
+    calls are passed to `receive`."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def again() -> Message:

@@ -64,8 +64,8 @@ def serve(cfg: ChatConfig) -> None:
 
 
 def prepare_environment(folder: str) -> None:
-    """Set the environment variables that Gradio reads when it is imported: uploaded files are stored in `folder`, and
-    telemetry is off."""
+    """Set the environment variables that Gradio reads when it is imported: files that users upload to the chat page are
+    stored in `folder`, and telemetry is off."""
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
         del os.environ[name]
     os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}

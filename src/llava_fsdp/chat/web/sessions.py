@@ -1,4 +1,5 @@
-"""Keep the conversations of the chat page, one for every browser tab. They are stored on the server only."""
+"""Keep the conversations of the web page for chatting with a model, one for every browser tab. They are stored on the
+server only."""
 
 import threading
 from collections import OrderedDict
