@@ -259,7 +259,8 @@ class Assistant:
         pixels) on the model's device, as `Llava.forward` takes them.
 
         Args:
-            ids: int64 [batch, length]; the ids of image tokens are IMAGE_ID, and their order is that of `images`.
+            ids: int64 [batch, length]; the ids of image tokens are IMAGE_ID.
+            images: all images of the batch, in the order of their tokens in `ids`.
             blank: whether to replace all images by images of the mean colour.
         """
         per_tile = self.reader.tokens.features

@@ -110,8 +110,8 @@ def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Find
 
 
 def reason(output: str) -> str:
-    """Return the most informative error line in the output of torchrun and its ranks: the last one of the ranks, or of
-    torchrun if no rank printed one."""
+    """Return the most informative error line in the output of torchrun and its ranks: the last error of the ranks, or
+    of torchrun if no rank printed one."""
     # once a rank has failed, torchrun ends the others, and may print errors of its own about that
     texts = [text.splitlines() for text in output.partition(" failed (exitcode: ")[::2]]
     lines = [[line.strip() for line in text if line.strip()] for text in texts]

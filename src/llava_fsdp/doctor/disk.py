@@ -1,4 +1,5 @@
-"""Check the free space and the speed of the folders that a training writes and reads. This takes a few seconds."""
+"""Check the free space and the speed of the folders that a training writes and reads, before it starts. This takes a
+few seconds."""
 
 import contextlib
 import os

@@ -73,8 +73,8 @@ REFUSED = "the original refuses to start"
 
 
 def refused(why: str) -> Outcome:
-    """Return the outcome "unsupported" for a value that contradicts another input file, so that the original program
-    would refuse to start.
+    """Return what `migrate` reports for a value that contradicts another input file, so that the original program would
+    refuse to start: it is not supported.
 
     Args:
         why: which value the other file has.

@@ -71,7 +71,7 @@ def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
     datasets; print a line for each.
 
     Args:
-        encoding: what turns a sample's text into tokens, and what reads its images.
+        encoding: (encoder, image reader): what turns a sample's text into tokens, and what reads its images.
 
     Raises:
         DataError: samples or images have changed since an index was made; the message names them.
@@ -93,7 +93,7 @@ def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: P
     report.
 
     Args:
-        encoding: what turns a sample's text into tokens, and what reads its images.
+        encoding: (encoder, image reader): what turns a sample's text into tokens, and what reads its images.
     """
     encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or read_host().usable_cores)

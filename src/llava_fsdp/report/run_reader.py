@@ -151,8 +151,8 @@ def status_or_why(folder: Path) -> dict[str, Any]:
 
 
 def runs_in(folder: Path) -> list[Run]:
-    """Read the training in an output folder. If the folder is that of a sweep, read the trainings of all its jobs, in
-    the order of their numbers."""
+    """Read the training in an output folder and return it, as a list of one. If the folder is that of a sweep, return
+    the trainings of all its jobs, in the order of their numbers."""
     jobs = [] if (folder / JOB_FILE).is_file() or not folder.is_dir() else sorted(job_files(folder))
     if not jobs:
         return [read_run(folder)]
