@@ -30,8 +30,8 @@ class Needs:
 
 
 class Context:
-    """Input of all checks that `doctor` makes: the training's configuration, and facts about this machine. Each fact is
-    computed once."""
+    """Input of all checks of `doctor`, the command that checks this machine before a training: the training's
+    configuration, and facts about the machine. Each fact is computed once."""
 
     def __init__(self, cfg: DoctorConfig):
         self.cfg = cfg

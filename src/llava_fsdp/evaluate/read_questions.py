@@ -136,7 +136,8 @@ def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuest
 
 
 def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], task: Task) -> BenchmarkQuestion:
-    """Return the question in one entry of an original LLaVA question file. The entry may contain right answers too.
+    """Return the question in one entry of a benchmark's question file in the original LLaVA's format. The entry may
+    contain right answers too.
 
     Args:
         path: the file, for error messages.

@@ -36,8 +36,8 @@ def distributed_type(context: Context, value: object) -> Outcome:
 
 
 def unless_deepspeed(rule: Rule) -> Rule:
-    """Return a rule that says what a setting of Accelerate becomes in llava_fsdp: nothing if the setting is off, or has
-    no effect because there is a DeepSpeed JSON file; else what the given `rule` returns."""
+    """Return a rule: a function that says what a setting of Accelerate becomes in llava_fsdp. It becomes nothing if it
+    is off, or has no effect because there is a DeepSpeed JSON file; else the given `rule` decides."""
 
     def wrapped(context: Context, value: object) -> Outcome:
         if plain(value) is False or value in (None, "none", ""):
@@ -49,9 +49,9 @@ def unless_deepspeed(rule: Rule) -> Rule:
 
 
 def as_flag(flag: str, key: str) -> Rule:
-    """Return a rule that says what a setting of Accelerate becomes in llava_fsdp, for a setting that the training
-    script also sets by a flag. If both values are equal, it becomes a Hydra override; if not, the original training
-    does not start.
+    """Return a rule: a function that says what a setting of Accelerate becomes in llava_fsdp, for a setting that the
+    training script also sets by a flag. If both values are equal, it becomes a Hydra override; if not, the original
+    training does not start.
 
     Args:
         flag: name of the script's flag, without `--`.

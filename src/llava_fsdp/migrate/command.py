@@ -78,8 +78,8 @@ def migrate(run: Run) -> Migration:
 
 
 def drop_defaults(decided: Overrides) -> Overrides:
-    """Return those of the Hydra overrides `decided` that change something: their values differ from the defaults of the
-    stage, the model and the data that `decided` also names.
+    """Return those of the Hydra overrides `decided` that change something: the others repeat the default values of the
+    stage (pretrain, finetune, ...), the model and the data that `decided` also names.
 
     Args:
         decided: value by configuration key.

@@ -66,8 +66,8 @@ def compared(value: object, theirs: object, text: str, name: str) -> Outcome:
 
 @dataclass(frozen=True)
 class FromFlag:
-    """Rule of `migrate`: a key of DeepSpeed's configuration that the training script also sets becomes a Hydra override
-    of llava_fsdp.
+    """Rule of `migrate`, a function that says what a key of DeepSpeed's configuration becomes in llava_fsdp: a Hydra
+    override, if the value agrees with the training script, which also sets it.
 
     Attributes:
         flag: flag of the training script that sets the same.
@@ -87,8 +87,9 @@ class FromFlag:
 
 @dataclass(frozen=True)
 class Switched:
-    """Rule of `migrate` for all keys of a block of DeepSpeed's configuration that switches on a feature which
-    llava_fsdp does not have: the keys are unsupported, unless the feature is off.
+    """Rule of `migrate`, a function that says what a key of DeepSpeed's configuration becomes in llava_fsdp, for all
+    keys of a block that switches on a feature which llava_fsdp does not have: they are not supported, unless the
+    feature is off.
 
     Attributes:
         why: why the feature is not supported, or what to use instead.

@@ -84,8 +84,8 @@ def refused(why: str) -> Outcome:
 
 @dataclass(frozen=True)
 class Context:
-    """Input of a rule that says what a key of another system becomes in llava_fsdp: the key, and what is known about
-    the whole training that is migrated. The key's value is passed separately."""
+    """What a rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp, knows besides
+    the key's value: the key, and the whole training that is migrated."""
 
     run: Run
     decided: Mapping[str, object]
@@ -99,8 +99,8 @@ class Context:
     """Keys of the llava_fsdp overrides that a rule has mentioned in its text; `tell` adds them."""
 
     def tell(self, key: str) -> str:
-        """Return the text `key=value` for a message: the value that the migrated training has in llava_fsdp for its
-        configuration key `key`. Note in `mentioned` that a message mentions the key."""
+        """Return the text `key=value` for a message to the user: the value that the migrated training has in llava_fsdp
+        for the configuration key `key`. The key is added to `mentioned`."""
         self.mentioned.add(key)
         if key not in self.decided:
             return f"{key} stays as the stage has it"
@@ -132,7 +132,7 @@ def written(value: object) -> str:
 
 
 def rules(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
-    """Return a table in which several keys or flags have the same rule.
+    """Return a table that has the same rule for several keys (or flags) of another system.
 
     Args:
         rule: what the keys become in llava_fsdp: a function that decides it, or a fixed result.
@@ -143,8 +143,8 @@ def rules(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
 
 
 def becomes(*keys: str, note: str = "") -> Rule:
-    """Return a rule of `migrate` for a key of another system: the key becomes one or more Hydra overrides of
-    llava_fsdp.
+    """Return a rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp: here one or
+    more Hydra overrides.
 
     Args:
         keys: keys of the overrides.
@@ -160,8 +160,8 @@ def becomes(*keys: str, note: str = "") -> Rule:
 
 @dataclass(frozen=True)
 class IfDecided:
-    """Rule of `migrate` for a key of another system: it becomes a Hydra override of llava_fsdp, provided that the
-    migrated training needs this override.
+    """Rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp: here a Hydra
+    override, provided that the migrated training needs this override.
 
     Attributes:
         key: key of the override.
@@ -181,7 +181,8 @@ class IfDecided:
 
 @dataclass(frozen=True)
 class OnlyIf:
-    """Rule of `migrate` for a key of another system of which llava_fsdp supports only some values.
+    """Rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp, for a key of which
+    llava_fsdp supports only some values.
 
     Attributes:
         values: supported values, which need no override.
@@ -200,8 +201,8 @@ class OnlyIf:
 
 
 def only_off(why: str, *usual: object) -> OnlyIf:
-    """Return a rule of `migrate` for a feature of another system that is off by default and that llava_fsdp does not
-    have.
+    """Return a rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp, for a
+    feature that is off by default and that llava_fsdp does not have.
 
     Args:
         why: why the feature is not supported, or what to use in its place.
@@ -211,8 +212,8 @@ def only_off(why: str, *usual: object) -> OnlyIf:
 
 
 def only_on(why: str) -> OnlyIf:
-    """Return a rule of `migrate` for a feature of another system that is on by default and that llava_fsdp always has
-    on.
+    """Return a rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp, for a
+    feature that is on by default and that llava_fsdp always has on.
 
     Args:
         why: message for a value that switches the feature off.

@@ -94,7 +94,7 @@ def default_rows(context: Context) -> Iterator[Row]:
     equivalent there.
 
     Args:
-        context: what is known about the whole training.
+        context: what is known about the training.
     """
     run = context.run
     for key, override in DEFAULTS.items() if run.deepspeed else ():

@@ -106,8 +106,9 @@ def label_share(own: dict[str, Any]) -> float:
 
 
 def badness(counts: dict[str, Any], sources: list[dict[str, Any]]) -> tuple[float, ...]:
-    """Return a sort key for the files of a dataset. It puts files with the most skipped samples first, then those with
-    the most problems, then those whose share of label tokens differs most from that of their data source.
+    """Return a sort key for the files of a dataset. It puts files with the most samples that are skipped as bad first,
+    then those with the most problems, then those whose share of label tokens differs most from that of their data
+    source.
 
     Args:
         counts: counts of the file, from the dataset's report.json.

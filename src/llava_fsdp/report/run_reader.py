@@ -111,7 +111,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
     """Read everything in a training's output folder except the weights.
 
     Args:
-        name: name of the training on pages; None: the last two parts of the folder's path.
+        name: name of the training on report pages; None: the last two parts of the folder's path.
         is_own: whether this process is the one that runs, or ran, the training. If not, the folder's lock is checked,
             which shows whether the training was killed.
         window: number of steps over which the last loss and the lowest loss are averaged.
@@ -182,13 +182,13 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
-    """Read one training of a sweep. It has no metrics if it ended before its first step, or if its folder cannot be
-    read.
+    """Read one training of a sweep from its output folder. It has no metrics if it ended before its first step, or if
+    the folder cannot be read.
 
     Args:
         job: content of its job.json.
         folder: its output folder.
-        name: its name on pages.
+        name: its name on report pages.
     """
     status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
     run = Run(folder, name, status=status)

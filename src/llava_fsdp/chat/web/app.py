@@ -28,10 +28,12 @@ footer, button[aria-label="Share"] {display: none}  /* the latter sends an image
 
 
 def make_app(sessions: Sessions, cfg: ChatConfig) -> Any:
-    """Build the web application of the chat page, without the checks of requests, which `security.py` adds.
+    """Build the web application of the page for chatting with a model, without the checks of requests, which
+    `security.py` adds.
 
     Args:
         sessions: the conversations of all browser tabs, and the model.
+        cfg: configuration of the command `chat`.
     """
     page = make_page(sessions, cfg)
     app = gr.mount_gradio_app(

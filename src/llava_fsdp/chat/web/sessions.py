@@ -19,7 +19,8 @@ MAX_QUESTION_LENGTH = 20_000
 
 
 class Session(Conversation):
-    """Conversation of a browser tab with the model, and the generator that yields the latest answer."""
+    """Conversation of a browser tab of the chat page with the model, and the generator that yields the latest
+    answer."""
 
     answer: Generator[str, None, None] | None = None
 
