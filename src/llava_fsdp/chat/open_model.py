@@ -20,8 +20,8 @@ from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
 
 
 def open_model(checkpoint: str, default_template: str, default_aspect: AspectRatio = AspectRatio.pad) -> Opened:
-    """Find a trained model's settings and the files with its weights, for chat or evaluation; the weights are not
-    loaded yet.
+    """Find a trained model for chat or evaluation, and return its settings and the files with its weights; the weights
+    are not loaded yet.
 
     Args:
         checkpoint: folder of a training run, of a checkpoint or of a model, or a model's name on the hub. If it is a

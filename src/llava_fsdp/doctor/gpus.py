@@ -63,8 +63,8 @@ class TorchFacts:
 
 
 def parse_smi(text: str) -> list[SmiGpu]:
-    """Parse the CSV lines that nvidia-smi prints for the command QUERY into GPUs. Lines of any other form are skipped;
-    an unknown number becomes 0."""
+    """Parse the CSV output of `nvidia-smi --query-gpu=index,name,uuid,...` into GPUs. Lines of any other form are
+    skipped; an unknown number becomes 0."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]

@@ -147,7 +147,8 @@ def judge_needs(needs: Mapping[str, Callable[[], str]]) -> Iterator[Finding]:
     others still run.
 
     Args:
-        needs: the functions, by name. Each returns a description, or raises a typed error.
+        needs: the functions, by name. Each returns a description, or raises a LlavaFsdpError, which says what is
+            missing.
     """
     for name, need in needs.items():
         try:

@@ -172,9 +172,9 @@ class AnswerGenerator:
 
 
 def open_as_trained(cfg: EvaluateConfig) -> Opened:
-    """Find the files of the model to evaluate, without loading its weights, and log its conversation template and image
-    aspect ratio. They are those of its training; `data.template` and `data.image_aspect_ratio` in `cfg` are only used
-    if the model's folder does not contain them.
+    """Find the model to evaluate and return its settings and files, without loading its weights. Log its conversation
+    template and image aspect ratio. They are those of its training; `data.template` and `data.image_aspect_ratio` in
+    `cfg` are only used if the model's folder does not contain them.
 
     Raises:
         ConfigError: `data.template` is not the template that the model was trained with.

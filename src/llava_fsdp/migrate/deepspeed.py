@@ -289,8 +289,8 @@ DEEPSPEED: Mapping[str, Rule] = {
 
 def rule_of(key: str) -> Rule | None:
     """Return the function, or the fixed result, that says what a dotted key of DeepSpeed's configuration becomes in
-    llava_fsdp. It is the table's entry for the key itself, or else the entry `block.*` of the nearest block around it;
-    None if the key is unknown."""
+    llava_fsdp. It is the entry of the table DEEPSPEED for the key itself, or else its entry `block.*` for the nearest
+    block around the key; None if the key is unknown."""
     parts = key.split(".")
     names = [key, *(".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))]
     return next((DEEPSPEED[name] for name in names if name in DEEPSPEED), None)

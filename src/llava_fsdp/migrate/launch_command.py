@@ -125,8 +125,8 @@ class Ranks:
 
 
 def ranks_of(launch: Launch) -> Ranks:
-    """Return the number of processes and machines that the flags of DeepSpeed's launcher or of torchrun give; one
-    process for any other training command (`launch`)."""
+    """Return the number of processes and machines of the training command `launch`, if DeepSpeed's launcher or torchrun
+    starts it: the numbers that the launcher's flags give. For any other command, return one process."""
     flags = launch.flags
     if launch.launcher == "deepspeed":
         include = flags.get("include", flags.get("i"))

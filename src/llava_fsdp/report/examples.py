@@ -21,7 +21,8 @@ EXPLAINED = (
 
 @dataclass(frozen=True)
 class Text:
-    """Part of a sample that a report page shows: consecutive text tokens, of which all are labels, or none is."""
+    """Part of a sample that a report page shows: consecutive text tokens. The loss is computed on all of them (they are
+    labels), or on none."""
 
     role: str
     """Who wrote the text, such as `human`; empty if not known."""
@@ -53,8 +54,8 @@ class Images:
 
 @dataclass(frozen=True)
 class Gap:
-    """Part of a sample that a report page leaves out because the sample is long: number of its tokens, and of labels
-    and images among them."""
+    """Part of a sample that a report page leaves out because the sample is long: number of its tokens, of labels
+    (tokens on which the loss is computed) among them, and of images."""
 
     count: int
     labels: int

@@ -99,7 +99,7 @@ def draw(chart: Chart) -> str:
 
 def equal_lines(lines: Sequence[Line]) -> list[list[int]]:
     """Return groups of those lines of a chart that lie on each other, because their points are equal. A line is given
-    by its index."""
+    by its index in `lines`."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, line in enumerate(lines):
         groups.setdefault(tuple((p.step, rounded(p.mean)) for p in line.points), []).append(index)

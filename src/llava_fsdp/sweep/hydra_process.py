@@ -41,7 +41,7 @@ def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
     """Run all trainings (jobs) of a sweep with Hydra.
 
     Args:
-        stop: request of the user to stop the sweep, which every job watches.
+        stop: request of the user to stop the sweep, which is sent to every job.
 
     Returns:
         The jobs that ran in this process (Hydra's launcher may run others elsewhere), whether all jobs succeeded, and
