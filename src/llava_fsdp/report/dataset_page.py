@@ -83,8 +83,9 @@ def sources(report: dict[str, Any]) -> Iterator[str]:
 
 
 def counted(counts: dict[str, Any]) -> list[object]:
-    """Return the table cells for a data source, or for one of its files, in the columns COLUMNS of a dataset's report
-    page.
+    """Return the cells for a data source, or for one of its files, in a table of a dataset's report page: numbers of
+    records, skipped records, problems, images and tokens, the median and greatest length, and the share of label
+    tokens.
 
     Args:
         counts: counts of the source or file, from the dataset's report.json.
