@@ -1,4 +1,5 @@
-"""Check the right answers in a benchmark's question files and annotation files, and convert them to texts."""
+"""Check the right answers to a benchmark's questions, as question files and annotation files give them, and convert
+them to texts."""
 
 from typing import Any
 

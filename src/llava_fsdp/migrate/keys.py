@@ -33,8 +33,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table that `migrate` prints: one key of an input file or one flag of a command, and what it becomes
-    in llava_fsdp."""
+    """A row of the table that `migrate`, which translates trainings of other systems, prints: one key of an input file
+    or one flag of a command, and what it becomes in llava_fsdp."""
 
     source: str
     """File that sets the key; if no file sets it, a remark on where its default value comes from."""
