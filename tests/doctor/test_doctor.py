@@ -150,13 +150,13 @@ THREE = torch_of(A100, A100, A100)
         (lambda: host.judge_memory(machine(), 58 * GIB, "it"), {"memory": "WARN"}, "it takes 58 GiB"),
         (lambda: host.judge_memory(machine(limit=32 * GIB), 58 * GIB, "it"), {"memory": "FAIL"}, ""),
         (
-            lambda: host.judge_shared(64 << 10, 60 << 10, 2 * lock_bytes(2), several=False),
+            lambda: host.judge_shared(64 << 10, 60 << 10, 2 * lock_bytes(2), several_gpus=False),
             {"shared memory": "WARN"}, "data.workers=0",
         ),
-        (lambda: host.judge_shared(64 << 10, 60 << 10, lock_bytes(0), several=False), {"shared memory": "OK"}, ""),
-        (lambda: host.judge_shared(64 << 20, 60 << 20, lock_bytes(8), several=False), {"shared memory": "OK"}, ""),
-        (lambda: host.judge_shared(64 << 20, 60 << 20, 0, several=True), {"shared memory": "WARN"}, "--shm-size"),
-        (lambda: host.judge_shared(8 * GIB, 8 * GIB, lock_bytes(4), several=True), {"shared memory": "OK"}, ""),
+        (lambda: host.judge_shared(64 << 10, 60 << 10, lock_bytes(0), several_gpus=False), {"shared memory": "OK"}, ""),
+        (lambda: host.judge_shared(64 << 20, 60 << 20, lock_bytes(8), several_gpus=False), {"shared memory": "OK"}, ""),
+        (lambda: host.judge_shared(64 << 20, 60 << 20, 0, several_gpus=True), {"shared memory": "WARN"}, "--shm-size"),
+        (lambda: host.judge_shared(8 * GIB, 8 * GIB, lock_bytes(4), several_gpus=True), {"shared memory": "OK"}, ""),
         (
             lambda: host.judge_limits(LIMITS, has_infiniband=True),
             {"open files": "WARN", "locked memory": "WARN"}, "ulimit -n 65536 before the start",
@@ -274,7 +274,7 @@ def test_each_need_of_a_configuration_is_checked() -> None:
 def test_this_machine_can_be_read(tmp_path: Path) -> None:
     assert set(host.read_limits()) == set(LIMITS) and host.read_shared()[0] > 0
     assert any(each.address == "127.0.0.1" for each in network.read_interfaces())
-    measured = disk.measure(tmp_path, most=2 * disk.BLOCK)
+    measured = disk.measure(tmp_path, max_bytes=2 * disk.BLOCK)
     assert measured.write > 0 and measured.read > 0 and list(tmp_path.iterdir()) == []
     assert list(disk.check_writable("output_dir", tmp_path / "not" / "yet")) == []
     assert "takes" not in only(disk.judge_room("room", tmp_path, 2 * GIB, 0, "takes", ""), Level.OK).result
@@ -302,7 +302,7 @@ def test_room_is_asked_for_one_checkpoint_more_than_are_kept(part: float, level:
 
 def test_the_speed_of_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "read_speed", lambda handle, most: float(most))
-    measured = disk.measure(tmp_path, most=disk.BLOCK + 1)
+    measured = disk.measure(tmp_path, max_bytes=disk.BLOCK + 1)
     assert measured.read == 2 * disk.BLOCK != measured.write, "whole blocks are written, and all of them read"
 
 
@@ -353,7 +353,7 @@ def test_the_dataset_is_read(tmp_path: Path) -> None:
     assert "no file" in only(disk.judge_images("data.images", disk.images_in(images.parent)), Level.FAIL).result
     for number in range(5):
         (images / f"{number}.jpg").write_bytes(b"x" * 1000)
-    found = disk.images_in(images.parent, most=3)
+    found = disk.images_in(images.parent, max_files=3)
     assert len(found) == 3
     only(disk.judge_images("data.images", found), Level.OK)
     only(disk.judge_images("data.images", [images / "gone.jpg"]), Level.FAIL)

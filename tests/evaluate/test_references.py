@@ -86,8 +86,8 @@ def test_questions_are_shared_out_and_each_process_has_a_file(tmp_path: Path) ->
     assert [[a.number for a in own.pending()] for own in shards] == [[0, 3, 6], [1, 4], [2, 5]]
     shards[0].texts[3] = "yes"
     assert [a.number for a in shards[0].pending()] == [0, 6]
-    assert [own.own_path.name for own in shards] == [f"a.b.jsonl.part-{n}-of-3" for n in range(3)]
-    assert answers(tmp_path / "a.jsonl", Shard()).own_path.name == "a.jsonl"
+    assert [own.path_to_write.name for own in shards] == [f"a.b.jsonl.part-{n}-of-3" for n in range(3)]
+    assert answers(tmp_path / "a.jsonl", Shard()).path_to_write.name == "a.jsonl"
     assert blank_file(tmp_path / "a.b.jsonl").name == "a.b_blank.jsonl"
 
 

@@ -1,4 +1,4 @@
-"""Entry point of `python -m llava_fsdp.chat`; see main.py for what it does."""
+"""Entry point of `python -m llava_fsdp.chat`, which chats with a trained model about images; see chat/main.py."""
 
 from llava_fsdp.config import ChatConfig, cli
 from llava_fsdp.runtime.imports import importing

@@ -1,4 +1,4 @@
-"""Generate answers of a trained model, for the terminal chat, the web page and `evaluate`."""
+"""Generate answers of a trained vision-language model, for the terminal chat, the web page and `evaluate`."""
 
 import itertools
 from collections.abc import Generator, Sequence
@@ -32,9 +32,11 @@ from llava_fsdp.runtime.errors import DataError, OutOfMemory
 
 @dataclass(frozen=True)
 class Question:
-    """A question to a model, with the conversation before it.
+    """A question to a vision-language model, with the conversation before it.
 
-    Attributes: turns: the conversation, which ends with the question. It has an image tag for each of `images`.
+    Attributes:
+        turns: the conversation, which ends with the question. It has an image tag for each of `images`.
+        images: image files of the conversation.
         where: beginning of error messages about the question.
     """
 
@@ -45,11 +47,14 @@ class Question:
 
 @dataclass(frozen=True)
 class LoadedImage:
-    """An image that was read and prepared for the vision tower.
+    """An image (or video) of a conversation that was read and prepared for the vision tower.
 
-    Attributes: number: number that no other image of the same assistant has.
-        tiles: pixels, uint8 [tiles, 3, size, size]. rows: the image's tokens, as `ImageTokens` returns them. images:
-        number of images of the conversation, which decides whether an image is cut into tiles.
+    Attributes:
+        number: number that no other image of the same assistant has.
+        path: the image's file.
+        tiles: pixels, uint8 [tiles, 3, size, size].
+        rows: one element for each of the image's tokens, which tells of which vision features the token is made.
+        images: number of images of the conversation, which decides whether an image is cut into tiles.
     """
 
     number: int
@@ -60,7 +65,8 @@ class LoadedImage:
 
 
 class Assistant:
-    """A model in memory with its tokenizer, its image preprocessing and its conversation template."""
+    """A trained vision-language model in memory, ready to answer questions: with its tokenizer, its image preprocessing
+    and its conversation template."""
 
     def __init__(
         self,
@@ -70,9 +76,10 @@ class Assistant:
         device: torch.device | None = None,
         opened: Opened | None = None,
     ):
-        """Load a model from a run, a checkpoint or a model folder: anything that `open_model` can open.
+        """Load a trained vision-language model for chatting.
 
         Args:
+            checkpoint: folder of a training run, of a checkpoint or of a model, or a model's name on the hub.
             default_template: conversation template to use if the model's folder does not name one.
             default_aspect: how to fit images into the vision tower's square input if the model's folder does not say.
             device: where the model computes; None: the GPU if there is one, else the CPU.
@@ -109,9 +116,11 @@ class Assistant:
 
     @torch.inference_mode()
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
-        """Generate the answers to several questions in one batch, with greedy decoding.
+        """Let the model answer several questions in one batch, with greedy decoding. Return the answers.
 
         Args:
+            questions: each with the conversation before it and its images.
+            max_new_tokens: maximum number of tokens of an answer.
             blank: whether to replace all images by images of the mean colour.
 
         Raises:
@@ -142,12 +151,15 @@ class Assistant:
     def stream(
         self, turns: Sequence[Turn], images: Sequence[LoadedImage], sampling: Sampling, generator: torch.Generator
     ) -> Generator[str, None, bool]:
-        """Generate the answer to a conversation's last question, token by token. The beginning that the conversation
-        shares with the previously answered one is not computed again, since its keys and values are cached.
+        """Generate the model's answer to a conversation's last question, token by token. The beginning that the
+        conversation shares with the previously answered one is not computed again, since its keys and values are
+        cached.
 
         Args:
+            turns: the conversation; the last turn is the question.
             images: images of the conversation, in the order of their image tags in `turns`.
-            generator: source of randomness for sampling; must be on the assistant's `device`.
+            sampling: temperature, top_p and maximum number of tokens of the answer.
+            generator: source of randomness for choosing tokens; must be on the assistant's `device`.
 
         Yields:
             after every token, the new piece of the answer that can no longer change; it may be empty.
@@ -182,10 +194,12 @@ class Assistant:
         return False
 
     def load_image(self, path: ImageFile, where: str, images: int = 1) -> LoadedImage:
-        """Read an image file or a video and prepare it for the vision tower. Error messages begin with `where`.
+        """Read an image file or a video and prepare it for the model's vision tower.
 
         Args:
-            images: number of images of the conversation. Videos do not count.
+            where: beginning of error messages.
+            images: number of images of the conversation, which decides whether the image is cut into tiles. Videos do
+                not count.
 
         Raises:
             ImageError: the file cannot be read.
@@ -199,8 +213,9 @@ class Assistant:
         return LoadedImage(next(self._numbers), path, tiles, rows, images)
 
     def prepared(self, images: Sequence[LoadedImage]) -> list[LoadedImage]:
-        """Return the images of a conversation, prepared for its number of images. LLaVA-OneVision cuts an image into
-        tiles only if it is the only one, so adding an image may require reading the others again.
+        """Return the images of a conversation, prepared for the vision tower in the way that their number demands:
+        LLaVA-OneVision cuts an image into tiles only if it is the only one. So images may be read again after one was
+        added.
 
         Raises:
             ImageError: a file cannot be read.
@@ -214,7 +229,12 @@ class Assistant:
         ]
 
     def encode(self, turns: Sequence[Turn], images: Sequence[LoadedImage], where: str) -> np.ndarray:
-        """Return the token ids of a conversation's prompt, int64 [length]. The ids of image tokens are IMAGE_ID.
+        """Return the token ids of a conversation as a prompt for the model's next answer, int64 [length]. The ids of
+        image tokens are IMAGE_ID.
+
+        Args:
+            images: images of the conversation, in the order of their image tags in `turns`.
+            where: beginning of error messages.
 
         Raises:
             DataError: tags and images do not match, or the prompt is longer than the model can read.
@@ -235,10 +255,12 @@ class Assistant:
     def to_device(
         self, ids: np.ndarray, images: Sequence[LoadedImage], blank: bool = False
     ) -> tuple[torch.Tensor, ImageInputs]:
-        """Return token ids and image inputs on the device, as `Llava.forward` takes them.
+        """Return a batch's token ids and its image inputs (positions of the image tokens, their vision features,
+        pixels) on the model's device, as `Llava.forward` takes them.
 
         Args:
-            ids: int64 [batch, length]; the ids of image tokens are IMAGE_ID, and their order is that of `images`.
+            ids: int64 [batch, length]; the ids of image tokens are IMAGE_ID.
+            images: all images of the batch, in the order of their tokens in `ids`.
             blank: whether to replace all images by images of the mean colour.
         """
         per_tile = self.reader.tokens.features
@@ -254,16 +276,22 @@ class Assistant:
         )
 
     def find_stops(self, folder: Path) -> frozenset[int]:
-        """Return the ids of the tokens that end an answer: those in the model folder's generation_config.json if it has
-        some, else those in the language model's config."""
+        """Return the ids of the tokens that end a model's answer: those in the generation_config.json of the model
+        folder `folder` if it has some, else those in the language model's config."""
         eos = config_of(folder, "generation_config.json").get("eos_token_id")
         eos = self.model.parts.language.eos_token_id if eos is None else eos
         return stops_of(self.tokenizer, self.template.stop, eos)
 
 
 def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[LoadedImage]:
-    """Return the images that are needed after `tokens`, the beginning of a prompt. Images whose image tokens are all in
-    `tokens` are left out; an image that is partly in `tokens` keeps only its remaining `rows`."""
+    """Return what of a conversation's images the model must still read if the first tokens of the prompt are cached.
+    Images whose image tokens are all among the cached ones are left out; an image of which some are cached keeps only
+    the others (in its `rows`).
+
+    Args:
+        images: all images of the conversation.
+        tokens: ids of the cached tokens. Image tokens have the id IMAGE_ID.
+    """
     before = int((tokens == IMAGE_ID).sum())
     rest = []
     for image in images:
@@ -274,8 +302,13 @@ def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[Load
 
 
 def with_image_numbers(tokens: np.ndarray, images: Sequence[LoadedImage]) -> list[int]:
-    """Replace every IMAGE_ID in token ids with a negative number that is unique to the image and the token's position
-    in it. Two conversations then share a prefix only if their images are the same."""
+    """Replace the id of every image token (IMAGE_ID) in a prompt with a negative number that is unique to the image and
+    the token's position in it. Two conversations then share a prefix only if their images are the same.
+
+    Args:
+        tokens: token ids of the prompt.
+        images: images of the conversation.
+    """
     numbered = tokens.copy()
     numbers = [-(1 << 40) - image.number * (1 << 24) - np.arange(len(image.rows)) for image in images]
     numbered[tokens == IMAGE_ID] = np.concatenate([np.zeros(0, np.int64), *numbers])

@@ -1,4 +1,4 @@
-"""Keep a conversation with a model, for the terminal chat and the web page."""
+"""Keep a conversation with a vision-language model, for the terminal chat and the web page."""
 
 from collections.abc import Generator
 from pathlib import Path
@@ -13,8 +13,8 @@ from llava_fsdp.runtime.errors import DataError
 
 
 class Conversation:
-    """Turns and images of a chat with a model. An added image is shown with the next question, and stays in the
-    conversation.
+    """Keeps the turns and images of a chat, and lets the model (`assistant`) answer. An added image is shown to the
+    model with the next question, and stays in the conversation.
 
     Args:
         max_images: maximum number of images; None: no limit.
@@ -30,7 +30,7 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Remove all turns and images of the conversation."""
+        """Remove all turns and images of a conversation with the model."""
         self.turns: list[Turn] = []
         self.images: list[LoadedImage] = []
         """Images that were shown to the model, in the order of their tags in `turns`."""
@@ -38,11 +38,14 @@ class Conversation:
         """Images that will be shown with the next question."""
 
     def add(self, path: Path, where: str) -> None:
-        """Read an image file, to show it with the next question. Error messages begin with `where`.
+        """Read an image file, to show it to the model with the next question of the conversation.
+
+        Args:
+            where: beginning of error messages.
 
         Raises:
             ImageError: the image cannot be read.
-            DataError: the path is not a file, or the conversation already has `max_images` images.
+            DataError: the path is not a file, or the conversation already has its maximum number of images.
         """
         if not path.is_file():
             raise DataError(f"{where}: {path} is not a file; give an image file")
@@ -56,6 +59,10 @@ class Conversation:
 
         Closing the generator stops the answer; the text generated so far stays in the conversation. If an error is
         raised, the conversation is again as it was before the question.
+
+        Args:
+            text: the question.
+            sampling: temperature, top_p and maximum number of tokens of the answer.
 
         Raises:
             DataError: the question is not valid text, has the wrong number of image tags, or is too long.
@@ -83,11 +90,11 @@ class Conversation:
             raise
 
     def with_tags(self, text: str) -> str:
-        """Return a question with one image tag for each image that is new in the conversation. If the question has no
-        tags, they are put in front of it.
+        """Return the question `text` with one image tag (`<image>`) for each image that was added to the conversation
+        since the last question. If the question has no tags, they are put in front of it.
 
         Raises:
-            DataError: the question has image tags, but not one for each new image; or it is not valid text.
+            DataError: the question has image tags, but not one for each of these images; or it is not valid text.
         """
         try:
             text.encode()
@@ -102,8 +109,8 @@ class Conversation:
         return text if tags else f"{IMAGE_TAG}\n" * len(self.next_images) + text
 
     def exchanges(self) -> list[tuple[str, list[Path], str]]:
-        """Return the conversation as a list of (question without image tags, files of the images shown with it,
-        answer)."""
+        """Return the conversation with the model as a list of (question without image tags, files of the images shown
+        with it, answer)."""
         rest = iter(self.images)
         found = []
         for question, answer in zip(self.turns[::2], self.turns[1::2], strict=True):
@@ -113,7 +120,7 @@ class Conversation:
 
     def undo(self) -> bool:
         """Remove the last question of the conversation and its answer; the question's images are kept for the next
-        question. Return False if there is no question."""
+        question. Return whether there was a question."""
         if not self.turns:
             return False
         kept = len(self.images) - self.tags(self.turns[-2])

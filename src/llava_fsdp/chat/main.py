@@ -29,7 +29,8 @@ Ctrl-C stops an answer and keeps what was written of it; a second Ctrl-C ends th
 
 
 def chat(cfg: ChatConfig) -> None:
-    """Answer the question given on the command line, or chat on the terminal, or serve a web page for chatting."""
+    """Answer the question given on the command line, or chat on the terminal, or serve a web page for chatting, as
+    `cfg` says."""
     if cfg.serve:
         from llava_fsdp.chat.web.server import serve  # gradio is optional, and takes seconds to import
 
@@ -45,8 +46,11 @@ def chat(cfg: ChatConfig) -> None:
 
 
 def image_files(image: str | None) -> list[Path]:
-    """Return the image files named by `image=FILE` or `image=[FILE,FILE]`. In a list, a name with a comma is in double
-    quotes.
+    """Return the image files that the user names on the command line of `chat` by `image=FILE` or `image=[FILE,FILE]`.
+    In a list, a name with a comma is in double quotes.
+
+    Args:
+        image: the text after `image=`; None if no image is given.
 
     Raises:
         ConfigError: one of the names is not a file.
@@ -63,15 +67,15 @@ def image_files(image: str | None) -> list[Path]:
 
 
 class Terminal:
-    """Chat in the terminal: reads questions and commands, and prints answers."""
+    """Chat with a model in the terminal: reads questions and commands, and prints answers."""
 
     def __init__(self, conversation: Conversation, cfg: ChatConfig):
         self.conversation = conversation
         self.sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
 
     def run(self) -> None:
-        """Answer the lines that the user types, until the end of the input or /quit. An error in a line is logged, and
-        reading continues."""
+        """Let the model answer the questions that the user types in the terminal, until the end of the input or /quit.
+        An error in a line is logged, and reading continues."""
         if sys.stdin.isatty():
             assistant = self.conversation.assistant
             log().info("%s, template %s; /help lists all commands", assistant.checkpoint, assistant.template_name)
@@ -86,7 +90,8 @@ class Terminal:
                 log().error("%s", error)
 
     def answer(self, question: str, stopped: threading.Event | None = None) -> None:
-        """Print the answer to a question while it is generated, until `stopped` is set."""
+        """Print the model's answer to a question while it is generated; stop when another thread or a signal handler
+        sets `stopped`."""
         pieces, text = self.conversation.ask(question, self.sampling), ""
         for piece in pieces:
             text += piece
@@ -130,8 +135,8 @@ class Terminal:
 
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[threading.Event]:
-    """Context manager that yields an event, which is set by the first Ctrl-C. The second Ctrl-C raises
-    KeyboardInterrupt."""
+    """Context manager for the time in which the chat prints an answer: it yields an event, which the first Ctrl-C sets.
+    The second Ctrl-C raises KeyboardInterrupt."""
     stopped = threading.Event()
 
     def interrupt(*_: object) -> None:
@@ -147,7 +152,8 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield the non-empty lines of standard input. On a terminal the user can edit lines and recall earlier ones."""
+    """Yield the non-empty lines that the user types in the chat (standard input). On a terminal he can edit lines and
+    recall earlier ones."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):

@@ -1,4 +1,4 @@
-"""Open the model that `chat` and `evaluate` use, from a model folder, a run or a checkpoint."""
+"""Open the model that `chat` and `evaluate` use, from a model folder, a training run's folder or a checkpoint."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +20,12 @@ from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
 
 
 def open_model(checkpoint: str, default_template: str, default_aspect: AspectRatio = AspectRatio.pad) -> Opened:
-    """Open a model for chat or evaluation. If `checkpoint` is a run with an exported model, the export is opened;
-    anything else is opened as `llava-fsdp export` does.
+    """Find a trained model for chat or evaluation, and return its settings and the files with its weights; the weights
+    are not loaded yet.
 
     Args:
+        checkpoint: folder of a training run, of a checkpoint or of a model, or a model's name on the hub. If it is a
+            run with an exported model, the export is opened; anything else is opened as `llava-fsdp export` does.
         default_template: conversation template to use if the model's folder does not name one.
         default_aspect: how to fit images into the vision tower's square input if the model's folder does not say.
 
@@ -53,7 +55,8 @@ def open_model(checkpoint: str, default_template: str, default_aspect: AspectRat
 
 
 def warn_of_later_checkpoint(run: Path) -> None:
-    """Log a warning if a run has a checkpoint newer than its export, as happens when the run was continued."""
+    """Log a warning if the folder of a training run has a checkpoint newer than the model that was exported from the
+    run, as happens when the run was continued."""
     kept = list_checkpoints(run / FOLDER)
     exported = read_notes(run / EXPORT).get("step")
     if kept and exported is not None and (step_of(kept[-1]) or 0) > exported:
@@ -61,8 +64,8 @@ def warn_of_later_checkpoint(run: Path) -> None:
 
 
 def lacks_padding(folder: Path) -> bool:
-    """Return whether a model folder lacks the information whether images are padded to squares, as many folders in
-    transformers' format do."""
+    """Return whether a model folder does not say whether the model expects its images padded to squares. Many folders
+    in transformers' format do not say it."""
     raw = config_of(folder, "config.json")
     if not raw or is_original(raw) or raw.get("model_type") in (NEXT, ONEVISION) or (folder / NOTES).is_file():
         return False
@@ -75,8 +78,8 @@ def config_of(folder: Path, name: str) -> dict[str, Any]:
 
 
 def choose_dtype(model: Llava, device: torch.device) -> torch.dtype:
-    """Choose the dtype in which a model computes: on a GPU bf16, or fp16 if the GPU has no bf16; on a CPU what
-    `compute_dtype` returns."""
+    """Choose the dtype in which a model computes its answers: on a GPU bf16, or fp16 if the GPU has no bf16; on a CPU
+    fp32 if there is enough memory for it, else bf16."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     return compute_dtype(model)

@@ -1,4 +1,4 @@
-"""Entry point of `python -m llava_fsdp.doctor`; see main.py for what it does."""
+"""Entry point of `python -m llava_fsdp.doctor`, which checks this machine before a training; see doctor/main.py."""
 
 from llava_fsdp.config import DoctorConfig, cli
 from llava_fsdp.runtime.imports import importing

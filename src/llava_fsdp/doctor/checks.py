@@ -1,4 +1,5 @@
-"""Define all checks that `doctor` makes on this machine, in order, with the time limit of each."""
+"""Define all checks of `doctor`, the command that checks this machine before a training: their order, and the time
+limit of each."""
 
 import os
 import socket
@@ -26,7 +27,7 @@ SLOW = 240.0
 
 @dataclass(frozen=True)
 class Check:
-    """A check of this machine, which reports one or more findings."""
+    """A check that `doctor` makes on this machine. It reports one or more findings."""
 
     group: str
     name: str
@@ -148,7 +149,12 @@ def plan(context: Context) -> Iterator[Finding]:
 
 
 def training(context: Context) -> Iterator[Finding]:
-    """Make the checks that a training makes before it reads records or weights, with the training's own functions."""
+    """Make the checks that a training makes before it reads its dataset or its weights, with the training's own
+    functions. Yield their results.
+
+    Args:
+        context: the training's configuration, and facts about this machine.
+    """
     if context.is_missing:
         return
     import torch
@@ -199,6 +205,9 @@ def run_check(check: Check, context: Context) -> list[Finding]:
     is returned as a result too.
 
     The check runs in a thread, which is abandoned if it hangs on a disk or a driver that does not answer.
+
+    Args:
+        context: the training's configuration, and facts about this machine.
     """
     found: list[Finding] = []
     failed: list[Finding] = []

@@ -1,4 +1,5 @@
-"""Check communication between ranks: start ranks that exchange data, and report in which collective they hang."""
+"""Check communication between ranks on this machine: start ranks that run collectives (all-reduce, ...), and report in
+which collective they hang."""
 
 import contextlib
 import os
@@ -40,12 +41,14 @@ ERROR_LINE = re.compile(r"(?i)^(?!frame #).*\b\w*(error|exception)\b.*:")
 
 
 def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
-    """Start ranks with torchrun, as a training does, and wait at most `limit` seconds until they have run their
-    collectives.
+    """Start `count` ranks with torchrun, as a training does, and let them run collectives. Yield the result: the speed,
+    an error, or where the ranks hang.
 
     Args:
-        program: arguments of `python` in each rank. A folder is appended to them, in which the rank records the stages
-            of the check that it has reached.
+        on_gpus: whether the ranks use GPUs with NCCL; False: the CPU with gloo.
+        limit: time limit in seconds.
+        program: arguments of `python` in each rank. A folder is appended to them, in which the rank records how far it
+            has come.
     """
     name = f"{count} ranks, {'NCCL' if on_gpus else 'gloo'}"
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, open(Path(folder) / "output", "w+") as output:
@@ -76,8 +79,8 @@ def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence
 
 
 def stages_of(folder: Path, count: int) -> list[str]:
-    """Return the last stage (started, joined, ...) of the communication check that each of `count` ranks has recorded
-    in `folder`; an empty text for a rank that has not started."""
+    """Return how far each of `count` ranks has come in the check of collectives: the last stage (started, joined, ...)
+    that it has recorded in `folder`; an empty text for a rank that has not started."""
     stages = []
     for rank in range(count):
         lines = []
@@ -88,12 +91,14 @@ def stages_of(folder: Path, count: int) -> list[str]:
 
 
 def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Finding:
-    """Return the finding of a communication check that hangs. It names the ranks that are furthest behind, and the
+    """Return the result of a check of collectives that hangs. It names the ranks that are furthest behind, and the
     collective in which they hang.
 
     Args:
-        stages: last stage that each rank has reached.
+        name: name of the check in the report.
+        stages: last stage (started, joined, ...) that each rank has reached.
         limit: time limit in seconds that was exceeded.
+        on_gpus: whether the ranks use GPUs, on which the advice depends.
     """
     order = list(STUCK)
     reached = [order.index(stage.split()[0] if stage else "") for stage in stages]
@@ -105,8 +110,8 @@ def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Find
 
 
 def reason(output: str) -> str:
-    """Return the most informative error line in the output of torchrun and its ranks: the last one of the ranks, or of
-    torchrun if no rank printed one."""
+    """Return the most informative error line in the output of torchrun and its ranks: the last error of the ranks, or
+    of torchrun if no rank printed one."""
     # once a rank has failed, torchrun ends the others, and may print errors of its own about that
     texts = [text.splitlines() for text in output.partition(" failed (exitcode: ")[::2]]
     lines = [[line.strip() for line in text if line.strip()] for text in texts]
@@ -115,7 +120,7 @@ def reason(output: str) -> str:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a torchrun process; its ranks end with it."""
+    """End a torchrun process by SIGTERM, or SIGKILL if that does not help; its ranks end with it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             process.send_signal(number)

@@ -1,8 +1,8 @@
-"""Run one rank of doctor's communication check: join the process group as a training does, and check the results of
-collectives.
+"""Run one rank of `doctor`'s check of communication: join the process group as a training does, run collectives and
+check their results. `doctor` is the command that checks this machine before a training.
 
 `torchrun --nnodes 2 --nproc-per-node 8 ... -m llava_fsdp.doctor.collectives_worker FOLDER` tests several machines. Each
-rank R writes the stages that it has reached into FOLDER/rank-R.
+rank R writes how far it has come (started, joined, ...) into FOLDER/rank-R.
 """
 
 import os
@@ -60,7 +60,8 @@ def expect(found: torch.Tensor, wanted: torch.Tensor | float, what: str) -> None
 
 
 def speed(device: torch.device, size: int) -> float:
-    """Measure the bytes per second that each rank sends in an all-reduce, like the bus bandwidth of nccl-tests."""
+    """Measure the bytes per second that each of `size` ranks sends in an all-reduce, like the bus bandwidth of
+    nccl-tests."""
     count = (64 if device.type == "cuda" else 4) * MIB
     values = torch.ones(count // 4, device=device)
     dist.all_reduce(values)

@@ -1,4 +1,4 @@
-"""Check the paths, the model and the memory that a training's configuration needs."""
+"""Check the paths, the model and the memory that a training's configuration needs on this machine."""
 
 import contextlib
 import math
@@ -23,7 +23,8 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def judge_paths(cfg: Config) -> Iterator[Finding]:
-    """Check that every path that the training reads exists, and that `output_dir` is not one of these paths."""
+    """Check that every path that the training with the configuration `cfg` reads exists, and that its `output_dir` is
+    not one of these paths. Yield the results."""
     paths = paths_read(cfg)
     missing = {key: name for key, name in paths.items() if not exists(name)}
     for key, name in missing.items():
@@ -39,8 +40,13 @@ def judge_paths(cfg: Config) -> Iterator[Finding]:
 
 
 def judge_model(cfg: Config, environment: Mapping[str, str], cache: Path) -> Iterator[Finding]:
-    """Check where each part of the model is: on this machine, in the Hugging Face `cache`, or still to be
-    downloaded."""
+    """Check where each part of the model to train is: on this machine, in the Hugging Face cache folder `cache`, or
+    still to be downloaded. Yield the results.
+
+    Args:
+        cfg: the training's configuration.
+        environment: environment variables, which may forbid downloads.
+    """
     names = {"model.language": cfg.model.language, "model.vision": cfg.model.vision}
     if cfg.model.checkpoint is not None:
         names = {"model.checkpoint": cfg.model.checkpoint}
@@ -63,7 +69,13 @@ def judge_model(cfg: Config, environment: Mapping[str, str], cache: Path) -> Ite
 
 
 def judge_folder(cfg: ModelConfig, key: str, name: str) -> Finding:
-    """Check that the configuration in a model folder can be read. Weights are not read."""
+    """Check that the configuration in a model folder can be read, and return the result. Weights are not read.
+
+    Args:
+        cfg: `model.*` keys of the training's configuration.
+        key: the key that names the folder.
+        name: path of the folder.
+    """
     from llava_fsdp.model.pretrained import read_config  # loads torch and transformers
     from llava_fsdp.plan.model_shapes import shapes_of
 
@@ -83,8 +95,13 @@ def hub_cache(environment: Mapping[str, str]) -> Path:
 
 
 def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
-    """Check that the planned peak memory of a rank fits into its GPU, or without GPUs into its share of the host's
-    memory."""
+    """Check that the predicted peak memory of a rank fits into its GPU, or without GPUs into its share of the host's
+    memory. Yield the result.
+
+    Args:
+        needs: predicted memory and disk space of the training.
+        on_gpus: whether the ranks use GPUs, on which the advice depends.
+    """
     row = needs.row
     total = row.bytes["total"]
     result = f"{readable(total)} of {readable(row.usable)} for tensors, a rank on {needs.machine}"
@@ -97,10 +114,10 @@ def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
 
 
 def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
-    """Check that other processes leave enough memory on each GPU for a rank.
+    """Check that other processes leave enough memory on each GPU for a rank. Yield a result only if they do not.
 
     Args:
-        needs: memory that the training needs, as planned.
+        needs: predicted memory and disk space of the training.
         free: GPU index -> bytes that other processes leave free.
     """
     total = needs.row.bytes["total"]
@@ -112,7 +129,11 @@ def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
 
 
 def judge_bf16(cfg: Config, devices: list[dict]) -> Iterator[Finding]:
-    """Check that the GPUs support bf16, if the training is configured to use it."""
+    """Check that the GPUs support bf16, if the training's configuration `cfg` uses it. Yield the result.
+
+    Args:
+        devices: facts that torch reports about each GPU, such as `name` and `bf16`.
+    """
     lacking = [index for index, device in enumerate(devices) if not device["bf16"]]
     wants = cfg.precision.param_dtype.value == "bf16"
     if lacking and wants:
@@ -123,7 +144,8 @@ def judge_bf16(cfg: Config, devices: list[dict]) -> Iterator[Finding]:
 
 
 def count_steps(cfg: Config) -> int | None:
-    """Return about how many steps the training has; None if its files are not small, or cannot be read."""
+    """Return about how many optimizer steps the training with the configuration `cfg` has; None if its data files are
+    too large to count their samples, or cannot be read."""
     if cfg.max_steps is not None:
         return cfg.max_steps
     files = [path for key, path in data_paths(cfg)[0].items() if key.startswith("data.")]
@@ -136,8 +158,8 @@ def count_steps(cfg: Config) -> int | None:
 
 
 def data_paths(cfg: Config) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Return two dicts {configuration key: path}: the files of records and the folders of images that the configuration
-    names. Both are empty for the generated example dataset."""
+    """Return the paths of a training's data that its configuration `cfg` names, as two dicts {configuration key: path}:
+    files of samples, and folders of images. Both are empty for the generated example dataset."""
     if cfg.data.source is Source.shapes:
         return {}, {}
     paths = {key: Path(name) for key, name in paths_read(cfg).items() if exists(name)}

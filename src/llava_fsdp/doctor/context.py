@@ -1,5 +1,5 @@
-"""Collect what the checks of `doctor` need: the training's configuration, and facts about this machine. Each fact is
-computed once."""
+"""Collect what the checks of `doctor`, the command that checks this machine before a training, need: the training's
+configuration, and facts about the machine. Each fact is computed once."""
 
 import os
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Needs:
-    """Memory and disk space that the training needs, as the planner predicts them. Sizes are in bytes."""
+    """Memory and disk space that a training on this machine would need, as `llava-fsdp plan` predicts them. Sizes are
+    in bytes."""
 
     row: "PlanRow"
     machine: str
@@ -29,7 +30,8 @@ class Needs:
 
 
 class Context:
-    """Input of all checks of this machine: the training's configuration, and facts about the machine."""
+    """Input of all checks of `doctor`, the command that checks this machine before a training: the training's
+    configuration, and facts about the machine. Each fact is computed once."""
 
     def __init__(self, cfg: DoctorConfig):
         self.cfg = cfg
@@ -45,7 +47,7 @@ class Context:
 
     @property
     def gpus(self) -> list[SmiGpu]:
-        """GPUs that the ranks of the training would run on, as nvidia-smi reports them."""
+        """GPUs on which `llava-fsdp train` would run on this machine, as nvidia-smi reports them."""
         return seen_gpus(self.smi, os.environ.get("CUDA_VISIBLE_DEVICES"), self.cfg.gpus)
 
     @cached_property
@@ -58,12 +60,12 @@ class Context:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks on this machine, as `llava-fsdp train` starts them."""
+        """Number of ranks that `llava-fsdp train` would start on this machine."""
         return self.cfg.gpus or len(self.torch.devices) or 1
 
     @property
     def workers(self) -> int:
-        """Number of data workers of each rank."""
+        """Number of processes with which each rank of a training on this machine would prepare its data."""
         workers = self.cfg.data.workers
         return self.host.data_workers(self.ranks) if workers is None else workers
 
@@ -73,7 +75,8 @@ class Context:
 
     @cached_property
     def needs(self) -> Needs:
-        """Memory and disk space that the training needs. Raises the planner's errors if they cannot be predicted."""
+        """Memory and disk space that a training on this machine would need, as `llava-fsdp plan` predicts them. Raises
+        the planner's errors if they cannot be predicted."""
         import torch
 
         from llava_fsdp.distributed.memory import ITEM_SIZE, checkpoint_bytes
@@ -101,7 +104,8 @@ class Context:
 
     @cached_property
     def known_needs(self) -> Needs | None:
-        """Memory and disk space that the training needs, as the planner predicts them; None if planning fails."""
+        """Memory and disk space that a training on this machine would need, as `llava-fsdp plan` predicts them; None if
+        the prediction fails."""
         if self.unreadable is not None:
             return None
         try:
@@ -111,5 +115,5 @@ class Context:
 
     @property
     def checkpoint(self) -> int:
-        """Size of a checkpoint in bytes; 0 if unknown."""
+        """Predicted size in bytes of a checkpoint of the training for which this machine is checked; 0 if unknown."""
         return 0 if self.known_needs is None else self.known_needs.checkpoint

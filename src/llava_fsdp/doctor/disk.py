@@ -1,4 +1,5 @@
-"""Check the free space and the speed of the folders that a training writes and reads. This takes a few seconds."""
+"""Check the free space and the speed of the folders that a training writes and reads, before it starts. This takes a
+few seconds."""
 
 import contextlib
 import os
@@ -37,27 +38,31 @@ class Speed:
     """Read speed, without the file cache if the system allows dropping it."""
 
 
-def measure(folder: Path, most: int = MOST) -> Speed:
-    """Measure a folder's disk speed: write a temporary file, fsync it and read it. The file has no name, so that it
-    cannot be left behind."""
+def measure(folder: Path, max_bytes: int = MOST) -> Speed:
+    """Measure the speed of a folder's disk: write a temporary file of at most `max_bytes` bytes, fsync it and read it.
+    The file has no name, so that it cannot be left behind."""
     block = os.urandom(MIB) * (BLOCK // MIB)  # a disk that compresses would seem too fast
     with tempfile.TemporaryFile(dir=folder) as file:
         handle, written, start = file.fileno(), 0, time.monotonic()
-        while written < most and time.monotonic() - start < SECONDS:
+        while written < max_bytes and time.monotonic() - start < SECONDS:
             written += os.write(handle, block)
         os.fsync(handle)
         wrote = time.monotonic() - start
         return Speed(written / max(wrote, 1e-6), read_speed(handle, written))
 
 
-def read_speed(handle: int, most: int = MOST) -> float:
-    """Read an open file from its beginning, at most `most` bytes, and return the bytes per second."""
+def read_speed(handle: int, max_bytes: int = MOST) -> float:
+    """Read an open file from its beginning, at most `max_bytes` bytes, and return the bytes per second.
+
+    Args:
+        handle: file descriptor.
+    """
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     os.lseek(handle, 0, os.SEEK_SET)
     count, start = 0, time.monotonic()
-    while count < most and time.monotonic() - start < SECONDS:
+    while count < max_bytes and time.monotonic() - start < SECONDS:
         got = len(os.read(handle, BLOCK))
         count += got
         if not got:
@@ -66,13 +71,14 @@ def read_speed(handle: int, most: int = MOST) -> float:
 
 
 def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure: str) -> Iterator[Finding]:
-    """Check that a folder's disk has enough free bytes and inodes.
+    """Check that a folder's disk has enough free bytes and inodes for a training. Yield the result.
 
     Args:
-        name: name of the finding.
+        name: name of the check in the report.
         free: free bytes of the disk.
-        what: text that names what needs `needed` bytes.
         needed: bytes that the training writes into the folder; 0: unknown.
+        what: what these bytes are for, in words with a verb, such as "checkpoints take".
+        cure: advice if there are too few.
     """
     result = f"{folder}: {readable(free)} free" + (f", {what} {readable(needed)}" if needed else "")
     if needed > free:
@@ -84,15 +90,17 @@ def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure:
 
 
 def judge_speed(
-    name: str, folder: Path, checkpoint: int, measured: Callable[[Path], Speed] = measure
+    name: str, folder: Path, checkpoint: int, measure_speed: Callable[[Path], Speed] = measure
 ) -> Iterator[Finding]:
-    """Check how fast a folder's disk writes and reads, and how long writing a checkpoint takes.
+    """Check how fast a folder's disk writes and reads, and how long writing a checkpoint takes. Yield the result.
 
     Args:
+        name: name of the check in the report.
         checkpoint: size of a checkpoint in bytes; 0: unknown.
+        measure_speed: function that measures the speed of a folder's disk.
     """
     try:
-        speed = measured(folder)
+        speed = measure_speed(folder)
     except OSError as error:
         if error.errno not in FULL:
             raise
@@ -109,7 +117,12 @@ def judge_speed(
 
 
 def check_writable(name: str, folder: Path) -> Iterator[Finding]:
-    """Check that a file can be created in a folder, or in its nearest parent that exists."""
+    """Check that a file can be created in a folder, or in its nearest parent that exists. Yield a result only if it
+    cannot.
+
+    Args:
+        name: name of the check in the report.
+    """
     present = existing(folder)
     try:
         with tempfile.TemporaryFile(dir=present):
@@ -119,21 +132,25 @@ def check_writable(name: str, folder: Path) -> Iterator[Finding]:
         yield fail(name, f"{present} cannot be written ({error.strerror or error})", cure)
 
 
-def images_in(folder: Path, most: int = IMAGES) -> list[Path]:
-    """Return at most `most` files below a folder, the first that are found within 2 seconds."""
+def images_in(folder: Path, max_files: int = IMAGES) -> list[Path]:
+    """Return at most `max_files` files below a folder: the first that are found within 2 seconds."""
 
     def files() -> Iterator[Path]:
         start = time.monotonic()
         for parent, _, names in os.walk(folder):
-            yield from (Path(parent) / name for name in names[:most])
+            yield from (Path(parent) / name for name in names[:max_files])
             if time.monotonic() - start > SECONDS:
                 return
 
-    return list(islice(files(), most))
+    return list(islice(files(), max_files))
 
 
 def judge_images(name: str, paths: Iterable[Path]) -> Iterator[Finding]:
-    """Measure how fast image files are read, one after the other."""
+    """Measure how fast image files are read, one after the other. Yield the result.
+
+    Args:
+        name: name of the check in the report.
+    """
     count, files, start = 0, 0, time.monotonic()
     for path in paths:
         try:
@@ -157,7 +174,11 @@ def judge_images(name: str, paths: Iterable[Path]) -> Iterator[Finding]:
 
 
 def judge_records(name: str, path: Path) -> Iterator[Finding]:
-    """Measure how fast a dataset's file of records is read."""
+    """Measure how fast the file `path` of a dataset's samples is read. Yield the result.
+
+    Args:
+        name: name of the check in the report.
+    """
     with open(path, "rb") as file:
         handle = file.fileno()
         count = os.fstat(handle).st_size

@@ -1,4 +1,5 @@
-"""Define the results of `doctor`'s checks of this machine. Imports no torch, which may itself be broken."""
+"""Define the class of a result of `doctor`, the command that checks this machine before a training. Imports no torch,
+which may itself be broken."""
 
 import subprocess
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check: a row of the printed report."""
+    """Result of one check of this machine before a training: a row of the report that `doctor` prints."""
 
     level: Level
     name: str
@@ -51,8 +52,8 @@ def output_of(command: Sequence[str], seconds: float) -> str | None:
 
 
 def result_and_cure(error: Exception | str) -> tuple[str, str]:
-    """Split the message of an error or a warning into the problem and the advice. The advice is what follows the last
-    semicolon, or begins with `pip`; empty if there is none."""
+    """Split the message of an error or a warning into the problem and the advice, both of which are returned. The
+    advice is what follows the last semicolon, or begins with `pip`; empty if there is none."""
     for sign in ("; ", ": pip "):
         result, found, cure = str(error).rpartition(sign)
         if found:

@@ -1,4 +1,4 @@
-"""Check the GPUs that the driver and torch report, and how they are connected."""
+"""Check the GPUs that the driver and torch report, and how they are connected, before a training."""
 
 import json
 import re
@@ -31,7 +31,7 @@ this output: PIX and PXB are PCIe switches, and NV4 means four NVLinks."""
 
 @dataclass(frozen=True)
 class SmiGpu:
-    """A GPU as nvidia-smi reports it. Memory is in bytes."""
+    """A GPU of this machine as nvidia-smi reports it. Memory is in bytes."""
 
     index: int
     name: str
@@ -46,8 +46,8 @@ class SmiGpu:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """Information from torch about itself and the GPUs. It is collected in a separate process, because a broken driver
-    may crash that process."""
+    """What torch reports about itself and the GPUs of this machine. It is collected in a separate process, because a
+    broken driver may crash that process."""
 
     version: str
     cuda: str | None
@@ -63,8 +63,8 @@ class TorchFacts:
 
 
 def parse_smi(text: str) -> list[SmiGpu]:
-    """Parse the output of nvidia-smi (with `QUERY`) into GPUs. Lines of any other form are skipped; an unknown number
-    becomes 0."""
+    """Parse the CSV output of `nvidia-smi --query-gpu=index,name,uuid,...` into GPUs. Lines of any other form are
+    skipped; an unknown number becomes 0."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -78,9 +78,10 @@ def parse_smi(text: str) -> list[SmiGpu]:
 
 
 def seen_gpus(gpus: Sequence[SmiGpu], visible: str | None, count: int | None) -> list[SmiGpu]:
-    """Return the GPUs that a training's ranks run on, in the order of the ranks.
+    """Return those of this machine's GPUs that a training's ranks run on, in the order of the ranks.
 
     Args:
+        gpus: all GPUs of this machine.
         visible: value of CUDA_VISIBLE_DEVICES; None: not set. If it names MIG instances, all GPUs in MIG mode are
             returned, because the driver's list of GPUs does not say to which GPU a MIG instance belongs.
         count: number of ranks; None: one on each GPU.
@@ -103,9 +104,11 @@ def read_torch() -> TorchFacts:
 
 
 def judge_torch(facts: TorchFacts, gpus: Sequence[SmiGpu], visible: str | None) -> Iterator[Finding]:
-    """Compare the torch build (CUDA, NCCL) with the GPUs that the driver reports.
+    """Check that the torch build (CUDA, NCCL) can use the GPUs that the driver reports. Yield the result.
 
     Args:
+        facts: what torch reports about itself and the GPUs.
+        gpus: what nvidia-smi reports about each GPU.
         visible: value of CUDA_VISIBLE_DEVICES; None: not set.
     """
     if facts.error:
@@ -127,7 +130,12 @@ def judge_torch(facts: TorchFacts, gpus: Sequence[SmiGpu], visible: str | None) 
 
 
 def judge_gpus(gpus: Sequence[SmiGpu], facts: TorchFacts) -> Iterator[Finding]:
-    """Check each GPU: its memory, memory used by other processes, memory errors, MIG mode."""
+    """Check each GPU: its memory, memory used by other processes, memory errors, MIG mode. Yield the results.
+
+    Args:
+        gpus: what nvidia-smi reports about each GPU.
+        facts: what torch reports about itself and the GPUs.
+    """
     if not gpus and not facts.devices:
         yield ok("GPUs", "none: ranks run on the CPU, over gloo")
         return
@@ -156,10 +164,11 @@ def judge_gpus(gpus: Sequence[SmiGpu], facts: TorchFacts) -> Iterator[Finding]:
 
 
 def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
-    """Check how the GPUs are connected, and whether they can access each other's memory.
+    """Check how the GPUs are connected, and whether they can access each other's memory. Yield the results.
 
     Args:
-        matrix: output of `nvidia-smi topo -m`.
+        matrix: output of `nvidia-smi topo -m`; None if there is none.
+        facts: what torch reports about itself and the GPUs.
     """
     links = parse_links(matrix or "")
     if links:
@@ -167,7 +176,7 @@ def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
         slow = sorted(pair for pair, kind in links.items() if kind in SLOW_LINKS)
         if slow and any(kind.startswith("NV") for kind in kinds):
             cure = "select those with NVLink with CUDA_VISIBLE_DEVICES=..., or gather among them: sharding=hybrid"
-            yield warn("links", f"{', '.join(kinds)}: GPUs {pairs(slow)} have no NVLink between them", cure)
+            yield warn("links", f"{', '.join(kinds)}: GPUs {list_pairs(slow)} have no NVLink between them", cure)
         elif slow:
             cure = "sharding=zero2, or zero0 with adapters, sends less than zero3: llava-fsdp plan compares them"
             yield warn("links", f"{', '.join(kinds)}: all data passes through the CPU", cure)
@@ -175,14 +184,14 @@ def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
             yield ok("links", ", ".join(kinds))
     if facts.no_peers:
         cure = "in a virtual machine, let the host enable it; otherwise switch ACS off in the BIOS (IOMMU)"
-        yield warn("P2P", f"GPUs {pairs(facts.no_peers)} cannot reach each other's memory", cure)
+        yield warn("P2P", f"GPUs {list_pairs(facts.no_peers)} cannot reach each other's memory", cure)
     else:
         yield ok("P2P", f"all {len(facts.devices)} GPUs reach each other's memory")
 
 
 def parse_links(matrix: str) -> dict[tuple[int, int], str]:
-    """Parse the output of `nvidia-smi topo -m`: (GPU index, GPU index) -> type of their connection, such as `NV4`,
-    `PIX`, `SYS`."""
+    """Parse the output of `nvidia-smi topo -m`. Return (GPU index, GPU index) -> type of their connection, such as
+    `NV4`, `PIX`, `SYS`."""
     links = {}
     plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)  # the heading is underlined
     for line in plain.splitlines():
@@ -195,18 +204,23 @@ def parse_links(matrix: str) -> dict[tuple[int, int], str]:
     return {pair: kind for pair, kind in links.items() if pair[1] < gpus}  # further columns are network cards
 
 
-def pairs(found: Sequence[Sequence[int]]) -> str:
-    """Return a text that lists pairs of GPUs; of many, only the first few."""
-    shown = ", ".join(f"{a}-{b}" for a, b in found[:MOST_PAIRS])
-    return shown + (f" and {len(found) - MOST_PAIRS} more pairs" if len(found) > MOST_PAIRS else "")
+def list_pairs(pairs: Sequence[Sequence[int]]) -> str:
+    """Return a text that lists pairs of GPU indices, such as "0-1, 0-2"; of many pairs, only the first few."""
+    shown = ", ".join(f"{a}-{b}" for a, b in pairs[:MOST_PAIRS])
+    return shown + (f" and {len(pairs) - MOST_PAIRS} more pairs" if len(pairs) > MOST_PAIRS else "")
 
 
-def judge_count(needed: int, facts: TorchFacts, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that there is a GPU for each rank of this machine."""
+def judge_count(ranks: int, facts: TorchFacts, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that there is a GPU for each of the training's `ranks` ranks on this machine. Yield the result.
+
+    Args:
+        facts: what torch reports about itself and the GPUs.
+        environment: environment variables; CUDA_VISIBLE_DEVICES is named in the result.
+    """
     count = len(facts.devices)
-    if count and needed > count:
+    if count and ranks > count:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         why = f"; CUDA_VISIBLE_DEVICES={visible}" if visible is not None else ""
-        yield fail("ranks", f"{needed} on this machine, but {count} GPUs{why}", f"gpus={count}, or another machine")
+        yield fail("ranks", f"{ranks} on this machine, but {count} GPUs{why}", f"gpus={count}, or another machine")
     else:
-        yield ok("ranks", f"{needed} on this machine, on {'GPUs' if count else 'the CPU'}")
+        yield ok("ranks", f"{ranks} on this machine, on {'GPUs' if count else 'the CPU'}")

@@ -1,4 +1,4 @@
-"""Check CPU cores, memory, shared memory and process limits of this machine or container."""
+"""Check CPU cores, memory, shared memory and process limits of this machine or container, before a training."""
 
 import os
 import resource
@@ -16,10 +16,12 @@ HEADROOM = 0.9
 
 
 def judge_cores(host: Host, ranks: int, workers: int | None) -> Iterator[Finding]:
-    """Check that this machine has enough CPU cores for the ranks and their data workers.
+    """Check that this machine has enough CPU cores for a training. Yield the result.
 
     Args:
-        workers: data workers of each rank; None: chosen from the number of cores.
+        host: cores and memory of this machine or container.
+        ranks: number of ranks on this machine.
+        workers: processes with which each rank prepares its data; None: chosen from the number of cores.
     """
     quota = f", {host.quota:.3g} by the container's quota" if host.quota is not None else ""
     result = f"{host.cores}{quota}, for {ranks} rank{'s' * (ranks > 1)}"
@@ -35,11 +37,12 @@ def judge_cores(host: Host, ranks: int, workers: int | None) -> Iterator[Finding
 
 
 def judge_memory(host: Host, needed: int, what: str) -> Iterator[Finding]:
-    """Check that this machine has enough free memory for the training.
+    """Check that this machine has enough free memory for the training. Yield the result.
 
     Args:
+        host: cores and memory of this machine or container.
         needed: bytes that all ranks on this machine need together; 0: unknown.
-        what: text that names what needs these bytes.
+        what: what these bytes are for, in words.
     """
     limit = f", {readable(host.limit)} for this container" if host.limit is not None else ""
     result = f"{readable(host.memory)}{limit}, {readable(host.free)} free"
@@ -59,23 +62,28 @@ def read_shared() -> tuple[int, int]:
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
-def judge_shared(total: int, free: int, needed: int, several: bool) -> Iterator[Finding]:
-    """Check that there is enough shared memory (/dev/shm): `needed` bytes for the locks of data workers, and, with
-    `several` GPUs, room for NCCL's buffers."""
+def judge_shared(total: int, free: int, needed: int, several_gpus: bool) -> Iterator[Finding]:
+    """Check that this machine has enough shared memory (/dev/shm) for a training. Yield the result.
+
+    Args:
+        total, free: size and free bytes of the shared memory.
+        needed: bytes for the locks of the processes that prepare data.
+        several_gpus: whether NCCL's buffers need room, too.
+    """
     result = f"/dev/shm of {readable(total)}, {readable(free)} free"
     cure = "docker run --ipc=host, or --shm-size=16g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
     if needed > free:
         less = f"data workers take {readable(needed)}; without them the rank prepares steps itself (data.workers=0)"
         yield warn("shared memory", f"{result}; {less}", cure)
-    elif several and free < GIB:
+    elif several_gpus and free < GIB:
         yield warn("shared memory", f"{result}; NCCL uses it between GPUs without direct access to each other", cure)
     else:
         yield ok("shared memory", result)
 
 
 def read_limits() -> dict[str, int]:
-    """Return limits of this process: soft and hard limit of open files (`nofile`, `hard`), and soft limit of locked
-    memory in bytes (`memlock`). -1 means no limit."""
+    """Return limits of this process by name: soft and hard limit of open files (`nofile`, `hard`), and soft limit of
+    locked memory in bytes (`memlock`). -1 means no limit."""
     nofile, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {"nofile": nofile, "hard": hard, "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]}
 

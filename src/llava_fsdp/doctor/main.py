@@ -23,7 +23,7 @@ STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
 def doctor(cfg: DoctorConfig) -> None:
-    """Run every check of this machine and print the results.
+    """Check this machine for the training that `cfg` describes, and print the results.
 
     Raises:
         ConfigError: at least one check fails; the printed table says why.
@@ -50,7 +50,11 @@ def as_object(rows: list[tuple[str, Finding]]) -> dict:
 
 
 def show(rows: list[tuple[str, Finding]]) -> None:
-    """Print the results as a table, with the advice for a failed check below its result."""
+    """Print the results of all checks of this machine as a table, with the advice for a failed check below its result.
+
+    Args:
+        rows: (group of checks, result).
+    """
     console = TextConsole(width=None if sys.stdout.isatty() else 140)
     table = Table("", "what", "result", title="this machine, for this training", title_justify="left")
     for column in table.columns:

@@ -1,4 +1,4 @@
-"""Check the network interfaces and host names with which ranks connect to each other."""
+"""Check the network interfaces and host names with which a training's ranks connect to each other."""
 
 import fcntl
 import socket
@@ -37,7 +37,8 @@ def read_interfaces() -> list[Interface]:
 
 
 def address_of(name: str) -> str | None:
-    """Return the IPv4 address of a network interface; None if it has none. torch's stores and gloo prefer IPv4."""
+    """Return the IPv4 address of the network interface `name`; None if it has none. torch's stores and gloo prefer
+    IPv4."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -64,12 +65,18 @@ def lookup(host: str) -> str | None:
 
 
 def judge_interfaces(
-    found: Sequence[Interface], ports: Mapping[str, str], environment: Mapping[str, str], nodes: int
+    interfaces: Sequence[Interface], ports: Mapping[str, str], environment: Mapping[str, str], nodes: int
 ) -> Iterator[Finding]:
-    """Check the network interfaces `found`, among them those that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name, and
-    the InfiniBand `ports` (`card:port` -> state)."""
-    useful = [each for each in found if each.up and each.address is not None and each.name != "lo"]
-    names = {each.name for each in found}
+    """Check the network interfaces of this machine, and its InfiniBand ports. Yield the results.
+
+    Args:
+        interfaces: all interfaces.
+        ports: state of each InfiniBand port, by `card:port`.
+        environment: environment variables; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME must name interfaces that exist.
+        nodes: number of machines of the training.
+    """
+    useful = [each for each in interfaces if each.up and each.address is not None and each.name != "lo"]
+    names = {each.name for each in interfaces}
     for variable in CHOICES:
         chosen = environment.get(variable, "")
         for name in filter(None, map(str.strip, chosen.lstrip("^=").split(","))):
@@ -94,7 +101,14 @@ def judge_interfaces(
 
 
 def judge_name(host: str, address: str | None, nodes: int) -> Iterator[Finding]:
-    """Check that this machine's host name has an address that other machines can reach; gloo looks it up."""
+    """Check that this machine's host name has an address that other machines can reach; gloo looks it up. Yield the
+    result.
+
+    Args:
+        host: the host name.
+        address: its IPv4 address; None if it has none.
+        nodes: number of machines of the training.
+    """
     if address is None:
         cure = f"add a line to /etc/hosts: ADDRESS {host}; or GLOO_SOCKET_IFNAME=eth0"
         make = fail if nodes > 1 else warn

@@ -1,4 +1,4 @@
-"""Check the Python version, the packages that every training needs, and those that this configuration needs."""
+"""Check the Python version, the packages that every training needs, and those that a training's configuration needs."""
 
 import importlib.metadata
 import sys
@@ -51,7 +51,12 @@ def requirements() -> list[str]:
 
 
 def judge_packages(declared: list[str], version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Check that packages are installed in the declared versions. Requirements of extras are ignored."""
+    """Check that the packages that llava_fsdp needs are installed in the right versions. Yield the results.
+
+    Args:
+        declared: requirements, such as `numpy>=1.26`. Those of extras are ignored.
+        version_of: function that returns the installed version of a package, or None.
+    """
     from packaging.requirements import Requirement  # installed with transformers, and may be missing too
 
     needed = [r for r in map(Requirement, declared) if r.marker is None or r.marker.evaluate({"extra": ""})]
@@ -69,7 +74,11 @@ def judge_packages(declared: list[str], version_of: Callable[[str], str | None])
 
 
 def judge_optional(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """List which optional packages are installed."""
+    """Report which optional packages are installed.
+
+    Args:
+        version_of: function that returns the installed version of a package, or None.
+    """
     versions = {name: version_of(name) for name in OPTIONAL}
     installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     missing = ", ".join(name for name, version in versions.items() if version is None)
@@ -77,8 +86,8 @@ def judge_optional(version_of: Callable[[str], str | None]) -> Iterator[Finding]
 
 
 def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
-    """Return functions that check what this configuration needs (attention kernel, peft, bitsandbytes, ...), by name.
-    Each returns a description, or raises the error that a training would raise."""
+    """Return functions that check what the training's configuration `cfg` needs (attention kernel, peft, bitsandbytes,
+    ...), by name. Each returns a description, or raises the error that the training would raise."""
     import torch
 
     from llava_fsdp.config import Attention, LinearKind, Quantizer
@@ -134,8 +143,13 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
 
 
 def judge_needs(needs: Mapping[str, Callable[[], str]]) -> Iterator[Finding]:
-    """Run the functions `needs`, which check what the configuration needs (see `needs_of`). If one fails, the others
-    still run."""
+    """Run functions that check what a training's configuration needs, and yield the result of each. If one fails, the
+    others still run.
+
+    Args:
+        needs: the functions, by name. Each returns a description, or raises a LlavaFsdpError, which says what is
+            missing.
+    """
     for name, need in needs.items():
         try:
             yield ok(name, need())
@@ -144,7 +158,7 @@ def judge_needs(needs: Mapping[str, Callable[[], str]]) -> Iterator[Finding]:
 
 
 def judge_environment(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Warn of environment variables that make training slower."""
+    """Warn of those of the environment variables `environment` that make training slower. Yield the results."""
     slow = {name: why for name, why in SLOW.items() if environment.get(name, "").lower() not in OFF}
     for name, why in slow.items():
         yield warn(name, f"{environment[name]}: {why}", f"unset {name}")

@@ -1,4 +1,5 @@
-"""Entry point of `python -m llava_fsdp.evaluate`; see main.py for what it does."""
+"""Entry point of `python -m llava_fsdp.evaluate`, which lets a trained model answer a benchmark's questions and scores
+its answers; see evaluate/main.py."""
 
 from llava_fsdp.config import EvaluateConfig, cli
 from llava_fsdp.runtime.imports import importing

@@ -1,5 +1,5 @@
-"""Write a model's answers to a JSON Lines file that the original LLaVA's scorers can read. An evaluation that was
-interrupted and is started again keeps the answers in this file and adds the missing ones.
+"""Write a model's answers to a benchmark to a JSON Lines file that the original LLaVA's scorers can read. An evaluation
+that was interrupted and is started again keeps the answers in this file and adds the missing ones.
 
 A single process appends to the answers file itself. With several processes, each appends to its own part file beside
 the answers file (`FILE.part-0-of-8`), and rank 0 merges the part files once every question has an answer; the processes
@@ -31,8 +31,13 @@ STALL = 1800.0
 
 @dataclass(frozen=True)
 class Shard:
-    """Share of a benchmark's questions that one of `size` processes answers: every `size`-th question, beginning with
-    question number `rank`."""
+    """The questions of a benchmark that one of several evaluating processes answers: every `size`-th question,
+    beginning with question number `rank`.
+
+    Attributes:
+        rank: number of the process, from 0.
+        size: number of processes.
+    """
 
     rank: int = 0
     size: int = 1
@@ -40,9 +45,15 @@ class Shard:
 
 @dataclass
 class AnswersFile:
-    """A file of a model's answers, and the part files that several processes write before rank 0 merges them into it.
+    """A JSON Lines file of a model's answers to a benchmark, and the part files that several processes write before
+    rank 0 merges them into it.
 
-    Attributes: settings: all settings on which an answer depends: model, maximum length, template, ...
+    Attributes:
+        path: the answers file; each part file is beside it.
+        questions: all questions of the benchmark.
+        settings: all settings on which an answer depends: model, maximum length, template, ...
+        model_id: name of the model, which every line contains.
+        shard: the questions that this process answers.
         texts: answers read or written so far, by the number of the question.
         read: number of bytes of each file that have been read so far; they always end with a complete line.
     """
@@ -60,12 +71,12 @@ class AnswersFile:
         self.read_new()
 
     def read_new(self) -> bool:
-        """Read the lines that were added to the answers file and its part files since the last call; return whether
-        they contain new answers.
+        """Read the lines that were added to the answers file and to its part files (one per process) since the last
+        call; return whether they contain new answers.
 
         Raises:
-            ConfigError: a line has the wrong form, answers none of `questions`, or was written with settings other than
-                `settings`.
+            ConfigError: a line has the wrong form, answers a question that is not in this evaluation, or was written
+                with other settings, such as another model.
         """
         known = len(self.texts)
         for path in [*self.parts(), self.path]:  # the answers file last, as it is complete before parts are deleted
@@ -78,7 +89,7 @@ class AnswersFile:
         return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part-*-of-*"))
 
     def new_lines(self, path: Path) -> list[bytes]:
-        """Return the complete lines that were added to an answers file since the last call.
+        """Return the complete lines that were added to a file of a model's answers since the last call.
 
         A last line without a newline is left for a later call: its process is still writing it, or was stopped while
         writing.
@@ -97,8 +108,8 @@ class AnswersFile:
         return whole.split(b"\n")[:-1]
 
     def parse(self, path: Path, line: bytes) -> tuple[int, str]:
-        """Return the question's number and the answer in a line of the answers file `path`. Raise ConfigError if the
-        line has the wrong form, or if its question or settings are not those of this evaluation."""
+        """Return the question's number and the answer in a line of an evaluation's answers file `path`. Raise
+        ConfigError if the line has the wrong form, or if its question or settings are not those of this evaluation."""
         cure = "name another file with answers=FILE, or move this one away"
         try:
             row = json.loads(line)
@@ -119,27 +130,29 @@ class AnswersFile:
         return number, text
 
     def pending(self) -> list[BenchmarkQuestion]:
-        """Return the questions in this process's share that have no answer yet, in the order of `questions`."""
+        """Return the benchmark questions that this process must still answer: those of its share that have no answer
+        yet, in the order of the benchmark."""
         share = self.questions[self.shard.rank :: self.shard.size]
         return [question for question in share if question.number not in self.texts]
 
     @property
-    def own_path(self) -> Path:
-        """Path of the file to which this process appends its answers: the answers file, or a part file beside it."""
+    def path_to_write(self) -> Path:
+        """Path of the file to which this process of an evaluation appends its answers: the answers file if there is one
+        process, else this process's part file beside it."""
         if self.shard.size == 1:
             return self.path
         return self.path.with_name(f"{self.path.name}.part-{self.shard.rank}-of-{self.shard.size}")
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Callable[[Sequence[BenchmarkQuestion], Sequence[str]], None]]:
-        """Context manager that opens the file of this process's answers and yields a function that appends answers to
-        it. An incomplete last line of the file is removed first.
+        """Context manager that opens the file of this process's answers and yields a function that appends answers: it
+        takes questions, and as many texts. An incomplete last line of the file is removed first.
 
         Raises:
             ConfigError: another process has opened the file for writing.
             StorageError: the file cannot be written.
         """
-        path = self.own_path
+        path = self.path_to_write
         with contextlib.ExitStack() as stack:
             with storage_errors(f"answers={path}"):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,8 +188,8 @@ class AnswersFile:
         return json.dumps(row)
 
     def wait(self, stall: float = STALL) -> None:
-        """Wait until all processes have written their answers, so that every question has one, and read them. If
-        another process fails, torchrun ends this process.
+        """Wait until every question of the benchmark has an answer in the files of the evaluating processes. If another
+        process fails, torchrun ends this process.
 
         Raises:
             CommunicationError: no process has written a new answer for `stall` seconds.
@@ -195,8 +208,8 @@ class AnswersFile:
             time.sleep(POLL)
 
     def finish(self) -> list[str]:
-        """Write all answers to the answers file in the order of `questions`, delete the part files, and return the
-        answers in the same order."""
+        """Write the answers of all processes to the answers file in the order of the questions, delete the processes'
+        part files, and return the answers in the same order."""
         lines = [self.line(question, self.texts[question.number]) for question in self.questions]
         parts = self.parts()
         with storage_errors(f"answers={self.path}"):
@@ -209,8 +222,11 @@ class AnswersFile:
 
 @contextlib.contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """Context manager that converts an OSError raised inside it into a StorageError. `what` says which file is written,
-    for the message."""
+    """Context manager that converts an OSError raised inside it into a StorageError.
+
+    Args:
+        what: the file that is written, for the message.
+    """
     try:
         yield
     except OSError as error:
@@ -220,6 +236,6 @@ def storage_errors(what: str) -> Iterator[None]:
 
 
 def blank_file(path: Path) -> Path:
-    """Return the path of the file for answers to the same questions with blank images. It is beside the answers file
-    `path`."""
+    """Return the path of a second answers file, for a model's answers to the same questions with blank images. It is
+    beside the answers file `path`."""
     return path.with_name(f"{path.stem}_blank{path.suffix}")

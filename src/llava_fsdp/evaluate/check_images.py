@@ -1,4 +1,4 @@
-"""Check the images of benchmark questions before a model is loaded."""
+"""Check that the images of a benchmark's questions exist, before a model is loaded."""
 
 import os
 from collections.abc import Iterable
@@ -14,8 +14,11 @@ from llava_fsdp.runtime.errors import DataError
 
 
 def check_images(questions: Iterable[BenchmarkQuestion], cfg: DataConfig) -> None:
-    """Check that every question has an `<image>` tag for each of its images, and that the images exist in the folder
-    `data.images`. Damaged images are only detected later, when they are read.
+    """Check that every benchmark question has an `<image>` tag for each of its images, and that the images exist in the
+    folder of the configuration key `data.images`. Damaged images are only detected later, when they are read.
+
+    Args:
+        cfg: `data.*` keys of the configuration.
 
     Raises:
         DataError: a question has more or fewer tags than images, or an image does not exist or is outside
@@ -49,7 +52,12 @@ def check_images(questions: Iterable[BenchmarkQuestion], cfg: DataConfig) -> Non
 
 
 def folder_of(cfg: DataConfig) -> Path | RemoteFolder:
-    """Return the folder `data.images`; without one the current folder, which no question names an image of."""
+    """Return the image folder of the configuration key `data.images`, local or remote. If the key is not set, return
+    the current folder, from which no image is read.
+
+    Args:
+        cfg: `data.*` keys of the configuration.
+    """
     cache = CacheFolder(cfg.cache_folder / "images", cfg.cache_gb)
     return open_folder(cfg.images or ".", DataFiles(cache=cache))
 

@@ -46,7 +46,8 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 
 def evaluate(cfg: EvaluateConfig) -> None:
-    """Let a model answer all questions of a benchmark by greedy decoding, and print the scores of its answers."""
+    """Let a model answer all questions of a benchmark by greedy decoding, and print the scores of its answers. All
+    settings, such as the model and the benchmark's files, are in `cfg`."""
     shard = open_shard(cfg)
     if cfg.task is Task.conversations:
         draw_shapes(cfg.data)
@@ -80,11 +81,12 @@ def evaluate(cfg: EvaluateConfig) -> None:
 
 
 def open_shard(cfg: EvaluateConfig) -> Shard:
-    """Select this process's GPU, and return the share of the questions that this process answers. torchrun's
-    environment variables determine both.
+    """Select this process's GPU, and return which of the benchmark's questions this process answers. torchrun's
+    environment variables (RANK, WORLD_SIZE, ...) determine both.
 
     Raises:
-        ConfigError: there are several processes and `answers` is not set, or this machine has more processes than GPUs.
+        ConfigError: there are several processes and `cfg` names no file for the answers, or this machine has more
+            processes than GPUs.
     """
     shard = Shard(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
     if shard.size > 1 and cfg.answers is None:
@@ -102,7 +104,7 @@ def asks_blank(cfg: EvaluateConfig) -> bool:
 
 
 class AnswerGenerator:
-    """Generates a model's answers to a benchmark's questions. Answers that are in the answers file already are not
+    """Generates a model's answers to a benchmark's questions. Answers that the answers file already contains are not
     generated again, and the model is only loaded if answers are missing."""
 
     def __init__(self, cfg: EvaluateConfig, questions: list[BenchmarkQuestion], shard: Shard):
@@ -120,8 +122,8 @@ class AnswerGenerator:
             }
 
     def answers(self, blank: bool) -> list[str]:
-        """Generate the answers that the answers file does not contain yet. Return the answers to all questions on rank
-        0, and an empty list on other ranks.
+        """Let the model answer all questions of the benchmark to which the answers file does not contain an answer yet.
+        Return the answers to all questions on rank 0, and an empty list on other ranks.
 
         Args:
             blank: whether to replace every image by a blank one, whose pixels all have the mean colour.
@@ -170,8 +172,9 @@ class AnswerGenerator:
 
 
 def open_as_trained(cfg: EvaluateConfig) -> Opened:
-    """Open the model to evaluate, and log its conversation template and image aspect ratio. They are those of its
-    training; `data.template` and `data.image_aspect_ratio` are only used if the model's folder does not contain them.
+    """Find the model to evaluate and return its settings and files, without loading its weights. Log its conversation
+    template and image aspect ratio. They are those of its training; `data.template` and `data.image_aspect_ratio` in
+    `cfg` are only used if the model's folder does not contain them.
 
     Raises:
         ConfigError: `data.template` is not the template that the model was trained with.
@@ -189,8 +192,13 @@ def open_as_trained(cfg: EvaluateConfig) -> Opened:
 
 
 def same_template(given: str, trained: str) -> bool:
-    """Return whether two values of `data.template` mean the same template. The value chat_template means any chat
-    template that comes with a model."""
+    """Return whether two values of the configuration key `data.template` mean the same conversation template. The value
+    `chat_template` in `given` equals any chat template that comes with a model.
+
+    Args:
+        given: value that the user gave.
+        trained: value with which the model was trained.
+    """
     if is_own(given) or is_own(trained):
         return given == trained or (given == OWN and is_own(trained))
     return template(given) == template(trained)
@@ -204,12 +212,12 @@ def with_paths(question: BenchmarkQuestion, folder: Path | RemoteFolder) -> Ques
 def model_digest(checkpoint: str) -> str:
     """Return a digest of the names and contents of a model's files. This takes a few seconds for each 10 GB.
 
-    Of a run's folder, only the model is digested, because logs may still grow: the `export` folder; without one, the
-    manifest of the newest checkpoint, which contains digests of the checkpoint's files; without a checkpoint, the
-    adapter folder.
+    In the folder of a training run, only the model is digested, because logs may still grow: the `export` folder;
+    without one, the manifest of the newest checkpoint, which contains digests of the checkpoint's files; without a
+    checkpoint, the adapter folder.
 
     Args:
-        checkpoint: folder or hub name of the model, or the folder of a run.
+        checkpoint: folder or hub name of the model, or the folder of a training run.
     """
     given = Path(checkpoint)
     checkpoints = list_checkpoints(given / FOLDER)
@@ -226,7 +234,11 @@ def model_digest(checkpoint: str) -> str:
 
 
 def print_result(show: int, questions: list[BenchmarkQuestion], answers: list[str], result: dict[str, Any]) -> None:
-    """Print the first `show` questions with the model's answers, and the scores of all answers."""
+    """Print the first `show` questions with the model's answers, and the scores of all answers.
+
+    Args:
+        result: scores by name, as `score_all` returns them; without scores a remark is printed.
+    """
     for question, answer in list(zip(questions, answers, strict=True))[:show]:
         image = shown_name(question.images[0]) if question.images else "no image"
         text, reply = (t.strip().replace("\n", "\n    ") for t in (question.text.replace(IMAGE_TAG, ""), answer))

@@ -1,5 +1,5 @@
-"""Define the class of a benchmark's question, which all file formats are converted to, and helper functions for reading
-them."""
+"""Define the class of a benchmark's question, into which all file formats are converted, and helper functions for
+reading such files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ CATEGORY = "category"
 
 @dataclass(frozen=True)
 class BenchmarkQuestion:
-    """A benchmark's question with its images and right answers."""
+    """A benchmark's question for a vision-language model, with its images and its right answers."""
 
     number: int
     """Number of the question in its file, from 0."""
@@ -51,15 +51,20 @@ class BenchmarkQuestion:
 
 def with_image_tag(text: str, images: Sequence[str]) -> str:
     """Return a question's text with an `<image>` tag in front of it if the question has one image and the text has no
-    such tag; else the text unchanged."""
+    such tag; else the text unchanged.
+
+    Args:
+        images: paths of the question's images.
+    """
     return f"{IMAGE_TAG}\n{text}" if len(images) == 1 and IMAGE_TAG not in text else text
 
 
 def image_names(raw: object, where: str) -> tuple[str, ...]:
-    """Return the image paths in the value of a record's key `image`: a path, a list of paths, or None.
+    """Return the image paths in the value of the key `image` of a benchmark question: a path, a list of paths, or None.
 
     Args:
-        where: file and place of the record, for error messages.
+        raw: the value.
+        where: file and place of the question, for error messages.
 
     Raises:
         DataError: the value has another form, or a path leads out of the image folder.
@@ -74,16 +79,23 @@ def image_names(raw: object, where: str) -> tuple[str, ...]:
 
 
 def check_unread(where: str, unread: str | None) -> None:
-    """Raise DataError if a question has media that are not read, such as video. `unread` describes them; None if there
-    are none."""
+    """Raise DataError if a benchmark question has media that llava_fsdp cannot read, such as video.
+
+    Args:
+        where: file and place of the question, for the message.
+        unread: description of these media; None if there are none.
+    """
     if unread is not None:
         raise DataError(unread_reason(where, unread), Kind.media_not_read)
 
 
 def with_suffix(questions: list[BenchmarkQuestion], task: Task, add: bool) -> list[BenchmarkQuestion]:
-    """Add the task's instruction (such as "Answer the question using a single word or phrase.") to every question as
-    its last line. If `add` is false, return the questions unchanged, and log a message if the first one lacks that
+    """Add the benchmark's instruction (such as "Answer the question using a single word or phrase.") to every question
+    as its last line. If `add` is false, return the questions unchanged, and log a message if the first one lacks that
     line.
+
+    Args:
+        task: kind of the benchmark (vqa, yes_no, ...), which determines the instruction.
 
     Raises:
         ConfigError: `add` is true, and a question ends with that line already.

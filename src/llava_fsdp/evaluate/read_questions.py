@@ -1,4 +1,5 @@
-"""Read a benchmark's questions from files: LLaVA's records, LLaVA's question files, and VQAv2's questions."""
+"""Read a benchmark's questions from files: records in LLaVA's training format, LLaVA's question files, and VQAv2's
+questions."""
 
 import itertools
 from collections.abc import Iterator
@@ -48,11 +49,11 @@ ANNOTATE = {
 
 
 def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
-    """Return a benchmark's questions, with their right answers if the files contain them.
+    """Return the questions of the benchmark that `cfg` names, with their right answers if the files contain them.
 
     Raises:
         ConfigError: a file is missing, or a configuration key contradicts another key or the files.
-        DataError: a record has the wrong form, or questions and annotations do not match.
+        DataError: an entry of a file has the wrong form, or questions and annotations do not match.
     """
     if cfg.task is Task.conversations:
         return read_conversations(cfg)
@@ -75,8 +76,8 @@ def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 
 
 def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
-    """Return the first question of every record in `data.path`. The right answer is the answer that the record
-    gives."""
+    """Return the first question of every conversation in the dataset `data.path` of `cfg`, as questions of a benchmark.
+    The right answer is the answer in the conversation."""
     if cfg.data.sources:
         raise ConfigError("evaluate asks the questions of one source: name it with data.path, without data.sources")
     found = files_of(sources_of(cfg.data))
@@ -87,7 +88,12 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 
 
 def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:
-    """Return the first question of a record. The right answer is the answer that the record gives."""
+    """Return the first question of a training record (a conversation about images) as a question of a benchmark. The
+    right answer is the answer in the conversation.
+
+    Args:
+        number: number of the question in the benchmark, from 0.
+    """
     check_unread(record.where, record.unread)
     system, text, images, answer = opening_question(record)
     names = record.images[:images]
@@ -97,11 +103,12 @@ def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:
 
 
 def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuestion]:
-    """Yield all questions of a file in any of the supported formats.
+    """Yield all questions of a benchmark's file in any of the supported formats.
 
     Args:
         path: JSON Lines or a JSON list, whose entries have the keys `question_id`, `text`, `image` and `category`, or
-            are records of a training (multiple choice only); or the JSON file of VQAv2's questions.
+            are training records (multiple choice only); or the JSON file of VQAv2's questions.
+        task: kind of the benchmark (vqa, yes_no, multiple_choice, ...), which determines the form of right answers.
         max_bytes: maximum size of one question in the file, in bytes.
 
     Raises:
@@ -129,12 +136,15 @@ def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuest
 
 
 def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], task: Task) -> BenchmarkQuestion:
-    """Return the question in one entry of an original LLaVA question file. The entry may contain right answers too.
+    """Return the question in one entry of a benchmark's question file in the original LLaVA's format. The entry may
+    contain right answers too.
 
     Args:
+        path: the file, for error messages.
         number: number of the entry in the file, from 0.
         line: line number of the entry, for error messages; None in a JSON list.
         raw: the parsed entry.
+        task: kind of the benchmark (vqa, yes_no, ...), which determines the form of right answers.
     """
     identity = raw.get("question_id")
     where = name_record(path, number, line, None if identity is None else str(identity))

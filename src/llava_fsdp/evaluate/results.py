@@ -1,4 +1,5 @@
-"""Compute the scores of all answers and of groups of answers, and arrange them in a table."""
+"""Compute the scores of a model's answers to a benchmark, of all answers and of groups of them, and arrange the scores
+in a table."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,11 +19,15 @@ COLUMNS = ("accuracy", "invalid", "precision", "recall", "f1", "yes_ratio")
 """All columns of the table of scores, in order. A table has only the columns for which its task has scores."""
 
 
-def mean_of(rule: Callable[[str, Sequence[str]], float]) -> Score:
-    """Return a function that scores answers by the mean of `rule(answer, right answers)`."""
+def mean_of(accuracy: Callable[[str, Sequence[str]], float]) -> Score:
+    """Return a function that scores the answers to all questions of a benchmark by their mean accuracy.
+
+    Args:
+        accuracy: function of one answer and the right answers to its question, which returns 0 to 1.
+    """
 
     def score(questions: Questions, answers: Sequence[str]) -> Numbers:
-        total = sum(rule(text, q.references) for q, text in zip(questions, answers, strict=True))
+        total = sum(accuracy(text, q.references) for q, text in zip(questions, answers, strict=True))
         return {"accuracy": total / len(questions)}
 
     return score
@@ -55,11 +60,15 @@ def groups_of(question: BenchmarkQuestion, task: Task) -> tuple[tuple[str, str],
 
 
 def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbers:
-    """Return the scores of all answers together and, under the key `groups`, the scores of each group: kind -> name ->
-    scores.
+    """Return the scores (accuracy, ...) of a model's answers by name: of all answers, and, under the key `groups`, of
+    each group of questions: kind of group -> name of group -> scores.
 
     For yes-no questions with categories, the scores include `mean_f1`: the mean of the categories' F1, which POPE
     reports.
+
+    Args:
+        task: kind of the benchmark, which determines how an answer is scored.
+        answers: one answer for each question.
     """
     score = SCORES[task]
     members: dict[tuple[str, str], list[int]] = {}
@@ -77,8 +86,12 @@ def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbe
 
 
 def table_of(result: Numbers) -> Table:
-    """Return a table of the scores from `score_all`: a row for all questions and a row for each group. Rates are in
-    percent."""
+    """Return a benchmark's scores as a table for printing: a row for all questions and a row for each group of
+    questions. Rates are in percent.
+
+    Args:
+        result: scores, as `score_all` returns them.
+    """
     shown = [name for name in COLUMNS if name in result]
     table = Table(box=SIMPLE, pad_edge=False, title="scores in percent, of all and by group", title_justify="left")
     table.add_column("", no_wrap=True)
@@ -98,7 +111,11 @@ def number_text(value: float) -> str:
 
 
 def submission_of(questions: Questions, answers: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the answers as VQAv2's evaluation server accepts them: a list of objects, in which each text is normalised
-    as the original LLaVA does it for that server."""
+    """Return a model's answers as VQAv2's evaluation server accepts them: a list of objects, in which each text is
+    normalised as the original LLaVA does it for that server.
+
+    Args:
+        answers: one answer for each question.
+    """
     pairs = zip(questions, answers, strict=True)
     return [{"question_id": question.id, "answer": scoring.prepare_submission(text)} for question, text in pairs]

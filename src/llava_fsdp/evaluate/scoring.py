@@ -45,11 +45,11 @@ references."""
 
 
 def named_choice(answer: str, choices: int) -> str | None:
-    """Return the letter of the choice that an answer names; None if it names no choice.
+    """Return the letter that a model's answer to a multiple-choice question names; None if it names none.
 
-    An answer names a choice if it is a letter alone (`B`), if it begins with a letter, a period and a space (`B. a
-    cat`), or if it contains `The answer is B.` exactly once. Answers of other forms, such as `(B)`, `B.`, `b` or the
-    text of the choice, name no choice.
+    It names a choice if it is a letter alone (`B`), if it begins with a letter, a period and a space (`B. a cat`), or
+    if it contains `The answer is B.` exactly once. Answers of other forms, such as `(B)`, `B.`, `b` or the text of the
+    choice, name no choice.
 
     Args:
         choices: number of choices of the question; letters after the last choice name no choice.
@@ -62,14 +62,14 @@ def named_choice(answer: str, choices: int) -> str | None:
 
 
 def says_yes(answer: str) -> bool:
-    """Return whether an answer counts as yes: it does if its first sentence contains neither `No` nor `no` nor `not`.
-    So `NO`, `Maybe` and an empty answer count as yes."""
+    """Return whether a model's answer to a yes-no question counts as yes: it does if its first sentence contains
+    neither `No` nor `no` nor `not`. So `NO`, `Maybe` and an empty answer count as yes."""
     sentence = answer.partition(".")[0].replace(",", "")
     return NEGATIONS.isdisjoint(sentence.split(" "))
 
 
 def score_yes_no(answers: Sequence[bool], right: Sequence[bool]) -> dict[str, float]:
-    """Return accuracy, precision, recall, F1 and counts of yes-no answers, with yes as the positive class.
+    """Return accuracy, precision, recall, F1 and counts of yes-no answers by name, with yes as the positive class.
 
     `yes_ratio` is the share of answers that are yes. A rate whose divisor is 0 is 0; the original LLaVA fails there.
 
@@ -108,10 +108,14 @@ I'd've, I'm and I've are left out: they have a capital I and can never match, si
 
 
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Return VQAv2's accuracy of an answer, 0 to 1, after preparing the answer for submission as LLaVA does.
+    """Return VQAv2's accuracy of an answer, 0 to 1, after normalising the answer as LLaVA does before it is submitted
+    to the evaluation server.
 
     With fewer than four references VQAv2's formula cannot reach 1. In this case the answer and the references are
     normalised, and the accuracy is 1 if the answer equals a reference, and else 0.
+
+    Args:
+        references: right answers to the question, one by each annotator.
     """
     if len(references) <= ENOUGH:
         return float(normalize_vqa(prepare_submission(answer)) in {normalize_vqa(r) for r in references})
@@ -119,8 +123,13 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def official_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Return VQAv2's accuracy of an answer, 0 to 1, without preparing the answer for submission. If all references are
-    equal, neither they nor the answer are normalised: `Yes` is wrong if all ten references are `yes`."""
+    """Return VQAv2's accuracy of an answer, 0 to 1, exactly as VQAv2's evaluation computes it. Answer and references
+    are compared without punctuation and articles, but unchanged if all references are equal: `Yes` is wrong if all ten
+    references are `yes`.
+
+    Args:
+        references: right answers to the question, one by each annotator.
+    """
     answer, references = one_line(answer), [one_line(r) for r in references]
     if len(set(references)) > 1:
         answer, references = normalize_vqa(answer), [normalize_vqa(r) for r in references]
@@ -128,14 +137,23 @@ def official_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def textvqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Return LLaVA's accuracy of an answer on TextVQA, 0 to 1, after preparing answer and references for submission."""
+    """Return LLaVA's accuracy of an answer on TextVQA, 0 to 1, after normalising answer and references as LLaVA does
+    before answers are submitted to an evaluation server.
+
+    Args:
+        references: right answers to the question, one by each annotator.
+    """
     return leave_one_out(prepare_submission(answer), [prepare_submission(r) for r in references])
 
 
 def leave_one_out(answer: str, references: Sequence[str]) -> float:
     """Return the accuracy of an answer, 0 to 1, as VQAv2 defines it: each reference is left out in turn, and the mean
     of min(1, matches / 3) is taken, where `matches` counts the remaining references that equal the answer. Raise
-    ValueError if there are no references."""
+    ValueError if there are no references.
+
+    Args:
+        references: right answers to the question, one by each annotator.
+    """
     if not references:
         raise ValueError("an answer without references has no accuracy")
     matches = sum(r == answer for r in references)
@@ -144,18 +162,20 @@ def leave_one_out(answer: str, references: Sequence[str]) -> float:
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
-    """Return 1 if the answer equals a reference, except for case and surrounding white space; else 0."""
+    """Return 1 if an answer equals one of the right answers (`references`), except for case and surrounding white
+    space; else 0."""
     return float(answer.strip().lower() in {r.strip().lower() for r in references})
 
 
 def normalize_vqa(text: str) -> str:
-    """Return an answer as VQAv2's evaluation normalises it: no punctuation, no articles, digits for number words."""
+    """Return an answer as VQAv2's evaluation normalises it: without punctuation and articles, and with digits for
+    number words."""
     return plain_words(without_punctuation(one_line(text)))
 
 
 def prepare_submission(text: str) -> str:
-    """Return an answer as LLaVA prepares it for EvalAI's server: lower case, without commas and question marks, `'s`
-    separated from its word by a space, and then normalised as VQAv2's evaluation does."""
+    """Return a model's answer as LLaVA prepares it for EvalAI's server: lower case, without commas and question marks,
+    `'s` separated from its word by a space, and then normalised as VQAv2's evaluation does."""
     text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
     return plain_words(without_punctuation(one_line(text)))
 
@@ -165,9 +185,9 @@ def one_line(text: str) -> str:
 
 
 def without_punctuation(text: str) -> str:
-    """Remove punctuation from a text by VQAv2's rules. A sign of `PUNCTUATION` is removed everywhere if it stands
-    beside a space anywhere in the text, or if the text has a number with a comma; otherwise it becomes a space. Periods
-    are removed except before a digit. Apostrophes and colons stay."""
+    """Remove punctuation from a text by VQAv2's rules. A sign (such as `;`, `/` or `?`) is removed everywhere if it
+    stands beside a space anywhere in the text, or if the text has a number with a comma; otherwise it becomes a space.
+    Periods are removed except before a digit. Apostrophes and colons stay."""
     numbered = COMMA_IN_NUMBER.search(text) is not None
     left = text
     for sign in PUNCTUATION:

@@ -1,4 +1,4 @@
-"""Read VQAv2's questions and annotations, and TextVQA's annotations, in the formats of their releases."""
+"""Read the benchmarks VQAv2 (questions and annotations) and TextVQA (annotations), in the formats of their releases."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,17 +17,18 @@ OCR = "Reference OCR token:"
 TextVQA has such a line."""
 
 
-def read_vqa_questions(path: Path, whole: dict[str, Any]) -> Iterator[BenchmarkQuestion]:
-    """Yield the questions of VQAv2's `v2_OpenEnded_mscoco_*_questions.json`. Their images have the file names of COCO's
-    releases.
+def read_vqa_questions(path: Path, content: dict[str, Any]) -> Iterator[BenchmarkQuestion]:
+    """Yield the questions in VQAv2's file `v2_OpenEnded_mscoco_*_questions.json`. Their images have the file names of
+    COCO's releases.
 
     Args:
-        whole: the parsed content of the file `path`.
+        path: the file, for error messages.
+        content: the parsed content of the file.
     """
-    subset = whole.get("data_subtype")
+    subset = content.get("data_subtype")
     if not isinstance(subset, str):
         raise DataError(f"questions={path}: data_subtype is {shown(subset)}; it must be COCO's part, such as val2014")
-    for number, row in enumerate(rows_of(whole["questions"], f"questions={path}: questions")):
+    for number, row in enumerate(rows_of(content["questions"], f"questions={path}: questions")):
         where = f"{path}, question {number} (id {row.get('question_id')})"
         if [type(row.get(key)) for key in ("image_id", "question_id", "question")] != [int, int, str]:
             raise DataError(f"{where} is {shown(row)}; it must have question, and the numbers question_id and image_id")
@@ -37,8 +38,9 @@ def read_vqa_questions(path: Path, whole: dict[str, Any]) -> Iterator[BenchmarkQ
 
 
 def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return the questions with right answers added, which are read from VQAv2's annotations and found by
-    `question_id`. Each question also becomes a member of two groups: its answer type and its question type.
+    """Return the questions of the benchmark VQAv2 with right answers added, which are read from the annotations file
+    `path` and found by `question_id`. Each question also becomes a member of two groups, which are scored separately:
+    its answer type and its question type.
 
     Raises:
         DataError: the file has the wrong form, or has no annotation for a question.
@@ -55,9 +57,9 @@ def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[Benchma
 
 
 def annotate_textvqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return the questions with right answers added, which are read from TextVQA's annotations. An annotation belongs
-    to the question with the same text whose id is the annotation's image id (as in the original LLaVA's file) or its
-    question id.
+    """Return the questions of the benchmark TextVQA with right answers added, which are read from the annotations file
+    `path`. An annotation belongs to the question with the same text whose id is the annotation's image id (as in the
+    original LLaVA's file) or its question id.
 
     Raises:
         DataError: the file has the wrong form, or has no annotation for a question.
@@ -87,8 +89,12 @@ def annotation_of(question: BenchmarkQuestion, row: dict[str, Any] | None, path:
 
 
 def check_ten(questions: list[BenchmarkQuestion], path: str) -> None:
-    """Raise DataError if a question has right answers, but not exactly ten. The original LLaVA's TextVQA evaluator
-    asserts ten."""
+    """Raise DataError if a TextVQA question has right answers, but not exactly ten. The original LLaVA's TextVQA
+    evaluator asserts ten.
+
+    Args:
+        path: the file with the right answers, for the message.
+    """
     for question in questions:
         if len(question.references) not in (0, TEXTVQA_ANSWERS):
             raise DataError(
@@ -98,7 +104,7 @@ def check_ten(questions: list[BenchmarkQuestion], path: str) -> None:
 
 
 def bare_question(prompt: str) -> str:
-    """Return the text of a TextVQA question in lower case, without the line of OCR words and without the instruction
-    that the task adds as the last line (`SHORT`)."""
+    """Return the text of a TextVQA question in lower case, without the line of words that OCR found in the image and
+    without the last line if that is the instruction to answer in a single word or phrase."""
     lines = [line for line in prompt.split("\n") if not line.startswith(OCR) and line.strip() != SHORT]
     return "\n".join(lines).strip().lower()

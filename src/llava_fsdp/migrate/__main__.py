@@ -1,4 +1,5 @@
-"""Entry point of `python -m llava_fsdp.migrate`, which translates training scripts of other systems; see main.py."""
+"""Entry point of `python -m llava_fsdp.migrate`, which translates training scripts of other systems into llava_fsdp
+commands; see migrate/main.py."""
 
 from llava_fsdp.migrate.main import main
 

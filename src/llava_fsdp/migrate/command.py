@@ -1,5 +1,5 @@
-"""Translate a training of another system (LLaVA, DeepSpeed, Accelerate) into one llava_fsdp command. Overrides that
-only repeat defaults of the stage, model and data are left out of the command."""
+"""Translate a training of another system (LLaVA, DeepSpeed, Accelerate) into one llava_fsdp command. Hydra overrides
+(`key=value`) that only repeat default values are left out of the command."""
 
 import shlex
 from collections.abc import Mapping
@@ -39,8 +39,8 @@ class Migration:
 
     @property
     def lacks(self) -> list[str]:
-        """Messages about what the user must still complete or correct before the printed llava_fsdp command can be
-        started."""
+        """Messages about what the user must still complete or correct before he can start the llava_fsdp command that
+        `migrate` prints."""
         run = self.run
         found = [f"{name} was not found: give it as another PATH" for name in run.missing]
         found += lacking(run, self.decided)
@@ -53,8 +53,8 @@ class Migration:
 
     @property
     def cautions(self) -> list[str]:
-        """Warnings about differences between the printed llava_fsdp command and the original training, and about
-        contradictions between the input files."""
+        """Warnings about differences between the llava_fsdp command that `migrate` prints and the original training,
+        and about contradictions between the input files."""
         run = self.run
         found = [f"{row.key}: {row.text}" for row in self.rows if row.text.startswith(REFUSED)]
         if not run.launch.is_original:
@@ -78,8 +78,12 @@ def migrate(run: Run) -> Migration:
 
 
 def drop_defaults(decided: Overrides) -> Overrides:
-    """Return those of the overrides `decided` whose values differ from the defaults of the chosen stage, model and
-    data."""
+    """Return those of the Hydra overrides `decided` that change something: the others repeat the default values of the
+    stage (pretrain, finetune, ...), the model and the data that `decided` also names.
+
+    Args:
+        decided: value by configuration key.
+    """
     chosen = {key: value for key, value in decided.items() if key in CHOICES}
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         base = compose("train", assignments(chosen))
@@ -99,8 +103,12 @@ def has_value(base: DictConfig, key: str, value: object) -> bool:
 
 
 def refusal(kept: Overrides) -> str:
-    """Return the error message with which llava_fsdp would refuse a configuration with the overrides `kept`; empty if
-    it would not. A missing data path is not an error."""
+    """Return the error message with which llava_fsdp would refuse to train with these Hydra overrides; empty if it
+    would train. A missing data path is not an error.
+
+    Args:
+        kept: overrides of the command: value by configuration key.
+    """
     words = assignments({"data.path": "records.json"} | kept)
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
@@ -127,8 +135,8 @@ def launcher(run: Run) -> list[str]:
 
 
 def lines(words: list[str], width: int = 100) -> str:
-    """Return a shell command as text: its words are quoted, and lines of about `width` characters end in a
-    backslash."""
+    """Return the shell command `words` as text: each word is quoted, and the text is broken at about `width` characters
+    into lines that end in a backslash."""
     made = [""]
     for word in map(shlex.quote, words):
         if "=" in word and len(made[-1]) + len(word) >= width:

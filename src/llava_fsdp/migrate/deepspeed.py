@@ -1,6 +1,7 @@
-"""Rules for `migrate`: what each key of a DeepSpeed configuration becomes in llava_fsdp. The keys are those in
-DeepSpeed's docs/_pages/config-json.md and runtime/config.py. Names of nested keys are joined with dots, and `block.*`
-stands for all keys of that block that have no rule of their own."""
+"""Table of rules for `migrate`, which translates trainings of other systems into llava_fsdp commands: what each key of
+a DeepSpeed configuration becomes. The keys are those in DeepSpeed's docs/_pages/config-json.md and runtime/config.py.
+Names of nested keys are joined with dots, and `block.*` stands for all keys of that block that have no rule of their
+own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,15 +47,15 @@ LOSS_SCALE = {
 }
 
 
-def compared(context: Context, value: object, theirs: object, text: str, name: str) -> Outcome:
-    """Return the outcome for a key of DeepSpeed's configuration that the training script also sets. The value `auto`
-    stands for the script's value. Any other value must equal the script's, or else transformers refuses to start the
-    original training (integrations/deepspeed.py).
+def compared(value: object, theirs: object, text: str, name: str) -> Outcome:
+    """Return what a key of DeepSpeed's configuration becomes in llava_fsdp, if the training script also sets it. The
+    value `auto` stands for the script's value. Any other value must equal the script's, or else transformers refuses to
+    start the original training (integrations/deepspeed.py).
 
     Args:
         value: value in DeepSpeed's configuration.
         theirs: value that the script sets.
-        text: what the key becomes in llava_fsdp.
+        text: what the key becomes in llava_fsdp, in words.
         name: name of the script's setting, such as a flag, for messages.
     """
     if value == AUTO:
@@ -65,11 +66,13 @@ def compared(context: Context, value: object, theirs: object, text: str, name: s
 
 @dataclass(frozen=True)
 class FromFlag:
-    """Rule for a key of DeepSpeed's configuration that the training script also sets.
+    """Rule of `migrate`, a function that says what a key of DeepSpeed's configuration becomes in llava_fsdp: a Hydra
+    override, if the value agrees with the training script, which also sets it.
 
-    Attributes: flag: flag of the training script that sets the same.
-        key: key of the llava_fsdp override that the DeepSpeed key becomes.
-        note: text that is added to the row in the printed table.
+    Attributes:
+        flag: flag of the training script that sets the same.
+        key: key of the Hydra override.
+        note: remark that is printed behind the override.
     """
 
     flag: str
@@ -78,16 +81,18 @@ class FromFlag:
 
     def __call__(self, context: Context, value: object) -> Outcome:
         return compared(
-            context, value, context.run.trainer_value(self.flag), context.tell(self.key) + self.note, f"--{self.flag}"
+            value, context.run.trainer_value(self.flag), context.tell(self.key) + self.note, f"--{self.flag}"
         )
 
 
 @dataclass(frozen=True)
 class Switched:
-    """Rule for all keys of a block of DeepSpeed's configuration that switches on a feature which llava_fsdp does not
-    have.
+    """Rule of `migrate`, a function that says what a key of DeepSpeed's configuration becomes in llava_fsdp, for all
+    keys of a block that switches on a feature which llava_fsdp does not have: they are not supported, unless the
+    feature is off.
 
-    Attributes: why: why the feature is not supported, or what to use instead.
+    Attributes:
+        why: why the feature is not supported, or what to use instead.
         flag: key of the block that switches the feature on: by true, or by a size other than 0 and 1.
     """
 
@@ -107,7 +112,7 @@ class Switched:
 
 def train_batch_size(context: Context, value: object) -> Outcome:
     text = context.tell("global_batch_size")
-    return compared(context, value, context.run.batch, text, "micro-batch x accumulation x GPUs")
+    return compared(value, context.run.batch, text, "micro-batch x accumulation x GPUs")
 
 
 def optimizer_type(context: Context, value: object) -> Outcome:
@@ -121,7 +126,7 @@ def optimizer_type(context: Context, value: object) -> Outcome:
 def betas(context: Context, value: object) -> Outcome:
     theirs = [context.run.trainer_value("adam_beta1"), context.run.trainer_value("adam_beta2")]
     text = f"{context.tell('optim.beta1')}, {context.tell('optim.beta2')}"
-    return compared(context, value, theirs, text, "--adam_beta1, --adam_beta2")
+    return compared(value, theirs, text, "--adam_beta1, --adam_beta2")
 
 
 def adam_w_mode(context: Context, value: object) -> Outcome:
@@ -142,11 +147,16 @@ def scheduler_type(context: Context, value: object) -> Outcome:
 
 
 def half_enabled(context: Context, value: object) -> Outcome:
-    """Rule for DeepSpeed's keys `bf16.enabled` and `fp16.enabled`: return what they become in llava_fsdp."""
+    """Rule of `migrate`: return what DeepSpeed's key `bf16.enabled` or `fp16.enabled` becomes in llava_fsdp.
+
+    Args:
+        context: the key, and what is known about the whole training to migrate.
+        value: the key's value.
+    """
     name = "fp16" if context.key.startswith("fp16") else "bf16"
     theirs = bool(context.run.trainer_value(name))
     is_on = theirs if value == AUTO else plain(value) is True
-    found = compared(context, value, theirs, context.tell("precision") if is_on else OFF.text, f"--{name}")
+    found = compared(value, theirs, context.tell("precision") if is_on else OFF.text, f"--{name}")
     return found if is_on or found.verdict is Verdict.unsupported else implied(found.text, found.resolved)
 
 
@@ -278,8 +288,9 @@ DEEPSPEED: Mapping[str, Rule] = {
 
 
 def rule_of(key: str) -> Rule | None:
-    """Return the rule for a dotted key of DeepSpeed's configuration: the key's own rule, or else the rule `block.*` of
-    the nearest block around it; None if the key is unknown."""
+    """Return the function, or the fixed result, that says what a dotted key of DeepSpeed's configuration becomes in
+    llava_fsdp. It is the entry of the table DEEPSPEED for the key itself, or else its entry `block.*` for the nearest
+    block around the key; None if the key is unknown."""
     parts = key.split(".")
     names = [key, *(".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))]
     return next((DEEPSPEED[name] for name in names if name in DEEPSPEED), None)

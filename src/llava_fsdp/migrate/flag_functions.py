@@ -1,5 +1,5 @@
-"""Functions that return what certain flags of LLaVA's training program become in llava_fsdp. They are used as rules in
-the table of all flags, `llava_flags.FLAGS`."""
+"""Functions that say what flags of LLaVA's training program become in llava_fsdp, for flags that need more than a fixed
+answer. They are entries of the table of all flags, `llava_flags.FLAGS`."""
 
 from collections.abc import Callable
 from pathlib import PurePosixPath
@@ -74,12 +74,12 @@ def lora_enable(context: Context, value: object) -> Outcome:
 
 
 def of_optimizer(key: str, note: str = "") -> Function:
-    """Return a rule for an optimizer flag of LLaVA's training program. The flag has no effect if DeepSpeed's
-    configuration sets another value.
+    """Return a function that says what an optimizer flag of LLaVA's training program becomes in llava_fsdp: a Hydra
+    override, or nothing if DeepSpeed's configuration sets another value, which then counts.
 
     Args:
-        key: key of the llava_fsdp override that the flag becomes.
-        note: text that is added to the row in the printed table if DeepSpeed's configuration has an `optimizer` entry.
+        key: key of the Hydra override.
+        note: remark that is printed behind the override if DeepSpeed's configuration has an `optimizer` entry.
     """
 
     def rule(context: Context, value: object) -> Outcome:
@@ -111,7 +111,12 @@ def warmup_ratio(context: Context, value: object) -> Outcome:
 
 
 def half(context: Context, value: object) -> Outcome:
-    """Rule for the flags --bf16 and --fp16 of LLaVA's training program: return what they become in llava_fsdp."""
+    """Return what the flag --bf16 or --fp16 of LLaVA's training program becomes in llava_fsdp.
+
+    Args:
+        context: the flag's name, and what is known about the whole training to migrate.
+        value: the flag's value.
+    """
     text = context.tell("precision")
     if not value:
         return OFF if context.key == "fp16" else mapped(text)
@@ -163,8 +168,13 @@ def report_to(context: Context, value: object) -> Outcome:
 
 
 def torch_compile(context: Context, value: object) -> Outcome:
-    """Rule for the flags with which transformers turns on torch.compile (--torch_compile, --torch_compile_backend,
-    --torch_compile_mode, --torchdynamo): return what they become in llava_fsdp."""
+    """Return what a flag with which transformers turns on torch.compile (--torch_compile, --torch_compile_backend,
+    --torch_compile_mode or --torchdynamo) becomes in llava_fsdp.
+
+    Args:
+        context: the flag's name, and what is known about the whole training to migrate.
+        value: the flag's value.
+    """
     text = context.tell("compile")
     if value in (None, False, ""):
         if context.key != "torch_compile" or "torch_compile" not in context.run.flags:

@@ -1,5 +1,5 @@
-"""Read the files given to `migrate`: find the training commands in the shell scripts, and the DeepSpeed JSON and
-Accelerate YAML files that each command uses."""
+"""Read the files of trainings that `migrate` is to translate into llava_fsdp commands: find the training commands in
+the shell scripts, and the DeepSpeed JSON and Accelerate YAML files that each command uses."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -25,8 +25,8 @@ Files = dict[Path, Block]
 
 
 def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | None = None) -> list[Run]:
-    """Read training scripts, and the JSON and YAML files that they use. Return one Run for each training command in the
-    scripts.
+    """Read the files of the trainings to migrate: training scripts, and the DeepSpeed JSON and Accelerate YAML files
+    that they use. Return a description (Run) of each training command in the scripts.
 
     Args:
         names: paths of scripts, JSON files and YAML files.
@@ -78,8 +78,12 @@ def checked(name: str) -> Path:
 
 
 def launches(script: Path, variables: Mapping[str, str]) -> list[Launch]:
-    """Return the training commands in a script. Raise ConfigError if there is none, or if one of them cannot be
-    understood without running bash."""
+    """Return the training commands in a shell script. Raise ConfigError if there is none, or if one of them cannot be
+    understood without running bash.
+
+    Args:
+        variables: values of shell variables that the script reads and does not set.
+    """
     seen = commands(read_text(script), variables, str(script))
     found = [(command, launch) for command in seen if (launch := find_launch(command))]
     if not found:
@@ -111,13 +115,14 @@ def read_text(path: Path) -> str:
 def read_run(
     name: str, script: Path, launch: Launch, jsons: Files, yamls: Files, gpus: int | None
 ) -> tuple[Run, set[Path]]:
-    """Return the training that the command `launch` starts, and the paths of the JSON and YAML files that it uses.
-    Raise ConfigError if the number of GPUs is given nowhere.
+    """Return a description (Run) of the training that a script's command starts, and the paths of the JSON and YAML
+    files that the command uses. Raise ConfigError if the number of GPUs is given nowhere.
 
     Args:
         name: name of the training in the output.
         script: path of the script that contains the command.
-        jsons, yamls: DeepSpeed and Accelerate files given on the command line.
+        launch: the command.
+        jsons, yamls: DeepSpeed and Accelerate files given on the command line: settings by path.
         gpus: number of GPUs given on the command line; None if it was not given.
     """
     table = FLAGS if launch.is_original else OTHER_FLAGS
@@ -139,7 +144,7 @@ def read_run(
 
 
 def choose(named: object, script: Path, given: Files, missing: list[str]) -> Path | None:
-    """Return the path of the JSON or YAML file that a script uses; None if there is none.
+    """Return the path of the DeepSpeed JSON or Accelerate YAML file that a training script uses; None if there is none.
 
     It is the file given on the command line with the same file name as `named`, or else the only file given there. If
     neither exists, it is the file at the path `named`, relative to the current folder, the script's folder or one of
@@ -147,7 +152,7 @@ def choose(named: object, script: Path, given: Files, missing: list[str]) -> Pat
 
     Args:
         named: path of the file as the script names it; None if the script names none.
-        given: the JSON (or YAML) files given on the command line.
+        given: the JSON (or YAML) files given on the command line: settings by path.
     """
     if not isinstance(named, str) or not named:
         return next(iter(given)) if len(given) == 1 else None
@@ -164,8 +169,8 @@ def choose(named: object, script: Path, given: Files, missing: list[str]) -> Pat
 
 
 def read_flags(launch: Launch, table: Mapping[str, Flag]) -> tuple[dict[str, object], list[str]]:
-    """Return the flags of a training command with their values, as argparse would read them, and a remark about each
-    flag that is given twice.
+    """Return the flags of a training program in the command `launch`: value by name, separated as argparse would do it,
+    but not converted; and a remark about each flag that is given twice.
 
     Args:
         table: flags that the training program accepts, by name.
@@ -194,8 +199,8 @@ def read_flags(launch: Launch, table: Mapping[str, Flag]) -> tuple[dict[str, obj
 
 
 def read_json(path: Path) -> Block:
-    """Read a DeepSpeed configuration file. Raise ConfigError if it is not a JSON object, or contains the same key
-    twice."""
+    """Return the settings of a DeepSpeed configuration file. Raise ConfigError if it is not a JSON object, or contains
+    the same key twice."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -217,7 +222,7 @@ def read_json(path: Path) -> Block:
 
 
 def read_yaml(path: Path) -> Block:
-    """Read a configuration file as `accelerate config` writes it. Raise ConfigError if it is not a YAML mapping of
+    """Return the settings of a file that `accelerate config` wrote. Raise ConfigError if it is not a YAML mapping of
     names to values."""
     refuse_yaml_bombs(path)
     try:
@@ -244,7 +249,11 @@ def block(path: Path, content: Mapping) -> Block:
 
 def flat(node: Mapping, prefix: str = "") -> dict[str, object]:
     """Return nested mappings as one dict, whose keys are the nested names joined with dots. An empty mapping is kept as
-    a value. Raise ConfigError if two of these keys would be equal."""
+    a value. Raise ConfigError if two of these keys would be equal.
+
+    Args:
+        prefix: text in front of every key, with its dot.
+    """
     found: dict[str, object] = {}
     for key, value in node.items():
         inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}

@@ -1,5 +1,5 @@
-"""Types and shared rules of `migrate`, which translates trainings of other systems. A rule decides what one key or flag
-of another system becomes in llava_fsdp; its result is an Outcome."""
+"""Types and shared rules of `migrate`, which translates trainings of other systems. A rule is a function that says what
+one key or flag of another system becomes in llava_fsdp (an Outcome), or an Outcome that is always the same."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from llava_fsdp.migrate.source_run import Run, plain
 
 
 class Verdict(Enum):
-    """Kind of outcome for a key or flag of another system that is migrated to llava_fsdp."""
+    """Whether and how a key or flag of another system can be translated to llava_fsdp."""
 
     mapped = "mapped"
     """The key becomes an override of llava_fsdp."""
@@ -22,7 +22,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a rule: what a key or flag of another system becomes in llava_fsdp."""
+    """What a key or flag of another system becomes in llava_fsdp: a verdict, and an explanation for the user."""
 
     verdict: Verdict
     text: str
@@ -33,7 +33,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table that `migrate` prints, about one key of an input file or one flag of a command."""
+    """A row of the table that `migrate`, which translates trainings of other systems, prints: one key of an input file
+    or one flag of a command, and what it becomes in llava_fsdp."""
 
     source: str
     """File that sets the key; if no file sets it, a remark on where its default value comes from."""
@@ -72,14 +73,19 @@ REFUSED = "the original refuses to start"
 
 
 def refused(why: str) -> Outcome:
-    """Return the outcome for a value that contradicts another input file: the original program would refuse to start.
-    `why` says which value the other file has."""
+    """Return what `migrate` reports for a value that contradicts another input file, so that the original program would
+    refuse to start: it is not supported.
+
+    Args:
+        why: which value the other file has.
+    """
     return unsupported(f"{REFUSED}: {why}; give the same value in both")
 
 
 @dataclass(frozen=True)
 class Context:
-    """Input of a rule besides a key's value: what else is known about the training that is migrated to llava_fsdp."""
+    """What a rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp, knows besides
+    the key's value: the key, and the whole training that is migrated."""
 
     run: Run
     decided: Mapping[str, object]
@@ -93,8 +99,8 @@ class Context:
     """Keys of the llava_fsdp overrides that a rule has mentioned in its text; `tell` adds them."""
 
     def tell(self, key: str) -> str:
-        """Return the llava_fsdp override of `key` as the text `key=value`, for a rule's message, and add `key` to
-        `mentioned`."""
+        """Return the text `key=value` for a message to the user: the value that the migrated training has in llava_fsdp
+        for the configuration key `key`. The key is added to `mentioned`."""
         self.mentioned.add(key)
         if key not in self.decided:
             return f"{key} stays as the stage has it"
@@ -112,7 +118,7 @@ def outcome(rule: object, context: Context, value: object) -> Outcome:
 
 
 def written(value: object) -> str:
-    """Return a value as text in the syntax of Hydra overrides."""
+    """Return a setting's value as text in the syntax of Hydra overrides, such as `null` for None."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -126,13 +132,24 @@ def written(value: object) -> str:
 
 
 def rules(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
-    """Return a dict that maps several keys to the same rule. The keys are the words in `names`, each after `prefix`."""
+    """Return a table that has the same rule for several keys (or flags) of another system.
+
+    Args:
+        rule: what the keys become in llava_fsdp: a function that decides it, or a fixed result.
+        names: the keys, separated by spaces.
+        prefix: text in front of every key.
+    """
     return {prefix + name: rule for name in names.split()}
 
 
 def becomes(*keys: str, note: str = "") -> Rule:
-    """Return a rule for a key of another system that becomes the llava_fsdp overrides `keys`. `note` is added to the
-    key's row in the printed table."""
+    """Return a rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp: here one or
+    more Hydra overrides.
+
+    Args:
+        keys: keys of the overrides.
+        note: remark that is printed behind the overrides.
+    """
 
     def rule(context: Context, value: object) -> Outcome:
         text = ", ".join(context.tell(key) for key in keys)
@@ -143,8 +160,14 @@ def becomes(*keys: str, note: str = "") -> Rule:
 
 @dataclass(frozen=True)
 class IfDecided:
-    """Rule for a key of another system that becomes the llava_fsdp override `key`. If the migrated training does not
-    have this override, the rule `otherwise` decides."""
+    """Rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp: here a Hydra
+    override, provided that the migrated training needs this override.
+
+    Attributes:
+        key: key of the override.
+        otherwise: rule for the case that the training does not need the override.
+        note: remark that is printed behind the override.
+    """
 
     key: str
     otherwise: Rule
@@ -158,10 +181,13 @@ class IfDecided:
 
 @dataclass(frozen=True)
 class OnlyIf:
-    """Rule for a key of another system of which llava_fsdp supports only some values.
+    """Rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp, for a key of which
+    llava_fsdp supports only some values.
 
-    Attributes: values: supported values, which need no override.
-        text: message for a supported value. why: message for any other value: why it is not supported.
+    Attributes:
+        values: supported values, which need no override.
+        text: message for a supported value.
+        why: message for any other value: why it is not supported.
     """
 
     values: tuple[object, ...]
@@ -175,7 +201,8 @@ class OnlyIf:
 
 
 def only_off(why: str, *usual: object) -> OnlyIf:
-    """Return a rule for a feature of another system that is off by default and that llava_fsdp does not have.
+    """Return a rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp, for a
+    feature that is off by default and that llava_fsdp does not have.
 
     Args:
         why: why the feature is not supported, or what to use in its place.
@@ -185,6 +212,10 @@ def only_off(why: str, *usual: object) -> OnlyIf:
 
 
 def only_on(why: str) -> OnlyIf:
-    """Return a rule for a feature of another system that is on by default and that llava_fsdp always has on. `why` is
-    the message for a value that switches it off."""
+    """Return a rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp, for a
+    feature that is on by default and that llava_fsdp always has on.
+
+    Args:
+        why: message for a value that switches the feature off.
+    """
     return OnlyIf((None, True), "as here", why)

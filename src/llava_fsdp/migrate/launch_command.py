@@ -1,5 +1,5 @@
-"""Find out whether a shell command starts a training: with which launcher (`deepspeed`, `torchrun`, `accelerate launch`
-or plain `python`), and which program."""
+"""Find out whether a command in a shell script starts a training: with which launcher (`deepspeed`, `torchrun`,
+`accelerate launch` or plain `python`), and which program."""
 
 import re
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ SWITCHES = frozenset("""
 
 @dataclass(frozen=True)
 class Launch:
-    """A shell command that starts a training."""
+    """A shell command that starts a training, split into the launcher, the launcher's flags, the training program and
+    the program's arguments."""
 
     launcher: str
     """Program that starts the processes: deepspeed, torchrun, accelerate or python."""
@@ -45,8 +46,8 @@ class Launch:
 
     @property
     def is_original(self) -> bool:
-        """Whether the training program is LLaVA's own. It is recognised by its path, or by its name together with a
-        flag that only LLaVA has."""
+        """Whether the training program of this command is LLaVA's own. It is recognised by its path, or by its name
+        together with a flag that only LLaVA has."""
         path = PurePosixPath(self.script.removesuffix(".py").replace(".", "/"))
         if path.name not in PROGRAMS:
             return False
@@ -54,8 +55,8 @@ class Launch:
 
 
 def find_launch(command: Command) -> Launch | None:
-    """Return how a shell command starts a training: launcher, flags and program. Return None if it starts no
-    training."""
+    """Split a shell command that starts a training into launcher, flags, training program and arguments. Return None if
+    the command starts no training."""
     words = command.words
     if words[0] in MENTIONS or "install" in words:
         return None
@@ -77,8 +78,14 @@ def find_launch(command: Command) -> Launch | None:
 
 
 def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
-    """Split `words`, the words after a launcher's name, into the launcher's flags, the training program (the first word
-    that is neither a flag nor a flag's value), and the program's arguments. Return None if there is no program."""
+    """Split a shell command that starts a training into the launcher's flags, the training program (the first word that
+    is neither a flag nor a flag's value), and the program's arguments. Return None if there is no program.
+
+    Args:
+        command: the whole command, with its environment variables.
+        launcher: deepspeed, torchrun, accelerate or python.
+        words: words of the command after the launcher's name.
+    """
     flags: dict[str, str | bool] = {}
     notes = []
     index = 0
@@ -107,8 +114,8 @@ def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Number of processes on each machine, and number of machines. Each is None if the launcher's flags do not give
-    it."""
+    """Number of processes on each machine, and number of machines, of the training to migrate. Each is None if the
+    launcher's flags do not give it."""
 
     per_node: int | None
     nodes: int | None = 1
@@ -118,8 +125,8 @@ class Ranks:
 
 
 def ranks_of(launch: Launch) -> Ranks:
-    """Return the number of processes that the flags of DeepSpeed's launcher or of torchrun give; one for a script that
-    is started without a launcher."""
+    """Return the number of processes and machines of the training command `launch`, if DeepSpeed's launcher or torchrun
+    starts it: the numbers that the launcher's flags give. For any other command, return one process."""
     flags = launch.flags
     if launch.launcher == "deepspeed":
         include = flags.get("include", flags.get("i"))
@@ -137,8 +144,9 @@ def ranks_of(launch: Launch) -> Ranks:
 
 
 def included(text: str) -> Ranks:
-    """Return the number of processes for a value of DeepSpeed's flag --include, such as `host:0,1@host:2,3`. The number
-    for each machine is None if a host lists no GPUs, or if hosts have different numbers of GPUs."""
+    """Return the number of processes and machines for a value of DeepSpeed's flag --include, such as
+    `host:0,1@host:2,3`. The number of processes per machine is None if a host lists no GPUs, or if hosts have different
+    numbers of GPUs."""
     hosts = [host.partition(":")[2] for host in text.split("@")]
     counts = {len(slots.split(",")) if slots else None for slots in hosts}
     per_node = counts.pop() if len(counts) == 1 else None

@@ -42,7 +42,8 @@ COMPILED = (
 
 @dataclass
 class Request:
-    """Command line of `migrate`."""
+    """Parsed command line of `migrate`: the files to read, the number of GPUs, values of shell variables, the output
+    format."""
 
     paths: list[str] = field(default_factory=list)
     gpus: int | None = None
@@ -73,8 +74,8 @@ def main() -> None:
 
 
 def parse(arguments: list[str]) -> Request:
-    """Parse the command line of `migrate`: paths of files, options (`gpus=N`, `format=json`), and values of shell
-    variables that the scripts read (`NAME=VALUE`).
+    """Parse the command line of `migrate`, which translates training scripts of other systems: paths of files, options
+    (`gpus=N`, `format=json`), and values of shell variables that the scripts read (`NAME=VALUE`).
 
     Raises:
         ConfigError: an option has a wrong value, or no path was given.
@@ -102,8 +103,8 @@ def parse(arguments: list[str]) -> Request:
 
 
 def check_variables(request: Request) -> None:
-    """Raise ConfigError if the command line sets a shell variable (NAME=VALUE) that no script uses: its name is then
-    probably misspelled."""
+    """Raise ConfigError if the command line of `migrate` (`request`) sets a shell variable that no script uses: its
+    name is then probably misspelled."""
     paths = [Path(path) for path in request.paths]
     text = "".join(path.read_text(errors="replace") for path in paths if path.is_file())
     for name, value in request.variables.items():
@@ -131,7 +132,7 @@ def as_json(migration: Migration) -> dict[str, object]:
 
 
 def json_value(value: object) -> object:
-    """Return the value as JSON can represent it: other types, and numbers that are not finite, become text."""
+    """Return a setting's value as JSON can represent it: other types, and numbers that are not finite, become text."""
     if isinstance(value, list):
         return [json_value(v) for v in value]
     known = value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
@@ -139,8 +140,12 @@ def json_value(value: object) -> object:
 
 
 def shown(row: Row, value: object) -> object:
-    """Return a value of a table row for printing: hidden if the row's key names a secret, else as JSON can represent
-    it."""
+    """Return a setting's value as the table that `migrate` prints shows it: hidden if the setting is a secret, such as
+    a token; else as JSON can represent it.
+
+    Args:
+        row: row of the table about this setting.
+    """
     if value is not None and is_secret_name(row.key.rpartition(".")[2]):
         return HIDDEN
     found = json_value(value)
@@ -154,7 +159,8 @@ def comment(text: str) -> str:
 
 
 def show(migration: Migration) -> None:
-    """Print a training's llava_fsdp command, remarks about the command, and the table of keys."""
+    """Print the result of migrating one training: its llava_fsdp command, remarks about the command, and a table of
+    what every key of the original became."""
     rows = migration.rows
     print(f"# {comment(migration.run.name)}")
     remarks = {"note": migration.run.notes, "caution": migration.cautions, "incomplete": migration.lacks}
@@ -179,8 +185,8 @@ def show(migration: Migration) -> None:
 
 
 def table(rows: list[Row]) -> Table:
-    """Return the printed table of keys, grouped by the file that sets them. Long words are wrapped, and no text is cut
-    off."""
+    """Return the table that `migrate` prints, with a row for every key of the original training, grouped by the file
+    that sets the key. Long words are wrapped, and no text is cut off."""
     made = Table()
     for name, most in {"key": 60, "value": 22, "verdict": 13, "what it becomes, or why nothing does": None}.items():
         made.add_column(name, max_width=most, overflow="fold")

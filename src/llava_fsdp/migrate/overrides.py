@@ -1,7 +1,7 @@
-"""Decide the Hydra overrides with which llava_fsdp trains as another system does.
+"""Decide the Hydra overrides (`key=value`) with which llava_fsdp trains as a training of another system does.
 
-The overrides are decided for the training as a whole, since the meaning of one key depends on other keys. The rules for
-single keys (`deepspeed.py`, `accelerate.py`, `llava_flags.py`, ...) only explain the overrides in a table.
+The overrides are decided for the training as a whole, since the meaning of one key depends on other keys. The tables of
+single keys (`deepspeed.py`, `accelerate.py`, `llava_flags.py`, ...) only explain the overrides to the user.
 """
 
 from collections.abc import Mapping
@@ -52,8 +52,8 @@ TRACKERS: Mapping[str, tuple[str, object]] = {
 
 
 def decide(run: Run) -> Overrides:
-    """Return all overrides with which llava_fsdp does a training of another system, including those that are defaults
-    of the stage or the model; `command.drop_defaults` removes these."""
+    """Return all Hydra overrides with which llava_fsdp does the training `run` of another system: value by
+    configuration key. They include those that only repeat defaults; `command.drop_defaults` removes these."""
     found = model(run) | data(run) if run.launch.is_original else other_program(run)
     found |= writing(run) | tracking(run) | sharding(run) | offload(run) | precision(run) | compiling(run)
     checkpointing = (
@@ -90,9 +90,9 @@ def model(run: Run) -> Overrides:
 
 
 def other_program(run: Run) -> Overrides:
-    """Return the overrides for model and data if the training program is not LLaVA's own: one for each flag that was
-    given. A model whose name contains llava is taken for a whole LLaVA checkpoint, such as those of llava-hf. If the
-    training uses peft, only the adapters are trained."""
+    """Return the Hydra overrides for model and data of the training to migrate, `run`, if its program is not LLaVA's
+    own: one for each flag that was given. A model whose name contains llava is taken for a whole LLaVA checkpoint, such
+    as those of llava-hf. If the training uses peft, only the adapters are trained."""
     name = run.trainer_value("model_name_or_path")
     found: Overrides = {
         "stage": "finetune_task_lora" if run.is_lora else "finetune_task",
@@ -113,8 +113,8 @@ def other_program(run: Run) -> Overrides:
 
 
 def quantized(run: Run) -> Overrides:
-    """Return llava_fsdp's overrides for a quantized base model, as in LLaVA train.py:796-817; none if the base model is
-    not quantized, or if the training changes more than adapters or a projector."""
+    """Return the Hydra overrides for the quantized base model of the training to migrate, `run`, as in LLaVA
+    train.py:796-817; none if its base model is not quantized, or if it changes more than adapters or a projector."""
     if run.bits is None or not (run.is_lora or run.stage == "pretrain"):
         return {}
     if run.bits == 8:
@@ -126,8 +126,8 @@ def quantized(run: Run) -> Overrides:
 
 
 def model_choice(name: str) -> str:
-    """Return the choice of `model=` whose language model is `name`; if there is none, the LLaVA-1.5 model of the same
-    size (13B or 7B)."""
+    """Return the value of the configuration key `model` for a language model, given by its name on the hub: the model
+    configuration that uses it, or else the LLaVA-1.5 model of the same size (13B or 7B)."""
     for path in sorted((config_dir() / "model").glob("*.yaml")):
         if OmegaConf.select(OmegaConf.load(path), "language") == name:
             return path.stem
@@ -135,8 +135,8 @@ def model_choice(name: str) -> str:
 
 
 def trained(run: Run) -> list[str]:
-    """Return the value of model.train: the parts of the model that LLaVA trains (train.py:843-845, 926-935), except
-    lm_head, which model.train cannot select."""
+    """Return the value of the configuration key `model.train` for the training to migrate, `run`: the parts of the
+    model that LLaVA trains (train.py:843-845, 926-935), except lm_head, which model.train cannot select."""
     if run.stage == "pretrain" or (run.trainer_value("freeze_backbone") and not run.is_lora):
         return ["projector"]
     return ["language"] if run.trainer_value("freeze_mm_mlp_adapter") else ["projector", "language"]
@@ -157,8 +157,8 @@ def data(run: Run) -> Overrides:
 
 
 def writing(run: Run) -> Overrides:
-    """Return llava_fsdp's overrides for the output folder, checkpoints, logging, length of the training, seed,
-    determinism and timeouts."""
+    """Return the Hydra overrides for output folder, checkpoints, logging, length of the training, seed, determinism and
+    timeouts that the training to migrate, `run`, needs in llava_fsdp."""
     found: Overrides = {"seed": run.trainer_value("seed"), "comm.timeout": run.trainer_value("ddp_timeout")}
     if run.trainer_value("output_dir"):
         found["output_dir"] = run.trainer_value("output_dir")
@@ -184,8 +184,8 @@ def writing(run: Run) -> Overrides:
 
 
 def tracking(run: Run) -> Overrides:
-    """Return llava_fsdp's overrides for experiment trackers. `--report_to all` stands for all trackers in
-    `TRACKERS`."""
+    """Return the Hydra overrides for the experiment trackers (wandb, tensorboard) of the training to migrate, `run`.
+    `--report_to all` stands for both."""
     names = str(run.trainer_value("report_to") or "").split()
     found = dict(TRACKERS[name] for name in TRACKERS if name in names or "all" in names)
     if "track.wandb" in found and run.trainer_value("run_name"):
@@ -194,8 +194,8 @@ def tracking(run: Run) -> Overrides:
 
 
 def compiling(run: Run) -> Overrides:
-    """Return llava_fsdp's override `compile`. There is none if neither the script nor the launcher sets whether to use
-    torch.compile: compile=auto stays, and `migrate` prints a remark."""
+    """Return the Hydra override `compile` for the training to migrate, `run`. There is none if neither its script nor
+    its launcher sets whether to use torch.compile: compile=auto stays, and `migrate` prints a remark."""
     launched = run.launched("dynamo_backend")
     names = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
     if str(launched or "no").lower() not in ("no", "none", "false") or any(map(run.trainer_value, names)):
@@ -213,7 +213,8 @@ def sharding(run: Run) -> Overrides:
 
 
 def offload(run: Run) -> Overrides:
-    """Return llava_fsdp's overrides for offloading to host memory or disk.
+    """Return the Hydra overrides for offloading to host memory or disk that the training to migrate, `run`, needs in
+    llava_fsdp.
 
     DeepSpeed's optimizer offload keeps master weights, gradients and moments in host memory. This is `offload=params`
     in llava_fsdp. At ZeRO stage 1, gradients stay on the GPU in both systems and only the moments are offloaded: this
@@ -238,13 +239,14 @@ def offload(run: Run) -> Overrides:
 
 
 def fsdp_words(run: Run) -> list[str]:
-    """Return the words in the value of --fsdp, such as "full_shard auto_wrap", in upper case."""
+    """Return the words in the value of transformers' flag --fsdp, such as "full_shard auto_wrap", in upper case. `run`
+    is the training to migrate."""
     return str(run.trainer_value("fsdp") or "").upper().split()
 
 
 def fsdp_strategy(run: Run) -> str | None:
-    """Return the choice of `sharding=` for the FSDP strategy that Accelerate's `fsdp_config` or the flag --fsdp names;
-    None if neither names a known strategy."""
+    """Return the value of the configuration key `sharding` for the FSDP strategy of the training to migrate, `run`,
+    which Accelerate's `fsdp_config` or the flag --fsdp names; None if neither names a known strategy."""
     if run.distributed_type == "FSDP":
         reshard = plain(run.launched("fsdp_reshard_after_forward"))
         if isinstance(reshard, bool):
@@ -255,8 +257,8 @@ def fsdp_strategy(run: Run) -> str | None:
 
 
 def precision(run: Run) -> Overrides:
-    """Return llava_fsdp's overrides for the precision. If both bf16 and fp16 are given, the original training refuses
-    to start; here bf16 is chosen."""
+    """Return the Hydra overrides for the precision of the training to migrate, `run`. If it sets both bf16 and fp16,
+    the original refuses to start; here bf16 is chosen."""
     on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
     on |= {flag for flag in ("bf16", "fp16") if run.trainer_value(flag)}
     on.add(str(run.launched("mixed_precision")))
@@ -271,8 +273,8 @@ def precision(run: Run) -> Overrides:
 
 
 def optimizer(run: Run) -> Overrides:
-    """Return llava_fsdp's overrides for the optimizer, from DeepSpeed's `optimizer` entry if there is one, else from
-    the training script's flags."""
+    """Return the Hydra overrides for the optimizer of the training to migrate, `run`, from DeepSpeed's `optimizer`
+    entry if there is one, else from the training script's flags."""
     values = {
         "optim.lr": ("optimizer.params.lr", "learning_rate"),
         "optim.weight_decay": ("optimizer.params.weight_decay", "weight_decay"),
@@ -292,15 +294,15 @@ def optimizer(run: Run) -> Overrides:
 
 
 def filled(run: Run, key: str, flag: str) -> object:
-    """Return a setting of the optimizer or scheduler of the training to migrate: the value of `key` in DeepSpeed's
-    configuration. If that value is `auto`, or the configuration has no optimizer (or scheduler), it is the value of the
-    training script's flag `flag`."""
+    """Return a setting of the optimizer or scheduler of the training to migrate, `run`: the value of `key` in
+    DeepSpeed's configuration. If that value is `auto`, or the configuration has no optimizer (or scheduler), it is the
+    value of the training script's flag `flag`."""
     value = AUTO if run.ds(key.partition(".")[0] + ".type") is None else run.ds_or_default(key)
     return run.trainer_value(flag) if value == AUTO else value
 
 
 def clip(run: Run) -> object:
-    """Return the gradient norm to which the training to migrate clips gradients; None if it does not clip. With
+    """Return the gradient norm to which the training to migrate, `run`, clips gradients; None if it does not clip. With
     DeepSpeed it is the value of the key `gradient_clipping`, which by default does not clip."""
     value = run.ds("gradient_clipping", 0) if run.uses_deepspeed else run.trainer_value("max_grad_norm")
     return (run.trainer_value("max_grad_norm") if value == AUTO else value) or None

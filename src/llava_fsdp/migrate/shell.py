@@ -1,4 +1,4 @@
-"""Read the commands of a shell script without running them; words are split with `shlex`.
+"""Read the commands of a shell script that starts a training, without running them; words are split with `shlex`.
 
 Quotes, comments, continued lines, `X=v1`, `export X=v1`, `$X` and `${X}` are supported. Control flow, arrays, functions
 and here-documents are refused, with file and line in the message. Redirections, `| tee FILE` and `&` at the end of a
@@ -39,7 +39,7 @@ ASSIGNING = re.compile(rf"\s*(?:(?:{'|'.join(DECLARE)})\s+)?(?:{NAME}\+?=\S*\s+)
 
 @dataclass(frozen=True)
 class Command:
-    """One simple command of a shell script."""
+    """One simple command of a shell script, split into words."""
 
     words: list[str]
     line: int
@@ -51,7 +51,7 @@ class Command:
 
 
 def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
-    """Return all simple commands of a shell script, in order.
+    """Return all simple commands of the shell script `text`, in order, without running any.
 
     Args:
         given: values of variables that the script does not set; if the script sets one of them, the script's value
@@ -146,13 +146,14 @@ def simple_commands(words: list[str]) -> list[list[str]]:
 
 
 def refuse_bash(command: list[str], operators: list[str], problems: list[str], where: str) -> None:
-    """Raise ConfigError if a command uses loops, functions, arrays or other syntax of bash that changes the meaning of
-    other lines; or if it begins with a flag, which then belongs to the line before.
+    """Raise ConfigError if a command of a shell script uses loops, functions, arrays or other syntax of bash that
+    changes the meaning of other lines; or if it begins with a flag, which then belongs to the line before.
 
     Args:
         command: words of the command.
-        operators: all operators of the command's line.
-        problems: problems of the command's line that are known so far.
+        operators: all operators (such as `|` or `(`) of the command's line.
+        problems: messages about parts of the line that only bash could evaluate. They separate an array from a
+            subshell.
         where: file and line, for the message.
     """
     needs = ""

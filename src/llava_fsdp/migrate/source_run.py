@@ -1,4 +1,5 @@
-"""Describe a training of another system, as its script, its DeepSpeed JSON file and its Accelerate YAML file set it."""
+"""Describe a training of another system that is to be migrated to llava_fsdp, as its script, its DeepSpeed JSON file
+and its Accelerate YAML file set it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Block:
-    """The settings in a configuration file: values by key. Names of nested keys are joined with dots."""
+    """The settings in a DeepSpeed or Accelerate configuration file: values by key. Names of nested keys are joined with
+    dots."""
 
     name: str
     values: Mapping[str, object]
@@ -55,7 +57,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of a training program, as its argument parser defines it."""
+    """A flag of a training program that is to be migrated: its type and default value as its argument parser defines
+    them, and the rule that says what it becomes in llava_fsdp."""
 
     default: object
     rule: object
@@ -70,7 +73,8 @@ class Flag:
 
 @dataclass(frozen=True)
 class Run:
-    """A training of another system that is to be migrated to llava_fsdp."""
+    """A training of another system that is to be migrated to llava_fsdp: its command, its flags, and its DeepSpeed and
+    Accelerate settings."""
 
     name: str
     launch: Launch
@@ -87,21 +91,33 @@ class Run:
     """Paths of DeepSpeed or Accelerate files that the script names and that were not found."""
 
     def given(self, name: str) -> str | None:
-        """Return the name or alias with which the training command sets a flag; None if it does not set the flag."""
+        """Return how the training command spells a flag of the training program; None if it does not set the flag.
+
+        Args:
+            name: name of the flag, without `--`. The command may have an alias of it.
+        """
         names = (name,) if self.launch.is_original else (name, *ALIASES.get(name, ()))
         return next((spelling for spelling in names if spelling in self.flags), None)
 
     def trainer_value(self, name: str) -> object:
-        """Return the value of a flag in the training to migrate, converted to the flag's type: the value in the
-        training command, or else the training program's default."""
+        """Return the value that a flag of the training program has in the training to migrate, converted to the flag's
+        type: the value in the training command, or else the program's default.
+
+        Args:
+            name: name of the flag, without `--`.
+        """
         flag, spelling = self.table[name], self.given(name)
         if spelling is None:
             return flag.default
         return parse(self.flags[spelling], flag.type, f"{self.name}: --{spelling}")
 
     def launched(self, name: str) -> object:
-        """Return the value of an Accelerate setting, from the flag of `accelerate launch` or else from any block of
-        Accelerate's YAML file; None if neither sets it."""
+        """Return the value of an Accelerate setting in the training to migrate, from the flag of `accelerate launch` or
+        else from any block of Accelerate's YAML file; None if neither sets it.
+
+        Args:
+            name: name of the setting, without its block.
+        """
         if self.launch.launcher == "accelerate" and name in self.launch.flags:
             return self.launch.flags[name]
         for prefix in ("", "deepspeed_config.", "fsdp_config.", "dynamo_config."):
@@ -111,7 +127,8 @@ class Run:
 
     @property
     def distributed_type(self) -> str:
-        """Value of Accelerate's key `distributed_type` (DEEPSPEED, FSDP, MULTI_GPU, ...); empty if it is not set."""
+        """Value of Accelerate's key `distributed_type` (DEEPSPEED, FSDP, MULTI_GPU, ...) in the training to migrate;
+        empty if it is not set."""
         for flag, name in (("use_deepspeed", "DEEPSPEED"), ("use_fsdp", "FSDP")):
             if self.launched(flag):
                 return name
@@ -128,8 +145,9 @@ class Run:
         return self.uses_deepspeed and self.deepspeed is None and self.distributed_type != "DEEPSPEED"
 
     def ds(self, key: str, default: object = None) -> object:
-        """Return the value of a dotted key of DeepSpeed's configuration; `default` if it is not set. If there is no
-        JSON file, the value comes from the settings from which Accelerate makes that configuration."""
+        """Return the value of a dotted key of DeepSpeed's configuration in the training to migrate; `default` if it is
+        not set. If there is no JSON file, the value comes from the settings from which Accelerate makes that
+        configuration."""
         if self.deepspeed is not None:
             return plain(self.deepspeed.values.get(key, default))
         found = self.launched(ACCELERATE_NAMES[key]) if key in ACCELERATE_NAMES else None
@@ -147,22 +165,22 @@ class Run:
 
     @property
     def has_ds_warmup(self) -> bool:
-        """Whether the learning rate follows DeepSpeed's WarmupLR or WarmupDecayLR, which give all parameter groups the
-        same learning rate."""
+        """Whether the learning rate of the training to migrate follows DeepSpeed's WarmupLR or WarmupDecayLR, which
+        give all parameter groups the same learning rate."""
         return self.ds("scheduler.type") in ("WarmupLR", "WarmupDecayLR")
 
     @property
     def devices(self) -> str | None:
-        """Value of CUDA_VISIBLE_DEVICES for the training, which the launcher or the script sets; None if neither
-        does."""
+        """Value of CUDA_VISIBLE_DEVICES for the training to migrate, which its launcher or its script sets; None if
+        neither does."""
         chosen = self.launched("gpu_ids")
         ids = str(chosen) if chosen not in (None, "all") else None
         return self.ranks.devices or ids or self.launch.devices
 
     @property
     def ranks(self) -> Ranks:
-        """Number of processes of the training, in total as the user gave it by `gpus=N`, or else as in the launcher's
-        flags or Accelerate's file."""
+        """Number of processes and machines of the training to migrate: `gpus=N` on the command line gives the total
+        number of processes; without it, the launcher's flags or Accelerate's file give both."""
         found = ranks_of(self.launch)
         if self.launch.launcher == "accelerate":  # both numbers may be flags, or in Accelerate's file
             total, nodes = number(str(self.launched("num_processes"))), number(str(self.launched("num_machines") or 1))
@@ -179,7 +197,8 @@ class Run:
 
     @property
     def batch(self) -> int:
-        """Number of samples in an optimizer step: micro-batch size x gradient accumulation steps x number of GPUs."""
+        """Number of samples in an optimizer step of the training to migrate: micro-batch size x gradient accumulation
+        steps x number of GPUs."""
         micro, accumulation = (
             self.trainer_value("per_device_train_batch_size"),
             self.trainer_value("gradient_accumulation_steps"),
@@ -189,7 +208,8 @@ class Run:
 
     @property
     def bits(self) -> int | None:
-        """Number of bits of a quantized base model's weights, 4 or 8; None if the base model is not quantized."""
+        """Number of bits of a quantized base model's weights in the training to migrate, 4 or 8; None if the base model
+        is not quantized."""
         if not self.launch.is_original:
             return 4 if self.trainer_value("load_in_4bit") else 8 if self.trainer_value("load_in_8bit") else None
         bits = self.trainer_value("bits")
@@ -197,8 +217,8 @@ class Run:
 
     @property
     def is_lora(self) -> bool:
-        """Whether the training to migrate trains adapters. LLaVA's pretraining stage never does: it freezes them again
-        (train.py:926-930)."""
+        """Whether the training to migrate trains LoRA adapters. LLaVA's pretraining stage never does: it freezes them
+        again (train.py:926-930)."""
         return bool(self.trainer_value("lora_enable")) and self.stage != "pretrain"
 
     @property
@@ -212,7 +232,7 @@ class Run:
 
 
 def plain(value: object) -> object:
-    """Return a value of a JSON or YAML file; a text that spells a boolean or a number is converted to it."""
+    """Return a setting's value; if it is a text that spells a boolean or a number, it is converted to that type."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):
@@ -232,7 +252,7 @@ def parse(given: object, kind: type, where: str) -> object:
     Args:
         given: the value in the training command: a text, a list of texts, or True if the flag has no value.
         kind: the flag's type.
-        where: training and flag, for the error message.
+        where: name of the training and flag, for the error message.
     """
     if given is True:
         if kind is bool:

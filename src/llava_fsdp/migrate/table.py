@@ -1,5 +1,5 @@
-"""Build the table that `migrate` prints: what every key in the files of another system's training becomes in
-llava_fsdp."""
+"""Build the table that `migrate`, which translates training scripts of other systems, prints: what every key in their
+files becomes in llava_fsdp."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterator
@@ -89,8 +89,13 @@ def row_of(context: Context, source: str, key: str, value: object, rule: object,
 
 
 def default_rows(context: Context) -> Iterator[Row]:
-    """Yield table rows for keys that the files of the training to migrate do not set, if their default value
-    (DeepSpeed's or the training program's) must be set in the llava_fsdp command or has no equivalent there."""
+    """Yield rows of the table that `migrate` prints, for keys that the files of the training to migrate do not set, if
+    their default value (DeepSpeed's or the training program's) must be set in the llava_fsdp command or has no
+    equivalent there.
+
+    Args:
+        context: what is known about the training.
+    """
     run = context.run
     for key, override in DEFAULTS.items() if run.deepspeed else ():
         assert run.deepspeed is not None

@@ -1,5 +1,5 @@
-"""Rules for `migrate`, for training programs other than LLaVA's: what the flags of transformers' Trainer, peft and TRL
-become in llava_fsdp. All other flags are unknown, because only the program's code defines what they mean."""
+"""Table of rules for `migrate`, for training programs other than LLaVA's: what the flags of transformers' Trainer, peft
+and TRL become in llava_fsdp. All other flags are unknown, because only the program's code defines what they mean."""
 
 from collections.abc import Mapping
 
@@ -90,8 +90,12 @@ OTHER_FLAGS: Mapping[str, Flag] = {
 
 
 def lacking(run: Run, decided: Mapping[str, object]) -> list[str]:
-    """Return a message for every setting that the llava_fsdp command needs, but that the training to migrate does not
-    set."""
+    """Return a message for every configuration key that the llava_fsdp command needs, but that neither the training to
+    migrate (`run`) nor a default sets.
+
+    Args:
+        decided: Hydra overrides of the llava_fsdp command: value by key.
+    """
     if run.launch.is_original:
         return [] if "data.path" in decided else ["data.path: the script has no --data_path"]
     needed = NEEDED | (NEEDED_BY_LORA if run.is_lora else {})

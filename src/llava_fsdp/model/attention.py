@@ -1,5 +1,5 @@
-"""Attention for packed rows, in which the tokens of a sample attend only to tokens of the same sample; and checks that
-a language model supports packed rows.
+"""Attention for packed rows (sequences in which several samples follow one another), where the tokens of a sample
+attend only to tokens of the same sample; and checks that a language model supports packed rows.
 
 The implementations are registered with transformers' `AttentionInterface` under llava_fsdp's own names. For these names
 transformers builds no mask (masking_utils.py, `_preprocess_mask_arguments`). The sample boundaries are passed as
@@ -34,8 +34,8 @@ lengths."""
 
 @dataclass(frozen=True, eq=False)
 class CachedRows:
-    """Input for generation: rows of new tokens, and the key-value cache with the earlier tokens of these rows. Rows are
-    padded on the left."""
+    """Input of the model for generation: for each row of a batch, the new tokens, and the key-value cache with the
+    earlier tokens. Rows are padded on the left."""
 
     position_ids: torch.Tensor
     """Positions of the new tokens, int64 [rows, length]."""
@@ -46,8 +46,9 @@ class CachedRows:
 
     @property
     def allowed(self) -> torch.Tensor:
-        """Attention mask, bool [rows, 1, length, cached + length]: True where a token may attend to, namely to itself
-        and to earlier tokens that are not padding.
+        """Attention mask for generation with a key-value cache, bool [rows, 1, length, cached + length], where `length`
+        is the number of new tokens: True where a new token may attend to a token, namely to itself and to earlier
+        tokens that are not padding.
 
         A padding token attends to itself too, because attending to no token gives NaN.
         """
@@ -73,7 +74,8 @@ OURS = frozenset({PADDED, *NAMES.values()})
 
 @dataclass(frozen=True)
 class Kernel:
-    """The attention implementation that was chosen for packed rows, and why."""
+    """The attention implementation that was chosen for packed rows (sequences in which several samples follow one
+    another), and why it was chosen."""
 
     attention: Attention
     reason: str
@@ -86,8 +88,13 @@ class Kernel:
 def choose_kernel(
     attention: Attention, language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype
 ) -> Kernel:
-    """Choose the attention implementation for packed rows: the one that `attention` names or, if it is `auto`, the best
-    one that can run this model on this device in this dtype.
+    """Choose the attention implementation for packed rows (sequences in which several samples follow one another): the
+    one that `attention` names or, if it is `auto`, the best one that can run this model on this device in this dtype.
+
+    Args:
+        attention: auto, sdpa (transformers' SDPA, sample by sample), varlen (torch's varlen_attn) or flash (the package
+            flash-attn).
+        language: the language model's configuration.
 
     Raises:
         ConfigError: the named implementation cannot run this model here.
@@ -106,7 +113,12 @@ def choose_kernel(
 def kernel_missing(
     attention: Attention, language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype
 ) -> str | None:
-    """Return why an attention implementation cannot run this model on this device in this dtype; None if it can."""
+    """Return why an attention implementation cannot run this model on this device in this dtype; None if it can.
+
+    Args:
+        attention: the implementation: sdpa, varlen (torch's varlen_attn) or flash (the package flash-attn).
+        language: the language model's configuration.
+    """
     if attention is Attention.sdpa:
         return None
     what, module, cure = {
@@ -123,6 +135,7 @@ def flash_kernel_missing(
     """Return why FlashAttention-2 cannot run this model on this device in this dtype; None if it can.
 
     Args:
+        language: the language model's configuration.
         what: the name for the message: varlen_attn or flash-attn, which both run FlashAttention-2.
     """
     if device.type != "cuda":
@@ -137,6 +150,7 @@ def not_for_flash(language: PretrainedConfig, compute_dtype: torch.dtype, what: 
     """Return why FlashAttention-2 cannot run this model in this dtype, on whatever GPU; None if it can.
 
     Args:
+        language: the language model's configuration.
         what: the name for the message: varlen_attn or flash-attn, which both run FlashAttention-2. Only flash-attn has
             dropout.
     """
@@ -173,12 +187,16 @@ def kernel_of(attention: Attention) -> Attend | None:
 
 
 def padded_attention(language: PretrainedConfig) -> str:
-    """Return the name of the attention implementation for padded rows: `PADDED` if every layer of the language model
-    has full causal attention through transformers' AttentionInterface. Otherwise it is transformers' "sdpa", or "eager"
-    if transformers has no SDPA for the model.
+    """Return the name, in transformers' AttentionInterface, of the attention implementation for padded rows (one sample
+    in each row): `PADDED`, which is llava_fsdp's, if every layer of the language model has full causal attention
+    through the AttentionInterface. Otherwise it is transformers' "sdpa", or "eager" if transformers has no SDPA for the
+    model.
 
     `PADDED` is faster: with "sdpa" and "eager", transformers searches the position ids of every micro-batch for packed
     samples, and the host waits for the device.
+
+    Args:
+        language: the language model's configuration.
     """
     if attention_of_transformers(language) == "eager":
         return "eager"
@@ -189,10 +207,10 @@ def padded_attention(language: PretrainedConfig) -> str:
 
 
 class NothingPacked(TorchDispatchMode):
-    """Dispatch mode for running a language model with padded rows on the meta device: every conversion of a tensor to a
-    Python bool gives True, although the tensor has no value. transformers makes such a conversion to find out whether
-    the positions of a row are consecutive, so that the row has no packed samples (masking_utils.py,
-    `find_packed_sequence_indices`)."""
+    """Dispatch mode for running a language model with padded rows (one sample in each row) on the meta device: every
+    conversion of a tensor to a Python bool gives True, although the tensor has no value. transformers makes such a
+    conversion to find out whether the positions of a row are consecutive, so that the row has no packed samples
+    (masking_utils.py, `find_packed_sequence_indices`)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
@@ -201,8 +219,8 @@ class NothingPacked(TorchDispatchMode):
 
 
 def attention_of_transformers(language: PretrainedConfig) -> str:
-    """Return the name of transformers' own attention implementation for a language model: "sdpa", or "eager" if it has
-    no SDPA for it."""
+    """Return the name of transformers' own attention implementation for a language model, given by its configuration:
+    "sdpa", or "eager" if transformers has no SDPA for it."""
     has_softcap = getattr(language, "attn_logit_softcapping", None) is not None  # older releases' SDPA ignores it
     has_sdpa = getattr(MODEL_MAPPING[type(language)], "_supports_sdpa", False)
     return "sdpa" if has_sdpa and not has_softcap else "eager"
@@ -217,17 +235,20 @@ def attend_padded(
     allowed: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute a layer's attention with transformers' SDPA, for padded rows or for generation with a key-value cache.
+    """Compute a layer's attention with transformers' SDPA, for padded rows (one sample in each row) or for generation
+    with a key-value cache. This is a function for transformers' AttentionInterface, with its arguments and results.
 
     Args:
-        allowed: the mask for generation (`CachedRows.allowed`); None for padded rows.
+        allowed: the mask for generation (`CachedRows.allowed`), used instead of `attention_mask`; None for padded rows.
+        others: further arguments of transformers' SDPA.
     """
     return sdpa_attention_forward(module, query, key, value, attention_mask if allowed is None else allowed, **others)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the samples in a packed row, as Python ints, so that no layer waits for the device.
+    """Lengths of the samples that follow one another in a packed row, as Python ints, so that no layer waits for the
+    device.
 
     This is a class and not a tuple, because torch.compile would recompile a layer for every length of a tuple.
     """
@@ -239,7 +260,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """Options of a layer's causal attention."""
+    """Options of a layer's causal attention: scale of the scores, dropout, sliding window, soft cap and attention
+    sinks."""
 
     scaling: float | None = None
     """Factor by which scores are multiplied; None: one over the square root of the head's size."""
@@ -254,7 +276,8 @@ class AttentionForm:
 
     @property
     def is_plain(self) -> bool:
-        """Whether transformers' SDPA, given a mask, can compute attention with these options."""
+        """Whether transformers' SDPA, given a mask, can compute attention with these options: they have no soft cap and
+        no attention sinks."""
         return self.softcap is None and self.sinks is None
 
 
@@ -311,7 +334,8 @@ def attend_with(
         parts: Any = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Compute a layer's causal attention; for a packed row, only within each sample.
+        """Compute a layer's causal attention; in a packed row (a sequence in which several samples follow one another),
+        only within each sample.
 
         Args:
             sliding_window, softcap, s_aux: transformers' names for `window`, `softcap` and `sinks` of `AttentionForm`.
@@ -340,11 +364,15 @@ def attend_alone(
     form: AttentionForm,
     allowed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention of rows that contain one sample each.
+    """Compute a layer's causal attention for rows that contain one sample each.
 
     Args:
+        module: the layer's attention module.
         query: [rows, heads, tokens, size]; only of the last tokens if `key` and `value` contain earlier tokens too.
-        allowed: mask, bool [rows, 1, tokens, all tokens]. `key` and `value` may lack the earliest of all tokens.
+        key, value: [rows, heads, tokens, size].
+        form: options of the attention, such as a sliding window.
+        allowed: mask, bool [rows, 1, tokens, all tokens]. `key` and `value` may lack the earliest of all tokens. None:
+            a token attends to itself and all earlier tokens.
 
     Returns:
         [rows, tokens, heads, size]
@@ -396,7 +424,9 @@ def attend_in_steps(
 
     Args:
         query, key, value: [rows, heads, tokens, size].
-        allowed: mask, bool, broadcast to [rows, heads, queries, keys].
+        form: options of the attention, such as a soft cap. Its sliding window is not used, but must be part of the
+            mask.
+        allowed: mask, bool, broadcast to [rows, heads, queries, keys]: True where a query may attend to a key.
 
     Returns:
         [rows, tokens, heads, size]
@@ -422,9 +452,10 @@ support."""
 
 
 def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torch.Tensor | None) -> None:
-    """Raise ConfigError if a layer asks for attention that llava_fsdp's implementations do not support.
+    """Raise ConfigError if a layer asks for attention that llava_fsdp's attention implementations do not support.
 
     Args:
+        module: the layer's attention module.
         others: further keyword arguments that the layer passes to its attention.
         mask: the mask that the layer passes.
     """
@@ -441,10 +472,19 @@ def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torc
 def each_alone(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
 ) -> torch.Tensor:
-    """Compute the attention of a packed row sample by sample, with transformers' SDPA if it supports the options.
+    """Compute a layer's attention for a packed row (a sequence in which several samples follow one another), sample by
+    sample, with transformers' SDPA if it supports the layer's options.
 
     The row is divided with `split`, not with slices: the backward pass of a slice would fill a whole row with zeros for
     every sample.
+
+    Args:
+        module: the layer's attention module.
+        query, key, value: [1, heads, tokens, size].
+        row: the boundaries of the samples, and the layer's attention options.
+
+    Returns:
+        [1, tokens, heads, size]
     """
     keys = (row.keys or row.queries).lengths.each
     queries, keys, values = query.split(row.queries.lengths.each, 2), key.split(keys, 2), value.split(keys, 2)
@@ -453,8 +493,9 @@ def each_alone(
 
 
 def make_varlen() -> Attend:
-    """Return an attention implementation that calls torch's varlen_attn, whose arguments depend on torch's version: in
-    torch 2.11 it has no `enable_gqa`, and in 2.10 it has `is_causal` instead of `window_size`."""
+    """Return an attention implementation for packed rows (sequences in which several samples follow one another) that
+    calls torch's varlen_attn. The function's arguments depend on torch's version: in torch 2.11 it has no `enable_gqa`,
+    and in 2.10 it has `is_causal` instead of `window_size`."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
@@ -512,8 +553,9 @@ def flash(
 
 
 def attention_arguments(segments: Segments | CachedRows | None, implementation: str | None = None) -> dict[str, Any]:
-    """Return the additional keyword arguments of a language model's forward pass for packed rows or for generation with
-    a key-value cache; an empty dict for padded rows.
+    """Return the additional keyword arguments of a language model's forward pass for a packed row (a sequence in which
+    several samples follow one another) or for generation with a key-value cache; an empty dict for padded rows (one
+    sample in each row).
 
     Args:
         segments: sample boundaries of a packed row, or the input for generation; None for padded rows.
@@ -531,7 +573,8 @@ def attention_arguments(segments: Segments | CachedRows | None, implementation: 
 
 
 def packing_refused(language: PretrainedConfig) -> str | None:
-    """Return why a language model would mix the samples of a packed row; None if it keeps them apart.
+    """Return why a language model, given by its configuration, would mix samples that follow one another in a packed
+    row; None if it keeps them apart.
 
     The model's configuration is read, and the model runs once on the meta device.
 
@@ -550,8 +593,9 @@ def packing_refused(language: PretrainedConfig) -> str | None:
 
 
 def other_attention(language: PretrainedConfig) -> str | None:
-    """Return why a language model, judged by its configuration, would mix the samples of a packed row: it has attention
-    other than full causal attention or causal attention in a sliding window. None if it has not."""
+    """Return why a language model, judged by its configuration, would mix samples that follow one another in a packed
+    row: it has attention other than full causal attention or causal attention in a sliding window. None if it has
+    not."""
     if not getattr(MODEL_MAPPING[type(language)], "_supports_attention_backend", False):
         return (
             f"transformers' {language.model_type} does not attend through its AttentionInterface, so the samples of a "
@@ -575,13 +619,14 @@ def other_attention(language: PretrainedConfig) -> str | None:
 
 
 def in_bf16(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's parameters and buffers in bf16, which some kernels of mixtures of experts require."""
+    """Return a model's parameters and buffers by name, floats in bf16, which some kernels of mixtures of experts
+    require."""
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return {name: value.bfloat16() if value.is_floating_point() else value for name, value in named}
 
 
 def layers_with_window(language: PretrainedConfig) -> int:
-    """Return how many layers of a language model attend in a sliding window, as its configuration says."""
+    """Return how many layers of a language model attend in a sliding window, as the model's configuration says."""
     kinds = getattr(language, "layer_types", None)
     if kinds:
         return sum(kind == "sliding_attention" for kind in kinds)
@@ -590,9 +635,13 @@ def layers_with_window(language: PretrainedConfig) -> int:
 
 
 def layers_out_of_reach(model: PreTrainedModel) -> str | None:
-    """Run a meta-device language model on a packed row. Return why a layer would mix the samples of the row: it mixes
-    tokens outside llava_fsdp's attention implementation, or does not get the sample boundaries. None if all layers keep
-    the samples apart."""
+    """Run a meta-device language model on a packed row (a sequence in which several samples follow one another). Return
+    why a layer would mix the samples: it mixes tokens outside llava_fsdp's attention implementation, or does not get
+    the sample boundaries. None if all layers keep the samples apart.
+
+    Args:
+        model: the language model, with llava_fsdp's attention implementation `sdpa`, `varlen` or `flash`.
+    """
     config: Any = model.config
     mixers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)})
     if mixers:

@@ -3,8 +3,8 @@
 For each class of models, transformers 5 has rules that connect the tensors in files with the parameters of modules. The
 rules rename tensors, and merge, split or transpose them; for example, all experts of a layer are merged into one
 tensor. `from_pretrained` and `save_pretrained` apply these rules. Here the same code of transformers runs on
-LazyTensors, so that no values are read: it finds where the values of each parameter are in files (`plan_load`), and
-from which parameters each tensor of a saved model is made (`plan_save`).
+LazyTensors (tensors that have no values in memory), so that no values are read: it finds where the values of each
+parameter are in files (`plan_load`), and from which parameters each tensor of a saved model is made (`plan_save`).
 
 The functions of transformers that this module calls are not public (transformers.core_model_loading and
 transformers.conversion_mapping, 5.17 to 5.23). No other module calls them.
@@ -43,7 +43,7 @@ from llava_fsdp.runtime.safe_load import foreign
 
 @dataclass(frozen=True)
 class ConvertedTensor:
-    """A parameter whose values are converted from one or several tensors in files."""
+    """A model's parameter whose values are converted, when they are read, from one or several tensors in files."""
 
     lazy: LazyTensor
     """The conversion, which reads the files."""
@@ -59,17 +59,18 @@ class ConvertedTensor:
         return reduce(torch.promote_types, [part.dtype for part in self.parts])
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Return rows [begin, end) of dimension 0. Only the parts of files that contain their values are read."""
+        """Read rows [begin, end) of dimension 0 of a parameter whose values are converted from tensors in files. Only
+        the parts of the files that contain these values are read."""
         return self.lazy.rows(begin, end).to(self.dtype)
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The result of `plan_load`: where in files the weights of one of transformers' models are.
+    """Where in files the weights of one of transformers' models are. The function `plan_load` makes it.
 
     Attributes:
-        sources: stored values of parameters and buffers, by their names in the model. A tied parameter is listed under
-            each of its names.
+        sources: from what the values of parameters and buffers are read, by their names in the model. A tied parameter
+            is listed under each of its names.
         unused: names of tensors in the files that the model has no parameter for, as transformers renames them.
         misshapen: (shape in the files, shape in the model), by parameter name, if the two differ. These parameters are
             not in `sources`.
@@ -84,7 +85,8 @@ class LoadPlan:
 
 def language_model_of(config: PretrainedConfig) -> PreTrainedModel:
     """Build transformers' language model with its output layer for a configuration, on the meta device. If the
-    configuration is that of a vision-language model, build the vision-language model."""
+    configuration is that of a vision-language model, build the vision-language model, which contains the language
+    model."""
     return on_meta(AutoModelForImageTextToText if is_vision_language_model(config) else AutoModelForCausalLM, config)
 
 
@@ -103,7 +105,8 @@ def whole_model_of(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def on_meta(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """Build a model on the meta device with one of transformers' auto classes (`kind`). Raises ModelError."""
+    """Build a model on the meta device with one of transformers' auto classes (`kind`). Raises ModelError if
+    transformers cannot build it."""
     with torch.device("meta"), foreign(f"transformers cannot build a {config.model_type} model"):
         return kind.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
 
@@ -111,6 +114,9 @@ def on_meta(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
 def names_of_parts(model: Any) -> dict[str, str]:
     """Return which prefix of parameter names in transformers' model corresponds to which prefix in llava_fsdp's model,
     for the output layer and for the rest of the language model: {transformers' prefix: llava_fsdp's prefix}.
+
+    Args:
+        model: one of transformers' language models or vision-language models.
 
     Raises:
         ModelError: the model has no language model with an output layer.
@@ -130,7 +136,7 @@ def place_of(model: nn.Module, part: PretrainedConfig) -> str:
         part: the configuration of the language model or vision tower.
 
     Raises:
-        ModelError: the model has no such part that is a model of its own.
+        ModelError: the larger model has no submodule of transformers' class for this configuration.
     """
     kind = MODEL_MAPPING.get(type(part), None)
     path = next((path for path, module in model.named_modules() if kind is not None and type(module) is kind), None)
@@ -160,10 +166,17 @@ def plan_load(build: Callable[[], PreTrainedModel], tensors: Mapping[str, Stored
 def converted(
     model: Any, tensors: Mapping[str, StoredTensor], folder: Path, renames: dict[str, str] | None = None
 ) -> LoadPlan:
-    """Run transformers' conversion of the tensors of a model without reading values; arguments as in `plan_load`.
+    """Find where in files the values of each weight of a model are, by running transformers' conversion of the files'
+    tensors without reading their values.
 
     Args:
-        renames: further renamings: pattern for names in the files -> replacement.
+        model: one of transformers' models on the meta device. Its parameters are replaced.
+        tensors: the tensors in the files, by their names in the files.
+        folder: the folder of the files, for error messages.
+        renames: renamings in addition to transformers' rules: pattern for names in the files -> replacement.
+
+    Raises:
+        ModelError: transformers cannot convert the files' tensors to those of the model.
     """
     reads = {name: tensor.part for name, tensor in tensors.items()}
     lazy = {name: LazyTensor(tensor.shape, [name], reads[name]) for name, tensor in tensors.items()}
@@ -200,8 +213,9 @@ def plan_save(config: PretrainedConfig, read: Callable[[str, Box], torch.Tensor]
 
     Args:
         config: configuration of a vision-language model.
-        read: reads a part of a parameter, given its name in llava_fsdp: the name in transformers' model without the
-            leading `model.`.
+        read: function that reads a part of a parameter. It gets the parameter's name in llava_fsdp (the name in
+            transformers' model without the leading `model.`), and for each dimension the range [first, last) of
+            indices.
     """
     model: Any = whole_model_of(config)
     left_out = {*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys}

@@ -16,7 +16,7 @@ from llava_fsdp.runtime.seeds import derive
 
 
 class Rule(Enum):
-    """Distributions from which parameters are initialised."""
+    """Kinds of random or constant values with which parameters are initialised."""
 
     ONES = "ones"
     ZEROS = "zeros"
@@ -28,7 +28,8 @@ class Rule(Enum):
 
 @dataclass(frozen=True)
 class DrawRule:
-    """The distribution from which a parameter is initialised."""
+    """How a parameter is initialised: with ones, with zeros, or from a normal or uniform distribution of a given
+    scale."""
 
     rule: Rule
     scale: float = 0.0
@@ -37,8 +38,8 @@ class DrawRule:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Random initial values of a parameter. They are generated for the whole parameter, on the CPU, so that they do not
-    depend on sharding."""
+    """Random initial values of a parameter, which stand in for values in a file. They are generated for the whole
+    parameter, on the CPU, so that they do not depend on sharding."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,7 +51,8 @@ class Drawn:
         return torch.float32
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Return the parameter's rows [begin, end) of dimension 0, float32."""
+        """Generate the random initial values of a whole parameter, and return rows [begin, end) of dimension 0,
+        float32."""
         generator = torch.Generator().manual_seed(derive("weight", self.seed, self.name))
         whole = torch.empty(self.shape)
         match self.rule.rule:
@@ -67,7 +69,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Scale:
-    """Scales of the random initialisation of a part of the model."""
+    """Standard deviations for the random initialisation of the language model, its output layer or the vision tower."""
 
     embedding: float
     """Standard deviation of embeddings."""
@@ -81,8 +83,8 @@ SCALES = {"vision_tower": Scale(0.2, 0.3), "language_model": Scale(0.5, 1.0), "l
 
 
 def draw_rule(model: nn.Module, name: str) -> DrawRule:
-    """Choose how the parameter `name` is initialised: norms as the identity, biases with 0, and matrices with a
-    standard deviation proportional to 1 / sqrt(fan-in).
+    """Choose how the parameter `name` of a model is initialised: norms as the identity, biases with 0, and matrices
+    with a standard deviation proportional to 1 / sqrt(fan-in).
 
     The projector is initialised like `nn.Linear`, as in LLaVA (multimodal_projector/builder.py:39-44).
     """
@@ -108,6 +110,9 @@ def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
     These buffers are in no file, and they are uninitialised after a meta-device model is materialised. transformers
     computes them in `_init_weights`, which is called here on copies of the modules that have such buffers.
+
+    Args:
+        model: a model whose children with such buffers are transformers' models.
     """
     buffers: dict[str, torch.Tensor] = {}
     for part_name, part in model.named_children():
@@ -125,11 +130,13 @@ def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
-    """Compute the named buffers of a module with transformers' `_init_weights`, on the CPU. This is done twice, from
-    different initial values, to prove that `_init_weights` sets all of these buffers.
+    """Compute buffers of a module with transformers' `_init_weights`, on the CPU, and return them by name. This is done
+    twice, from different initial values, to prove that `_init_weights` sets all of these buffers.
 
     Args:
-        part: the model that contains the module.
+        part: the transformers model that contains the module.
+        module: a module on the meta device; it is not changed.
+        names: names of the buffers in the module.
 
     Raises:
         ModelError: `_init_weights` does not set a buffer.
@@ -151,7 +158,11 @@ def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> di
 
 
 def restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Copy buffers, given by name, into a model that was materialised from the meta device."""
+    """Copy buffers into a model that was materialised from the meta device, in which they are uninitialised.
+
+    Args:
+        buffers: values of all buffers of the model except those of quantized layers, by name.
+    """
     left = dict(buffers)
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedLinear):

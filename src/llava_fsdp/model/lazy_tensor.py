@@ -27,7 +27,7 @@ class LazyTensor(torch.Tensor):
 
     Attributes:
         sources: names of the tensors in files from which its values are made, in order, each once.
-        read: reads a part of its values.
+        read: function that reads a part of its values, given for each dimension the range [first, last) of indices.
     """
 
     sources: tuple[str, ...]
@@ -59,12 +59,13 @@ class LazyTensor(torch.Tensor):
         return compute_later(func, args, kwargs, shapes) if result is NotImplemented else result
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Read rows [begin, end) of dimension 0, or the value of a scalar."""
+        """Read rows [begin, end) of dimension 0 of a tensor whose values are not in memory, or the value of a
+        scalar."""
         return self.read(((begin, end), *whole(self.shape[1:])) if self.ndim else ())
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the ranges of indices, one for each dimension, that cover a whole tensor of this shape."""
+    """Return the ranges [first, last) of indices, one for each dimension, that cover a whole tensor of this shape."""
     return tuple((0, size) for size in shape)
 
 
@@ -73,7 +74,8 @@ def same(x: LazyTensor, *_: Any, **__: Any) -> LazyTensor:
 
 
 def part(x: LazyTensor, dim: int, begin: int, end: int) -> LazyTensor:
-    """Record `x` with only the indices [begin, end) of dimension `dim`."""
+    """Return a LazyTensor (a tensor whose values are read later) of the indices [begin, end) of dimension `dim` of
+    `x`."""
 
     def read(box: Box) -> torch.Tensor:
         first, last = box[dim]
@@ -129,8 +131,13 @@ def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> Any:
 
 
 def nonempty(read: Read, like: LazyTensor) -> Read:
-    """Extend `read` to parts without elements, for which it may have no values to concatenate. The dtype of such a part
-    is that of `like`."""
+    """Extend a function that reads a part of a tensor to parts without elements, for which it may have no values to
+    concatenate.
+
+    Args:
+        read: the function. It gets for each dimension the range [first, last) of indices.
+        like: a tensor that has the dtype of the values that are read.
+    """
 
     def read_any(box: Box) -> torch.Tensor:
         if all(first < last for first, last in box):
@@ -184,11 +191,15 @@ def view(x: LazyTensor, shape: Sequence[int], *_: Any, **__: Any) -> LazyTensor:
 
 
 def read_view(x: LazyTensor, shape: Sequence[int], box: Box) -> torch.Tensor:
-    """Read the part `box` of `x.view(shape)`, and as few other values as possible.
+    """Read a part of `x.view(shape)`, and as few other values of `x` as possible.
 
     No other values are read if the shapes differ only in dimensions of size 1. If the shapes have equal leading
     dimensions, the part is read in full in all later dimensions. Otherwise all rows of `x` that contain values of the
     part are read.
+
+    Args:
+        x: a tensor whose values are not in memory.
+        box: the part: for each dimension of `shape`, the range [first, last) of indices.
     """
     sizes = [last - first for first, last in box]
     if [size for size in shape if size != 1] == [size for size in x.shape if size != 1]:
@@ -211,7 +222,13 @@ def read_view(x: LazyTensor, shape: Sequence[int], box: Box) -> torch.Tensor:
 
 
 def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on the meta device, and return its results, which have shapes but no values."""
+    """Run a torch operation on the meta device, with meta tensors of the same shapes and dtypes instead of its tensor
+    arguments. Return its results, which have shapes but no values.
+
+    Args:
+        func: the operation, such as torch.ops.aten.cat.default.
+        args, kwargs: the operation's arguments.
+    """
 
     def moved(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
@@ -221,10 +238,13 @@ def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def compute_later(func: Any, args: Any, kwargs: Any, shapes: Any) -> Any:
-    """Record an operation that is not in the table `OPERATIONS`: when a part of its result is read, all of its inputs
-    are read and the whole operation is computed.
+    """Return the results of a torch operation on LazyTensors (tensors whose values are read later), as LazyTensors:
+    whenever a part of a result is read, all of the operation's inputs are read and the whole operation is computed.
+    Used for operations that compute new values; those that only move values are read in parts.
 
     Args:
+        func: the operation, such as torch.ops.aten.mul.Tensor.
+        args, kwargs: the operation's arguments.
         shapes: the operation's results on the meta device.
     """
 

@@ -85,11 +85,12 @@ class Llava(nn.Module):
         return_logits: bool = False,
         collector: LossCollector | None = None,
     ) -> torch.Tensor:
-        """Return the sum of the losses of all labels or, with `return_logits`, the logits at the labels.
+        """Return the sum of the losses of all labels (tokens that the model is trained to predict) or, with
+        `return_logits`, the logits at the labels.
 
         Args:
             input_ids: int64 [rows, length], padded on the right, so that causal attention ignores the padding. A packed
-                row is int64 [1, tokens].
+                row (a sequence in which several samples follow one another) is int64 [1, tokens].
             segments: None for padded rows. For a packed row: position ids int64 [1, tokens] that begin at 0 in every
                 sample, cumulative sample lengths int32 [samples + 1], and the samples' lengths. For generation with a
                 key-value cache: positions and mask of the new tokens, and the cache.
@@ -98,11 +99,12 @@ class Llava(nn.Module):
                 tiles. The index after the last feature selects the learned end-of-line vector (`image_newline`). For
                 tokens that are weighted sums of four features: the indices, int64 [image tokens, 4], and the weights,
                 float32 [image tokens, 4].
-            images: float32 [tiles, 3, size, size], normalised; None if no rank has an image.
+            images: image tiles (inputs of the vision tower), float32 [tiles, 3, size, size], normalised; None if no
+                rank has an image.
             seeds: dropout seeds, int64 [samples] and int64 [tiles]; used in training with dropout.
             label_positions: int64 [labels]: index in the flattened rows of the token at which each label is predicted.
             label_ids: int64 [labels]; not used with `return_logits`.
-            collector: collects the loss of every single label, if the loss kernel computes these losses.
+            collector: collects the loss of every single label, if the loss function computes these losses.
 
         Returns:
             float32 scalar, or float32 [labels, vocabulary].
@@ -128,7 +130,16 @@ class Llava(nn.Module):
         images: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the input embeddings of the language model, [rows, length, hidden]. The embeddings of image tokens are
-        projected image features. Arguments are those of `forward`."""
+        projected image features.
+
+        Args:
+            input_ids: int64 [rows, length].
+            image_positions: int64 [image tokens]: index of each image token in the flattened rows.
+            image_rows: index of each image token's feature in the concatenated features of all images, int64 [image
+                tokens]; for tokens that are weighted sums of four features, the indices and the weights, both [image
+                tokens, 4].
+            images: input images of the vision tower, float32 [tiles, 3, size, size]; None if no rank has an image.
+        """
         if images is None:
             return self.language_model.get_input_embeddings()(input_ids)
         features = self.multi_modal_projector(self.image_features(images)).flatten(0, 1)  # [tiles * tokens, hidden]
@@ -145,14 +156,17 @@ class Llava(nn.Module):
 
     @property
     def image_tokens(self) -> int:
-        """Number of tokens that an image tile has in the language model."""
+        """Number of tokens that each input image (tile) of the vision tower has in the language model."""
         return self.probe.features // self.cfg.shuffle_factor**2
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute the vision tower's features of image tiles, [tiles, features, vision width].
+        """Compute the vision tower's features of images, [tiles, features, vision width].
 
         If the micro-batch has no image, a frozen vision tower does not run, and a trainable vision tower runs on a
         blank image whose features are discarded, so that its blocks run on every rank.
+
+        Args:
+            images: input images of the vision tower, float32 [tiles, 3, size, size]; there may be none.
         """
         trains = Part.vision in self.cfg.train
         if not trains and not len(images):
@@ -173,8 +187,8 @@ class Llava(nn.Module):
         return stacks
 
     def whole_while_frozen(self) -> list[nn.Module]:
-        """Return the modules whose weights are not sharded while they are frozen: the vision tower. If it is frozen, it
-        does not run on ranks without images, so that it must not need collectives."""
+        """Return the modules whose weights FSDP does not shard while they are frozen: the vision tower. If it is
+        frozen, it does not run on ranks without images, so that it must not need collectives."""
         return [self.vision_tower]
 
     def with_vocabulary(self) -> set[str]:
@@ -185,9 +199,9 @@ class Llava(nn.Module):
         return {"lm_head.weight", *(f"language_model.{name}" for name in names)}
 
     def freeze(self) -> None:
-        """Freeze all parameters except those that train: the parameters of the parts in `model.train` or, if a part has
-        adapters, only its adapters and the biases that `model.lora.bias` selects. Parameters that can never get a
-        gradient are frozen too."""
+        """Freeze all parameters of the model except those that train: the parameters of the parts (projector, language
+        model, vision tower) in `model.train` or, if a part has LoRA adapters, only its adapters and the biases that
+        `model.lora.bias` selects. Parameters that can never get a gradient are frozen too."""
         self.requires_grad_(False)
         modules = {
             Part.projector: [self.multi_modal_projector],
@@ -209,12 +223,13 @@ class Llava(nn.Module):
 
 
 def take_features(features: torch.Tensor, rows: FeatureRows) -> torch.Tensor:
-    """Return the feature of each image token, [image tokens, hidden]. Weighted sums of features are computed in
+    """Return the image feature of each image token, [image tokens, hidden]. Weighted sums of features are computed in
     float32.
 
     Args:
-        features: [tiles * tokens, hidden]
-        rows: the indices of the features, and their weights if there are several, as `image_rows` in `Llava.forward`.
+        features: features of all images, [tiles * tokens, hidden].
+        rows: the index of each image token's feature in `features`, int64 [image tokens]; for tokens that are weighted
+            sums of four features, the indices and the weights, both [image tokens, 4].
     """
     if isinstance(rows, torch.Tensor):
         return features.index_select(0, rows)
@@ -230,17 +245,22 @@ def build_llava(
     kernel: Kernel | None = None,
     loss: LossConfig | None = None,
 ) -> Llava:
-    """Build a model on the meta device, with the adapters and quantized layers that `cfg` selects, and freeze the
-    parameters that do not train.
+    """Build a LLaVA model on the meta device, with the LoRA adapters and quantized layers that `cfg` selects, and
+    freeze the parameters that do not train.
 
     Args:
-        kernel: attention kernel for packed rows; None: the model accepts only padded rows.
-        loss: loss configuration; None: the loss is computed from the logits of all labels at once.
+        parts: configurations of the language model and the vision tower, and the folders of their files.
+        cfg: the section `model` of the configuration.
+        compute_dtype: dtype of the matrix products in the forward pass.
+        kernel: attention implementation for packed rows (sequences in which several samples follow one another); None:
+            the model accepts only padded rows.
+        loss: the section `loss` of the configuration; None: the loss is computed from the logits of all labels at once.
 
     Raises:
         ConfigError: the language model cannot keep the samples of a packed row apart, or does not support adapters or
             quantization; or `loss.kernel` is not supported.
-        ModelError: transformers cannot build one of the parts, or the vision tower is not supported.
+        ModelError: transformers cannot build the language model or the vision tower, or the vision tower is not
+            supported.
     """
     if kernel is not None:
         register_attention()
@@ -264,6 +284,10 @@ def build_llava(
 
 
 def refuse_packing(reason: str | None) -> None:
-    """Raise ConfigError if there is a reason why the language model would mix the samples of a packed row."""
+    """Raise ConfigError if a language model would mix samples that follow one another in a packed row.
+
+    Args:
+        reason: why it would mix them; None if it would not.
+    """
     if reason is not None:
         raise ConfigError(f"pack=true: {reason}; set pack=false, or auto")

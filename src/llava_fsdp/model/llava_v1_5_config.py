@@ -1,4 +1,5 @@
-"""Read and write the original LLaVA's `config.json` (LLaVA llava_arch.py:60-104, model/builder.py:26-167)."""
+"""Read and write the `config.json` of the original LLaVA, the code of Liu et al. (llava_arch.py:60-104,
+model/builder.py:26-167)."""
 
 import json
 from dataclasses import dataclass
@@ -39,16 +40,20 @@ CLIP_336 = {
 
 
 def is_original(raw: dict[str, Any]) -> bool:
-    """Return whether a config.json (`raw`) was written by the original LLaVA, and not by transformers for its own
-    LLaVA models."""
+    """Return whether a model's config.json was written by the original LLaVA (the code of Liu et al.), and not by
+    transformers for its own LLaVA models.
+
+    Args:
+        raw: content of config.json.
+    """
     return "mm_vision_tower" in raw or str(raw.get("model_type")) in ("llava_llama", "llava_mpt", "llava_mistral")
 
 
 @dataclass(frozen=True)
 class Selection:
     """Which features of the vision tower a model was trained with, and how they become image tokens: the projector's
-    type, the layer of the tower, whether its CLS token is a feature, how tiles are merged, and whether special tokens
-    surround an image."""
+    type, the layer of the vision tower, whether its CLS token is a feature, how the tiles of an image are merged, and
+    whether special tokens surround an image."""
 
     projector_type: str
     select_layer: int
@@ -59,6 +64,10 @@ class Selection:
 
 def read_selection(raw: dict[str, Any], folder: Path) -> Selection:
     """Read the settings of projector and vision features from a config.json of the original LLaVA, with its defaults.
+
+    Args:
+        raw: content of config.json.
+        folder: the folder of config.json, for error messages.
 
     Raises:
         ModelError: the model is not supported, or the file does not say which layer of the vision tower is selected.
@@ -81,6 +90,10 @@ def read_feature(raw: dict[str, Any], folder: Path) -> Feature:
 
     Args:
         raw: content of the model's config.json.
+        folder: the folder of config.json, for error messages.
+
+    Raises:
+        ModelError: config.json has an unknown value.
     """
     names = {name: feature for feature, name in FEATURES.items()}
     feature = raw.get("mm_vision_select_feature", "patch")
@@ -90,7 +103,12 @@ def read_feature(raw: dict[str, Any], folder: Path) -> Feature:
 
 
 def check_supported(raw: dict[str, Any], folder: Path) -> None:
-    """Raise ModelError if a model of the original LLaVA with the config.json `raw` is not supported."""
+    """Raise ModelError if a model of the original LLaVA is not supported.
+
+    Args:
+        raw: content of the model's config.json.
+        folder: the folder of config.json, for error messages.
+    """
     if raw.get("model_type") not in ("llava_llama", FIRST_NAME):
         raise ModelError(
             f"{folder / 'config.json'} has model_type={raw.get('model_type')}; of the original's models, llava_llama "
@@ -105,7 +123,12 @@ def check_supported(raw: dict[str, Any], folder: Path) -> None:
 
 
 def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
-    """Check that a config.json of the original LLaVA has the same projector and vision feature settings as `cfg`.
+    """Check that a config.json of the original LLaVA has the same projector and vision feature settings as the section
+    `model` of the configuration (`cfg`).
+
+    Args:
+        raw: content of config.json.
+        folder: the folder of config.json, for error messages.
 
     Raises:
         ConfigError: a value differs; the message has the key and both values.
@@ -139,8 +162,12 @@ def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
 
 
 def language_config(raw: dict[str, Any]) -> PretrainedConfig:
-    """Return the language model's configuration from a config.json (`raw`) of the original LLaVA, which has the fields
-    of this configuration at the top level."""
+    """Return the language model's configuration in transformers, from a config.json of the original LLaVA (the code of
+    Liu et al.), which has the fields of this configuration at the top level.
+
+    Args:
+        raw: content of config.json.
+    """
     fields = {key: raw[key] for key in (*LANGUAGE_KEYS, "rope_theta", "pretraining_tp") if key in raw}
     if raw.get("rope_scaling") is not None:
         fields["rope_scaling"] = dict(raw["rope_scaling"])  # transformers writes into it
@@ -153,7 +180,9 @@ def original_config(
     """Build a config.json of the original LLaVA, for a model that does not come with one.
 
     Args:
+        language: the language model's configuration.
         features: width of the vision tower's features.
+        cfg: the section `model` of the configuration.
         tower: name or folder from which the original LLaVA will load the vision tower.
         max_length: maximum length of a sample in tokens.
         drops_cls: whether the vision tower's CLS token is left out.
@@ -187,8 +216,11 @@ def original_config(
 
 
 def rope(language: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of a config.json for rotary embeddings, in the form of transformers 4, which the original LLaVA
-    uses.
+    """Return the fields of a config.json for the rotary embeddings of a language model, in the form of transformers 4,
+    which the original LLaVA uses.
+
+    Args:
+        language: the language model's configuration.
 
     Raises:
         ModelError: the Llama class in the original LLaVA's version of transformers does not support the language model.
@@ -216,8 +248,13 @@ def known_tower(vision: PretrainedConfig) -> str | None:
 
 
 def generation_config(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a generation config without its sampling values (temperature, top_p, ...), if it has no `do_sample`.
-    transformers refuses to save sampling values without `do_sample`, and Vicuna's config has them (LLaVA#1144)."""
+    """Return the content of a generation_config.json without its sampling values (temperature, top_p, ...), if it has
+    no `do_sample`. transformers refuses to save sampling values without `do_sample`, and Vicuna's file has them
+    (LLaVA#1144).
+
+    Args:
+        given: content of generation_config.json.
+    """
     if given.get("do_sample"):
         return given
     return {k: v for k, v in given.items() if k not in ("temperature", "top_p", "top_k", "typical_p")}

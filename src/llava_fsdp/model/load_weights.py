@@ -1,5 +1,5 @@
 """Load the weights of a sharded model, from files or randomly initialised: each rank reads only its own rows, one
-parameter at a time."""
+parameter at a time. Compute hashes of weights, by which a resumed run recognizes them."""
 
 import copy
 import hashlib
@@ -48,7 +48,8 @@ DIGESTED_BYTES = 16 << 20
 
 
 class Shard(Protocol):
-    """Protocol of a rank's shard of one parameter: the rows [begin, end) of dimension 0."""
+    """Protocol of a rank's shard of one parameter: the rows [begin, end) of dimension 0, and the tensors that contain
+    their values."""
 
     @property
     def begin(self) -> int: ...
@@ -58,16 +59,19 @@ class Shard(Protocol):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that contain the shard's values, such as the fp32 master weight and its copy in the compute
-        dtype."""
+        """All tensors that contain the values of a rank's shard of a parameter, such as the fp32 master weight and its
+        copy in the compute dtype."""
         ...
 
 
 def find_weights(model: Llava, parts: Parts, cfg: ModelConfig, projector: Path | None, seed: int) -> dict[str, Stored]:
-    """Find the source of the initial values of every parameter of a meta-device model: tensors in files, or a random
-    distribution. Return the sources by parameter name.
+    """Find from where the initial values of every parameter of a meta-device model are read: tensors in files, or a
+    random distribution. Return these sources by parameter name.
 
     Args:
+        model: the model.
+        parts: folders of the language model and the vision tower, or of a whole LLaVA model.
+        cfg: the section `model` of the configuration.
         projector: folder or file of the projector; None: the projector is initialised randomly, unless it is part of
             `model.checkpoint` or of the adapter's files.
         seed: seed of the random initialisation.
@@ -121,7 +125,12 @@ def find_weights(model: Llava, parts: Parts, cfg: ModelConfig, projector: Path |
 
 
 def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
-    """Return the error to raise if the parameter `name` is in no file."""
+    """Return the error to raise if the parameter `name` is in no file.
+
+    Args:
+        parts: folders of the language model and the vision tower, or of a whole LLaVA model.
+        projector: folder or file of the projector, if it is separate.
+    """
     if parts.whole is not None:
         return ModelError(f"{parts.whole} has no weights for {name}; is it the model that its configuration says?")
     if name.startswith(PROJECTOR_PREFIX):
@@ -140,11 +149,15 @@ def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
 def adapter_sources(
     model: nn.Module, base: dict[str, Stored], given: dict[str, Stored], seed: int
 ) -> dict[str, Stored]:
-    """Find the sources of the initial values of the adapters' parameters. Return the sources by parameter name.
+    """Find from where the initial values of the parameters of a model's LoRA adapters are read: tensors in files, or
+    peft's initial values. Return these sources by parameter name.
 
     Args:
-        base: sources of the other parameters.
-        given: stored parameters of the adapter that the run continues; other parameters get peft's initial values.
+        model: the model with adapters.
+        base: sources of the parameters that do not belong to adapters, by parameter name.
+        given: stored parameters of an adapter whose training is continued, by parameter name. Adapter parameters that
+            are not among them get peft's initial values.
+        seed: seed of the random initialisation.
 
     Raises:
         ModelError: a tensor in `given` has another shape than the parameter.
@@ -177,6 +190,8 @@ def vision_tower(tensors: Mapping[str, StoredTensor], parts: Parts, model: nn.Mo
 
     Args:
         tensors: the tensors in the folder's files, by their names in the files.
+        parts: the vision tower's folder and configuration.
+        model: llava_fsdp's model.
     """
     folder = parts.vision_folder
     config = read_config(folder, "model.vision")
@@ -197,6 +212,8 @@ def language_model(
         tensors: the tensors in the folder's files, by their names in the files.
         config: the folder's configuration: that of a language model, or of a vision-language model, of which only the
             language model is used.
+        folder: the folder of the files, for messages.
+        model: llava_fsdp's model.
     """
     plan = plan_load(lambda: language_model_of(config), tensors, folder)
     unused = [] if is_vision_language_model(config) else [name for name in plan.unused if not COMPUTED.search(name)]
@@ -209,8 +226,12 @@ def language_model(
 
 
 def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
-    """Find all parameters of a whole model in the files of its folder `parts.whole`. Return the stored parameters by
-    llava_fsdp's names. If the folder has no vision tower, its parameters are in `parts.vision_folder`.
+    """Find all parameters of a LLaVA model (vision tower, projector and language model) in the files of its folder
+    `parts.whole`. Return the stored parameters by llava_fsdp's names. If this folder has no vision tower, the vision
+    tower's parameters are in `parts.vision_folder`.
+
+    Args:
+        model: llava_fsdp's model.
 
     Raises:
         ModelError: the folder has a tensor that is no parameter of this model.
@@ -228,11 +249,14 @@ def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
 def original_model(
     tensors: Mapping[str, StoredTensor], parts: Parts, folder: Path, model: nn.Module
 ) -> dict[str, Stored]:
-    """Find all parameters of a model in the files of a folder of the original LLaVA. Return the stored parameters by
-    llava_fsdp's names.
+    """Find all parameters of a LLaVA model in the files of a folder of the original LLaVA. Return the stored parameters
+    by llava_fsdp's names.
 
     Args:
         tensors: the tensors in the folder's files, by their names in the files.
+        parts: configurations of the language model and the vision tower, and the folder of the vision tower.
+        folder: the folder of the files.
+        model: llava_fsdp's model.
     """
     found: dict[str, Stored] = {}
     tower: dict[str, StoredTensor] = {}
@@ -264,11 +288,14 @@ def plan_with_all_rows(
     tensors: Mapping[str, StoredTensor],
     folder: Path,
 ) -> LoadPlan:
-    """Find where in files the weights of a model are, as `plan_load` does. Unlike there, the embeddings and the output
-    layer in the files may have more rows than the configuration's vocabulary.
+    """Find where in files the weights of one of transformers' models are. The embeddings and the output layer in the
+    files may have more rows than the configuration's vocabulary.
 
     Args:
-        build: builds transformers' model for a configuration.
+        build: builds transformers' model for a configuration, on the meta device.
+        config: the model's configuration.
+        tensors: the tensors in the files, by their names in the files.
+        folder: the folder of the files, for error messages.
     """
     plan = plan_load(lambda: build(config), tensors, folder)
     vocabulary = config.get_text_config().vocab_size
@@ -286,9 +313,10 @@ def plan_with_all_rows(
 
 
 def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, folder: Path) -> dict[str, Stored]:
-    """Return the sources of a load plan by llava_fsdp's parameter names.
+    """Return where in files the parameters of a model are, by llava_fsdp's parameter names instead of transformers'.
 
     Args:
+        plan: where in files the parameters of one of transformers' models are.
         prefixes: prefix of names in transformers' model -> prefix of names in llava_fsdp's model. The first one that
             fits is used; parameters to which none fits are left out.
         model: llava_fsdp's model.
@@ -317,12 +345,19 @@ def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, fol
 
 
 def parameter_names(model: nn.Module) -> set[str]:
-    """Return the names of all parameters, in the model without adapters; tied parameters with each of their names."""
+    """Return the names of all parameters of a model, as they are without LoRA adapters; tied parameters with each of
+    their names."""
     return {without_base(name) for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def refuse_unused(names: list[str], folder: Path) -> None:
-    """Raise ModelError if files contain tensors, other than computed buffers, that the model has no parameter for."""
+    """Raise ModelError if files contain tensors that the model has no parameter for, except buffers that are computed
+    and not loaded.
+
+    Args:
+        names: names of the tensors in files that the model has no parameter for.
+        folder: the folder of the files, for the message.
+    """
     unknown = [name for name in names if not COMPUTED.search(name)]
     if unknown:
         raise ModelError(
@@ -332,11 +367,11 @@ def refuse_unused(names: list[str], folder: Path) -> None:
 
 
 def projector_alone(path: Path) -> dict[str, Stored]:
-    """Open the projector's tensors in a file or folder, which contains a projector or a whole model. Return them by
-    llava_fsdp's parameter names.
+    """Open the projector's tensors in a file or folder, which contains a projector or a whole LLaVA model. Return them
+    by llava_fsdp's parameter names.
 
     Raises:
-        ModelError: the projector was trained together with rows of the vocabulary (LLaVA's mm_use_im_start_end).
+        ModelError: the projector was trained together with rows of the token embeddings (LLaVA's mm_use_im_start_end).
     """
     tensors = open_tensors(path, projector_only=True)
     named = {projector_name(name): tensor for name, tensor in tensors.items()}
@@ -347,8 +382,14 @@ def projector_alone(path: Path) -> dict[str, Stored]:
 
 
 def check_shape(name: str, expected: tuple[int, ...], stored: Stored, may_have_more_rows: bool) -> None:
-    """Raise ModelError if a stored tensor has another shape than its parameter. With `may_have_more_rows`, it may have
-    more rows."""
+    """Raise ModelError if a parameter in a file has not the shape that the model needs.
+
+    Args:
+        name: the parameter's name, for the message.
+        expected: the shape that the model needs.
+        stored: the parameter in the file.
+        may_have_more_rows: whether dimension 0 may be larger in the file.
+    """
     got = stored.shape
     if got == expected or (may_have_more_rows and got[:1] > expected[:1] and got[1:] == expected[1:]):
         return
@@ -365,7 +406,7 @@ def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
     the checkpoint. A quantized parameter is represented by its values before quantization.
 
     Args:
-        digests: digests of the frozen parameters, by name.
+        digests: digests (hashes of the values) of the frozen parameters, by name.
     """
     whole = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -375,10 +416,12 @@ def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
 
 
 def base_fingerprint(digests: Mapping[str, str], apart: Collection[str]) -> str:
-    """Return a hash of an adapter's base model, without the weights that are saved together with the adapter.
+    """Return a hash of the values of a LoRA adapter's base model, without the weights that are saved together with the
+    adapter.
 
     Args:
-        digests: digests of the base model's weights, by their names in the model with or without adapters.
+        digests: digests (hashes of the values) of the base model's weights, by their names in the model with or without
+            adapters.
         apart: names of the weights that are saved with the adapter.
     """
     without = {without_base(name) for name in apart}
@@ -395,10 +438,12 @@ def frozen_digests(
     gather: Callable[[list[tuple[str, str]]], list[tuple[str, str]]] = list,
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> dict[str, str]:
-    """Compute the digests of all frozen parameters, by name. Each of `size` ranks computes a part of them.
+    """Compute the digests (hashes of the values) of all frozen parameters of a model, by name. Each of `size` ranks
+    computes the digests of some of them.
 
     Args:
-        sources: the stored parameters.
+        sources: where the parameters' values are read from, by parameter name.
+        rank: the number of this rank.
         gather: returns the (name, digest) pairs of all ranks, given those of this rank.
         watch: wraps the iteration over this rank's names, to show progress: a frozen 13B model has 26 GB.
     """
@@ -411,8 +456,13 @@ def frozen_digests(
 
 
 def digest_of(source: Stored, shape: tuple[int, ...]) -> str:
-    """Return the digest of a parameter's stored values. If the parameter is randomly initialised, return a text with
-    its distribution and seed instead."""
+    """Return the SHA-256 of a parameter's values, read from its source. If the parameter is randomly initialised,
+    return a text with its distribution and seed instead.
+
+    Args:
+        source: the parameter in a file, or its random distribution.
+        shape: the parameter's shape; further rows in the file are left out.
+    """
     if isinstance(source, Drawn):
         return f"{source.rule.rule.value} {source.rule.scale!r} {source.seed}"
     digest = hashlib.sha256(str(source.dtype).encode())
@@ -430,16 +480,16 @@ def load_weights(
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
     packed: Mapping[str, QuantizedLinear] | None = None,
 ) -> None:
-    """Copy every parameter's values from its source into this rank's shard.
+    """Copy the values of every parameter of a model from its source, such as a file, into this rank's shard.
 
     A rank reads only its own rows. A weight that will be quantized is read whole, because its scales depend on the
     whole weight.
 
     Args:
-        sources: sources of the values, by parameter name.
+        sources: where the values are read from, by parameter name.
         shards: this rank's shards, by parameter name.
         watch: wraps the iteration over parameter names, to show progress.
-        packed: quantized layers, by the names of their weights.
+        packed: quantized layers, by the names of their weights; None: no weight is quantized.
     """
     assert sources.keys() == shards.keys(), sources.keys() ^ shards.keys()
     for name in watch(sources):

@@ -1,7 +1,7 @@
 """Add low-rank adapters (LoRA) to a model with peft, and choose which modules get adapters and which parameters train.
 
 The original LLaVA names target modules only by the last part of their names (train.py:169-182), and peft matches that
-part anywhere. Therefore the vision tower gets adapters too, which never train, because the tower runs without
+part anywhere. Therefore the vision tower gets adapters too, which never train, because the vision tower runs without
 gradients. Here target modules are named by their full paths, and all of them are in blocks that run.
 """
 
@@ -45,16 +45,21 @@ class Adaptable(Protocol):
 
 
 def targets(model: Adaptable) -> list[str]:
-    """Return the full paths of the linear layers that get adapters: all in the blocks of the parts that
-    `model.cfg.adapted` lists, except the vision tower's layers after `model.select_layer`."""
+    """Return the full paths of the linear layers that get LoRA adapters: all in the blocks of the language model, the
+    vision tower or both, as `model.cfg.adapted` lists them, except the vision tower's layers after
+    `model.select_layer`."""
     leftovers = {f"vision_tower.{name}" for name in model.probe.leftovers}
     found = [name for part in model.cfg.adapted for name in linear_layers(model, part)]
     return [name for name in found if f"{name}.weight" not in leftovers]
 
 
 def linear_layers(model: Adaptable, part: Part) -> list[str]:
-    """Return the full paths of the linear layers in the blocks of a part (language model or vision tower) that has no
-    adapters yet. Subclasses of `nn.Linear` with another forward pass, such as Llama 4's router, are left out."""
+    """Return the full paths of the linear layers in the transformer blocks of one part of a model, the language model
+    or the vision tower. Subclasses of `nn.Linear` with another forward pass, such as Llama 4's router, are left out.
+
+    Args:
+        model: a LLaVA model without LoRA adapters.
+    """
     root_name = {Part.language: "language_model", Part.vision: "vision_tower"}[part]
     root = model.get_submodule(root_name)
     in_blocks = {module for block in find_blocks(root) for module in block.modules()}
@@ -63,9 +68,10 @@ def linear_layers(model: Adaptable, part: Part) -> list[str]:
 
 
 def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str]:
-    """Add adapters with peft to the configured layers of a meta-device model, in place.
+    """Add LoRA adapters with peft to the configured layers of a meta-device model, in place.
 
     Args:
+        cfg: the section `model.lora` of the configuration.
         keys: hashes of the current micro-batch's tokens, from which the adapters compute their dropout masks.
 
     Returns:
@@ -89,9 +95,10 @@ def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str
 
 
 def put_adapters(model: Any, cfg: LoraConfig, names: list[str]) -> None:
-    """Add adapters with peft to the named modules of a model, in place.
+    """Add LoRA adapters with peft to the named modules of a model, in place.
 
     Args:
+        cfg: the adapters' settings, such as rank and scale.
         names: full paths of the modules.
 
     Raises:
@@ -124,8 +131,8 @@ def import_peft() -> Any:
 
 
 def trained_with_adapters(model: Adaptable) -> list[nn.Parameter]:
-    """Return the trained parameters of the parts that have adapters: those of the adapters, and the biases that
-    `model.lora.bias` selects."""
+    """Return the trained parameters of those parts of a model (language model, vision tower) that have LoRA adapters:
+    the parameters of the adapters, and the biases that `model.lora.bias` selects."""
     roots = {Part.language: (model.language_model, model.lm_head), Part.vision: (model.vision_tower,)}
     trained = [p for n, p in model.named_parameters() if is_adapter(n)]
     bias = model.cfg.lora.bias
@@ -138,8 +145,8 @@ def trained_with_adapters(model: Adaptable) -> list[nn.Parameter]:
 
 
 def check_gradients(model: Adaptable) -> None:
-    """Check, by running the model on the meta device, that every trainable parameter of the language model and the
-    vision tower gets a gradient.
+    """Check, by running a model with LoRA adapters on the meta device, that every trainable parameter of the language
+    model and the vision tower gets a gradient.
 
     Raises:
         ConfigError: a parameter that trains can never get a gradient.
@@ -171,8 +178,8 @@ def check_gradients(model: Adaptable) -> None:
 
 @contextmanager
 def tried(model: str) -> Iterator[None]:
-    """Context manager for running a model with adapters on the meta device. If the model fails, as some mixtures of
-    experts do, it raises ConfigError.
+    """Context manager for running a model with LoRA adapters on the meta device. If the model fails, as some mixtures
+    of experts do, it raises ConfigError.
 
     Args:
         model: name of the model, for the message.
@@ -187,8 +194,12 @@ def tried(model: str) -> Iterator[None]:
 
 
 def without_gradient(part: str, module: nn.Module, out: torch.Tensor) -> list[str]:
-    """Return the names of a module's trainable parameters on which its output `out` does not depend, with the prefix
-    `part`."""
+    """Return the names of a module's trainable parameters on which the module's output does not depend.
+
+    Args:
+        part: name of the module, with which the parameters' names begin.
+        out: the module's output.
+    """
     trained = {f"{part}.{name}": p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         return []
@@ -197,7 +208,7 @@ def without_gradient(part: str, module: nn.Module, out: torch.Tensor) -> list[st
 
 
 def start_of_a(parent: nn.Module) -> float:
-    """Return the bound of the uniform distribution from which peft initialises an adapter's matrix A
+    """Return the bound of the uniform distribution from which peft initialises the matrix A of a LoRA adapter
     (`kaiming_uniform_` with a = sqrt(5)). Matrix B is initialised with 0.
 
     Args:
@@ -208,5 +219,5 @@ def start_of_a(parent: nn.Module) -> float:
 
 
 def row_lengths(weight: torch.Tensor) -> torch.Tensor:
-    """Return the norms of a weight's rows, float [rows]: DoRA's initial magnitudes."""
+    """Return the norms of a weight's rows, float32 [rows]. They are the initial magnitudes of DoRA."""
     return torch.linalg.norm(weight.float(), dim=1)

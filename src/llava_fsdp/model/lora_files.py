@@ -46,7 +46,7 @@ NAMED = 8
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An opened adapter folder. The values of its tensors are read only when they are needed."""
+    """An opened folder with a LoRA adapter. The values of its tensors are read only when they are needed."""
 
     folder: Path
     settings: dict[str, Any]
@@ -58,7 +58,7 @@ class AdapterFolder:
 
     @property
     def modules(self) -> list[str]:
-        """The names of the modules that have adapters, sorted."""
+        """The names of the modules that have LoRA adapters in this folder, sorted."""
         return sorted({module_of(name) for name in self.tensors if is_adapter(name)})
 
 
@@ -67,14 +67,19 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def adapter_folders(name: str) -> tuple[Path, Path]:
-    """Return the two paths at which an adapter folder may be if a setting has the value `name`: `name` itself, and its
-    subfolder `adapter`, which a run's output folder has. The paths need not exist."""
+    """Return the two paths at which the folder of a LoRA adapter may be, if a setting of the configuration has the
+    value `name`: `name` itself, and its subfolder `adapter`, which the output folder of a training run has. The paths
+    need not exist."""
     return Path(name), Path(name) / FOLDER
 
 
 def find_adapter(name: str, key: str) -> Path:
-    """Return the adapter folder that a setting (`key`) names by its value (`name`): the folder `name` itself or, if
-    `name` is a run's output folder, the final adapter in it.
+    """Return the folder of the LoRA adapter that a setting of the configuration names: the folder `name` itself or, if
+    `name` is the output folder of a training run, the final adapter in it.
+
+    Args:
+        name: the setting's value.
+        key: the setting, for error messages.
 
     Raises:
         ConfigError: there is no adapter in the folder.
@@ -91,7 +96,7 @@ def find_adapter(name: str, key: str) -> Path:
 
 
 def open_adapter(folder: Path) -> AdapterFolder:
-    """Open an adapter folder.
+    """Open a folder with a LoRA adapter that peft, the original LLaVA or llava_fsdp has written.
 
     Raises:
         ModelError: the folder has no LoRA adapter, or one of an unsupported form, or a file is missing or damaged.
@@ -115,12 +120,16 @@ def open_adapter(folder: Path) -> AdapterFolder:
 
 
 def check_meaning(folder: Path, lora: LoraConfig) -> None:
-    """Check that the LoRA settings read from adapter_config.json (`lora`) are still those of the training, which
-    llava_fsdp wrote into the folder's notes (`llava_fsdp.json`). A user may change other settings in
-    adapter_config.json, such as the path of the base model.
+    """Check that the LoRA settings in an adapter's adapter_config.json are still those of the training, which
+    llava_fsdp wrote into `llava_fsdp.json` in the same folder. A user may change other settings in adapter_config.json,
+    such as the path of the base model.
+
+    Args:
+        folder: the adapter's folder.
+        lora: the settings read from adapter_config.json.
 
     Raises:
-        ModelError: a setting of adapter_config.json differs from the notes.
+        ModelError: a setting differs.
     """
     trained = read_notes(folder).get("lora", {})
     with foreign(f"{folder / NOTES} is not what was written"):
@@ -133,8 +142,12 @@ def check_meaning(folder: Path, lora: LoraConfig) -> None:
 
 
 def check_kind(settings: dict[str, Any], folder: Path) -> None:
-    """Raise ModelError unless an adapter_config.json (`settings`) describes plain LoRA with one rank and one scale for
-    all modules."""
+    """Raise ModelError unless an adapter_config.json describes plain LoRA with one rank and one scale for all modules.
+
+    Args:
+        settings: content of adapter_config.json.
+        folder: its folder, for the message.
+    """
     kind = settings.get("peft_type")
     if kind != "LORA":
         raise ModelError(f"{folder} is a {kind} adapter; only LoRA is read")
@@ -150,7 +163,11 @@ def check_kind(settings: dict[str, Any], folder: Path) -> None:
 
 
 def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
-    """Return the LoRA settings that an adapter_config.json (`settings`) contains.
+    """Return the LoRA settings that an adapter_config.json contains.
+
+    Args:
+        settings: content of adapter_config.json.
+        folder: its folder, for error messages.
 
     Raises:
         ModelError: rank or scale is not a valid number; the message has the key and its value.
@@ -174,8 +191,8 @@ def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
 
 
 def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dict[str, StoredTensor]:
-    """Return the initial values for a run that continues the training of an adapter, by parameter name: the adapter's
-    parameters, and the other weights that were trained with it.
+    """Return the initial values for a run that continues the training of a LoRA adapter, by parameter name: the
+    adapter's parameters, and the other weights that were trained with it.
 
     Args:
         found: the adapter.
@@ -210,10 +227,11 @@ def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dic
 
 
 def check_strangers(found: AdapterFolder, names: set[str]) -> None:
-    """Check the tensors of an adapter folder that the model has no parameters for. Adapters whose matrix B is 0 have no
-    effect and are ignored with a warning. The original LLaVA adds such adapters to vision towers.
+    """Check the tensors of a LoRA adapter's folder that the model has no parameters for. Adapters whose matrix B is 0
+    have no effect and are ignored with a warning. The original LLaVA adds such adapters to vision towers.
 
     Args:
+        found: the adapter's folder.
         names: names of these tensors.
 
     Raises:
@@ -234,8 +252,8 @@ def check_strangers(found: AdapterFolder, names: set[str]) -> None:
 
 
 def without_idle_tower(found: AdapterFolder) -> AdapterFolder:
-    """Return the adapter folder without the vision tower's adapters that were never trained. The original LLaVA adds
-    such adapters (LLaVA#1647)."""
+    """Return an opened folder of LoRA adapters without those adapters of the vision tower that were never trained. The
+    original LLaVA adds such adapters (LLaVA#1647)."""
     idle = {module for module in unchanged_modules(found.tensors) if module.startswith(TOWER)}
     if not idle:
         return found
@@ -245,7 +263,12 @@ def without_idle_tower(found: AdapterFolder) -> AdapterFolder:
 
 
 def warn_of_ignored(folder: Path, modules: set[str]) -> None:
-    """Log a warning that untrained adapters (those whose matrix B is 0) of these modules are ignored."""
+    """Log a warning that untrained LoRA adapters (those whose matrix B is 0) are ignored.
+
+    Args:
+        folder: folder of the adapters.
+        modules: names of the modules that these adapters adapt.
+    """
     log().warning(
         "%s: the adapters of %d modules, such as %s, were not trained (B is 0) and are ignored",
         folder, len(modules), min(modules),
@@ -253,9 +276,10 @@ def warn_of_ignored(folder: Path, modules: set[str]) -> None:
 
 
 def check_fits(found: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base: str) -> None:
-    """Check that an adapter fits a model with these parameter shapes.
+    """Check that a LoRA adapter fits a base model.
 
     Args:
+        found: the adapter's opened folder.
         shapes: shapes of the base model's parameters, by name.
         base: name of the base model, for messages.
 
@@ -286,22 +310,21 @@ def check_fits(found: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base
 
 
 def unchanged_modules(tensors: Mapping[str, Any]) -> list[str]:
-    """Return the names of the adapted modules whose LoRA matrix B is still 0, so that the adapter has no effect on
-    them.
+    """Return the names of the modules whose LoRA matrix B is still 0, so that their adapters have no effect.
 
     Args:
-        tensors: the stored parameters of an adapter, by name.
+        tensors: the stored parameters of the adapters, by name.
     """
     found = {n: t for n, t in tensors.items() if n.endswith(LORA_B)}
     return sorted(module_of(n) for n, t in found.items() if not torch.count_nonzero(t.rows(0, t.shape[0])))
 
 
 def check_changed(tensors: Mapping[str, Any], what: str, cure: str) -> None:
-    """Check that training has changed an adapter. Log a warning if it has changed only some of the modules.
+    """Check that training has changed a model's LoRA adapters. Log a warning if it has changed only some of them.
 
     Args:
-        tensors: the stored parameters of an adapter, by name.
-        what: name of the adapter, for messages.
+        tensors: the stored parameters of the adapters, by name.
+        what: how messages name the adapters, such as their folder.
         cure: what the user can do, for the error's message.
 
     Raises:

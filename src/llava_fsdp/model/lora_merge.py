@@ -1,4 +1,4 @@
-"""Merge adapters into the weights that they adapt, in fp32 and some rows at a time."""
+"""Merge LoRA adapters into the weights that they adapt, in fp32 and some rows at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BASE_WEIGHT = f"{BASE}weight"
 
 @dataclass(frozen=True)
 class Merged:
-    """A weight into which its adapter is merged: W + scaling * B A; with DoRA, its rows are then scaled to DoRA's
+    """A weight into which its LoRA adapter is merged: W + scaling * B A; with DoRA, its rows are then scaled to DoRA's
     magnitudes. Rows are computed when they are read."""
 
     weight: Stored
@@ -35,12 +35,13 @@ class Merged:
 
     @property
     def dtype(self) -> torch.dtype:
-        """A dtype that can represent the values of both the base weight and the adapter."""
+        """A dtype that can represent the values of a weight and of the LoRA adapter that is merged into it."""
         parts = torch.promote_types(self.a.dtype, self.b.dtype)
         return torch.promote_types(self.weight.dtype, parts)
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Return rows [begin, end) of the merged weight, float32 [end - begin, in]; they are not rounded to `dtype`."""
+        """Return rows [begin, end) of a weight into which its LoRA adapter is merged, float32 [end - begin, in]; they
+        are not rounded to `dtype`."""
         a = self.a.rows(0, self.a.shape[0]).float()
         summed = self.weight.rows(begin, end).float() + (self.b.rows(begin, end).float() @ a) * self.scaling
         if self.magnitude is None:
@@ -49,11 +50,12 @@ class Merged:
 
 
 def merged(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
-    """Merge a model's adapters into its weights, row by row when rows are read. Return the merged parameters by their
-    names in the model without adapters.
+    """Merge a model's LoRA adapters into its weights, row by row when rows are read. Return the merged parameters by
+    their names in the model without adapters.
 
     Args:
-        sources: the stored parameters of the model with adapters, by name.
+        sources: where the parameters of the model with adapters are read from, by parameter name.
+        scaling: factor of the adapters' product B A.
     """
     result: dict[str, Stored] = {}
     for name, source in sources.items():
@@ -69,7 +71,8 @@ def merged(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
 
 @dataclass(frozen=True)
 class RowLengths:
-    """The initial values of DoRA's magnitudes: the norms of a weight's rows. They are computed when they are read."""
+    """The initial values of DoRA's magnitudes: the norms of a stored weight's rows. They are computed when they are
+    read."""
 
     weight: Stored
 

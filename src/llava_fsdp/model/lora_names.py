@@ -12,15 +12,17 @@ ENDINGS = (LORA_A, LORA_B, MAGNITUDE)
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter, by its name."""
+    """Return whether a parameter belongs to a LoRA adapter, by its name."""
     return name.endswith(ENDINGS)
 
 
 def without_base(name: str) -> str:
-    """Return a parameter's name in the model without adapters: peft's `.base_layer` is removed from the name."""
+    """Return a parameter's name as it is in the model without LoRA adapters: peft's `.base_layer` is removed from the
+    name."""
     return name.replace(BASE, ".")
 
 
 def module_of(name: str) -> str:
-    """Return the name of the module to which an adapter belongs, given the name of one of the adapter's parameters."""
+    """Return the name of the module to which a LoRA adapter belongs, given the name of one of the adapter's
+    parameters."""
     return next(name.removesuffix(end) for end in ENDINGS if name.endswith(end))

@@ -1,4 +1,4 @@
-"""Compute the loss from hidden states and the output layer's weight, a chunk of labels at a time.
+"""Compute the loss from hidden states and the output layer's weight, a chunk of labels (tokens to predict) at a time.
 
 The logits of all labels together would be the largest tensor of a training step. The loss and the gradients of each
 chunk are computed in the forward pass, so that the chunk's logits are computed only once (as in Liger Kernel's fused
@@ -20,7 +20,8 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 class LossCollector:
-    """Collector for the losses of single labels, without gradients. The loss function appends losses to it.
+    """Collector for the losses of single labels (tokens to predict), without gradients. The loss function appends
+    losses to it.
 
     This is a class and not a list, because FSDP passes copies of lists to the model.
     """
@@ -31,7 +32,8 @@ class LossCollector:
 
 
 class LabelLoss(Protocol):
-    """Protocol of functions that compute the sum of the losses of all labels of a micro-batch."""
+    """Protocol of functions that compute the sum of the cross entropies of all labels (tokens to predict) of a
+    micro-batch."""
 
     def __call__(
         self,
@@ -41,14 +43,25 @@ class LabelLoss(Protocol):
         *,
         collector: LossCollector | None = None,
     ) -> torch.Tensor:
-        """Return the sum of the losses, float32 scalar, from hidden [labels, width], weight [vocabulary, width] and
-        label ids int64 [labels]."""
+        """Return the sum of the cross entropies of all labels (tokens to predict), float32 scalar.
+
+        Args:
+            hidden: last hidden states at the labels, [labels, width].
+            weight: weight of the output layer, [vocabulary, width].
+            label_ids: int64 [labels].
+            collector: gets the loss of every single label, if the function computes these losses.
+        """
         ...
 
 
 def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
-    """Return the loss function that `loss.kernel` names; `auto` is the chunked one, which was faster in all
+    """Return the loss function that the configuration names (`loss.kernel`): torch's, or the one of this module that
+    computes the logits of some labels (tokens to predict) at a time. `auto` is the latter, which was faster in all
     measurements.
+
+    Args:
+        cfg: the section `loss` of the configuration.
+        compute_dtype: dtype of the hidden states.
 
     Raises:
         ConfigError: with `loss.kernel=torch`, the installed torch has no such kernel, or would round the loss to 16
@@ -73,17 +86,26 @@ def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
 def whole_loss(
     hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, collector: LossCollector | None = None
 ) -> torch.Tensor:
-    """Compute the sum of the cross entropies of all labels from the logits of all labels at once."""
+    """Compute the sum of the cross entropies of all labels (tokens to predict), float32 scalar, from the logits of all
+    labels at once.
+
+    Args:
+        hidden: last hidden states at the labels, [labels, width].
+        weight: weight of the output layer, [vocabulary, width].
+        label_ids: int64 [labels].
+        collector: gets the loss of every single label; None: these losses are not kept.
+    """
     logs = functional.log_softmax(functional.linear(hidden, weight).float(), dim=-1)
     record_losses(collector, logs, label_ids)
     return functional.nll_loss(logs, label_ids, reduction="sum")
 
 
 def record_losses(collector: LossCollector | None, logs: torch.Tensor, label_ids: torch.Tensor) -> None:
-    """Append the loss of every label to the collector, if there is one.
+    """Append the loss of every label (token to predict) to the collector, if there is one.
 
     Args:
         logs: log-probabilities, [labels, vocabulary].
+        label_ids: int64 [labels].
     """
     if collector is not None:
         collector.chunks.append(-logs.detach().gather(1, label_ids[:, None])[:, 0])
@@ -96,10 +118,16 @@ def chunked_loss(
     chunk_tokens: int,
     collector: LossCollector | None = None,
 ):
-    """Compute the sum of the cross entropies of all labels, `chunk_tokens` labels at a time. Logits are computed in the
-    compute dtype and cast to float32.
+    """Compute the sum of the cross entropies of all labels (tokens to predict), float32 scalar, with the logits of at
+    most `chunk_tokens` labels in memory. Logits are computed in the compute dtype and cast to float32.
 
-    If there is only one chunk, the result equals that of `whole_loss` bit for bit.
+    If there are not more labels than `chunk_tokens`, the result equals that of `whole_loss` bit for bit.
+
+    Args:
+        hidden: last hidden states at the labels, [labels, width].
+        weight: weight of the output layer, [vocabulary, width].
+        label_ids: int64 [labels].
+        collector: gets the loss of every single label; None: these losses are not kept.
     """
     if not torch.is_grad_enabled():
         return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens, collector)
@@ -113,12 +141,18 @@ def recomputed_loss(
     chunk_tokens: int,
     collector: LossCollector | None = None,
 ):
-    """Compute the sum of the cross entropies of all labels in fp16, `chunk_tokens` labels at a time. The backward pass
-    computes each chunk's logits again.
+    """Compute the sum of the cross entropies of all labels (tokens to predict) in fp16, float32 scalar, with the logits
+    of at most `chunk_tokens` labels in memory. The backward pass computes the logits again.
 
     In fp16 the gradients cannot be computed in the forward pass, because the loss scale is known only in the backward
     pass. Without the loss scale, gradients would leave the range of fp16: probabilities of rare words below 6e-8 would
     become 0, and the sum over the labels of a frequent word would overflow at 65504.
+
+    Args:
+        hidden: last hidden states at the labels, [labels, width].
+        weight: weight of the output layer, [vocabulary, width].
+        label_ids: int64 [labels].
+        collector: gets the loss of every single label; None: these losses are not kept.
     """
     total = hidden.new_zeros((), dtype=torch.float32)
     if not len(label_ids):  # every rank needs a gradient to reduce, also without labels
@@ -133,8 +167,9 @@ def recomputed_loss(
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Autograd function of the chunked cross entropy. The forward pass computes the gradients for an upstream gradient
-    of 1, and the backward pass multiplies them by the actual upstream gradient.
+    """Autograd function of the summed cross entropy, which computes the logits of some labels (a chunk) at a time. The
+    forward pass computes the gradients for an upstream gradient of 1, and the backward pass multiplies them by the
+    actual upstream gradient.
 
     The gradient of the output layer's weight is summed over chunks in float32 and then rounded, because a sum in bf16
     would lose the contributions of small chunks. With a single chunk there is no sum. The gradient of the hidden states
@@ -191,7 +226,15 @@ class ChunkedLoss(torch.autograd.Function):
         chunk_tokens: int,
         collector: LossCollector | None,
     ):
-        """Compute only the loss, and no gradients, in a pass without gradients."""
+        """Compute the sum of the cross entropies of all labels (tokens to predict), float32 scalar, and no gradients.
+
+        Args:
+            hidden: last hidden states at the labels, [labels, width].
+            weight: weight of the output layer, [vocabulary, width].
+            label_ids: int64 [labels].
+            chunk_tokens: number of labels whose logits are computed at a time.
+            collector: gets the loss of every single label; None: these losses are not kept.
+        """
         total = hidden.new_zeros((), dtype=torch.float32)
         for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
             total += loss_and_gradient(chunk, weight, ids, False, collector)[0]
@@ -205,8 +248,19 @@ def loss_and_gradient(
     differentiate: bool,
     collector: LossCollector | None = None,
 ) -> tuple[torch.Tensor, Any]:
-    """Return the sum of the labels' losses and, with `differentiate`, its gradient with respect to the logits in the
-    compute dtype, [labels, vocabulary]; else None."""
+    """Compute the sum of the cross entropies of labels (tokens to predict) from the logits of all of them at once.
+
+    Args:
+        hidden: last hidden states at the labels, [labels, width].
+        weight: weight of the output layer, [vocabulary, width].
+        ids: the labels' token ids, int64 [labels].
+        differentiate: whether to compute the gradient.
+        collector: gets the loss of every single label; None: these losses are not kept.
+
+    Returns:
+        The sum, float32 scalar, and its gradient with respect to the logits, [labels, vocabulary] in the dtype of
+        `weight`; None without `differentiate`.
+    """
     logits = functional.linear(hidden, weight)
     wide = logits.float()
     del logits  # each of these tensors is large; only one is kept at a time
@@ -222,7 +276,7 @@ def loss_and_gradient(
 
 
 def add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Add left @ right to `total` in place and return it; return left @ right if `total` is None."""
+    """Add the matrix product left @ right to `total` in place and return it; return left @ right if `total` is None."""
     if total is None:
         return left @ right
     if total.dtype == left.dtype:
@@ -237,8 +291,15 @@ def torch_loss(
     chunk_tokens: int,
     collector: LossCollector | None = None,
 ) -> torch.Tensor:
-    """Compute the sum of the cross entropies of all labels with torch's linear_cross_entropy. This kernel does not
-    return the losses of single labels, so that nothing is appended to `collector`."""
+    """Compute the sum of the cross entropies of all labels (tokens to predict) with torch's linear_cross_entropy. This
+    kernel does not return the losses of single labels, so that nothing is appended to `collector`.
+
+    Args:
+        hidden: last hidden states at the labels, [labels, width].
+        weight: weight of the output layer, [vocabulary, width].
+        label_ids: int64 [labels].
+        chunk_tokens: number of labels whose logits are in memory at a time.
+    """
     if not len(label_ids):  # the kernel divides by the number of labels
         return (hidden.sum() + weight.sum()) * 0.0
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)

@@ -54,8 +54,8 @@ LARGEST_SIZES = {
 
 
 class NoProjector(ConfigError):
-    """Error: the run of stage=pretrain from which a training would take its projector does not exist or has not
-    finished."""
+    """Error: a training would start from the projector that another training (stage=pretrain) has made, but that
+    training does not exist or has not finished."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class Parts:
 
     @property
     def image_size(self) -> int:
-        """Width and height of an image tile, in pixels."""
+        """Width and height of the vision tower's input images, in pixels."""
         return image_size(self.vision)
 
 
 def find_parts(cfg: ModelConfig) -> Parts:
-    """Find the folders of the language model and the vision tower that `cfg` names, and read their configurations.
-    Models on the hub are downloaded.
+    """Find the folders of the language model and the vision tower that the section `model` of the configuration (`cfg`)
+    names, and read their configurations. Models on the hub are downloaded.
 
     Raises:
         ConfigError: a name is neither a folder nor a hub name.
@@ -130,9 +130,11 @@ def find_parts(cfg: ModelConfig) -> Parts:
 
 def check_named_language(cfg: ModelConfig, folder: Path) -> None:
     """Raise ConfigError if the user names a language model (`model.language`), but `model.checkpoint`, which may be set
-    by the stage, is a whole model made from another one. The user's language model would silently not be used.
+    by the training stage (`stage=`) and not by the user, is a whole LLaVA model made from another one. The user's
+    language model would silently not be used.
 
     Args:
+        cfg: the section `model` of the configuration.
         folder: the folder of the whole model.
     """
     theirs, is_named = read_notes(folder).get("language"), cfg.name == "own" and cfg.language != cfg.checkpoint
@@ -145,10 +147,12 @@ def check_named_language(cfg: ModelConfig, folder: Path) -> None:
 
 
 def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:
-    """Return the folders and files from which a run reads weights, tokenizer and image preprocessor.
+    """Return the folders and files from which a training run reads weights, tokenizer and image preprocessor.
 
     Args:
+        parts: the folders of the language model and the vision tower.
         projector: the path of the projector, as `find_projector` returned it; None if there is none.
+        cfg: the section `model` of the configuration, which may name a LoRA adapter.
     """
     found = [parts.whole, parts.language_folder, parts.vision_folder, projector]
     if cfg.lora.checkpoint is not None:
@@ -157,10 +161,11 @@ def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list
 
 
 def refuse_unread_weights(folders: dict[str, Path]) -> None:
-    """Raise ConfigError if a folder contains weights, which would not be read because of `model.random_weights=true`.
+    """Raise ConfigError if a model folder contains weights, which would not be read because of
+    `model.random_weights=true`.
 
     Args:
-        folders: setting that names a folder -> the folder.
+        folders: setting that names a folder, such as model.language -> the folder.
     """
     for key, folder in folders.items():
         if any((folder / name).is_file() for name in WHOLE_MODEL):
@@ -171,9 +176,19 @@ def refuse_unread_weights(folders: dict[str, Path]) -> None:
 
 
 def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
-    """Return the parts of a model in a folder of the original LLaVA. The folder's config.json (`raw`) has the language
-    model's fields at the top level, and only the name of the vision tower. A folder that llava_fsdp wrote also contains
-    the vision tower's configuration."""
+    """Return the folders and configurations of the language model and the vision tower of a LLaVA model in a folder of
+    the original LLaVA. A folder that llava_fsdp wrote in that format also contains the vision tower's configuration;
+    otherwise `model.vision` names the vision tower.
+
+    Args:
+        folder: the model's folder.
+        raw: content of its config.json, which has the language model's fields at the top level.
+        cfg: the section `model` of the configuration.
+
+    Raises:
+        ConfigError: the configuration has other projector or vision feature settings than the folder.
+        ModelError: the model is not supported, or there is no vision tower.
+    """
     with foreign(f"model.checkpoint={folder}: its config.json is damaged"):
         check_agrees(raw, cfg, folder)
         language = language_config(raw)
@@ -189,7 +204,7 @@ def read_llava_config(folder: Path, key: str) -> Any:
     The result is typed as Any, because the types of the fields in transformers are too narrow.
 
     Args:
-        key: the setting that names the folder, for error messages.
+        key: the setting that names the folder, such as model.checkpoint, for error messages.
 
     Raises:
         ModelError: the folder has another kind of model, or a projector or vision features that are not supported.
@@ -212,8 +227,14 @@ def read_llava_config(folder: Path, key: str) -> Any:
 
 
 def check_internvl(config: Any, folder: Path, key: str) -> None:
-    """Raise ModelError if the projector of an InternVL model (`config`), or the features that the projector gets, are
-    not supported."""
+    """Raise ModelError if the projector of an InternVL model, or the features that the projector gets, are not
+    supported.
+
+    Args:
+        config: the model's configuration in transformers.
+        folder: the model's folder, for the message.
+        key: the setting that names the folder, such as model.checkpoint, for the message.
+    """
     if config.downsample_ratio not in (1 / 2, 1 / 4, 1 / 8):
         raise ModelError(f"{key}={folder} has downsample_ratio={config.downsample_ratio}; 0.5, 0.25, 0.125 are known")
     if config.vision_feature_layer == -1 and not config.vision_config.use_mean_pooling:
@@ -224,21 +245,38 @@ def check_internvl(config: Any, folder: Path, key: str) -> None:
 
 
 def projector_type_of(config: Any) -> str:
-    """Return the value of `model.projector_type` for one of transformers' models, given by its configuration."""
+    """Return the projector type, as the setting `model.projector_type` names it, of one of transformers' LLaVA or
+    InternVL models.
+
+    Args:
+        config: the model's configuration in transformers.
+    """
     if not isinstance(config, InternVLConfig):
         return "mlp2x_gelu"
     return f"pixel_shuffle{round(1 / config.downsample_ratio)}x_mlp2x_gelu"
 
 
 def merge_of(config: Any) -> PatchMerge:
-    """Return how one of transformers' models, given by its configuration, joins the tiles of an image (LLaVA has only
-    one tile)."""
+    """Return how one of transformers' LLaVA or InternVL models joins the tiles into which an image is divided (LLaVA
+    has only one tile): the value of the setting `model.patch_merge`.
+
+    Args:
+        config: the model's configuration in transformers.
+    """
     return PatchMerge.spatial_unpad if isinstance(config, LlavaNextConfig | LlavaOnevisionConfig) else PatchMerge.flat
 
 
 def grids_of(config: Any, folder: Path) -> list[list[int]] | None:
     """Return the sizes [width, height] in pixels into which a LLaVA-NeXT or LLaVA-OneVision model fits images; None for
-    other models. The model's configuration has the sizes as [height, width]."""
+    other models.
+
+    Args:
+        config: the model's configuration in transformers, which has the sizes as [height, width].
+        folder: the model's folder, for error messages.
+
+    Raises:
+        ModelError: the sizes are damaged.
+    """
     if not isinstance(config, LlavaNextConfig | LlavaOnevisionConfig):
         return None
     grids: Any = config.image_grid_pinpoints
@@ -249,7 +287,16 @@ def grids_of(config: Any, folder: Path) -> list[list[int]] | None:
 
 
 def max_tiles_of(config: Any, folder: Path) -> int | None:
-    """Return the `data.max_tiles` with which a LLaVA-OneVision model was trained; None for other models."""
+    """Return the maximum number of tiles of an image (the setting `data.max_tiles`) with which a LLaVA-OneVision model
+    was trained; None for other models.
+
+    Args:
+        config: the model's configuration in transformers.
+        folder: the model's folder, for error messages.
+
+    Raises:
+        ModelError: the configuration has the number in an unknown form.
+    """
     if not isinstance(config, LlavaOnevisionConfig):
         return None
     found = LIMITED.fullmatch(str(config.vision_aspect_ratio))
@@ -262,13 +309,14 @@ def max_tiles_of(config: Any, folder: Path) -> int | None:
 
 
 def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
-    """Check that `model.checkpoint` was trained with the `select_layer`, `select_feature`, `projector_type` and
-    `patch_merge` of this configuration. A LLaVA-1.5 model may be trained further with any `patch_merge`: it then gets a
-    random end-of-line vector.
+    """Check that the LLaVA model that the setting `model.checkpoint` names was trained with the `select_layer`,
+    `select_feature`, `projector_type` and `patch_merge` of this configuration. A LLaVA-1.5 model may be trained further
+    with any `patch_merge`: it then gets a random end-of-line vector.
 
     Args:
-        config: configuration of `model.checkpoint`.
-        folder: folder of `model.checkpoint`.
+        config: the model's own configuration in transformers.
+        cfg: the section `model` of this configuration.
+        folder: the model's folder.
 
     Raises:
         ConfigError: a setting differs.
@@ -305,12 +353,15 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
 
 
 def trained_vocabulary(folder: Path, config: Any) -> int:
-    """Return the number of trained rows of a whole model's embeddings. Exports add untrained rows: for the image token,
-    for a padding token, and up to a multiple of 64. These rows are dropped when a model is loaded, because each of them
-    would take part in every softmax.
+    """Return the number of trained rows of the embeddings of a LLaVA or InternVL model. Exports add untrained rows: for
+    the image token, for a padding token, and up to a multiple of 64. These rows are dropped when a model is loaded,
+    because each of them would take part in every softmax.
 
     Args:
         config: the configuration in the model's folder.
+
+    Raises:
+        ModelError: the number that llava_fsdp wrote into the folder is damaged.
     """
     notes = read_notes(folder)
     if notes:
@@ -337,15 +388,19 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def vision_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a vision tower: the part `vision_config` of `config` if there is one, as for a whole
+    """Return the configuration of a vision tower: the field `vision_config` of `config` if there is one, as for a whole
     CLIP or SigLIP model, else `config` itself."""
     return getattr(config, "vision_config", None) or config
 
 
 def resolve(name: str, key: str) -> Path:
-    """Return the model folder that a setting (`key`) names by its value (`name`): one that is shipped with the package,
-    one on this machine, or one that is downloaded from the hub. If llava_fsdp wrote the folder, the digests of its
-    small files and the sizes of all its files are checked. (`check_artifacts` checks the weights' digests later.)
+    """Return the model folder that a setting of the configuration names: one that is shipped with the package, one on
+    this machine, or one that is downloaded from the hub. If llava_fsdp wrote the folder, the digests of its small files
+    and the sizes of all its files are checked. (`check_artifacts` checks the weights' digests later.)
+
+    Args:
+        name: the setting's value.
+        key: the setting, such as model.vision, for error messages.
 
     Raises:
         ConfigError: there is no such folder.
@@ -389,9 +444,14 @@ def download(name: str, key: str) -> Path:
 
 
 def resolve_model(name: str, key: str) -> Path:
-    """Return the folder of the whole model that a setting (`key`) names by its value (`name`): the folder `name` itself
-    or, if `name` is a run's output folder, the export in it. Raises ModelError or ConfigError if there is no whole
-    model."""
+    """Return the folder of the whole LLaVA model that a setting of the configuration names: the folder `name` itself
+    or, if `name` is the output folder of a training run, the exported model in it. Raises ModelError or ConfigError if
+    there is no whole model.
+
+    Args:
+        name: the setting's value.
+        key: the setting, such as model.checkpoint, for error messages.
+    """
     folder = Path(name)
     if (folder / EXPORT / "config.json").is_file() or read_notes(folder / EXPORT):
         return resolve(str(folder / EXPORT), key)
@@ -420,12 +480,16 @@ def resolve_model(name: str, key: str) -> Path:
 
 
 def stages() -> list[str]:
-    """Return the names of the training stages (values of `stage=`) that the package has."""
+    """Return the names of the training stages that the package has configurations for, such as pretrain: the values of
+    `stage=` on the command line."""
     return [file.stem for file in (config_dir() / "stage").glob("*.yaml")]
 
 
 def read_config(folder: Path, key: str) -> PretrainedConfig:
     """Read the `config.json` of a model folder with transformers.
+
+    Args:
+        key: the setting that names the folder, such as model.vision, for error messages.
 
     Raises:
         ModelError: the folder has no config.json, or one that transformers cannot read.
@@ -446,15 +510,20 @@ def read_config(folder: Path, key: str) -> PretrainedConfig:
 
 
 def with_parts(config: Any) -> list[Any]:
-    """Return a model's configuration, followed by the configurations of its language model and its vision tower if it
-    contains them."""
+    """Return a model's configuration in transformers, followed by the configurations of its language model and its
+    vision tower if it contains them."""
     inside = (getattr(config, "text_config", None), getattr(config, "vision_config", None))
     return [config, *(part for part in inside if part is not None)]
 
 
 def check_sizes(config: Any, folder: Path) -> None:
     """Raise ModelError if a model's configuration contains a size that no model can have. Building such a model would
-    fail with another error, or never end."""
+    fail with another error, or never end.
+
+    Args:
+        config: the model's configuration in transformers.
+        folder: the model's folder, for the message.
+    """
     for own in with_parts(config):
         for name, most in LARGEST_SIZES.items():
             value = getattr(own, name, None)
@@ -489,8 +558,8 @@ def read_json(path: Path, what: str) -> dict:
 
 
 def find_projector(cfg: Config) -> Path | None:
-    """Return the path of the projector with which a run starts; None if it is initialised randomly, or is part of
-    `model.checkpoint` or of the adapter folder.
+    """Return the path of the projector with which a training run starts; None if the projector is initialised randomly,
+    or is part of `model.checkpoint` or of the LoRA adapter's folder.
 
     Raises:
         NoProjector: there is no projector yet; the message says how to train one.
@@ -529,7 +598,8 @@ def find_projector(cfg: Config) -> Path | None:
 
 
 def check_same_model(folder: Path, cfg: Config) -> None:
-    """Raise ConfigError if the projector in `folder` was trained for another language model or vision tower."""
+    """Raise ConfigError if the projector in `folder` was trained for another language model or vision tower than those
+    of the configuration."""
     notes = read_notes(folder)
     for key, ours in (("language", cfg.model.language), ("vision", cfg.model.vision)):
         if notes.get(key) != ours:

@@ -1,4 +1,5 @@
-"""Derive the section `model` of a configuration from the files in a model folder."""
+"""Derive the section `model` of the configuration (the model's files, and settings such as the projector's type) from a
+model folder."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,13 +29,13 @@ from llava_fsdp.runtime.safe_load import foreign
 
 
 def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:
-    """Derive the section `model` of a configuration from a model folder of llava_fsdp, transformers or the original
+    """Derive the section `model` of the configuration from a model folder of llava_fsdp, transformers or the original
     LLaVA.
 
     Args:
-        language: the language model; needed for a folder that contains only a projector.
-        vision: the vision tower; needed for a folder of the original LLaVA if the tower that it names is not on this
-            machine.
+        language: the language model's folder or hub name; needed for a folder that contains only a projector.
+        vision: the vision tower's folder or hub name; needed for a folder of the original LLaVA if the vision tower
+            that it names is not on this machine.
 
     Raises:
         ConfigError: the folder has no language model or no vision tower, and the argument for it is None.
@@ -72,11 +73,14 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
 
 
 def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> ModelConfig:
-    """Derive the section `model` of a configuration for the base model of an adapter.
+    """Derive the section `model` of the configuration for the base model of a LoRA adapter.
 
     Args:
-        base: a language model or a whole LLaVA model; None: the base model that the adapter's files name.
-        vision: the vision tower; needed if the one that the adapter's files name is not on this machine.
+        found: the opened folder of the adapter.
+        base: folder or hub name of a language model or a whole LLaVA model; None: the base model that the adapter's
+            files name.
+        vision: folder or hub name of the vision tower; needed if the one that the adapter's files name is not on this
+            machine.
 
     Raises:
         ConfigError: neither `base` nor the files name a base model, or the named one is not on this machine.
@@ -113,15 +117,15 @@ def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> Mod
 
 
 def on_base(cfg: ModelConfig, folder: Path) -> ModelConfig:
-    """Return a copy of a model's configuration in which the base model is replaced by the one in `folder`: a whole
-    LLaVA model or a language model."""
+    """Return a copy of the section `model` of the configuration (`cfg`) in which the base model is replaced by the one
+    in `folder`: a whole LLaVA model or a language model."""
     whole = is_whole(folder)
     checkpoint, language = (str(folder), cfg.language) if whole else (None, str(folder))
     return replace(cfg, checkpoint=checkpoint, language=language, random_weights=False)
 
 
 def named_base(found: AdapterFolder) -> Path:
-    """Return the folder of the base model that peft's `adapter_config.json` names.
+    """Return the folder of the base model that peft's `adapter_config.json` in a LoRA adapter's folder names.
 
     Raises:
         ConfigError: the file names no base model, or one that is not on this machine.
@@ -144,8 +148,12 @@ def is_whole(folder: Path) -> bool:
 
 
 def find_tower(raw: dict, folder: Path) -> str:
-    """Return the folder or hub name of the vision tower that a config.json (`raw`) of the original LLaVA names. A
-    relative name is also looked up next to the LLaVA folder (`folder`).
+    """Return the folder or hub name of the vision tower that a config.json of the original LLaVA names. A relative name
+    is also looked up next to the model's folder.
+
+    Args:
+        raw: content of config.json.
+        folder: the model's folder, which contains config.json.
 
     Raises:
         ConfigError: the vision tower is not on this machine, and its name is not a hub name.

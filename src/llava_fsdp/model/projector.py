@@ -1,4 +1,4 @@
-"""The projector, which maps features of the vision tower to embeddings of the language model."""
+"""The projector, which maps image features of the vision tower to embeddings of the language model."""
 
 import math
 import re
@@ -46,7 +46,9 @@ class Projector(nn.Module):
             self.add_module(f"linear_{number}", nn.Linear(features if number == 1 else hidden, hidden))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Project features: [tiles, features, width] -> [tiles, features / f**2, hidden]."""
+        """Project image features to embeddings of the language model: [tiles, features, width] -> [tiles, features /
+        f**2, hidden], where a tile is one input image of the vision tower, and f is the factor of the pixel shuffle (1
+        without it)."""
         if self.factor > 1:
             features = self.layer_norm(pixel_shuffle(features, self.factor))
         for number in range(1, self.depth + 1):
@@ -57,8 +59,9 @@ class Projector(nn.Module):
 
 
 def pixel_shuffle(features: torch.Tensor, factor: int) -> torch.Tensor:
-    """Join each square of factor x factor neighbouring features of a square grid into one feature, row by row:
-    [tiles, side**2, width] -> [tiles, (side / factor)**2, factor**2 * width]."""
+    """Join each square of factor x factor neighbouring image features of a square grid into one feature, row by row:
+    [tiles, side**2, width] -> [tiles, (side / factor)**2, factor**2 * width], where a tile is one input image of the
+    vision tower."""
     tiles, count, width = features.shape
     across = math.isqrt(count) // factor
     squares = features.view(tiles, across, factor, across, factor, width).transpose(2, 3)
@@ -66,12 +69,13 @@ def pixel_shuffle(features: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 def check_can_be_shuffled(cfg: ModelConfig, vision: PretrainedConfig, features: int) -> None:
-    """Raise ConfigError if the projector has pixel shuffle, but the vision tower's features are not a square grid that
-    can be divided into its squares.
+    """Raise ConfigError if the projector has a pixel shuffle, which joins squares of neighbouring image features, but
+    the vision tower's features are not a square grid that can be divided into these squares.
 
     Args:
+        cfg: the section `model` of the configuration.
         vision: configuration of the vision tower.
-        features: number of features of an image tile that the projector gets.
+        features: number of features of an input image that the projector gets.
     """
     side, factor = image_size(vision) // patch_size(vision), cfg.shuffle_factor
     if factor == 1:

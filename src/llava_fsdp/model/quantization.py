@@ -43,7 +43,7 @@ OLDEST = (6, 0)
 
 @dataclass(frozen=True)
 class Packing:
-    """The format in which a quantized weight is stored, and the weight's shape."""
+    """The format in which the quantized weight of a linear layer is stored, and the weight's shape."""
 
     quantizer: Quantizer
     double: bool
@@ -53,12 +53,13 @@ class Packing:
 
     @property
     def numel(self) -> int:
-        """Number of weights of the layer, before quantization."""
+        """Number of elements of a quantized weight, before quantization."""
         return self.out_features * self.in_features
 
     @property
     def statistics(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each buffer that is needed to dequantize a weight, by name."""
+        """Shape and dtype of each buffer (such as scales) that is needed to dequantize a weight, by the buffer's
+        name."""
         if self.quantizer is Quantizer.int8:
             return {"scales": ((self.out_features,), torch.float32)}
         blocks = math.ceil(self.numel / BLOCK)
@@ -77,10 +78,11 @@ class QuantizedLinear(nn.Module):
     scales and offsets with which it is dequantized are buffers."""
 
     def __init__(self, linear: nn.Linear, cfg: QuantizeConfig, dtype: torch.dtype):
-        """Create the layer that replaces a linear layer; its weight is not quantized yet.
+        """Create the quantized layer that replaces a linear layer; its weight is not quantized yet.
 
         Args:
             linear: the layer to replace, on the meta device; its bias is kept.
+            cfg: the section `model.quantize` of the configuration, such as the number of bits.
             dtype: the compute dtype.
 
         Raises:
@@ -100,29 +102,31 @@ class QuantizedLinear(nn.Module):
         self.statistics_bytes = sum(tensor.nbytes for tensor in self.statistics)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layer: [..., in_features] -> [..., out_features]."""
+        """Apply a linear layer whose weight is quantized: [..., in_features] -> [..., out_features]."""
         return UnpackedProduct.apply(x, self.weight, self.bias, self.packing, *self.statistics)
 
     @property
     def statistics(self) -> list[torch.Tensor]:
-        """The buffers with which the weight is dequantized, in the order of `Packing.statistics`."""
+        """The buffers (such as scales) with which the layer's weight is dequantized, in the order of
+        `Packing.statistics`."""
         return [getattr(self, name) for name in self.packing.statistics]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the weight before quantization."""
+        """Shape of a quantized layer's weight before quantization, (out_features, in_features)."""
         return self.out_features, self.in_features
 
     @torch.no_grad()
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantize a weight on the device of this layer's buffers, and set the buffers.
+        """Quantize a weight on the device of this layer's buffers, and set the buffers (such as scales) with which it
+        is dequantized.
 
         Args:
             weight: [out_features, in_features], on any device and in any dtype. Before it is quantized, it is rounded
                 to the compute dtype.
 
         Returns:
-            The packed weight, with the shape and dtype of this layer's parameter.
+            The bits of the quantized weight, with the shape and dtype of this layer's parameter.
         """
         assert tuple(weight.shape) == self.shape, f"{tuple(weight.shape)} is not {self.shape}"
         dtype = self.weight.dtype
@@ -134,8 +138,8 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def draw_scales(self, scale: float) -> None:
-        """Fill the buffers so that a packed weight of any bits is dequantized to values between -`scale` and `scale`.
-        Used with random bits, when only shapes and memory matter."""
+        """Fill the buffers of a quantized layer so that a packed weight of any bits is dequantized to values between
+        -`scale` and `scale`. Used with random bits, when only shapes and memory matter."""
         for name, tensor in zip(self.packing.statistics, self.statistics, strict=True):
             is_scale = name in ("scales", "offset") or (name == "absmax" and not self.packing.double)
             tensor.fill_(scale if is_scale else 0)
@@ -168,9 +172,11 @@ class UnpackedProduct(torch.autograd.Function):
 
 
 def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Quantize a weight. Return its bits, and the statistics (such as scales) that are needed to dequantize it.
+    """Quantize the weight of a linear layer. Return its bits, and the statistics (such as scales) that are needed to
+    dequantize it.
 
     Args:
+        packing: the format of the result.
         weight: [out_features, in_features], in the compute dtype.
         dtype: dtype of the tensor in which the bits are returned.
 
@@ -206,9 +212,11 @@ def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tup
 
 
 def unpacked(packing: Packing, packed: torch.Tensor, statistics: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Dequantize a weight: return it as [out_features, in_features], in the dtype of the packed weight.
+    """Dequantize the weight of a linear layer: return it as [out_features, in_features], in the dtype of the tensor
+    that holds its bits.
 
     Args:
+        packing: the format in which the weight is stored.
         packed: the bits of the weight, [elements, 1].
         statistics: the scales and offsets, in the order of `Packing.statistics`.
     """
@@ -229,10 +237,12 @@ def unpacked(packing: Packing, packed: torch.Tensor, statistics: Sequence[torch.
 
 
 def quantize_layers(model: nn.Module, names: list[str], cfg: QuantizeConfig, dtype: torch.dtype) -> None:
-    """Replace linear layers of a meta-device model by quantized layers, in place. Parameters keep their names.
+    """Replace linear layers of a meta-device model by layers with quantized weights, in place. Parameters keep their
+    names.
 
     Args:
-        names: full paths of the layers. If a layer has an adapter, its base layer is replaced.
+        names: full paths of the layers. If a layer has a LoRA adapter, its base layer is replaced.
+        cfg: the section `model.quantize` of the configuration.
         dtype: the compute dtype.
 
     Raises:
@@ -263,7 +273,7 @@ def quantized_weights(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def weight_shape(model: nn.Module, name: str) -> tuple[int, ...]:
-    """Return the shape of a parameter; for a quantized one, the shape before quantization."""
+    """Return the shape of the parameter `name` of a model; for a quantized one, the shape before quantization."""
     module, _, leaf = name.rpartition(".")
     parent = model.get_submodule(module)
     if isinstance(parent, QuantizedLinear) and leaf == "weight":
@@ -272,7 +282,10 @@ def weight_shape(model: nn.Module, name: str) -> tuple[int, ...]:
 
 
 def check_quantizer(cfg: QuantizeConfig, device: torch.device) -> None:
-    """Check that quantization works on this device.
+    """Check that quantization with bitsandbytes works on this device.
+
+    Args:
+        cfg: the section `model.quantize` of the configuration.
 
     Raises:
         ConfigError: bitsandbytes is not installed, or does not support this device.
@@ -298,7 +311,11 @@ def check_quantizer(cfg: QuantizeConfig, device: torch.device) -> None:
 
 
 def import_bitsandbytes(mode: Quantizer) -> Any:
-    """Import bitsandbytes, which takes seconds; raise ConfigError if it is not installed."""
+    """Import bitsandbytes, which takes seconds; raise ConfigError if it is not installed.
+
+    Args:
+        mode: the format of quantized weights that needs it, for the message.
+    """
     try:
         import bitsandbytes
     except ImportError as error:

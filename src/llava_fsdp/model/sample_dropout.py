@@ -22,8 +22,8 @@ MULTIPLIERS = (0x7FEB352D, 0x2C1B3C6D)
 
 @dataclass
 class TokenKeys:
-    """Hashes of the sample and the position of each token, from which all dropout masks of a micro-batch are
-    computed."""
+    """Hashes of the sample and the position of each token of a micro-batch, from which the dropout masks of all layers
+    are computed."""
 
     language: torch.Tensor | None = None
     """Hashes of the language model's tokens, int32 [rows, length]."""
@@ -38,13 +38,15 @@ class TokenKeys:
         segments: tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None,
         vision_tokens: int,
     ) -> None:
-        """Compute the hashes of a micro-batch from the seeds of its samples and image tiles.
+        """Compute the hashes of the tokens of a micro-batch, from which its dropout masks are computed, from the seeds
+        of its samples and image tiles (input images of the vision tower).
 
         Args:
             seeds: of the tokens, int64, [rows, length] or broadcast to it; below 2**31.
             tile_seeds: int64 [tiles], below 2**31.
             shape: [rows, length]
-            segments: sample boundaries of a packed row; None: every row is one sample.
+            segments: position ids, cumulative sample lengths and sample lengths of a packed row, in which several
+                samples follow one another; None: every row is one sample.
             vision_tokens: number of tokens that an image tile has in the vision tower.
         """
         positions = torch.arange(shape[1], device=seeds.device)[None] if segments is None else segments[0]
@@ -55,11 +57,11 @@ class TokenKeys:
 
 
 class SampleDropout(nn.Module):
-    """Dropout whose mask depends only on the sample, the token, the channel and the layer. Values that are kept are
-    divided by the probability of being kept."""
+    """Dropout whose mask depends only on the sample, the token, the channel and the layer, and not on the rank or on
+    other samples. Values that are kept are divided by the probability of being kept."""
 
     def __init__(self, p: float, name: str, keys: TokenKeys):
-        """Create the dropout of one module.
+        """Create the dropout of one module, whose mask is a hash of the token, the channel and the module's name.
 
         Args:
             p: probability with which a value is dropped.
@@ -74,7 +76,8 @@ class SampleDropout(nn.Module):
         self.in_tower = name.startswith("vision_tower.")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply dropout in training: [..., channels] -> [..., channels]."""
+        """Apply dropout in training, with a mask that is a hash of the token, the channel and the layer: [...,
+        channels] -> [..., channels]."""
         if not self.training:
             return x
         keys = self.keys.vision if self.in_tower else self.keys.language
@@ -89,7 +92,7 @@ class SampleDropout(nn.Module):
 
 
 def hashed(first: torch.Tensor, second: torch.Tensor | int) -> torch.Tensor:
-    """Hash pairs of integers below 2**31, with broadcasting; the hashes are int32."""
+    """Hash pairs of integers below 2**31, with broadcasting of the two tensors; the hashes are int32."""
     low = (first * 0x9E3779B1 + second * 0x85EBCA77) & 0xFFFFFFFF  # if int64 overflows, the low half is still right
     return mixed((low - 2**31).to(torch.int32))
 

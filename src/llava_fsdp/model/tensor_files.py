@@ -19,7 +19,7 @@ CODES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file. Its values are read only by `rows` and `part`."""
+    """A tensor in a file. Its values are read only when its methods `rows` and `part` are called."""
 
     file: Path
     name: str
@@ -34,7 +34,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the tensor in the file. Raises ModelError if it is not a float of at least 16 bits, as in quantized
+        """Dtype of a tensor in a file. Raises ModelError if it is not a float of at least 16 bits, as in quantized
         models."""
         if isinstance(self.handle, dict):
             found: Any = self.handle[self.name].dtype
@@ -46,13 +46,17 @@ class StoredTensor:
         return found
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Read rows [begin, end) of dimension 0."""
+        """Read rows [begin, end) of dimension 0 of a tensor in a file."""
         if isinstance(self.handle, dict):
             return self.handle[self.name][begin:end]
         return self.handle.get_slice(self.name)[begin:end]
 
     def part(self, box: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        """Read a part of the tensor: `box` has the range [first, last) of indices in each dimension."""
+        """Read a part of a tensor in a file.
+
+        Args:
+            box: the part: for each dimension, the range [first, last) of indices.
+        """
         sizes = [last - first for first, last in box]
         if 0 in sizes:
             return torch.empty(sizes, dtype=self.dtype)
@@ -66,6 +70,7 @@ def open_tensors(path: Path, projector_only: bool = False) -> dict[str, StoredTe
     """Open all tensors of a file or a model folder, by their names in the files. Values are not read yet.
 
     Args:
+        path: the file or folder.
         projector_only: whether to open a file with only the projector, if the folder has such a file as well as a whole
             model.
 
@@ -83,7 +88,8 @@ def open_tensors(path: Path, projector_only: bool = False) -> dict[str, StoredTe
 
 
 def open_index(path: Path) -> dict[str, StoredTensor]:
-    """Open all tensors of the files that an index (such as model.safetensors.index.json) lists. Raises ModelError."""
+    """Open all tensors of the files that an index (such as model.safetensors.index.json) lists, by their names in the
+    files. Raises ModelError if a file is missing or cannot be read."""
     names = read_json(path).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelError(f"{path} has no weight_map of names to files; get it again from the model's makers")
@@ -99,8 +105,8 @@ def open_index(path: Path) -> dict[str, StoredTensor]:
 
 
 def open_file(path: Path) -> dict[str, StoredTensor]:
-    """Open all tensors of a safetensors file or a file of torch.save. Raises ModelError if the file cannot be read, or
-    contains anything other than tensors."""
+    """Open all tensors of a safetensors file or a file of torch.save, by their names. Raises ModelError if the file
+    cannot be read, or contains anything other than tensors."""
     if path.suffix == ".safetensors":
         try:
             handle = safe_open(path, framework="pt")
@@ -138,7 +144,11 @@ def is_plain_archive(path: Path) -> bool:
 
 def why_unreadable(path: Path, message: str) -> str:
     """Return the error message for a file that torch.load cannot read. It names a cause that is found in torch's error
-    message (`message`), and does not repeat torch's advice to set weights_only=False."""
+    message, and does not repeat torch's advice to set weights_only=False.
+
+    Args:
+        message: torch's error message.
+    """
     code = re.search(r"GLOBAL (\S+)", message)
     if code:
         return (
@@ -152,7 +162,8 @@ def why_unreadable(path: Path, message: str) -> str:
 
 
 class Stored(Protocol):
-    """Protocol of sources from which the values of a parameter are read, any range of rows of dimension 0 at a time."""
+    """Protocol of what the values of a parameter are read from, such as a tensor in a file: any range of rows of
+    dimension 0 at a time."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

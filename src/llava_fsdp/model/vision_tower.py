@@ -1,4 +1,5 @@
-"""Compute a hidden state of any of transformers' vision towers, without running the layers after it."""
+"""Compute a hidden state of any of transformers' vision encoders (vision towers), without running the layers after
+it."""
 
 import copy
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ SIZES = ("image_size", "patch_size", "num_hidden_layers", "hidden_size")
 
 
 class Probe(NamedTuple):
-    """Properties of a vision tower, found by running it on the meta device."""
+    """Properties of a vision tower (vision encoder), found by running it on the meta device: numbers of tokens and
+    features, and which layers and parameters are used."""
 
     features: int
     """Number of features of an image tile that the projector gets."""
@@ -42,13 +44,13 @@ class Probe(NamedTuple):
 
 
 def image_size(vision: PretrainedConfig) -> int:
-    """Return the width and height, in pixels, of the images that a vision tower takes. Some configurations have it as a
-    pair of equal numbers."""
+    """Return the width and height, in pixels, of the images that a vision tower takes, from its configuration. Some
+    configurations have it as a pair of equal numbers."""
     return side(vision.image_size)
 
 
 def patch_size(vision: PretrainedConfig) -> int:
-    """Return the width and height of a vision tower's patches, in pixels."""
+    """Return the width and height of a vision tower's patches, in pixels, from its configuration."""
     return side(vision.patch_size)
 
 
@@ -84,7 +86,8 @@ def build_vision_tower(vision: PretrainedConfig) -> nn.Module:
 
 
 def unsupported(vision: PretrainedConfig) -> str:
-    """Return the beginning of the error message for a vision tower of a type that is not supported."""
+    """Return the beginning of the error message for a vision tower, given by its configuration, of a type that is not
+    supported."""
     return f"model.vision: a vision tower of type {vision.model_type} is not supported:"
 
 
@@ -95,12 +98,13 @@ class Reached(Exception):
 def hidden_state(
     vision_tower: nn.Module, pixels: torch.Tensor, select_layer: int, last_layer: str | None
 ) -> torch.Tensor:
-    """Compute transformers' `hidden_states[select_layer]` of a vision tower, bit for bit, float [tiles, tokens, width].
+    """Compute transformers' `hidden_states[select_layer]` of a vision tower, bit for bit, float [images, tokens,
+    width].
 
     The layers, norms and heads after the selected layer do not run: an exception ends the forward pass.
 
     Args:
-        pixels: [tiles, 3, size, size], in the vision tower's dtype.
+        pixels: [images, 3, size, size], in the vision tower's dtype.
         select_layer: index of the hidden state.
         last_layer: name of the layer whose output is this hidden state; None: the whole vision tower runs.
     """
@@ -132,14 +136,14 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
     """Run a meta-device vision tower once, to find which of its layers, tokens and parameters are used.
 
     Args:
-        vision: the vision tower's configuration.
+        vision: the vision tower's configuration in transformers.
         select_layer: index of the hidden state that is used, `model.select_layer`.
         feature: which tokens of this hidden state are used, `model.select_feature`.
 
     Raises:
-        ConfigError: the tower has no layer `model.select_layer`, or no CLS token for `model.select_feature=patch` to
-            drop.
-        ModelError: the tower does not compute one sequence of features for each image.
+        ConfigError: the vision tower has no layer `model.select_layer`, or no CLS token for
+            `model.select_feature=patch` to drop.
+        ModelError: the vision tower does not compute one sequence of features for each image.
     """
     if vision.model_type in CACHES_TENSORS:
         raise ModelError(

@@ -30,8 +30,8 @@ SEQUENTIAL = re.compile(r"^mm_projector\.(\d+)\.")
 
 
 def ours(name: str) -> str:
-    """Translate the name of a tensor in a file of a whole model or a part of it (not an adapter), in any supported
-    format, to llava_fsdp's parameter name."""
+    """Translate the name of a tensor in a file of a whole model or a part of it (not of a LoRA adapter), in any
+    supported format, to llava_fsdp's parameter name."""
     for pattern, replacement in RENAMES:
         if pattern.search(name):
             name = pattern.sub(replacement, name)
@@ -42,8 +42,8 @@ def ours(name: str) -> str:
 
 
 def projector_name(name: str) -> str | None:
-    """Translate the name of a projector's tensor, in any supported format, to llava_fsdp's parameter name. Return None
-    if the tensor does not belong to a projector."""
+    """Translate the name of a tensor in a file, in any supported format, to llava_fsdp's parameter name. Return None if
+    the tensor does not belong to a projector."""
     own = ours(name)
     return own if own == "image_newline" or own.startswith("multi_modal_projector.") else None
 
@@ -51,7 +51,11 @@ def projector_name(name: str) -> str | None:
 def original(name: str, projector_type: str) -> str:
     """Translate llava_fsdp's parameter name to the name in the original LLaVA, whose projector is a Linear, or a
     Sequential in which every second module has weights. The original LLaVA has no projector with pixel shuffle, whose
-    parameters keep transformers' names."""
+    parameters keep transformers' names.
+
+    Args:
+        projector_type: the model's projector, such as linear or mlp2x_gelu.
+    """
     if name.startswith("language_model."):
         return name.replace("language_model.", "model.", 1)
     if name.startswith("lm_head."):
@@ -72,14 +76,18 @@ PEFT = "base_model.model."
 
 
 def in_adapter(name: str, projector_type: str) -> str:
-    """Translate llava_fsdp's parameter name to the name in adapter files of LLaVA and peft, which do not contain
-    `default`, the adapter's name in peft."""
+    """Translate llava_fsdp's parameter name to the name in LoRA adapter files of LLaVA and peft, which do not contain
+    `default`, the adapter's name in peft.
+
+    Args:
+        projector_type: the model's projector, such as linear or mlp2x_gelu.
+    """
     name = PEFT + original(name, projector_type)
     return name.replace(".default.weight", "" if ".lora_magnitude_vector." in name else ".weight")
 
 
 def ours_in_adapter(name: str) -> str:
-    """Translate the name of a tensor in an adapter's files to llava_fsdp's parameter name."""
+    """Translate the name of a tensor in the files of a LoRA adapter to llava_fsdp's parameter name."""
     name = ours(name.removeprefix(PEFT))
     name = re.sub(r"\.(lora_[AB])\.weight$", r".\1.default.weight", name)
     return re.sub(r"\.lora_magnitude_vector(\.weight)?$", ".lora_magnitude_vector.default.weight", name)

@@ -1,4 +1,5 @@
-"""Entry point of `python -m llava_fsdp.prepare`, which examines and indexes a dataset (main.py)."""
+"""Entry point of `python -m llava_fsdp.prepare`, which examines and indexes a dataset before training; see
+prepare/main.py."""
 
 from llava_fsdp.config import PrepareConfig, cli
 from llava_fsdp.runtime.imports import importing

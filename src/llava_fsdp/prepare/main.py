@@ -1,6 +1,7 @@
 """Examine and index a dataset before training: `python -m llava_fsdp.prepare data=llava_json data.path=... model=...`.
 
-The command takes the configuration keys of `train`. It reports the lengths and labels of a training with the same keys.
+The command takes the configuration keys of `train`. It reports the lengths of the samples, and how many of their tokens
+are labels, in a training with the same keys.
 """
 
 import json
@@ -35,9 +36,9 @@ from llava_fsdp.train.preflight import warn_if_refused, with_template
 
 
 def prepare(cfg: PrepareConfig) -> None:
-    """Make or update the index of a dataset, then write and print a report about its records. Bad records are reported
-    and raise no error. If there is a validation set, it is indexed and reported, too. With `cfg.verify`, only check
-    that the existing indexes match the files of the dataset."""
+    """Examine and index the dataset that `cfg` names, then write and print a report about its samples. Bad samples are
+    reported and raise no error. If there is a validation set, it is indexed and reported, too. With `cfg.verify`, only
+    check that the existing indexes match the files of the dataset."""
     draw_shapes(cfg.data)
     check_paths(cfg)
     typed, parts = cfg, find_parts(cfg.model)
@@ -66,14 +67,14 @@ def prepare(cfg: PrepareConfig) -> None:
 
 
 def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
-    """Check that the indexes of the training and validation data match the files of the dataset; print a line for each.
+    """Check that the indexes that were made of the training and validation data of `cfg` match the files of these
+    datasets; print a line for each.
 
     Args:
-        encoding: (encoder, image reader).
-
+        encoding: (encoder, image reader): what turns a sample's text into tokens, and what reads its images.
 
     Raises:
-        DataError: records or images have changed since an index was made; the message names them.
+        DataError: samples or images have changed since an index was made; the message names them.
     """
     results, workers = {}, cfg.prepare.workers or read_host().usable_cores
     for name, dataset in {"": cfg, **({} if cfg.val.every is None else {"val": cfg.held_out})}.items():
@@ -88,10 +89,11 @@ def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
 
 
 def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: Path) -> dict[str, Any]:
-    """Index the dataset of a configuration, write a report about its records to `folder`, and return the report.
+    """Examine and index the dataset that `cfg` names, write a report about its samples to `folder`, and return the
+    report.
 
     Args:
-        encoding: (encoder, image reader).
+        encoding: (encoder, image reader): what turns a sample's text into tokens, and what reads its images.
     """
     encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or read_host().usable_cores)
@@ -112,7 +114,12 @@ def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: P
 
 
 def show(report: dict[str, Any], folder: Path) -> None:
-    """Print the tables of a report about a dataset; `folder` contains its files."""
+    """Print the tables of the report about a dataset's samples.
+
+    Args:
+        report: content of the dataset's report.json.
+        folder: folder of that file and of the report page, which is named at the end.
+    """
     console = TextConsole(width=None if sys.stdout.isatty() else 120)
     names = ["records", "left_out", "text_only", "pictures", "tokens", "label_tokens"]
     title = "records; tokens after truncation to data.max_length, image tokens included"

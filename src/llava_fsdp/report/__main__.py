@@ -1,4 +1,5 @@
-"""Entry point of `python -m llava_fsdp.report`, the command that writes report pages (see main.py)."""
+"""Entry point of `python -m llava_fsdp.report`, which writes an HTML page about one or more trainings; see
+report/main.py."""
 
 from llava_fsdp.report.main import main
 

@@ -1,5 +1,5 @@
-"""Report page that compares several runs: their curves in common charts, their results, and the configuration keys in
-which they differ."""
+"""Report page that compares several training runs: their curves in common charts, their results, and the configuration
+keys in which they differ."""
 
 import time
 from collections.abc import Iterator
@@ -45,11 +45,11 @@ def results_table(runs: list[Run]) -> str:
 
 
 def best_of(runs: list[Run]) -> tuple[int | None, str]:
-    """Return the index of the best run, and the name of the metric by which the runs are compared.
+    """Return the index of the best of several training runs, and the name of the metric by which they are compared.
 
-    The metric is that of their sweep. Runs that are not of one sweep are compared by the loss of the last validation,
-    or by the loss of their last steps if a run has no validation. The index is None if no run has a value, or if such
-    runs all have the same value.
+    The metric is that of the runs' sweep. Runs that are not of one sweep are compared by the loss of the last
+    validation, or by the loss of their last steps if a run has no validation. The index is None if no run has a value,
+    or if such runs all have the same value.
     """
     metric, values = runs[0].metric or "", [run.value for run in runs]
     if not metric or any(run.metric != metric for run in runs):
@@ -63,8 +63,8 @@ def best_of(runs: list[Run]) -> tuple[int | None, str]:
 
 
 def charts(runs: list[Run]) -> Iterator[Chart]:
-    """Yield a chart for each metric, with one line for each run. The bands between least and greatest value are left
-    out, because they would cover the lines of other runs."""
+    """Yield a chart for each metric, with one line for each training run. The bands between least and greatest value
+    are left out, because they would cover the lines of other runs."""
     curves = [(chart, names, key) for chart, names in CURVES for key in names]
     most = points_each(len(runs) * (len(curves) + 2))
     for chart, names, key in curves:
@@ -95,7 +95,8 @@ def differences(runs: list[Run]) -> Iterator[str]:
 def differing(
     trees: list[dict[str, Any]], overrides: list[dict[str, Any]] | None = None, ignored: tuple[str, ...] = ()
 ) -> list[list[str]]:
-    """Return a table row (key, its value in each run) for each key whose value is not the same in all runs.
+    """Compare several training runs: return a table row (key, its value in each run) for each key whose value is not
+    the same in all runs.
 
     Args:
         trees: for each run, its values by key; empty if they are unknown.

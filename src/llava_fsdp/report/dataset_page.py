@@ -1,5 +1,6 @@
-"""Build the report page of a dataset. It shows the dataset's sources and files, the lengths of its samples, how much
-various maximum lengths would truncate, records with problems, and some records as a model is trained on them."""
+"""Build the report page of a training dataset. It shows the data sources and their files, the lengths of the samples,
+how much various maximum lengths would truncate, samples with problems, and some samples as a model is trained on
+them."""
 
 from collections.abc import Iterable, Iterator
 from html import escape
@@ -25,11 +26,11 @@ COLUMNS = ("records", "skipped", "problems", "images", "tokens", "median", "long
 
 
 def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
-    """Return the report page of a dataset as HTML.
+    """Return the report page of a training dataset as HTML.
 
     Args:
         report: content of the dataset's report.json.
-        examples: some records as a model is trained on them.
+        examples: some samples as a model is trained on them.
     """
     out = report["left_out"]
     counts = f"{report['records']:,} records, {report['kept']:,} kept, {out['wrong']:,} skipped as wrong, "
@@ -49,7 +50,12 @@ def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
 
 
 def sources(report: dict[str, Any]) -> Iterator[str]:
-    """Yield a table of the data sources and, if one has several files, a table of all files."""
+    """Yield HTML tables for the report page of a dataset: one of the data sources and, if one of them has several
+    files, one of all files.
+
+    Args:
+        report: content of the dataset's report.json.
+    """
     more = ("text_only", "label_tokens", "tiles", "image_tokens", "images")
     rows = ([own["name"], own["file"], *counted(own), *(own[name] for name in more)] for own in report["sources"])
     yield table(["source", "file", *COLUMNS, *spaced(more[:-1]), "folder of images"], rows)
@@ -76,19 +82,21 @@ def sources(report: dict[str, Any]) -> Iterator[str]:
         yield table([text or "" for text in names], lines[WORST:]) + "</details>\n"
 
 
-def counted(own: dict[str, Any]) -> list[object]:
-    """Return the table cells of a data source or a file of records, for the columns COLUMNS.
+def counted(counts: dict[str, Any]) -> list[object]:
+    """Return the cells for a data source, or for one of its files, in a table of a dataset's report page: numbers of
+    records, skipped records, problems, images and tokens, the median and greatest length, and the share of label
+    tokens.
 
     Args:
-        own: counts of the source or file, from report.json.
+        counts: counts of the source or file, from the dataset's report.json.
     """
-    share = f"{100 * label_share(own):.1f} %" if own["tokens"] else None
-    lengths = [own["pictures"], own["tokens"], own["median"], own["longest"], share]
-    return [own["records"], own["left_out"], most_of(own["problems"]), *lengths]
+    share = f"{100 * label_share(counts):.1f} %" if counts["tokens"] else None
+    lengths = [counts["pictures"], counts["tokens"], counts["median"], counts["longest"], share]
+    return [counts["records"], counts["left_out"], most_of(counts["problems"]), *lengths]
 
 
 def most_of(counts: dict[str, int]) -> str:
-    """Return a text with the greatest counts and their names, and how many more counts there are."""
+    """Return a text with the greatest of the named counts, such as "bad image 12, no label 3, bad JSON 2, 4 more"."""
     first = sorted(counts, key=lambda name: -counts[name])[:NAMED]
     more = [f"{len(counts) - NAMED}{SPACE}more"] if len(counts) > NAMED else []
     return ", ".join([*(f"{name}{SPACE}{counts[name]:,}" for name in first), *more])
@@ -98,17 +106,18 @@ def label_share(own: dict[str, Any]) -> float:
     return own["label_tokens"] / max(1, own["tokens"])
 
 
-def badness(own: dict[str, Any], sources: list[dict[str, Any]]) -> tuple[float, ...]:
-    """Return a sort key that puts files with the most skipped records first, then those with the most problems, then
-    those whose share of label tokens differs most from that of their source.
+def badness(counts: dict[str, Any], sources: list[dict[str, Any]]) -> tuple[float, ...]:
+    """Return a sort key for the files of a dataset. It puts files with the most samples that are skipped as bad first,
+    then those with the most problems, then those whose share of label tokens differs most from that of their data
+    source.
 
     Args:
-        own: counts of the file, from report.json.
-        sources: counts of all data sources.
+        counts: counts of the file, from the dataset's report.json.
+        sources: counts of all data sources, from the same.
     """
-    share = next(label_share(source) for source in sources if source["name"] == own["name"])
-    problems = sum(own["problems"].values()) / own["records"]
-    return -own["left_out"] / own["records"], -problems, -abs(label_share(own) - share)
+    share = next(label_share(source) for source in sources if source["name"] == counts["name"])
+    problems = sum(counts["problems"].values()) / counts["records"]
+    return -counts["left_out"] / counts["records"], -problems, -abs(label_share(counts) - share)
 
 
 def lengths(statistics: dict[str, Any]) -> Iterator[str]:

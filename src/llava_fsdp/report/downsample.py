@@ -1,5 +1,5 @@
-"""Downsample the curves of a training step by step, in limited memory however long the training is. Imports only the
-standard library.
+"""Downsample the curves of a training's metrics step by step, in limited memory however long the training is. Imports
+only the standard library.
 
 A curve is divided into stretches of equally many steps. For each stretch it keeps the mean, the least and the greatest
 value, so that a spike of one step is still seen among a hundred thousand. Only the numbers of the steps decide where
@@ -21,7 +21,8 @@ MOST_SOURCES = 200
 
 
 class Point(NamedTuple):
-    """A point of a curve: the mean, least and greatest value over a stretch of consecutive steps."""
+    """A point of a downsampled curve over training steps: the mean, least and greatest value over a stretch of
+    consecutive steps."""
 
     step: float
     """Mean of the step numbers in this stretch."""
@@ -31,7 +32,7 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """A value over training steps, downsampled to a limited number of points."""
+    """A metric over training steps, downsampled to a limited number of points."""
 
     def __init__(self, most: int = MOST_POINTS):
         self.most = most
@@ -44,7 +45,7 @@ class Curve:
         return len(self.stretches)
 
     def add(self, step: int, value: float | None) -> None:
-        """Add the value of a step. A value that is missing or not finite is ignored."""
+        """Add a metric's value in a training step to the curve. A value that is missing or not finite is ignored."""
         if value is None or not math.isfinite(value):
             return
         put(self.stretches, step // self.width, [1.0, float(step), value, value, value])
@@ -53,8 +54,8 @@ class Curve:
             self.stretches = halved(self.stretches)
 
     def points(self, most: int | None = None) -> list[Point]:
-        """Return the points of the curve in the order of steps. If there are more than `most`, neighbouring points are
-        merged."""
+        """Return the points of the downsampled curve in the order of training steps. If there are more than `most`,
+        neighbouring points are merged."""
         stretches = self.stretches
         while most is not None and len(stretches) > max(1, most):
             stretches = halved(stretches)
@@ -95,7 +96,7 @@ SUMS = (
 
 @dataclass
 class History:
-    """The curves of a run and sums over its steps, collected from metrics.jsonl."""
+    """The metrics of a training run, collected from the rows of its metrics.jsonl: curves over its steps, and sums."""
 
     window: int = WINDOW
     """Number of steps over which the last loss and the lowest loss are averaged."""
@@ -118,7 +119,7 @@ class History:
     """For each step in `recent`: data source -> (loss, label tokens)."""
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row of metrics.jsonl.
+        """Add a parsed row of metrics.jsonl, which describes one training step, to the curves and sums of the run.
 
         Raises:
             ValueError: the row is not valid; then nothing is added.
@@ -152,31 +153,32 @@ class History:
 
     @property
     def step(self) -> int:
-        """Number of the last training step that was added."""
+        """Number of the last training step whose metrics were added."""
         return int(self.last.get("step", 0))
 
     @property
     def loss(self) -> float | None:
-        """Mean loss of the run's last `window` steps; None if no step has a loss."""
+        """Mean loss of the training run's last steps, as many as `window` says; None if no step has a loss."""
         return mean_loss(self.recent) if self.recent else None
 
     def source_loss(self, name: str) -> float | None:
-        """Return the mean loss of the data source `name` in the last `window` steps; None if it has no loss there."""
+        """Return the training run's mean loss on the data source `name` in its last `window` steps; None if it has no
+        loss there."""
         found = [steps[name] for steps in self.recent_sources if name in steps]
         values = [(loss, labels) for loss, labels in found if loss is not None]
         return mean_loss(values) if values else None
 
     @property
     def lowest_loss(self) -> tuple[float, int] | None:
-        """(loss, step): the lowest mean loss of `window` consecutive steps, and the last of these steps. If there are
-        fewer than `window` steps, the loss is the mean of all steps."""
+        """(loss, step): the training run's lowest mean loss of `window` consecutive steps, and the last of these steps.
+        If there are fewer than `window` steps, the loss is the mean of all steps."""
         if self.lowest is None and self.loss is not None:
             return self.loss, self.step
         return self.lowest
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of the second half of the curve `name`; None without values. The first half is left out,
-        because it includes loading and compiling."""
+        """Return the mean of the metric `name` over the second half of a training run; None without values. The first
+        half is left out, because it includes loading and compiling."""
         points = self.curves[name].points() if name in self.curves else []
         rest = points[len(points) // 2 :]
         return sum(point.mean for point in rest) / len(rest) if rest else None
@@ -186,14 +188,16 @@ class History:
         return max((point.most for point in points), default=None)
 
     def largest_sources(self, most: int) -> Iterator[tuple[str, Curve]]:
-        """Return the names and loss curves of the `most` data sources with the most label tokens."""
+        """Return the names and loss curves of those data sources of a training run that have the most label tokens, at
+        most `most` of them."""
         chosen = sorted(self.source_labels, key=lambda name: -self.source_labels[name])[:most]
         return ((name, self.sources[name]) for name in self.sources if name in chosen)
 
 
 def mean_loss(steps: Iterable[tuple[float, float]]) -> float:
-    """Return the mean loss of several steps, each given as (loss, label tokens), weighted by label tokens. If all
-    losses are equal, the result is exactly that loss. If no step has label tokens, all steps have the same weight."""
+    """Return the mean loss of several training steps, each given as (loss, number of label tokens), weighted by label
+    tokens. If all losses are equal, the result is exactly that loss. If no step has label tokens, all steps have the
+    same weight."""
     losses, tokens = zip(*steps, strict=True)
     if len(set(losses)) == 1:
         return losses[0]
@@ -208,8 +212,8 @@ def checked(row: object) -> tuple[int, dict[str, float | None]]:
 
 
 def number_of(row: dict[str, Any], name: str) -> float | None:
-    """Return the number `name` in a row of metrics.jsonl; None if it is missing or not finite. Raises ValueError if the
-    value is not a number."""
+    """Return the number under the key `name` in a parsed row of metrics.jsonl; None if it is missing or not finite.
+    Raises ValueError if the value is not a number."""
     value = row.get(name)
     if value is None:
         return None
@@ -219,7 +223,7 @@ def number_of(row: dict[str, Any], name: str) -> float | None:
 
 
 def sources_of(row: dict[str, Any]) -> dict[str, tuple[float | None, int]]:
-    """Return {data source: (loss, label tokens)} of a row of metrics.jsonl."""
+    """Return {name of a data source: (loss, number of label tokens)} of a parsed row of metrics.jsonl."""
     sources = row.get("sources") or {}
     if not isinstance(sources, dict) or not all(isinstance(source, dict) for source in sources.values()):
         raise ValueError("sources is not an object of objects")

@@ -1,4 +1,4 @@
-"""Build the part of a dataset's report page that shows some records as a model is trained on them."""
+"""Build the part of a dataset's report page that shows some samples as a model is trained on them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ EXPLAINED = (
 
 @dataclass(frozen=True)
 class Text:
-    """Consecutive text tokens of an example, of which all have labels, or none has one."""
+    """Part of a sample that a report page shows: consecutive text tokens. The loss is computed on all of them (they are
+    labels), or on none."""
 
     role: str
     """Who wrote the text, such as `human`; empty if not known."""
@@ -34,7 +35,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Images:
-    """Tokens of one image or one video in an example, with thumbnails."""
+    """Part of a sample that a report page shows: the tokens of one image or one video, with thumbnails."""
 
     title: str
     """Title of the block, such as `image 1`."""
@@ -53,7 +54,8 @@ class Images:
 
 @dataclass(frozen=True)
 class Gap:
-    """Number of tokens in the middle of a long example that are not shown, and of labels and images among them."""
+    """Part of a sample that a report page leaves out because the sample is long: number of its tokens, of labels
+    (tokens on which the loss is computed) among them, and of images."""
 
     count: int
     labels: int
@@ -82,7 +84,8 @@ class Example:
 
 
 def examples_body(examples: list[Example]) -> Iterator[str]:
-    """Yield the HTML of the examples of a dataset's records, after a text that explains how they are marked."""
+    """Yield the HTML of some samples of a dataset for its report page, after a text that explains how tokens are
+    marked."""
     if not examples:
         yield "<p>There are no samples.</p>\n"
         return
@@ -147,7 +150,7 @@ def spelled(pieces: Iterable[tuple[str, bool]]) -> Iterator[str]:
 
 
 def name(text: str) -> str:
-    """Return a name from the data as HTML, on one line and not too long."""
+    """Return a name from a dataset, such as a file's, as HTML, on one line and not too long."""
     return escape(shortened(shown_name(text), NAME_LENGTH))
 
 

@@ -1,5 +1,5 @@
-"""Build the HTML that all report pages share: the whole page, headings and tables. Text from data, models and users is
-escaped."""
+"""Build the HTML that all report pages (about trainings, datasets and profiles) share: the whole page, headings and
+tables. Text from data, models and users is escaped."""
 
 import json
 import re
@@ -21,7 +21,7 @@ NUMBER = re.compile(r"-?[\d.,]+(e-?\d+)?( ?%|[kMGT]| ([KMG]i)?B)?|(\d+h)?\d+m(\d
 
 
 def whole_page(title: str, body: str) -> str:
-    """Return a complete HTML page around `body`. The page loads no other file."""
+    """Return a complete HTML page around the HTML text `body`. The page loads no other file."""
     script = f"<script>\n{(ASSETS / 'charts.js').read_text()}</script>" if DATA in body else ""
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
@@ -33,8 +33,13 @@ def whole_page(title: str, body: str) -> str:
 
 
 def heading(kind: str, title: str, *lines: str | tuple[str, str], state: str = "") -> str:
-    """Return the head of a page: its kind (such as run or sweep), its title with the run's state beside it, and lines
-    of text. A line is a text, or (CSS class, text)."""
+    """Return the HTML head of a report page.
+
+    Args:
+        kind: kind of the page, such as run or sweep.
+        lines: lines of text below the title: a text, or (CSS class, text).
+        state: state of the training, shown beside the title.
+    """
     pairs = [("", line) if isinstance(line, str) else line for line in lines]
     body = "".join(f"<p class='{name}'>{escape(shortened(text))}</p>" for name, text in pairs if text)
     mark = f"<span class='state {escape(state)}'>{escape(state)}</span>" if state else ""
@@ -83,5 +88,6 @@ def shortened(text: str, most: int = LONGEST_CELL) -> str:
 
 
 def inline_json(value: Any) -> str:
-    """Return JSON for use inside an HTML script element. It is escaped so that no text in it can end the element."""
+    """Return a value as JSON for use inside an HTML script element. It is escaped so that no text in it can end the
+    element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")

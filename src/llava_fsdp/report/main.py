@@ -1,7 +1,7 @@
-"""Write an HTML report of one run or a comparison of several: `llava-fsdp report outputs/finetune`.
+"""Write an HTML page about one training, or one that compares several: `llava-fsdp report outputs/finetune`.
 
-Reads the files in a training's output folder, whether the training is running, has ended or was killed. Imports
-neither torch nor transformers.
+Reads the files in a training's output folder, whether the training is running, has ended or was killed. Imports neither
+torch nor transformers.
 """
 
 import sys
@@ -38,10 +38,14 @@ def main() -> None:
         sys.exit(error.exit_code)
 
 
-def write(words: list[str]) -> Path:
-    """Write the report page that a command line asks for, and return its path. Raises
-    LlavaFsdpError if a folder cannot be read or the page cannot be written."""
-    folders, out = parse(words)
+def write(arguments: list[str]) -> Path:
+    """Write the HTML page about one or more trainings that a command line asks for, and return its path. Raises
+    LlavaFsdpError if a folder cannot be read or the page cannot be written.
+
+    Args:
+        arguments: arguments of the command: output folders of trainings, and `out=FILE`.
+    """
+    folders, out = parse(arguments)
     runs = [run for folder in folders for run in runs_in(folder)]
     is_one = len(runs) == 1 and runs[0].folder == folders[0]
     path = out or (runs[0].folder / REPORT_FILE if is_one else Path(COMPARISON))
@@ -53,13 +57,14 @@ def write(words: list[str]) -> Path:
     return path
 
 
-def parse(words: list[str]) -> tuple[list[Path], Path | None]:
-    """Return the run folders that a command line names, and the path of the page (`out=FILE`) or None."""
-    for word in words:
+def parse(arguments: list[str]) -> tuple[list[Path], Path | None]:
+    """Return the output folders of trainings that the command line of `report` names, and the path of the page
+    (`out=FILE`) or None."""
+    for word in arguments:
         if word.startswith("-"):
             raise ConfigError(f"{word} is not an option; options are written key=value, and -h lists them")
-    out = [word.removeprefix("out=") for word in words if word.startswith("out=")]
-    folders = [Path(word.removeprefix("output_dir=")) for word in words if not word.startswith("out=")]
+    out = [word.removeprefix("out=") for word in arguments if word.startswith("out=")]
+    folders = [Path(word.removeprefix("output_dir=")) for word in arguments if not word.startswith("out=")]
     if out and not out[-1]:
         raise ConfigError("out= names no file; write out=FILE")
     if not folders:
@@ -68,7 +73,8 @@ def parse(words: list[str]) -> tuple[list[Path], Path | None]:
 
 
 def uniquely_named(runs: list[Run]) -> list[Run]:
-    """Return the runs. If two runs have the same name, the path of each run's folder is first added to its name."""
+    """Return the training runs. If two of them have the same name, the path of each run's folder is first added to its
+    name."""
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = f"{run.name} ({run.folder.resolve()})" if run.name != name_of(run.folder) else str(run.folder)

@@ -1,4 +1,5 @@
-"""Build the report page of a profile: how the time of the recorded training steps is divided."""
+"""Build the report page of a profile: how the time of the training steps that PyTorch's profiler recorded is
+divided."""
 
 from llava_fsdp.report.html import heading, section, table, whole_page
 from llava_fsdp.report.profile_trace import CATEGORIES, Times
@@ -22,8 +23,13 @@ NAME_LENGTH = 100
 
 
 def profile_page(times: Times, title: str, first: int = 1) -> str:
-    """Return the report page of a profile as HTML: the time of each step by category, and the kernels or operations
-    that took longest. `first` is the number of the first recorded step."""
+    """Return the report page of a training's profile as HTML: the time of each step by category, and the kernels or
+    operations that took longest.
+
+    Args:
+        times: times of the recorded steps.
+        first: number of the first recorded step.
+    """
     count = len(times.steps)
     total = {name: sum(step[name] for step in times.steps) for name in CATEGORIES}
     whole = sum(total.values())

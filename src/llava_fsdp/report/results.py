@@ -1,5 +1,5 @@
-"""Compute the results of a run (final loss, speed, memory ...), and format them for tables, report pages and a sweep's
-results.json."""
+"""Compute the results of a training run (final loss, speed, memory ...), and format them for tables, report pages and a
+sweep's results.json."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from llava_fsdp.runtime.humanize import duration, readable
 
 @dataclass(frozen=True)
 class Results:
-    """Results of a run, over all its starts (the first one and those that resumed it). A result that was not measured
-    is None."""
+    """Results of a training run, over all its starts (the first one and those that resumed it). A result that was not
+    measured is None."""
 
     steps: int = 0
     loss: float | None = None
@@ -62,8 +62,12 @@ METRICS = {"val_loss": "lowest val loss", "val_score": "best val score", "last_v
 
 
 def loss_name(windows: Collection[int]) -> str:
-    """Return the name under which the mean loss of a run's last steps is shown. `windows` has the number of averaged
-    steps of each run; the name states this number if it is the same for all runs."""
+    """Return the name under which the mean loss of the last steps of training runs is shown. It states the number of
+    steps if that is the same for all runs.
+
+    Args:
+        windows: for each run, the number of steps over which its last loss is averaged.
+    """
     return f"loss of last {min(windows)} steps" if len(set(windows)) == 1 else "loss of last steps"
 
 
@@ -76,8 +80,8 @@ def number(value: float | None, form: str) -> str | None:
 
 
 def columns(results: list[Results], windows: Collection[int], wanted: Collection[str] = TEXTS) -> dict[str, list[str]]:
-    """Return the columns of a table of runs' results: name of the result -> its text for each run. A column is left out
-    if no run has a value.
+    """Return the columns of a table that compares the results of training runs: name of the result -> its text for each
+    run. A column is left out if no run has a value.
 
     Args:
         windows: for each run, the number of steps over which its last loss is averaged.
@@ -109,7 +113,11 @@ def results_of(run: Run) -> Results:
 
 
 def read_results(folder: Path, window: int) -> Results:
-    """Read the results from a run's folder; the run may be unfinished. The loss is averaged over `window` steps."""
+    """Read the results of a training run from its output folder; the run may be unfinished.
+
+    Args:
+        window: number of steps over which the last loss and the lowest loss are averaged.
+    """
     run = Run(folder, "", History(window))
     try:
         read_metrics(run)

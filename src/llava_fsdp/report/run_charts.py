@@ -1,4 +1,4 @@
-"""Make the charts of a run's metrics, for the report page of one run and the comparison of several runs."""
+"""Make the charts of a training run's metrics, for the report page of one run and the comparison of several runs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -30,7 +30,7 @@ CURVES = (
 
 
 def figures(charts: Iterable[Chart]) -> str:
-    """Return the HTML of those charts that have values to draw; an empty text if no chart has any."""
+    """Return the HTML of those of the charts that have values to draw; an empty text if no chart has any."""
     drawn = "".join(map(draw, charts))
     return f"<p class='help'>{HELP}</p><div class='charts'>{drawn}</div>\n" if drawn else ""
 

@@ -1,4 +1,4 @@
-"""Build the report page of one run. Imports no torch."""
+"""Build the report page of one training run. Imports no torch."""
 
 import time
 from html import escape

@@ -51,7 +51,8 @@ MOST_VALIDATIONS = 2000
 
 @dataclass
 class Run:
-    """The contents of a training's output folder."""
+    """What was read from a training's output folder: metrics, validations, configuration, how the training was started,
+    and how it ended."""
 
     folder: Path
     name: str
@@ -73,18 +74,20 @@ class Run:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The description of the run's most recent start (versions, device, command ...); empty if there is none."""
+        """How the training was started most recently (versions, device, command ...); empty if this is unknown."""
         return self.starts[-1] if self.starts else {}
 
     @property
     def num_lost(self) -> int:
-        """Number of the run's steps that have no row in metrics.jsonl, because the file was truncated or damaged."""
+        """Number of the training's steps that have no row in metrics.jsonl, because the file was truncated or
+        damaged."""
         first = min((start["step"] for start in self.starts), default=0)
         return max(0, self.history.step - first - self.history.steps) if self.starts else 0
 
     @property
     def end(self) -> dict[str, Any]:
-        """Status of the run's last start that took steps. A start that failed before its first step does not count."""
+        """Status (running, done, failed ...) of the training's last start that took steps. A start that failed before
+        its first step does not count."""
         before = self.status.get("before")
         is_refused = self.status.get("status") not in ("running", "stopping", "done")
         return before if is_refused and isinstance(before, dict) else self.status
@@ -95,7 +98,7 @@ class Run:
 
     @property
     def reason(self) -> str:
-        """Why the run ended. If a later start failed before its first step, also why that start failed."""
+        """Why the training ended. If a later start failed before its first step, also why that start failed."""
         reason = str(self.end.get("reason") or "")
         refused = self.status.get("refused") if self.end is self.status else self.status
         if not isinstance(refused, dict):
@@ -105,10 +108,10 @@ class Run:
 
 
 def read_run(folder: Path, name: str | None = None, is_own: bool = False, window: int = WINDOW) -> Run:
-    """Read everything in a run's folder except the weights.
+    """Read everything in a training's output folder except the weights.
 
     Args:
-        name: name of the run on pages; None: the folder's name.
+        name: name of the training on report pages; None: the last two parts of the folder's path.
         is_own: whether this process is the one that runs, or ran, the training. If not, the folder's lock is checked,
             which shows whether the training was killed.
         window: number of steps over which the last loss and the lowest loss are averaged.
@@ -137,8 +140,8 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
 
 
 def status_or_why(folder: Path) -> dict[str, Any]:
-    """Return the status of a run from its status file. If the file cannot be read, the status is `unknown` with the
-    reason; if there is no file, it is an empty dict."""
+    """Return how a training stands (running, done, failed ...) from the status file in its output folder. If the file
+    cannot be read, the status is `unknown` with the reason; if there is no file, the result is an empty dict."""
     try:
         return status_of(folder)
     except MissingJson:
@@ -148,8 +151,8 @@ def status_or_why(folder: Path) -> dict[str, Any]:
 
 
 def runs_in(folder: Path) -> list[Run]:
-    """Return the run in a folder. If the folder is that of a sweep, return the runs of all its jobs in the order of
-    their numbers."""
+    """Read the training in an output folder and return it, as a list of one. If the folder is that of a sweep, return
+    the trainings of all its jobs, in the order of their numbers."""
     jobs = [] if (folder / JOB_FILE).is_file() or not folder.is_dir() else sorted(job_files(folder))
     if not jobs:
         return [read_run(folder)]
@@ -159,12 +162,14 @@ def runs_in(folder: Path) -> list[Run]:
 
 
 def job_files(folder: Path) -> Iterator[Path]:
-    """Return the paths of job.json of all jobs of a sweep, which may be several folders deep (hydra.sweep.subdir)."""
+    """Return the paths of job.json of all jobs in a sweep's output folder; they may be several folders deep
+    (hydra.sweep.subdir)."""
     return folder.glob(f"**/{JOB_FILE}")
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """Read the job.json of a sweep's job. Raises ConfigError if its content is not what a sweep writes."""
+    """Return the content of a job.json, which describes one training of a sweep. Raises ConfigError if it is not what a
+    sweep writes."""
     try:
         job = read_object(path, JOB)
         if not all(isinstance(word, str) for word in job["overrides"]):
@@ -177,8 +182,14 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
-    """Return the run of a sweep's job. It has no metrics if the job ended before its first step, or if its folder
-    cannot be read."""
+    """Read one training of a sweep from its output folder. It has no metrics if it ended before its first step, or if
+    the folder cannot be read.
+
+    Args:
+        job: content of its job.json.
+        folder: its output folder.
+        name: its name on report pages.
+    """
     status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
     run = Run(folder, name, status=status)
     if job.get("has_own_run", True):
@@ -193,8 +204,8 @@ def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
 
 
 def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
-    """Return a name for each of a sweep's jobs, given as (number, overrides). The name consists of the number and those
-    overrides that not all jobs have."""
+    """Return a name for each training of a sweep, given as (number, Hydra overrides). The name consists of the number
+    and those overrides that not all trainings of the sweep have."""
     differing = own_overrides([overrides for _, overrides in jobs])
     return [
         f"{number}: {' '.join(words) or 'as the others'}" for (number, _), words in zip(jobs, differing, strict=True)
@@ -202,14 +213,15 @@ def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
 
 
 def own_overrides(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return, for each job, those of its overrides that not all jobs have. A single job keeps all its overrides."""
+    """Return, for each training of a sweep, given by its Hydra overrides, those overrides that not all trainings have.
+    If there is a single training, all its overrides are returned."""
     count = Counter(override for overrides in jobs for override in set(overrides))
     return [[word for word in overrides if count[word] < len(jobs) or len(jobs) == 1] for overrides in jobs]
 
 
 def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return {key: value} of overrides written `key=value`. Values are parsed, so that 1e-4 equals 0.0001 in a
-    configuration."""
+    """Return {key: value} of Hydra overrides, each a text `key=value`. Values are parsed, so that 1e-4 equals 0.0001 in
+    a configuration."""
     values: dict[str, Any] = {}
     for word in overrides:
         key, equals, text = word.lstrip("+").partition("=")
@@ -230,14 +242,14 @@ def value_typed(text: str) -> int | float | bool | str | None:
 
 
 def name_of(folder: Path) -> str:
-    """Return a name for a run: the last two parts of its folder's path. One part would often be the same for several
-    runs."""
+    """Return a name for a training: the last two parts of its output folder's path. One part would often be the same
+    for several trainings."""
     return "/".join(folder.resolve().parts[1:][-2:])
 
 
 def read_metrics(run: Run) -> None:
-    """Read metrics.jsonl into the run's history. Raises DataError if the file has lines, but none of them describes a
-    training step."""
+    """Read metrics.jsonl in a training's output folder into `run.history`. Raises DataError if the file has lines, but
+    none of them describes a training step."""
     path, first = run.folder / METRICS_FILE, ""
     for number, line in lines_of(path):
         try:
@@ -253,14 +265,18 @@ def read_metrics(run: Run) -> None:
 
 
 def read_validations(run: Run) -> list[dict[str, Any]]:
-    """Return the last row for each step in validation.jsonl, up to the run's last step. `read_metrics` must be
-    called first, as it sets that step."""
+    """Return the parsed rows of validation.jsonl in a training's output folder, one for each step that was validated,
+    up to the training's last step. `read_metrics` must be called first, as it sets that step in `run`."""
     return validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step)
 
 
 def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """Return the JSON objects in the file `name` (JSON Lines) of the run's folder. Lines that are not JSON objects, or
-    for which `check` raises an error, are counted in `run.unread`."""
+    """Return the JSON objects in the JSON Lines file `name` of a training's output folder. Lines that are not JSON
+    objects, or for which `check` raises an error, are counted in `run.unread`.
+
+    Args:
+        run: the training, as read so far.
+    """
     rows = []
     for _, line in lines_of(run.folder / name):
         try:
@@ -275,8 +291,8 @@ def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> l
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number, text) of each line of a file that is not blank; nothing if there is no file. Raises DataError if
-    the file cannot be read."""
+    """Yield (line number, text) of each line of a file that is not blank; nothing if there is no file. Raises DataError
+    if the file cannot be read."""
     if not path.is_file():
         return
     try:
@@ -317,21 +333,26 @@ def are_numbers(values: list[Any]) -> bool:
 
 
 def validations_until(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """Return the last row of each step up to `step`, in the order of steps. Rows of later steps are left out: they were
-    written before the run resumed from an earlier step."""
+    """Return the last of the rows of each step up to `step`, in the order of steps. Rows of later steps are left out:
+    they were written before the training resumed from an earlier step.
+
+    Args:
+        rows: parsed rows of a training's validation.jsonl.
+    """
     by_step = {row["step"]: row for row in rows if row["step"] <= step}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def thinned(rows: list[dict[str, Any]], most: int = MOST_VALIDATIONS) -> list[dict[str, Any]]:
-    """Return every n-th row, including the last one. n is chosen so that at most `most` rows remain."""
+    """Return every n-th of the rows of a file about a training, including the last one. n is chosen so that at most
+    `most` rows remain."""
     every = -(-len(rows) // most) or 1
     return rows[::-1][::every][::-1]
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the values in a config.yaml by dotted key, with secrets hidden. Raises ConfigError if the file is not
-    YAML."""
+    """Return the values in a training's config.yaml by dotted key, with secrets hidden. Raises ConfigError if the file
+    is not YAML."""
     if not path.is_file():
         return {}
     try:
@@ -342,7 +363,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def put_page(path: Path, page: str, *folders: Path) -> None:
-    """Write an HTML page, replacing an existing one atomically. Only users who may read the metrics in all `folders`,
-    those of the runs on the page, may read the page."""
+    """Write the HTML text `page` to a file, replacing an existing one atomically. Only users who may read the metrics
+    in all `folders`, the output folders of the trainings on the page, may read the file."""
     modes = [mode_of(folder / METRICS_FILE) for folder in folders]
     replace_file(path, shown_text(page).encode(), functools.reduce(operator.and_, modes))

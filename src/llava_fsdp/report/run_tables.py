@@ -1,4 +1,4 @@
-"""Build the parts of a run's report page below the charts: sample answers, trained parts of the model, differences
+"""Build the parts of a training's report page below the charts: sample answers, trained parts of the model, differences
 between the configuration and the files in conf/, and environment."""
 
 from collections.abc import Callable, Iterator
@@ -23,8 +23,13 @@ Thumbnail = Callable[[str], str | None]
 
 
 def answers(run: Run, thumbnail: Thumbnail) -> Iterator[str]:
-    """Yield HTML with the sample answers of the last validation that has any. Earlier answers to the same questions are
-    shown with them."""
+    """Yield HTML with the model's sample answers in the last validation that has any. Earlier answers to the same
+    questions are shown with them.
+
+    Args:
+        run: the training, as read from its output folder.
+        thumbnail: function that returns the data: URL of a thumbnail for an image's path, or None if there is none.
+    """
     rows = [row for row in run.validations if row.get("answers")]
     if not rows:
         return
@@ -53,7 +58,12 @@ def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
 
 def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
     """Return (step, text) of the answers in earlier validations to the question of `answer`. An answer that equals the
-    previous one is left out."""
+    previous one is left out.
+
+    Args:
+        answer: an answer in the last validation, as in validation.jsonl.
+        rows: parsed rows of validation.jsonl that have answers.
+    """
     key = answer.get("record"), answer.get("question")
     texts: list[tuple[int, str]] = []
     for row in rows[:-1]:

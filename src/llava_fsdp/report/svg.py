@@ -1,5 +1,5 @@
-"""Draw charts as HTML figures with SVG: curves and bars. A script (assets/charts.js) adds zoom, pan, smoothing and
-values on hover to the curves.
+"""Draw charts of curves and bars for report pages, as HTML figures with SVG. A script (assets/charts.js) adds zoom,
+pan, smoothing and values on hover to the curves.
 
 Without JavaScript the same charts are shown, but without zoom, pan, smoothing and hover.
 """
@@ -76,12 +76,12 @@ class Bar:
 
 
 def points_each(curves: int) -> int:
-    """Return the maximum number of points of each curve, on a page with `curves` curves."""
+    """Return the maximum number of points of each curve, on a report page with `curves` curves."""
     return max(20, min(1000, PAGE_POINTS // max(1, curves)))
 
 
 def draw(chart: Chart) -> str:
-    """Return a chart of curves as an HTML figure; an empty text if there is no value to draw."""
+    """Return a chart of curves as an HTML figure with SVG; an empty text if there is no value to draw."""
     lines = [line for line in chart.lines if line.points]
     if not lines:
         return ""
@@ -98,7 +98,8 @@ def draw(chart: Chart) -> str:
 
 
 def equal_lines(lines: Sequence[Line]) -> list[list[int]]:
-    """Return groups of lines that lie on each other, because their points are equal. A line is given by its index."""
+    """Return groups of those lines of a chart that lie on each other, because their points are equal. A line is given
+    by its index in `lines`."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, line in enumerate(lines):
         groups.setdefault(tuple((p.step, rounded(p.mean)) for p in line.points), []).append(index)
@@ -106,8 +107,8 @@ def equal_lines(lines: Sequence[Line]) -> list[list[int]]:
 
 
 def turns(number: int, lines: int) -> str:
-    """Return the CSS of one of several curves that lie on top of each other in a chart. It is dashed, with its dashes
-    in the gaps of the others, so that all can be seen.
+    """Return the CSS of one of several equal curves, which lie on top of each other in a chart. The curve is dashed,
+    with its dashes in the gaps of the others, so that all can be seen.
 
     Args:
         number: index of the curve among them.
@@ -125,8 +126,14 @@ def equal_note(lines: Sequence[Line], groups: list[list[int]]) -> str:
 
 
 def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] = (), stacked: bool = False) -> str:
-    """Return a chart of vertical bars as an HTML figure; an empty text if all values are 0. `names` are the names of
-    the values of each bar. These values are drawn on top of each other if `stacked`, otherwise side by side."""
+    """Return a chart of vertical bars as an HTML figure with SVG; an empty text if all values are 0.
+
+    Args:
+        unit: unit of the values, shown beside the title.
+        bars: each has one or more values.
+        names: names of the values of each bar, for a legend.
+        stacked: whether the values of a bar are drawn on top of each other; False: side by side.
+    """
     longest = max((sum(bar.values) if stacked else max(bar.values) for bar in bars), default=0)
     if longest <= 0:
         return ""
@@ -165,8 +172,15 @@ def picture(scale: "Scale", title: str, body: Iterable[str], kind: str = "") -> 
 
 
 def figure(kind: str, title: str, unit: str, drawn: Iterable[str], names: list[tuple[str, str]], more: str = "") -> str:
-    """Return an HTML <figure> with a chart, and with a legend if there are several `names`: (name, CSS class of the
-    colour)."""
+    """Return an HTML <figure> around a chart.
+
+    Args:
+        kind: CSS class of the figure.
+        unit: unit of the values, shown beside the title.
+        drawn: SVG elements of the chart.
+        names: (name, CSS class of the colour) of each curve, for a legend, which is left out if there is only one.
+        more: HTML to put below the chart.
+    """
     items = "".join(f"<li class='{colour}'>{escape(shortened(name, NAME_LENGTH))}</li>" for name, colour in names)
     return (
         f"<figure class='{kind}'>"
@@ -177,7 +191,7 @@ def figure(kind: str, title: str, unit: str, drawn: Iterable[str], names: list[t
 
 @dataclass(frozen=True)
 class Scale:
-    """Converts steps and values to pixel coordinates of a chart."""
+    """Converts the steps and values of a chart to pixel coordinates."""
 
     first: float
     last: float
@@ -216,7 +230,7 @@ class Scale:
 
 def extent(line: Line) -> tuple[float, float]:
     """Return the least and greatest value of a line that a chart must show. All means are shown, and all bands (least
-    to greatest value) except the few percent (RARE) that reach farthest."""
+    to greatest value of a stretch of steps) except the few percent that reach farthest."""
     means = [point.mean for point in line.points]
     spare = len(means) * RARE // 100
     low, high = sorted(p.least for p in line.points)[spare], sorted(p.most for p in line.points)[-1 - spare]
@@ -259,7 +273,12 @@ def text_at(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
 
 
 def shapes(scale: Scale, line: Line, dash: str = "") -> list[str]:
-    """Return the SVG elements of a line: the curve of its means, and the band from least to greatest value."""
+    """Return the SVG elements of a line of a chart: the curve of its means, and the band from least to greatest value.
+
+    Args:
+        scale: converts steps and values to pixels.
+        dash: CSS for a dashed curve; empty: not dashed.
+    """
     at = [(f"{scale.x(p.step):.1f}", p) for p in line.points]
     colour, parts = colour_class(line.colour), []
     if any(p.least < p.most for p in line.points):
@@ -278,7 +297,12 @@ def colour_class(number: int) -> str:
 
 
 def data(chart: Chart, lines: Sequence[Line], dashes: Sequence[str]) -> str:
-    """Return a script element with a chart's values, from which the page's script redraws the chart."""
+    """Return an HTML script element with a chart's values, from which the page's script redraws the chart.
+
+    Args:
+        lines: the lines of the chart that have points.
+        dashes: for each line, CSS for a dashed curve; empty: not dashed.
+    """
     values = {
         "share": chart.share,
         "smooths": chart.smooths,
@@ -299,14 +323,14 @@ def line_data(line: Line) -> dict[str, Any]:
 
 
 def rounded(value: float) -> float | int:
-    """Return the value rounded, so that it takes few characters in JSON."""
+    """Return a value of a chart rounded, so that it takes few characters in JSON."""
     if value == int(value) and abs(value) < 1e7:
         return int(value)
     return float(f"{value:.{DIGITS}g}") if abs(value) < 1e6 else round(value, 1)
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Return about `most` round numbers between `low` and `high`, for an axis."""
+    """Return about `most` round numbers between `low` and `high`, for an axis of a chart."""
     if not high > low:
         return [low]
     rough = (high - low) / most
@@ -317,16 +341,20 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def digits(values: list[float]) -> int:
-    """Return the number of significant digits (at least 4) that an axis needs to show its neighbouring `values` as
-    different texts."""
+    """Return the number of significant digits (at least 4) that an axis of a chart needs to show its neighbouring
+    `values` as different texts."""
     if len(values) < 2 or not values[1] > values[0]:
         return 4
     return max(4, 1 + math.ceil(math.log10(max(map(abs, values)) / (values[1] - values[0]))))
 
 
 def short_text(value: float, share: bool = False, digits: int = 4) -> str:
-    """Return a value as short text for an axis or a table, such as 20k, 61G, 2e-5. With `share`, it is shown in
-    percent."""
+    """Return a value as short text for an axis of a chart or a table, such as 20k, 61G, 2e-5.
+
+    Args:
+        share: whether to show the value, a fraction of 1, in percent.
+        digits: number of significant digits.
+    """
     if share:
         return f"{100 * value:.{digits}g} %"
     if value == 0:

@@ -1,4 +1,5 @@
-"""Entry point of `python -m llava_fsdp.sweep`, the command that runs several trainings (see main.py)."""
+"""Entry point of `python -m llava_fsdp.sweep`, which runs several trainings with different settings; see
+sweep/main.py."""
 
 from llava_fsdp.sweep.main import main
 

@@ -1,4 +1,4 @@
-"""File locks that give each of several trainings on one machine its own GPUs, with every Hydra launcher.
+"""File locks that give each of several trainings on one machine its own GPUs, whichever Hydra launcher starts them.
 
 A lock is on a file named after a GPU, and is released when its process ends, even if that is killed. The files are in a
 folder of the user on this machine, so that two sweeps can share the machine as well. Imports no torch.
@@ -26,7 +26,7 @@ SMI_SECONDS = 20
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or a MIG instance of a GPU."""
+    """A GPU, or a MIG instance of a GPU, on which a training of a sweep can run."""
 
     name: str
     """The device's name for CUDA_VISIBLE_DEVICES."""
@@ -39,8 +39,12 @@ class Device:
 
 
 def list_devices(listed: str, visible: str | None) -> list[Device]:
-    """Return the GPUs that a process would see, from the output of `nvidia-smi -L` (`listed`) and the value of
-    CUDA_VISIBLE_DEVICES (`visible`; None if it is not set)."""
+    """Return the GPUs (or MIG instances) that a process would see.
+
+    Args:
+        listed: output of `nvidia-smi -L`.
+        visible: value of CUDA_VISIBLE_DEVICES; None: not set.
+    """
     gpus: list[str] = []
     parts: dict[int, list[str]] = {}
     for line in listed.splitlines():
@@ -56,7 +60,7 @@ def list_devices(listed: str, visible: str | None) -> list[Device]:
 
 
 def devices_here() -> list[Device]:
-    """Return the GPUs of this machine that this process may use; empty if nvidia-smi fails."""
+    """Return the GPUs (or MIG instances) of this machine that this process may use; empty if nvidia-smi fails."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -81,13 +85,15 @@ def check_devices(devices: list[Device], count: int) -> None:
 
 @contextlib.contextmanager
 def locked(
-    devices: list[Device], count: int, name: str, level: Callable[[], int]
+    devices: list[Device], count: int, name: str, stop_level: Callable[[], int]
 ) -> Iterator[tuple[list[Device], list[int]]]:
-    """Context manager that waits until `count` of the GPUs in `devices` are free, and locks them for one job.
+    """Context manager that waits until `count` of the GPUs in `devices` are used by no other training, and locks them
+    for one training of a sweep.
 
     Args:
-        name: name of the job, for log messages.
-        level: returns the level of the sweep's stop request. Above 0, waiting ends, and no GPU is locked.
+        name: name of the training, for log messages.
+        stop_level: returns whether the user wants to stop the sweep: 0 if not. Above 0, waiting ends, and no GPU is
+            locked.
 
     Yields:
         The locked GPUs, and the file descriptors of their locks.
@@ -98,7 +104,7 @@ def locked(
     folder, is_first = lock_folder(), True
     while True:
         taken = take(devices, count, folder)
-        if taken or level():
+        if taken or stop_level():
             break
         if is_first:
             log().info("%s: waits until %d of %d GPUs are free of other jobs", name, count, len(devices))
@@ -112,9 +118,14 @@ def locked(
 
 
 def take(devices: list[Device], count: int, folder: Path) -> list[tuple[Device, int]]:
-    """Lock the first `count` free GPUs, and return them with the file descriptors of their locks; return an empty list
-    if fewer are free. Only one process at a time can do this: otherwise two jobs could each lock half of the GPUs and
-    wait for the other half."""
+    """Lock the first `count` GPUs that are not locked yet, and return them with the file descriptors of their locks;
+    return an empty list if fewer are free. Only one process at a time can do this: otherwise two trainings could each
+    lock half of the GPUs and wait for the other half.
+
+    Args:
+        devices: GPUs to choose from.
+        folder: folder of the lock files.
+    """
     with contextlib.ExitStack() as stack:
         entry = open_lock(folder / "door")
         stack.callback(os.close, entry)
@@ -139,7 +150,8 @@ def open_lock(path: Path) -> int:
 
 
 def lock_folder() -> Path:
-    """Create and return this user's folder of GPU locks. Raises ConfigError if the folder belongs to another user."""
+    """Create and return this user's folder of lock files for GPUs. Raises ConfigError if the folder belongs to another
+    user."""
     folder = Path(tempfile.gettempdir()) / f"llava_fsdp-devices-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     state = folder.lstat()

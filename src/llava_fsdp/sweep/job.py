@@ -35,8 +35,8 @@ RUNNING = "running"
 
 @dataclass(kw_only=True)
 class Job:
-    """One training of a sweep and how it ended. It is written to `job.json`, because a Hydra launcher may run the job
-    in another process or on another machine."""
+    """One training of a sweep (a job), and how it ended. It is written to `job.json`, because a Hydra launcher may run
+    the job in another process or on another machine."""
 
     number: int
     overrides: list[str]
@@ -69,14 +69,15 @@ class Job:
         return 0o600 if self.private else 0o666
 
     def write(self) -> None:
-        """Write this job to its job.json. The file is replaced atomically, because other processes read it."""
+        """Write this training of a sweep to its job.json. The file is replaced atomically, because other processes read
+        it."""
         content = json.dumps(asdict(self), indent=2) + "\n"
         replace_file(Path(self.folder) / JOB_FILE, content.encode(), self.file_mode)
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """Read the jobs in a sweep's folder, ordered by number. A job still recorded as `running` was killed: its status is
-    changed to `lost`."""
+    """Read the jobs (trainings) in a sweep's output folder, ordered by number. A job still recorded as `running` was
+    killed: its status is changed to `lost`."""
     jobs = []
     for path in job_files(folder):
         try:
@@ -93,8 +94,12 @@ def read_jobs(folder: Path) -> list[Job]:
 
 
 def run_job(node: DictConfig, stop: StopRequest) -> Job:
-    """Run one training of a sweep to its end. If it fails, the failure is logged and recorded in the returned job, not
-    raised."""
+    """Run one training of a sweep to its end, and return how it ended. A failure is logged and recorded, not raised.
+
+    Args:
+        node: the training's configuration, as Hydra composed it.
+        stop: request of the user to stop the sweep, which is watched.
+    """
     if not log().handlers:  # this is a new process that Hydra's launcher started for the job
         setup_logging()
     settings = HydraConfig.get()
@@ -135,15 +140,20 @@ def run_job(node: DictConfig, stop: StopRequest) -> Job:
 
 
 def value_of(results: Results, metric: SweepMetric) -> float | None:
-    """Return the value that Hydra's sweeper minimises: the result named `metric`, negated for val_score; None if it is
-    missing."""
+    """Return the value of a training that Hydra's sweeper minimises: its result `metric`, negated for val_score; None
+    if it is missing."""
     value = getattr(results, metric.value)
     return -value if metric is SweepMetric.val_score and value is not None else value
 
 
 def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
-    """Create the folder of a sweep's job; if `private`, only its owner can read it. In a sweep, Hydra has created the
-    folder already, with default permissions, which are corrected. A folder that already has a run is not changed."""
+    """Create the output folder of one training of a sweep. A folder that already has a training is not changed.
+
+    Args:
+        private: whether only the folder's owner can read it.
+        is_sweep: False for a single training. In a sweep, Hydra has created the folder already, with default
+            permissions, which are corrected.
+    """
     has_run = any((folder / name).exists() for name in (LOG_FILE, STATUS_FILE))
     make_run_folder(folder, private)
     if is_sweep and private and not has_run:
@@ -151,11 +161,12 @@ def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
 
 
 def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
-    """Record in `job` why it did not finish. If it took a step in the current start of the sweep, its results so far
-    are recorded too.
+    """Record in `job`, one training of a sweep, why it did not finish. If it took a step in the current start of the
+    sweep, its results so far are recorded too.
 
     Args:
-        is_stopping: whether a stop of the sweep was requested. If the job had not begun by then, it is recorded as
+        error: why it did not finish.
+        is_stopping: whether the user has stopped the sweep. If the training had not begun by then, it is recorded as
             stopped, and runs when the sweep is started again.
     """
     code, job.reason = error.exit_code, str(error)
@@ -169,14 +180,19 @@ def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
         job.numbers = read_results(Path(job.folder), job.last_steps)
 
 
-def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
-    """Run a job's training with torchrun on free GPUs. Raises JobFailed if the training fails, or if a stop was
-    requested before it began: `level()` returns the level of the request, 0 for none."""
+def train(config: SweepConfig, job: Job, stop_level: Callable[[], int]) -> None:
+    """Run one training of a sweep (`job`) with torchrun on free GPUs. Raises JobFailed if the training fails, or if the
+    user stopped the sweep before it began.
+
+    Args:
+        config: the training's configuration.
+        stop_level: returns whether the user wants to stop: 0: no, 1: save a checkpoint and end, 2: end at once.
+    """
     folder, count, name = Path(job.folder), config.launch.nproc_per_node, f"job {job.number}"
     devices = devices_here() if config.launch.devices is Devices.own else []
     check_devices(devices, count)
-    with locked(devices, count, name, level) as (taken, locks):
-        if level():
+    with locked(devices, count, name, stop_level) as (taken, locks):
+        if stop_level():
             raise JobFailed("stopped before it began")
         folders = [s.path for s in HydraConfig.get().runtime.config_sources if s.provider == "command-line"]
         command = train_command(config, job.overrides, folder, folders)
@@ -185,7 +201,7 @@ def train(config: SweepConfig, job: Job, level: Callable[[], int]) -> None:
         on = f" on GPUs {','.join(job.devices)}" if taken else ""
         log().info("%s: %s -> %s%s", name, " ".join(job.overrides), job.folder, on)
         (folder / LOG_FILE).touch(job.file_mode)
-        run_torchrun(command, folder, name, level, ",".join(job.devices) if taken else None, locks)
+        run_torchrun(command, folder, name, stop_level, ",".join(job.devices) if taken else None, locks)
 
 
 def report_end(job: Job) -> None:
@@ -199,8 +215,13 @@ def report_end(job: Job) -> None:
 
 
 def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None:
-    """Raise ConfigError if a job of a sweep cannot have this configuration, for example because it names several
-    machines."""
+    """Raise ConfigError if a training of a sweep cannot have the configuration `config`, for example because it names
+    several machines.
+
+    Args:
+        overrides: Hydra overrides of the training.
+        is_sweep: False for a single training, which may set output_dir.
+    """
     at_least("launch.nproc_per_node", config.launch.nproc_per_node, 1)
     if config.launch.nnodes != 1:
         raise ConfigError(
@@ -221,11 +242,12 @@ def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None
 
 
 def train_command(config: SweepConfig, overrides: list[str], folder: Path, config_folders: list[str]) -> list[str]:
-    """Return the torchrun command of a sweep's job.
+    """Return the torchrun command of one training of a sweep.
 
     Args:
-        overrides: the job's overrides. Those of the sweep itself (launch.*, sweep.*) are left out of the command.
-        folder: the job's folder, which becomes output_dir.
+        config: the training's configuration.
+        overrides: its Hydra overrides. Those of the sweep itself (launch.*, sweep.*) are left out of the command.
+        folder: its output folder, which becomes output_dir.
         config_folders: folders that the user gave with `--config-dir`.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -1,8 +1,8 @@
 """Run several trainings with different settings: `python -m llava_fsdp.sweep -m stage=finetune optim.lr=1e-5,2e-5`.
 
-Hydra composes the configurations of the jobs and its launcher starts the jobs, each with a torchrun of its own. Several
-jobs in one torchrun do not work: the second job finds the first one's addresses in torchrun's store, and hangs. Imports
-neither torch nor transformers.
+Hydra composes the configuration of each training (job) and its launcher starts the jobs, each with a torchrun of its
+own. Several jobs in one torchrun do not work: the second job finds the first one's addresses in torchrun's store, and
+hangs. Imports neither torch nor transformers.
 """
 
 import re
@@ -22,7 +22,7 @@ from llava_fsdp.sweep.stop import STOP_FILE, StopRequest, supervise
 
 
 def main() -> None:
-    """Run the sweep in a child process (hydra_process.py), and exit with its exit code."""
+    """Run a sweep in a child process (hydra_process.py), and exit with its exit code."""
     setup_logging()
     try:
         check_command_line(sys.argv[1:])
@@ -46,9 +46,9 @@ def main() -> None:
 
 
 def sweep_folder() -> Path | None:
-    """Return the output folder of the sweep; None for a single job (without `-m`). Results of an earlier sweep in it
-    are removed. If the user gave no folder, one is chosen here, before Hydra starts, so that every launcher uses the
-    same."""
+    """Return the output folder of the sweep that the command line (`sys.argv`) describes; None for a single training
+    (without `-m`). Results of an earlier sweep in it are removed. If the user gave no folder, one is chosen here,
+    before Hydra starts, so that every launcher uses the same."""
     if not {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(sys.argv[1:]):
         return None
     given = [a.partition("=")[2].strip("'\"") for a in sys.argv[1:] if a.startswith("hydra.sweep.dir=")]
@@ -64,8 +64,8 @@ def sweep_folder() -> Path | None:
 
 
 def refuse_maximizing(words: list[str]) -> None:
-    """Raise ConfigError if the command line tells Hydra's sweeper to maximise the jobs' values, which must be
-    minimised."""
+    """Raise ConfigError if the command line of a sweep tells Hydra's sweeper to maximise the values of the trainings,
+    which must be minimised."""
     for word in words:
         key, _, value = word.partition("=")
         if re.fullmatch(r"[+~]*hydra\.sweeper\.direction", key) and "maximize" in value.lower():

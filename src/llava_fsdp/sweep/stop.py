@@ -1,10 +1,10 @@
-"""Stop a sweep on a signal, with every Hydra launcher.
+"""Stop a sweep on a signal, whichever Hydra launcher runs its trainings.
 
-A signal to the sweep's main process creates a stop file, which every job watches: a running job ends its torchrun,
-which saves a checkpoint first, and a job that has not begun never begins. Hydra's launchers cannot do this: joblib
-kills its workers and their child processes as soon as joblib or a worker is interrupted, and Ctrl-C in a terminal goes
-to every foreground process. Therefore Hydra and its launcher run in a session of their own, and the main process, which
-the user started, only handles signals and waits.
+A signal to the sweep's main process creates a stop file, which every job (training) watches: a running job ends its
+torchrun, which saves a checkpoint first, and a job that has not begun never begins. Hydra's launchers cannot do this:
+joblib kills its workers and their child processes as soon as joblib or a worker is interrupted, and Ctrl-C in a
+terminal goes to every foreground process. Therefore Hydra and its launcher run in a session of their own, and the main
+process, which the user started, only handles signals and waits.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ MEANING = {
 
 
 class StopRequest:
-    """A request to stop a sweep, written to a stop file in a folder that all jobs see. Hydra's launcher pickles the
-    object and sends it to the jobs."""
+    """A request to stop a sweep, written to a stop file in a folder that all its jobs (trainings) see. Hydra's launcher
+    pickles the object and sends it to the jobs."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -44,7 +44,8 @@ class StopRequest:
         return self.main == (socket.gethostname(), os.getpid())
 
     def is_abandoned(self) -> bool:
-        """Return whether the process that runs Hydra has ended. If it is on another machine, return False."""
+        """Return whether the process that runs the sweep with Hydra has ended, so that its trainings must end, too. If
+        it is on another machine, return False."""
         host, pid = self.main
         with contextlib.suppress(PermissionError):
             try:
@@ -54,7 +55,8 @@ class StopRequest:
         return False
 
     def level(self) -> int:
-        """Return the level of the sweep's stop request: 0: none, 1: save a checkpoint and end, 2: end at once."""
+        """Return whether the sweep is to be stopped: 0: no, 1: save a checkpoint and end, 2: end at once. It is 1
+        without a request, too, if the process that runs Hydra has ended."""
         with contextlib.suppress(OSError, ValueError):
             return int(self.path.read_text())
         return SAVE if self.is_abandoned() else 0
@@ -68,24 +70,27 @@ class StopRequest:
         self.path.unlink(missing_ok=True)
 
     def take_signals(self) -> None:
-        """Install handlers in this process, which runs Hydra, that request a stop of all jobs on SIGINT or SIGTERM."""
+        """Install handlers in this process, which runs a sweep with Hydra, that ask all its trainings to stop on SIGINT
+        or SIGTERM."""
         for number in SIGNALS:
             signal.signal(number, lambda *_: self.raise_to(SAVE))
 
 
 def ignore_signals() -> None:
-    """Ignore SIGINT and SIGTERM in a worker of a Hydra launcher, as the sweep's main process handles them."""
+    """Ignore SIGINT and SIGTERM in a process that runs one training of a sweep, as the sweep's main process handles
+    them."""
     with contextlib.suppress(ValueError):  # not the main thread
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
 def supervise(words: Sequence[str], stop: StopRequest) -> int:
-    """Run a Python module in a session of its own and wait for it. Each SIGINT or SIGTERM raises the level of the
-    sweep's stop request.
+    """Run the Python module that runs a sweep in a session of its own, and wait for it. The first SIGINT or SIGTERM
+    asks its trainings to save a checkpoint and end, the second to end at once; the third ends everything.
 
     Args:
         words: name and arguments of the module.
+        stop: passes the request to the trainings.
 
     Returns:
         The module's exit code, or minus the number of the signal that killed it.

@@ -1,4 +1,4 @@
-"""Run the torchrun command of one job of a sweep to its end."""
+"""Run the torchrun command of one training of a sweep to its end."""
 
 import contextlib
 import io
@@ -27,11 +27,13 @@ class JobFailed(LlavaFsdpError):
     """Error: one training of a sweep did not finish."""
 
     def __init__(self, reason: str, code: ExitCode = ExitCode.BUG, took_steps: bool = False):
-        """Create the error.
+        """Create the error that one training of a sweep did not finish.
 
         Args:
+            reason: why, for the message.
             code: exit code of the rank that failed first.
-            took_steps: whether this start of the job took a step; if not, the job's folder may have an earlier run.
+            took_steps: whether this start of the training took a step; if not, its folder may have the results of an
+                earlier start.
         """
         super().__init__(reason)
         self.code = code
@@ -42,20 +44,22 @@ def run_torchrun(
     command: Sequence[str],
     folder: Path,
     name: str,
-    level: Callable[[], int] = int,
+    stop_level: Callable[[], int] = int,
     visible: str | None = None,
-    held: Sequence[int] = (),
+    locks: Sequence[int] = (),
 ) -> None:
-    """Run the torchrun command of a sweep's job to its end. Its output is written to `train.log` in `folder`. This
-    process logs the latest step every 10 seconds.
+    """Run the torchrun command of one training of a sweep to its end. Its output is written to `train.log` in `folder`.
+    This process logs the latest step every 10 seconds.
 
     The ranks write to the file directly: with a pipe, this process would wait for a rank that outlives torchrun. The
     command runs in a session of its own, so that a Ctrl-C reaches it only once, through this process.
 
     Args:
-        level: returns the level of the sweep's stop request: 0: none, 1: save a checkpoint and end, 2: end at once.
+        folder: the training's output folder.
+        name: name of the training, for log messages.
+        stop_level: returns whether the user wants to stop: 0: no, 1: save a checkpoint and end, 2: end at once.
         visible: value of CUDA_VISIBLE_DEVICES for the command; None: unchanged.
-        held: file descriptors of GPU locks, which the command inherits.
+        locks: file descriptors of GPU locks, which the command inherits.
 
     Raises:
         JobFailed: the command failed; the message is the reason that a rank recorded, if there is one.
@@ -76,10 +80,10 @@ def run_torchrun(
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=held,
+            pass_fds=locks,
         )
         try:
-            follow(child, reader, name, level)
+            follow(child, reader, name, stop_level)
         except BaseException:
             child.terminate()  # torchrun ends its workers
             child.wait()
@@ -92,9 +96,15 @@ def run_torchrun(
         raise JobFailed(reason, failure_code(status), took_steps)
 
 
-def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, level: Callable[[], int]) -> None:
-    """Wait for the torchrun process `child`, end it when a stop is requested, and log the latest step every 10
-    seconds."""
+def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, stop_level: Callable[[], int]) -> None:
+    """Wait for the torchrun process `child` of one training of a sweep, end it when the user stops the sweep, and log
+    the latest step every 10 seconds.
+
+    Args:
+        reader: the file that the training writes its output to, opened for reading.
+        name: name of the training, for log messages.
+        stop_level: returns whether the user wants to stop: 0: no, 1: save a checkpoint and end, 2: end at once.
+    """
     next_line, sent = 0.0, 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -105,20 +115,25 @@ def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, level: Cal
             next_line = time.monotonic() + PROGRESS_SECONDS
         if child.returncode is not None:
             return
-        if (requested := level()) > sent:
+        if (requested := stop_level()) > sent:
             sent = requested
             child.send_signal(signal.SIGTERM if sent == 1 else signal.SIGKILL)  # ranks end with torchrun
 
 
 def status_after(folder: Path, earlier: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the run status that a torchrun wrote before it ended; empty if it wrote none. `earlier` is the status
-    before its start."""
+    """Return how a training ended: the status (a JSON object) that its latest start wrote to its output folder; empty
+    if it wrote none.
+
+    Args:
+        earlier: status in the folder before this start; None if there was none.
+    """
     status = read_status(folder)
     return {} if status is None or status == earlier else status_of_latest_start(status)
 
 
 def failure_code(status: dict[str, Any]) -> ExitCode:
-    """Return the exit code of the rank that failed first, from a run status; BUG if the status has none."""
+    """Return the exit code of the rank that failed first, from the status that a training wrote when it ended;
+    ExitCode.BUG if the status has none."""
     try:
         return ExitCode(status.get("exit_code") or ExitCode.BUG)
     except ValueError:

@@ -1,5 +1,5 @@
-"""Build the web page for chatting with Gradio. Gradio reads its settings from the environment when it is imported, so
-`server.py` sets them before it imports this module."""
+"""Build the web page for chatting with a model, with Gradio. Gradio reads its settings from the environment when it is
+imported, so `server.py` sets them before it imports this module."""
 
 import html
 from collections.abc import Iterator
@@ -28,7 +28,13 @@ footer, button[aria-label="Share"] {display: none}  /* the latter sends an image
 
 
 def make_app(sessions: Sessions, cfg: ChatConfig) -> Any:
-    """Build the web application of the page, without the request checks of `security.py`."""
+    """Build the web application of the page for chatting with a model, without the checks of requests, which
+    `security.py` adds.
+
+    Args:
+        sessions: the conversations of all browser tabs, and the model.
+        cfg: configuration of the command `chat`.
+    """
     page = make_page(sessions, cfg)
     app = gr.mount_gradio_app(
         fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None),
@@ -111,9 +117,11 @@ def make_page(sessions: Sessions, cfg: ChatConfig) -> gr.Blocks:
 
 
 def answer(sessions: Sessions, key: str, box: dict[str, Any], settings: tuple[float, float, float]) -> Iterator[Any]:
-    """Yield updates of the page's conversation and question box while an answer is generated.
+    """Let the model answer a question from the chat page, and yield updates of the page's conversation and question box
+    meanwhile.
 
     Args:
+        sessions: the conversations of all browser tabs, and the model.
         key: Gradio's key of the browser tab.
         box: content of the question box: text and files.
         settings: temperature, top_p and max_new_tokens.
@@ -139,8 +147,8 @@ def box_with(text: str, files: list[str]) -> gr.MultimodalTextbox:
 
 
 def checked_sampling(temperature: float, top_p: float, max_new_tokens: float) -> Sampling:
-    """Return the values of the page's sliders as sampling settings. Raise DataError if one is out of range, which is
-    possible if the request does not come from the page."""
+    """Return the values of the chat page's sliders as settings for generating an answer. Raise DataError if one is out
+    of range, which is possible if the request does not come from the page."""
     if not (0 <= temperature <= 100 and 0 < top_p <= 1 and 1 <= max_new_tokens <= 1 << 20):
         raise DataError(
             f"temperature={temperature}, top_p={top_p} and max_new_tokens={max_new_tokens} are out of range"
@@ -149,7 +157,7 @@ def checked_sampling(temperature: float, top_p: float, max_new_tokens: float) ->
 
 
 def history(session: Session) -> list[Any]:
-    """Return a session's conversation as messages for gr.Chatbot."""
+    """Return the conversation of a browser tab as messages for gr.Chatbot."""
     found = []
     for question, files, reply in session.exchanges():
         found += [message("user", question, files), message("assistant", reply, [])]
@@ -157,7 +165,12 @@ def history(session: Session) -> list[Any]:
 
 
 def message(role: str, text: str, files: list[Path]) -> dict[str, Any]:
-    """Return a message for gr.Chatbot, with HTML in `text` escaped. Files that Gradio has deleted are left out."""
+    """Return a message for gr.Chatbot, with HTML in `text` escaped. Files that Gradio has deleted are left out.
+
+    Args:
+        role: user or assistant.
+        files: images that are shown with the message.
+    """
     text = html.escape(text, quote=False)
     images: list[Any] = [{"path": str(path), "alt_text": path.name} for path in files if path.is_file()]
     return {"role": role, "content": [*images, *([text] if text or not files else [])]}

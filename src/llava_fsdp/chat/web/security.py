@@ -1,4 +1,5 @@
-"""Check all requests to the chat page before they reach Gradio, without relying on Gradio's own checks.
+"""Check all requests to the web page for chatting with a model before they reach Gradio, without relying on Gradio's
+own checks.
 
 The page is for one user on one machine. Requests that other sites make in the user's browser are refused by their Host,
 Origin and Sec-Fetch headers. Requests may only name files that were uploaded to the page. Only the routes that the page
@@ -58,11 +59,15 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class Guard:
-    """ASGI application that checks requests and passes the accepted ones on to another ASGI application.
+    """ASGI application that checks requests to the chat page and passes the accepted ones on to another ASGI
+    application.
 
-    Attributes: host: name or address that the page is served at.
-        uploads: folder of the uploaded files; files are served from no other folder. largest_request: maximum size in
-        bytes of a request that uploads files. incoming: sizes in bytes of the uploads that are being received.
+    Attributes:
+        app: the other application.
+        host: name or address that the page is served at.
+        uploads: folder of the uploaded files; files are served from no other folder.
+        largest_request: maximum size in bytes of a request that uploads files.
+        incoming: sizes in bytes of the uploads that are being received.
     """
 
     app: ASGIApp
@@ -98,8 +103,8 @@ class Guard:
             await PlainTextResponse(str(refusal), refusal.status)(scope, receive, send)
 
     def check_upload(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestRefused if the Content-Length of an upload is too large. The server reads no more than that
-        length."""
+        """Raise RequestRefused if the request headers of an upload to the chat page announce too many bytes
+        (Content-Length). The server reads no more than that length."""
         length = headers.get("content-length", "")
         if (
             not length.isdecimal() or "transfer-encoding" in headers
@@ -125,6 +130,9 @@ def check_names(headers: Mapping[str, str], host: str) -> None:
 
     Another site can make its name resolve to this machine (DNS rebinding), so the Host must be a name of this machine
     or an IP address.
+
+    Args:
+        host: name or address that the chat page is served at.
     """
     requested = headers.get("host", "")
     try:
@@ -150,14 +158,16 @@ def is_address(name: str) -> bool:
 
 
 def check_route(method: str, path: str) -> None:
-    """Raise RequestRefused for a route that the chat page does not use; Gradio has many such routes."""
+    """Raise RequestRefused for a request with an HTTP method and path that the chat page does not use; Gradio has many
+    such routes."""
     routes = {"GET": READ, "HEAD": READ, "POST": WRITTEN}.get(method)
     if routes is None or routes.fullmatch(path) is None:
         raise RequestRefused(404, "not found")
 
 
 def check_file(name: object, uploads: Path) -> None:
-    """Raise RequestRefused unless `name` is the path of a file that was uploaded to the page."""
+    """Raise RequestRefused unless `name` is the path of a file in `uploads`, the folder of the files that were uploaded
+    to the chat page."""
     folder = os.path.realpath(uploads)
     try:
         inside = isinstance(name, str) and os.path.isabs(name) and os.path.realpath(name).startswith(folder + os.sep)
@@ -168,8 +178,8 @@ def check_file(name: object, uploads: Path) -> None:
 
 
 def check_body(body: bytes, uploads: Path) -> None:
-    """Raise RequestRefused if a request body is not JSON, or names a URL or a file that was not uploaded to the
-    page."""
+    """Raise RequestRefused if the body of a request to the chat page is not JSON, or names a URL or a file outside
+    `uploads`, the folder of the files that were uploaded to the page."""
     if not body:
         return
     try:
@@ -186,7 +196,8 @@ def check_body(body: bytes, uploads: Path) -> None:
 
 
 def objects_of(tree: Any) -> Iterator[dict[str, Any]]:
-    """Yield all objects within a JSON value. This is done without recursion, because they may be deeply nested."""
+    """Yield all objects (dicts) within a parsed JSON value, at any depth. This is done without recursion, because they
+    may be deeply nested."""
     left = [tree]
     while left:
         value = left.pop()
@@ -210,8 +221,8 @@ async def whole_body(receive: Receive) -> bytes:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI `receive` function that returns `body`, which was already read, at its first call, and calls
-    `receive` afterwards."""
+    """Return an ASGI `receive` function for a request whose body was already read: its first call returns `body`, later
+    calls are passed to `receive`."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def again() -> Message:
@@ -221,8 +232,8 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def with_headers(send: Send) -> Send:
-    """Return an ASGI `send` function that adds HEADERS to the response and removes its headers that would let other
-    sites read it."""
+    """Return an ASGI `send` function that calls `send`, but adds security headers to a response (HEADERS) and removes
+    headers that would let other sites read it."""
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":

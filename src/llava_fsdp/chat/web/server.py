@@ -1,4 +1,4 @@
-"""Serve the chat page: `python -m llava_fsdp.chat serve=true`."""
+"""Serve the web page for chatting with a model: `python -m llava_fsdp.chat serve=true`."""
 
 import os
 import signal
@@ -21,7 +21,8 @@ FORM = 64 << 10
 
 
 def serve(cfg: ChatConfig) -> None:
-    """Serve the chat page until Ctrl-C or SIGTERM, then delete the files that were uploaded to it.
+    """Serve the web page for chatting with a model until Ctrl-C or SIGTERM, then delete the files that were uploaded to
+    it.
 
     Raises:
         ConfigError: gradio is not installed, or the address is taken; raised before the model is loaded.
@@ -63,16 +64,16 @@ def serve(cfg: ChatConfig) -> None:
 
 
 def prepare_environment(folder: str) -> None:
-    """Set the environment variables that Gradio reads when it is imported: uploaded files are stored in `folder`, and
-    telemetry is off."""
+    """Set the environment variables that Gradio reads when it is imported: files that users upload to the chat page are
+    stored in `folder`, and telemetry is off."""
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
         del os.environ[name]
     os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Raise ConfigError if the port is taken or the address does not belong to this
-    machine."""
+    """Open a listening socket for the chat page. Raise ConfigError if the port is taken or the address does not belong
+    to this machine."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address, family=family)

@@ -1,4 +1,5 @@
-"""Keep the conversations of the chat page, one for every browser tab. They are stored on the server only."""
+"""Keep the conversations of the web page for chatting with a model, one for every browser tab. They are stored on the
+server only."""
 
 import threading
 from collections import OrderedDict
@@ -18,13 +19,14 @@ MAX_QUESTION_LENGTH = 20_000
 
 
 class Session(Conversation):
-    """Conversation of a browser tab, and the generator that yields its latest answer."""
+    """Conversation of a browser tab of the chat page with the model, and the generator that yields the latest
+    answer."""
 
     answer: Generator[str, None, None] | None = None
 
 
 class Sessions:
-    """The conversations of all browser tabs, by Gradio's key of the tab. They share one model."""
+    """The conversations of all browser tabs of the chat page, by Gradio's key of the tab. They share one model."""
 
     def __init__(self, assistant: Assistant, cfg: ChatConfig):
         self.assistant = assistant
@@ -44,11 +46,19 @@ class Sessions:
             return self._sessions[key]
 
     def ask(self, session: Session, text: str, files: list[Path], sampling: Sampling) -> Iterator[str]:
-        """Ask a question in a session and yield pieces of the answer, until it ends or is stopped.
+        """Ask the model a question in the conversation of a browser tab, and yield pieces of the answer, until it ends
+        or is stopped.
+
+        Args:
+            session: the conversation.
+            text: the question.
+            files: images to show with the question.
+            sampling: temperature, top_p and maximum number of tokens of the answer.
 
         Raises:
-            DataError, OutOfMemory: as `Conversation.ask` and `Conversation.add`, but messages do not show the server's
+            DataError: the question is not valid, or an image cannot be read; the message does not show the server's
                 folders.
+            OutOfMemory: the conversation does not fit into memory.
         """
         if len(text) > MAX_QUESTION_LENGTH:
             raise DataError(f"the question has {len(text)} characters; at most {MAX_QUESTION_LENGTH} are taken")
@@ -69,20 +79,28 @@ class Sessions:
             session.next_images = []
 
     def stop(self, key: str) -> None:
-        """Stop the answer in a browser tab. The text generated so far stays in the conversation."""
+        """Stop the model's answer in a browser tab. The text generated so far stays in the conversation.
+
+        Args:
+            key: Gradio's key of the tab.
+        """
         with self._model_lock:
             session = self._sessions.get(key)
             if session is not None and session.answer is not None:
                 session.answer.close()
 
     def forget(self, key: str) -> None:
-        """Stop the answer in a browser tab and delete its conversation."""
+        """Stop the model's answer in a browser tab and delete the tab's conversation.
+
+        Args:
+            key: Gradio's key of the tab.
+        """
         with self._model_lock:
             self.stop(key)
             self._sessions.pop(key, None)
 
     def end(self) -> None:
-        """Stop all answers and refuse new ones, because the server ends."""
+        """Stop all answers of the chat page and refuse new ones, because the server ends."""
         self._has_ended = True
 
 
