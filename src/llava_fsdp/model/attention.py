@@ -292,7 +292,8 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Sample boundaries of a packed row, and the options of a layer's attention."""
+    """Sample boundaries of a packed row (several samples one after the other), and the options of a layer's
+    attention."""
 
     queries: Boundaries
     form: AttentionForm
@@ -312,6 +313,8 @@ def attend_with(
     """Return a function for transformers' AttentionInterface that computes attention over packed rows with `kernel`.
 
     Args:
+        kernel: computes the attention of one layer, [1, tokens, heads, size], from the attention module, query, key and
+            value ([1, heads, tokens, size]) and the row's boundaries and options.
         around: function (kernel, the argument `parts` of the forward pass) -> the function that computes the attention
             of a packed row; by default the kernel itself.
     """
