@@ -10,7 +10,7 @@ points.
 | each rank's tensors are written and digested, fsync | each rank | file written |
 | all ranks have written; if one failed, all raise an error and the folder is deleted | all | agreed |
 | `state.json` (all state except tensors) is written, fsync | rank 0 | state written |
-| a folder with the LoRA adapters, if any, is written from the ranks' files; fsync of its files | rank 0 | adapter written |
+| a folder with LoRA adapters, if any, is written from the ranks' files; fsync of them | rank 0 | adapter written |
 | `manifest.json` (digests of files, which file holds which rows of tensors), fsync | rank 0 | manifest written |
 | fsync of the folder | rank 0 | folder synced |
 | an existing checkpoint of this step, from before a crash or a new start, is renamed | rank 0 | old one aside |

@@ -128,8 +128,8 @@ def chunks(head: bytes, order: list[str], read: Callable[[str], torch.Tensor]) -
 
 
 def require_finite(name: str, part: torch.Tensor) -> None:
-    """Raise NumericError if `part`, a slice of the tensor `name`, has a value that is not finite. Only the minimum and the
-    maximum are checked: they are NaN if any value is NaN."""
+    """Raise NumericError if `part`, a slice of the tensor `name`, has a value that is not finite. Only the minimum and
+    the maximum are checked: they are NaN if any value is NaN."""
     if not part.is_floating_point():
         return
     part = part.float() if part.dtype.itemsize == 1 else part
