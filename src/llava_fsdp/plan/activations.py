@@ -1,7 +1,7 @@
 """Measure the activation memory of one micro-batch's forward and backward pass, block by block, on the meta device.
 
-Only three blocks of the language model are run, if all its blocks are of one kind. Such blocks need the same memory, so
-the middle one stands for every block between the first and the last.
+Only three blocks (layers) of the language model are run, if all its blocks are of one kind. Such blocks need the same
+memory, so the middle one stands for every block between the first and the last.
 """
 
 import copy
@@ -30,7 +30,8 @@ MEASURED_BLOCKS = 3
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sizes of one micro-batch: rows, tokens per row, samples, image tiles, label tokens and image tokens."""
+    """Sizes of one micro-batch: sequences (`rows`), tokens per sequence, samples, image tiles (images, or parts of one,
+    as the vision encoder takes them), label tokens (those that count in the loss) and image tokens."""
 
     rows: int
     length: int
@@ -69,8 +70,8 @@ class Live:
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a forward or backward pass (a block, or everything between two blocks), and the bytes of the tensors that
-    exist in it."""
+    """Part of a forward or backward pass (one block, or everything between two blocks), and the bytes of the tensors
+    that exist in it."""
 
     unit: str
     """Name of the block; empty for a part between two blocks."""
@@ -92,7 +93,8 @@ class Segment:
     """Bytes of all weight gradients that the segment produces, in the dtypes of the master weights."""
 
     def shifted(self, by: Live, unit: str) -> "Segment":
-        """Return a copy of this segment (part of a forward or backward pass) for another block of the same kind.
+        """Return a copy of this segment (the part of a forward or backward pass that runs one block) for another block
+        of the same kind.
 
         Args:
             by: bytes to add to those of the tensors that exist in the segment.
@@ -107,7 +109,7 @@ LEVELS = ("begin", "end", "worst", "worst_first", "worst_later")
 
 class ActivationMeter:
     """Measures a model's activation memory under one mode of activation checkpointing, by running the model on the meta
-    device with its language model cut to three blocks."""
+    device with its language model cut to three blocks (layers)."""
 
     def __init__(
         self, parts: Parts, cfg: Config, activation_checkpointing: ActivationCheckpointingConfig, kernel: Kernel | None
@@ -130,9 +132,16 @@ class ActivationMeter:
         self.depth = None if short is parts else parts.language.num_hidden_layers
 
     def segments(self, micro: MicroBatch) -> list[Segment]:
-        """Measure the memory of a micro-batch's forward and backward pass. Return it in segments (a block, or
-        everything between two blocks) for all blocks of the model. Three blocks are run; the middle one stands for
-        those left out."""
+        """Measure the memory of a micro-batch's forward and backward pass. Three blocks (layers) of the language model
+        are run; the middle one stands for those left out.
+
+        Args:
+            micro: the micro-batch's sizes.
+
+        Returns:
+            The memory of each segment (a block, or everything between two blocks) of both passes, for all blocks of the
+                model, in the order in which they run.
+        """
         trace = run(self.model, inputs_of(self.model, micro, self.packed, self.blends))
         segments = split_into_segments(trace, self.model, self.vocabulary, self.master)
         self.model.zero_grad(set_to_none=True)
@@ -140,8 +149,8 @@ class ActivationMeter:
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:
-    """Return configurations `parts` of a model whose language model has only `depth` blocks. They are unchanged if the
-    language model has blocks of several kinds, or at most `depth` blocks."""
+    """Cut a language model to `depth` blocks (layers): return the configurations `parts` of its model with that number.
+    They are returned unchanged if the language model has blocks of several kinds, or at most `depth` blocks."""
     language = parts.language
     kinds = set(getattr(language, "layer_types", None) or [])
     if language.num_hidden_layers <= depth or len(kinds) > 1:
@@ -154,11 +163,12 @@ def with_depth(parts: Parts, depth: int) -> Parts:
 
 
 def inputs_of(model: Llava, micro: MicroBatch, packed: bool, blends: bool = False) -> tuple[Any, ...]:
-    """Make the arguments of the model's forward pass, on the meta device, for a micro-batch with the sizes `micro`.
+    """Make the arguments of the model's forward pass, on the meta device, for one micro-batch.
 
     Args:
-        packed: whether the samples are packed into rows.
-        blends: whether image tokens are weighted sums of four features.
+        micro: the micro-batch's sizes.
+        packed: whether several samples share a sequence; otherwise each sample is padded to a sequence of its own.
+        blends: whether image tokens are weighted sums of four of the vision encoder's features.
     """
     size = model.parts.image_size
     with torch.device("meta"):
@@ -180,7 +190,12 @@ def inputs_of(model: Llava, micro: MicroBatch, packed: bool, blends: bool = Fals
 
 
 def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
-    """Run one forward and one backward pass, and return a trace of the tensor storages allocated and freed."""
+    """Run one forward and one backward pass on the meta device, and return a trace of the tensor storages allocated and
+    freed.
+
+    Args:
+        inputs: arguments of the model's forward pass.
+    """
     trace = Trace()
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *tensors]))
@@ -196,7 +211,8 @@ def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
 
 @contextmanager
 def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
-    """Context manager that adds a mark to the trace wherever a block's forward or backward pass begins or ends."""
+    """Context manager that adds a mark to the trace of tensor memory wherever a block's (layer's) forward or backward
+    pass begins or ends."""
     handles = []
 
     def hook(tensor: Any, text: str) -> None:
@@ -227,8 +243,8 @@ def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
 
 
 class TraceReader:
-    """Reads the trace of a forward and a backward pass event by event: counts the bytes alive, and splits the passes
-    into segments (a block, or everything between two blocks)."""
+    """Reads the trace of a forward and a backward pass, which lists the tensor storages allocated and freed: counts the
+    bytes that exist at each moment, and splits the passes into segments (a block, or everything between two blocks)."""
 
     def __init__(self, trace: Trace, vocabulary: int, weights: dict[str, nn.Parameter], master: torch.dtype):
         self.vocabulary = vocabulary
@@ -261,7 +277,8 @@ class TraceReader:
         self.open(next_unit)
 
     def add(self, event: Event) -> None:
-        """Count a tensor storage that was allocated or freed, by the category of its tensor."""
+        """Count a tensor storage that was allocated or freed in a forward or backward pass as activations, logits or
+        gradients."""
         self.is_empty = False
         if event.storage in self.gradients and self.backward:
             if event.change > 0:
@@ -276,7 +293,8 @@ class TraceReader:
         self.update_worst()
 
     def finish_gradient(self, name: str) -> None:
-        """Count the gradient of parameter `name` as complete; without FSDP it is now cast to the master dtype."""
+        """Count the gradient of the parameter `name` as complete; without FSDP it is now cast to the dtype of the
+        weights that the optimizer updates."""
         number, weight = self.numbers[name], self.weights[name]
         if number in self.early:
             size = self.early.pop(number)
@@ -321,11 +339,14 @@ def stack_name(model: Llava) -> str:
 
 
 def deepened(segments: list[Segment], stack: str, depth: int) -> list[Segment]:
-    """Return the segments (parts of a forward and backward pass) of a model with `depth` blocks, made from those of a
-    model with three blocks by repeating the middle block.
+    """Lengthen the memory measured in a model with three blocks to that of a model with `depth` blocks, by repeating
+    the middle block.
 
     Args:
+        segments: the memory of each part of a forward and backward pass (a block, or everything between two blocks) of
+            the model with three blocks.
         stack: name of the module list that holds the blocks.
+        depth: number of blocks of the other model.
     """
     deep: list[Segment] = []
     shift = Live()

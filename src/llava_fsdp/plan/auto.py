@@ -1,5 +1,5 @@
-"""Choose values for `pack`, `sharding`, `activation_checkpointing` and `tokens_per_micro_batch` where the configuration
-says `auto`."""
+"""Choose values for the configuration keys `pack`, `sharding`, `activation_checkpointing` and `tokens_per_micro_batch`
+where they are set to `auto`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,14 +32,17 @@ measures uncompiled blocks; compiled ones may keep other activations."""
 
 
 def settle_packing(cfg: C, language: PretrainedConfig) -> tuple[C, str | None]:
-    """Replace `pack=auto` in the configuration by true, or by false if this language model cannot keep the samples of a
-    packed row apart.
+    """Replace `pack=auto` in the configuration by true, so that several samples are packed into one sequence, or by
+    false if this language model cannot keep the samples of a sequence apart.
+
+    Args:
+        language: the language model's configuration.
 
     Returns:
         The new configuration and, if `pack=auto` became false, the reason in one line.
 
     Raises:
-        ConfigError: rows must be padded, but another key is set that only works with packed rows.
+        ConfigError: samples cannot be packed, but another key is set that only works with packed samples.
     """
     if cfg.pack != AUTO:
         return cfg, None
@@ -90,6 +93,9 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     planner predicts.
 
     Args:
+        world: numbers of ranks, and the device.
+        parts: configurations of the language model and the vision encoder.
+        samples: mean sizes of the dataset's samples.
         continues: whether the run is resumed. It then keeps the values that it recorded when it began, if they fit.
 
     Raises:
@@ -123,7 +129,12 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
 
 
 def without_plan(cfg: Config, error: Exception) -> Decision:
-    """Choose values that need little memory, for a model that the planner cannot compute."""
+    """Choose values for the configuration keys set to `auto` that need little memory, for a model whose memory the
+    planner cannot compute.
+
+    Args:
+        error: why it cannot, which the reason for the choice tells.
+    """
     strategy, checkpointing = cfg.sharding.strategy, cfg.activation_checkpointing
     if strategy is Strategy.auto:
         strategy = Strategy.FULL_SHARD
@@ -134,19 +145,32 @@ def without_plan(cfg: Config, error: Exception) -> Decision:
 
 
 def with_margin(machine: Machine, cfg: Config) -> Machine:
-    """Return the machine with the share `COMPILED_MARGIN` less memory, if it has a GPU and blocks may be compiled."""
+    """Return a copy of `machine` with the share `COMPILED_MARGIN` less memory, because compiled blocks may need more
+    than predicted. Without a GPU, or if no blocks may be compiled, the machine is returned unchanged."""
     margin = COMPILED_MARGIN if machine.device == "cuda" and cfg.compile is not False else 0.0
     return replace(machine, memory=int(machine.memory * (1 - margin)))
 
 
 def expected_peak(cfg: Config, world: World, parts: Parts, samples: Samples) -> int:
-    """Predict the bytes in device memory at the memory peak of a step, for a configuration without `auto`."""
+    """Predict the bytes in device memory at the memory peak of a training step, for a configuration without `auto`.
+
+    Args:
+        world: numbers of ranks, and the device.
+        parts: configurations of the language model and the vision encoder.
+        samples: mean sizes of the dataset's samples.
+    """
     planner = Planner(cfg, this_machine(world.local_size, world.device.type), samples, parts)
     return int(rows_for(planner, cfg, world)[0].bytes["total"])
 
 
 def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
-    """Predict memory and time for every combination of values that the `auto` keys may take. The best comes first."""
+    """Predict memory and time for every combination of values that the configuration keys set to `auto` may take. The
+    best one comes first.
+
+    Args:
+        planner: predicts memory and time for this machine and model.
+        world: numbers of ranks, and the device.
+    """
     ranks = Ranks(world.size, cfg.sharding.shard_size or world.local_size, world.local_size)
     strategies = [cfg.sharding.strategy]
     if cfg.sharding.strategy is Strategy.auto:

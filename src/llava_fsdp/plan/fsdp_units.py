@@ -1,5 +1,5 @@
-"""Compute the memory that FSDP2 allocates for each FSDP unit on top of its weights' shards: gathered weights, buffers
-and gradients.
+"""Compute the memory that FSDP2 allocates for each FSDP unit (a group of weights that it gathers together) on top of
+its weights' shards: gathered weights, buffers and gradients.
 
 The formulas are read from torch/distributed/fsdp/_fully_shard (2.13): `foreach_all_gather`,
 `foreach_all_gather_copy_out` and `foreach_reduce` in _fsdp_collectives.py, `FSDPParam` in _fsdp_param.py. In a
@@ -47,10 +47,13 @@ def units_of(
     is_away: bool = False,
     passes_through: bool = False,
 ) -> dict[str, Unit]:
-    """Return the sizes of all FSDP units of a model, by unit name. The units are those that
-    `distributed/parallelize.py` makes.
+    """Return the sizes of all FSDP units of a model (groups of weights that FSDP gathers together), by unit name. The
+    units are those that `distributed/parallelize.py` makes.
 
     Args:
+        weights: sizes of the model's weights.
+        plan: what the sharding strategy shards, and when it gathers and reduces.
+        precision: the configured dtypes.
         shards: number of ranks that the weights are sharded over.
         is_away: whether shards and their gradients are offloaded from the device.
         passes_through: whether offloaded shards are copied to the device, in their stored dtype, before an all-gather.
@@ -83,8 +86,16 @@ def unit_of(
 
 
 def cast_bytes(weights: list[Weight], precision: PrecisionConfig, shards: int, passes_through: bool) -> int:
-    """Return the bytes of the copies of this rank's shards that an all-gather makes first: of all weights at once, or
-    only of the largest weight if weights are not sharded."""
+    """Return the bytes of the copies of this rank's shards, in the dtype of the all-gather, that an FSDP unit's
+    all-gather makes first: of all weights at once, or only of the largest weight if weights are not sharded.
+
+    Args:
+        weights: sizes of the unit's weights.
+        precision: the configured dtypes.
+        shards: number of ranks that the weights are sharded over.
+        passes_through: whether the shards are offloaded, so that they are also copied to the device in their stored
+            dtype.
+    """
     sizes = []
     for weight in weights:
         stored = weight.master_size(precision) if weight.trainable else weight.item_size(precision)

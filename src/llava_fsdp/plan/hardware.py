@@ -13,7 +13,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU. Bandwidths are in one direction; FLOPs are without sparsity."""
+    """One kind of GPU: its memory, FLOPs per second and bandwidths. Bandwidths are in one direction; FLOPs are without
+    sparsity."""
 
     name: str
     memory: int
@@ -123,7 +124,8 @@ to train."""
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that each rank trains on: a GPU of the table of GPUs, or a share of the machine's CPU cores."""
+    """The device that each rank trains on: a GPU of this package's table of GPUs, or a share of the machine's CPU
+    cores."""
 
     gpu: Gpu | None
     """The GPU; None if training runs on CPU cores."""
@@ -138,7 +140,11 @@ class Machine:
         return "cpu" if self.gpu is None else "cuda"
 
     def usable(self, world_size: int) -> int:
-        """Return the bytes of a rank's memory that tensors can use; 0 if the process itself needs all of it."""
+        """Return the bytes of a rank's memory that tensors can use; 0 if the process itself needs all of it.
+
+        Args:
+            world_size: number of ranks. With several, NCCL needs some of a GPU's memory.
+        """
         if self.gpu is None:
             return max(0, self.memory - PROCESS)
         return max(0, int(self.memory * (1 - FRAGMENTATION)) - CONTEXT - (NCCL if world_size > 1 else 0))
@@ -147,17 +153,18 @@ class Machine:
         return self.flops if self.gpu is None else self.gpu.peak(dtype)
 
     def check(self, precision: PrecisionConfig) -> None:
-        """Raise ConfigError if the device cannot compute with this precision."""
+        """Raise ConfigError if the machine's device cannot compute with this configured precision."""
         self.peak(precision.param_dtype)
         if precision.linear is LinearKind.fp8 and (self.gpu is None or self.gpu.fp8 is None):
             raise ConfigError(f"{self.name} has no fp8; choose precision=bf16")
 
 
 def machine_named(name: str, ranks: int) -> Machine:
-    """Return a machine with the GPU `name` of the table of GPUs; for `auto`, the machine that this process runs on.
+    """Return a machine with the GPU `name` of this package's table of GPUs; for `auto`, the machine that this process
+    runs on.
 
     Args:
-        ranks: number of ranks on one node.
+        ranks: number of ranks on one node; without a GPU they share the CPU cores.
 
     Raises:
         ConfigError: no GPU in the table has this name.
@@ -172,7 +179,11 @@ def machine_named(name: str, ranks: int) -> Machine:
 
 def machine_for(device: str, ranks: int) -> Machine:
     """Return the machine that this process runs on, used with the device `device` (cuda or cpu). For cuda on a machine
-    without a GPU, return a machine with an 80 GB A100 instead."""
+    without a GPU, return a machine with an 80 GB A100 instead.
+
+    Args:
+        ranks: number of ranks on one node; on a CPU they share the cores.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         return machine_named("a100-80gb", ranks)
     return this_machine(ranks, device)
@@ -182,8 +193,8 @@ def this_machine(ranks: int, device: str = "cuda") -> Machine:
     """Return the machine that this process runs on: its first GPU if it has one and `device` is cuda, else the share of
     its CPU cores and memory that each of `ranks` ranks gets.
 
-    A GPU that is not in the table of GPUs is assumed to be as fast as the GPU in the table whose memory size is
-    nearest; both must have bf16, or both lack it.
+    A GPU that is not in this package's table of GPUs is assumed to be as fast as the GPU in the table whose memory size
+    is nearest; both must have bf16, or both lack it.
     """
     if device == "cpu" or not torch.cuda.is_available():
         host = read_host()

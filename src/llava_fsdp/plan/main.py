@@ -37,7 +37,8 @@ def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
     and the command that trains in the best way.
 
     Args:
-        typed: the user's command-line arguments. Those that `train` takes, too, are copied into the printed command.
+        typed: the user's command-line arguments (`key=value`). Those that `train` takes, too, are copied into the
+            printed command.
 
     Raises:
         ModelError: the model cannot be computed on the meta device.
@@ -80,8 +81,15 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
 
 
 def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[PlanConfig, list[str]]:
-    """Replace bf16 by fp16 in the configuration if the GPU has no bf16 (V100, T4) and the user's arguments `typed` set
-    no precision. Return the configuration, and the overrides that the recommended command then needs."""
+    """Replace bf16 by fp16 in the configuration if the GPU has no bf16 (V100, T4) and the user has set no precision.
+
+    Args:
+        machine: the machine to train on, with its GPU.
+        typed: the user's command-line arguments (`key=value`).
+
+    Returns:
+        The configuration, and the command-line arguments that training with it needs in addition.
+    """
     lacks = machine.gpu is not None and machine.gpu.bf16 is None
     precision, is_set = cfg.precision, any(key_of(word).startswith("precision") for word in typed)
     if not lacks or precision.param_dtype is not DType.bf16 or is_set:
@@ -91,13 +99,21 @@ def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[
 
 
 def key_of(word: str) -> str:
-    """Return the key of a Hydra override `key=value`, without the prefixes `+`, `++` and `~`."""
+    """Return the key of a command-line argument `key=value` as Hydra takes it, without the prefixes `+`, `++` and
+    `~`."""
     return word.partition("=")[0].lstrip("+~")
 
 
 def command(cfg: PlanConfig, row: PlanRow, typed: Sequence[str]) -> str:
-    """Return the shell command that trains as the plan's row `row` says, with the user's arguments `typed`. FILE, DIR
-    and HOST in it stand for values that the user has to fill in."""
+    """Return the shell command that trains in a planned way. FILE, DIR and HOST in it stand for values that the user
+    has to fill in.
+
+    Args:
+        cfg: the configuration of the plan, with its numbers of GPUs and nodes.
+        row: the way to train, with its predicted memory and time.
+        typed: the user's command-line arguments (`key=value`), which are copied into the command where `train` takes
+            them.
+    """
     launch = f"llava-fsdp train --nproc-per-node {cfg.gpus}"
     if cfg.nodes > 1:
         launch += f" --nnodes {cfg.nodes} --rdzv-endpoint HOST:29500"

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Event:
-    """One event of a trace: a tensor storage was allocated or freed, or a named mark was set."""
+    """One event of a trace of a model's tensor memory: a tensor storage was allocated or freed, or a named mark was
+    set."""
 
     storage: int
     """Id of the storage within the trace; -1 for a mark."""
@@ -46,10 +47,10 @@ class Trace:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Dispatch mode that records in a trace every tensor storage allocated or freed while the mode is active."""
+    """Dispatch mode that records in a `Trace` every tensor storage allocated or freed while the mode is active."""
 
     def __init__(self, trace: Trace, known: Iterator[torch.Tensor]):
-        """Create a mode that records events in `trace` while it is active.
+        """Create a mode that, while it is active, records in `trace` every tensor storage allocated or freed.
 
         Args:
             known: tensors that exist before the trace begins. They are not recorded.
@@ -69,8 +70,8 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def see(self, tensor: torch.Tensor) -> int | None:
-        """Return the id of the tensor's storage; None if the storage existed before the trace began. A storage that is
-        new gets the next free id and is recorded as allocated."""
+        """Return the number of the tensor's storage in the trace; None if the storage existed before the trace began. A
+        storage that is new gets the next free number and is recorded as allocated."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self.known:
@@ -105,8 +106,13 @@ class FuseAttention(TorchFunctionMode):
 
 @contextmanager
 def collect_gradients(model: nn.Module, live: LiveBytes, trace: Trace) -> Iterator[None]:
-    """Context manager that records in the trace which storage holds each parameter's gradient, and marks when the
-    gradient is complete."""
+    """Context manager around a backward pass that records which tensor storage holds each parameter's gradient, and
+    marks in the trace when the gradient is complete.
+
+    Args:
+        live: the active mode that numbers the tensor storages.
+        trace: the trace to which the records are added.
+    """
 
     def recorder(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:

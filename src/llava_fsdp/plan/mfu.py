@@ -1,7 +1,8 @@
 """Compute MFU and HFU, the shares of the hardware's peak FLOPs that a training step uses, from the model's FLOPs.
 
-MFU (PaLM, arXiv 2204.02311, appendix B) counts the FLOPs that the model needs for the step's tokens, without padding
-and recomputation. HFU also counts the FLOPs that run again in the backward pass.
+MFU (model FLOPs utilization; PaLM, arXiv 2204.02311, appendix B) counts the FLOPs that the model needs for the step's
+tokens, without padding and recomputation. HFU (hardware FLOPs utilization) also counts the FLOPs that run again in the
+backward pass.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Utilization:
-    """FLOPs of a run's model, and the hardware's peak FLOPs per second, from which MFU and HFU are computed."""
+    """FLOPs of a run's model, and the hardware's peak FLOPs per second, from which the utilization of the hardware (MFU
+    and HFU) is computed."""
 
     flops: Flops
     language: PretrainedConfig
@@ -34,8 +36,13 @@ class Utilization:
     """Where the peak comes from (an entry of the table of GPUs), or the reason why it is unknown."""
 
     def of(self, facts: StepFacts, seconds: float) -> dict[str, float | None]:
-        """Return the FLOPs of a training step on all ranks together (`flops`), and its MFU and HFU, from 0 to 1 (`mfu`,
-        `hfu`; None if the peak is unknown). The step took `seconds`."""
+        """Return the FLOPs of a training step on all ranks together (`flops`), and its MFU and HFU, the shares of the
+        hardware's peak FLOPs that it used, from 0 to 1 (`mfu`, `hfu`; None if the peak is unknown).
+
+        Args:
+            facts: the step's numbers of tokens, label tokens and image tiles.
+            seconds: how long the step took.
+        """
         pairs = pairs_in_windows(self.language, facts.tokens, facts.pairs)
         counts = facts.tokens, pairs, facts.label_tokens, facts.tiles
         needed = self.flops.of(*counts)
@@ -48,7 +55,12 @@ class Utilization:
 
 
 def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: int) -> Utilization:
-    """Count the model's FLOPs and find the peak of `world_size` devices of the kind of `device`."""
+    """Count the model's FLOPs, and find the peak FLOPs per second of all ranks' devices.
+
+    Args:
+        cfg: the configuration, with the dtype, activation checkpointing and compiling.
+        device: this rank's device; all ranks have the same kind.
+    """
     compiled = choose_compiling(cfg, device, model.kernel and model.kernel.attention).on
     needed = count_flops(model, activation_checkpointing=False)
     everything = count_flops(model, activation_checkpointing=True, compiled=compiled)
@@ -62,16 +74,16 @@ def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: 
 
 
 def recomputed_flops_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:
-    """Return the share of a block's matrix-product FLOPs that run again in the backward pass; 0 with `selective`
-    activation checkpointing, which keeps the results of all matrix products."""
+    """Return the share (from 0 to 1) of a block's matrix-product FLOPs that activation checkpointing runs again in the
+    backward pass; 0 with the mode `selective`, which keeps the results of all matrix products."""
     if activation_checkpointing.mode is ActivationCheckpointing.selective:
         return 0.0
     return recomputed_share(activation_checkpointing)
 
 
 def peak_of(name: str, dtype: DType) -> tuple[float | None, str]:
-    """Return the peak dense FLOPs per second of one GPU in a dtype, from the table of GPUs, and the source of this
-    number; (None, reason) if the table does not have it.
+    """Return the peak dense FLOPs per second of one GPU in a dtype, from this package's table of GPUs, and the source
+    of this number; (None, reason) if the table does not have it.
 
     Args:
         name: the GPU's name, as CUDA reports it.

@@ -1,5 +1,5 @@
-"""Read a model's configurations without weights or network, and choose the attention kernel for the device that is
-planned for."""
+"""Read a model's configurations without weights or network, and choose the attention kernel for the device that a plan
+(predicted memory and time of training) is made for."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +17,11 @@ SHAPES = Path(__file__).parents[1] / "assets" / "shapes"
 
 
 def shapes_of(cfg: ModelConfig) -> Parts:
-    """Read the configurations of a model's language model and vision tower. Each is read from the folder that `cfg`
-    names or, if there is no such folder, from the copies shipped with this package.
+    """Read the configurations of a model's language model and vision tower (vision encoder). Each is read from the
+    folder that `cfg` names or, if there is no such folder, from the copies shipped with this package.
 
     Raises:
-        ConfigError: there is neither a folder nor a shipped copy. A plan downloads nothing.
+        ConfigError: there is neither a folder nor a shipped copy. Nothing is downloaded.
     """
     if cfg.checkpoint is not None and Path(cfg.checkpoint).is_dir():
         # a folder of the original LLaVA names its vision tower but does not contain it
@@ -37,8 +37,16 @@ def shapes_of(cfg: ModelConfig) -> Parts:
 
 
 def folder_of(name: str, key: str) -> Path:
-    """Return the folder with the configuration of the language model or vision tower `name`: `name` itself if it is a
-    folder, else one shipped with this package. Raises ConfigError, which names the key `key`, if there is neither."""
+    """Return the folder with the configuration of a language model or vision encoder: `name` itself if it is a folder,
+    else one shipped with this package.
+
+    Args:
+        name: a folder, or the model's name on the Hugging Face hub.
+        key: configuration key with this value, for the error message.
+
+    Raises:
+        ConfigError: there is neither.
+    """
     if name.startswith(PACKAGE) or Path(name).is_dir():
         return resolve(name, key)
     folder = SHAPES / name.replace("/", "--")
@@ -52,10 +60,12 @@ def folder_of(name: str, key: str) -> Path:
 
 
 def kernel_for(cfg: Config, language: PretrainedConfig, device: str, bf16: bool) -> Kernel | None:
-    """Choose the attention kernel that a training would use on `device`, which this machine need not have. None if rows
-    are padded and not packed.
+    """Choose the attention kernel that a training would use on a device, which this machine need not have. None if
+    samples are padded and not packed into shared sequences.
 
     Args:
+        language: the language model's configuration.
+        device: cuda or cpu.
         bf16: whether the device has bf16. It then also has FlashAttention-2: both begin with compute capability 8.0.
 
     Raises:

@@ -1,4 +1,5 @@
-"""Predict the cost of one way to train: the bytes on a rank at the memory peak of a step, and the seconds of a step.
+"""Predict the cost of one way to train (sharding strategy, activation checkpointing, offload): the bytes on a rank at
+the memory peak of a step, and the seconds of a step.
 
 Example: `peak(cfg, world_size=8, device="cuda").bytes["total"]`
 """
@@ -44,7 +45,7 @@ STREAMED = 2 * 128 * MIB
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train: sharding strategy, activation checkpointing and offload."""
+    """One way to train that the planner considers: sharding strategy, activation checkpointing and offload."""
 
     strategy: Strategy
     activation_checkpointing: ActivationCheckpointingConfig
@@ -52,13 +53,14 @@ class Choice:
 
     @property
     def zero(self) -> str:
-        """Name of the sharding strategy on the command line, such as zero3."""
+        """Name of the sharding strategy on the command line, such as zero3 (ZeRO stage 3)."""
         return SHARD_PLANS[self.strategy].zero
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Numbers of ranks: in all, per copy of the model (with hybrid strategies), and per node."""
+    """Numbers of ranks: in all, per copy of the model (with hybrid strategies, which shard within groups of ranks), and
+    per node."""
 
     world_size: int
     shard_size: int
@@ -67,7 +69,8 @@ class Ranks:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One row of a plan: a way to train, with its predicted memory and time."""
+    """One row of a plan: a way to train (sharding strategy, activation checkpointing, offload), with its predicted
+    memory and time."""
 
     choice: Choice
     world_size: int
@@ -108,13 +111,15 @@ class Planner:
     for each mode of activation checkpointing and size of micro-batch."""
 
     def __init__(self, cfg: Config, machine: Machine, samples: Samples | None = None, parts: Parts | None = None):
-        """Build the configuration's model on the meta device, and count its weights and FLOPs.
+        """Prepare to predict memory and time of training: build the configuration's model on the meta device, and count
+        its weights and FLOPs.
 
         Args:
-            samples: mean sizes of the dataset's samples. None: read from the dataset's report or, without one, LLaVA's
-                means.
-            parts: configurations of the model's parts. None: read from the folders that `cfg` names, or from this
-                package.
+            machine: the device that each rank trains on.
+            samples: mean sizes of the dataset's samples. None: read from the dataset's report or, without one, those of
+                LLaVA's data.
+            parts: configurations of the language model and the vision encoder. None: read from the folders that `cfg`
+                names, or from this package.
         """
         self.cfg = cfg
         self.machine = machine
@@ -143,8 +148,16 @@ class Planner:
         return sum(w.numel for w in self.weights if w.trainable)
 
     def segments(self, mode: ActivationCheckpointing, micro: MicroBatch) -> list[Segment]:
-        """Measure the memory of a micro-batch's forward and backward pass, in segments, with `none`, `full` or
-        `selective` activation checkpointing. Results are cached."""
+        """Measure the memory of a micro-batch's forward and backward pass. Results are cached.
+
+        Args:
+            mode: the mode of activation checkpointing: none, full or selective.
+            micro: the micro-batch's sizes.
+
+        Returns:
+            The memory of each segment (a block, or everything between two blocks) of both passes, in the order in which
+                they run.
+        """
         key = mode, micro
         if key not in self.measured:
             if mode not in self.meters:
@@ -160,14 +173,27 @@ class Planner:
         of one size are left out.
 
         Args:
-            between: two micro-batches that are measured to interpolate the others; if empty, each is measured.
+            mode: the mode of activation checkpointing: none, full or selective.
+            micros: sizes of the micro-batches that a rank runs in a step.
+            between: sizes of two micro-batches whose memory is measured, to interpolate that of the others; if empty,
+                each is measured.
         """
         get = self.segments if not between else lambda mode, micro: self.between(mode, micro, between)
         return [get(mode, micro) for micro in without_repeats(micros)]
 
     def between(self, mode: ActivationCheckpointing, micro: MicroBatch, ends: Sequence[MicroBatch]) -> list[Segment]:
-        """Interpolate the memory of a micro-batch's forward and backward pass between those of the two micro-batches
-        `ends`. Measure it instead if the passes of `ends` have different numbers of segments."""
+        """Interpolate the memory of a micro-batch's forward and backward pass between those of a smaller and a larger
+        micro-batch. Measure it instead if the passes of these two do not consist of equally many segments (blocks, and
+        what lies between them).
+
+        Args:
+            mode: the mode of activation checkpointing: none, full or selective.
+            micro: the micro-batch's sizes.
+            ends: sizes of the smaller and of the larger micro-batch.
+
+        Returns:
+            The memory of each segment of both passes, in the order in which they run.
+        """
         key = mode, micro
         small, large = ends
         first, second = (self.segments(mode, end) for end in ends)
@@ -186,12 +212,15 @@ class Planner:
         between: Sequence[MicroBatch] = (),
         rank: int = 0,
     ) -> PlanRow:
-        """Predict the memory and time of one way to train (sharding strategy, activation checkpointing, offload).
+        """Predict the memory and time of one way to train.
 
         Args:
-            micros: the micro-batches that a rank runs in a step.
-            between: smallest and largest micro-batch, measured to interpolate the others; if empty, all are measured.
-            rank: the rank whose memory is computed.
+            choice: the way to train: sharding strategy, activation checkpointing and offload.
+            ranks: numbers of ranks.
+            micros: sizes of the micro-batches that a rank runs in a step.
+            between: sizes of the smallest and largest micro-batch, measured to interpolate the others; if empty, all
+                are measured.
+            rank: the rank whose memory is predicted.
         """
         precision, strategy, offload = self.cfg.precision, choice.strategy, choice.offload
         world_size, shard_size = ranks.world_size, ranks.shard_size
@@ -240,8 +269,8 @@ class Planner:
         )
 
     def offloads_activations(self, choice: Choice) -> bool:
-        """Return whether this way to train offloads the inputs of blocks to host memory; false on a CPU machine, whose
-        device memory is host memory."""
+        """Return whether the way to train `choice` offloads the inputs of blocks (layers) to host memory; false on a
+        CPU machine, whose device memory is host memory."""
         return choice.activation_checkpointing.mode is ActivationCheckpointing.offload and self.machine.device != "cpu"
 
     def simulate(
@@ -252,7 +281,18 @@ class Planner:
         between: Sequence[MicroBatch],
         rank: int,
     ) -> Ledger:
-        """Simulate the device memory of rank `rank` during a step that runs the micro-batches `micros`."""
+        """Simulate the device memory of one rank during a training step.
+
+        Args:
+            choice: the way to train: sharding strategy, activation checkpointing and offload.
+            ranks: numbers of ranks.
+            micros: sizes of the micro-batches that the rank runs in the step.
+            between: sizes of two micro-batches that are measured to interpolate the others; if empty, all are measured.
+            rank: the rank's number.
+
+        Returns:
+            The bytes in device memory, by category, at the peak of the step, and which moment of the step that is.
+        """
         mode = choice.activation_checkpointing.mode
         if mode is ActivationCheckpointing.budget:
             # the compiler's partitioner chooses what is kept: something between everything and the blocks' inputs
@@ -287,8 +327,15 @@ class Planner:
         return simulate_step(passes, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
     def on_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes, buffers: int) -> States:
-        """Return the bytes of parameters, gradients, optimizer state and buffers that stay on the device under this
-        mode of offload. On a CPU machine host memory counts as the device, so only files are off the device."""
+        """Return the bytes of parameters, gradients, optimizer state and buffers that stay on a rank's device under a
+        mode of offload. On a CPU machine host memory counts as the device, so only files are off the device.
+
+        Args:
+            offload: what is offloaded, and whether to host memory or to files.
+            plan: what the sharding strategy shards.
+            stored: bytes of this rank's parameters, gradients and optimizer state, wherever they are.
+            buffers: bytes of buffers, which always stay on the device.
+        """
         if offload is OffloadMode.none or (self.machine.device == "cpu" and offload is not OffloadMode.nvme):
             return States(stored.parameters, stored.gradients, stored.optimizer, buffers)
         if offload is OffloadMode.optimizer:
@@ -296,7 +343,11 @@ class Planner:
         return States(self.frozen_whole(plan), 0, 0, buffers)
 
     def frozen_whole(self, plan: ShardPlan) -> int:
-        """Return the bytes of the frozen weights that are not sharded, so that every rank holds all of them."""
+        """Return the bytes of the frozen weights that are not sharded, so that every rank holds all of them.
+
+        Args:
+            plan: what the sharding strategy shards.
+        """
         return sum(
             w.numel * w.item_size(self.cfg.precision)
             for w in self.weights
@@ -304,7 +355,13 @@ class Planner:
         )
 
     def off_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes) -> tuple[int, int]:
-        """Return the bytes of offloaded parameters, gradients and optimizer state in host memory, and on disk."""
+        """Return the bytes of a rank's offloaded parameters, gradients and optimizer state in host memory, and on disk.
+
+        Args:
+            offload: what is offloaded, and whether to host memory or to files.
+            plan: what the sharding strategy shards.
+            stored: bytes of this rank's parameters, gradients and optimizer state, wherever they are.
+        """
         states = stored.parameters - self.frozen_whole(plan) + stored.gradients + stored.optimizer
         if offload is OffloadMode.nvme:
             return 0, states
@@ -313,14 +370,20 @@ class Planner:
         return {OffloadMode.none: 0, OffloadMode.optimizer: stored.optimizer, OffloadMode.params: states}[offload], 0
 
     def input_bytes(self, micros: Sequence[MicroBatch]) -> tuple[int, tuple[int, ...]]:
-        """Return the bytes of a step's inputs: pixels, and int64 token ids, positions, and places and rows of image
-        tokens. A token that is a weighted sum has the rows and fp32 weights of four features.
+        """Return the bytes of a step's model inputs: pixels, and int64 numbers. These are the ids and positions of all
+        tokens, the ids and positions of label tokens and, for each image token, its position and the index of the
+        vision feature that it takes. An image token that is a weighted sum of four features has four indices, and four
+        fp32 weights.
 
         A GPU holds only the micro-batch that runs, with its pixels in fp32. A CPU machine holds all micro-batches with
         pixels in uint8, and in addition the fp32 pixels of the one that runs.
 
+        Args:
+            micros: sizes of the micro-batches that a rank runs in a step.
+
         Returns:
-            The bytes that are held for the whole step, and for each pass those that are held while it runs.
+            The bytes that are held for the whole step, and for each forward and backward pass those that are held while
+                it runs.
         """
 
         def pixels(micro: MicroBatch) -> int:
@@ -338,8 +401,11 @@ class Planner:
 
 
 def without_repeats(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return the micro-batches that can decide a step's memory peak: the first one, and one of each size that
-    follows."""
+    """Return the micro-batches that can decide a step's memory peak: the first one, and one of each size that follows.
+
+    Args:
+        micros: sizes of the micro-batches that a rank runs in a step, in their order.
+    """
     return [micros[0], *dict.fromkeys(micros[1:])]
 
 
@@ -354,7 +420,7 @@ def peak(
 
     Args:
         device: cuda or cpu.
-        micros: the micro-batches of a step; None: micro-batches made of samples of mean size.
+        micros: sizes of the micro-batches that a rank runs in a step; None: micro-batches made of samples of mean size.
         rank: the rank whose memory is predicted.
     """
     planner = Planner(cfg, machine_for(device.type if isinstance(device, torch.device) else device, world_size))

@@ -12,7 +12,7 @@ K = 12
 
 @dataclass(frozen=True)
 class Formula:
-    """A published formula for a rank's bytes of parameters, gradients and optimizer state, and its value for a
+    """A published formula for the bytes of parameters, gradients and optimizer state on a rank, and its value for a
     model."""
 
     name: str
@@ -23,7 +23,12 @@ class Formula:
 
 
 def formulas(parameters: float, ranks: int) -> list[Formula]:
-    """Evaluate each published formula for the bytes of parameters, gradients and optimizer state on a rank."""
+    """Evaluate each published formula for the bytes of parameters, gradients and optimizer state on a rank.
+
+    Args:
+        parameters: number of the model's trainable parameters.
+        ranks: number of ranks.
+    """
     return [
         Formula(
             "DDP, ZeRO-0", "16P", zero(0, parameters, ranks),
@@ -49,7 +54,13 @@ def formulas(parameters: float, ranks: int) -> list[Formula]:
 
 
 def zero(stage: int, parameters: float, ranks: int) -> float:
-    """Bytes of parameters, gradients and optimizer state on a rank at a ZeRO stage (0 to 3), as in the ZeRO paper."""
+    """Return the bytes of parameters, gradients and optimizer state on a rank at a ZeRO stage, as in the ZeRO paper.
+
+    Args:
+        stage: 0 to 3.
+        parameters: number of the model's trainable parameters.
+        ranks: number of ranks.
+    """
     whole = {0: 2 + 2 + K, 1: 2 + 2, 2: 2, 3: 0}[stage]
     shared = {0: 0, 1: K, 2: 2 + K, 3: 2 + 2 + K}[stage]
     return parameters * (whole + shared / ranks)

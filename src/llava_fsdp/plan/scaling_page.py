@@ -1,5 +1,5 @@
-"""Write an HTML page with predicted tokens per second on 1, 2, 4, ... nodes, for zero3 over all ranks and for hybrid
-sharding, which shards within each node."""
+"""Write an HTML page with predicted tokens per second on 1, 2, 4, ... nodes, for zero3 (ZeRO stage 3) over all ranks
+and for hybrid sharding, which shards within each node."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,16 +17,20 @@ STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
 
 
 def scale(planner: Planner, gpus: int, nodes: int, is_free: bool) -> list[dict[str, Any]]:
-    """Predict the fastest training that fits into memory on 1, 2, 4, ... and `nodes` nodes, with zero3 and with hybrid
-    sharding. A step has the same number of samples for every number of nodes.
+    """Predict the fastest training that fits into memory on 1, 2, 4, ... and `nodes` nodes, with zero3 (ZeRO stage 3)
+    and with hybrid sharding. A step has the same number of samples for every number of nodes.
 
     With zero3, the rings of collectives go through all nodes and use all network ports of each node. With hybrid
     sharding, weights are gathered within a node, and once a step each GPU sends its shard of the gradients to the other
     replicas over its own port.
 
     Args:
+        planner: predicts memory and time for the model and the machine.
         gpus: number of GPUs of a node.
         is_free: whether to try micro-batches of all sizes; if false, only those that the configuration sets.
+
+    Returns:
+        A dict with the predictions for each number of nodes and each of the two ways to shard.
     """
     points = []
     for count in node_counts(nodes):
@@ -63,13 +67,17 @@ def node_counts(nodes: int) -> list[int]:
 
 
 def shown(value: object) -> object:
-    """Return a float as text with four significant digits, or rounded to a whole number from 1000 on. Other values are
-    returned unchanged."""
+    """Return a float as text with four significant digits, or rounded to a whole number if it is 1000 or more. Other
+    values are returned unchanged."""
     return value if not isinstance(value, float) else f"{value:.4g}" if abs(value) < 1000 else round(value)
 
 
 def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -> Path:
-    """Write an HTML page with a chart and a table of the predictions of `scale`.
+    """Write an HTML page with a chart and a table of predicted speeds against the number of nodes. Return `path`.
+
+    Args:
+        points: the predictions, as `scale` returns them.
+        planner: names the model and the machine in the title.
 
     Raises:
         ConfigError: the file cannot be written.

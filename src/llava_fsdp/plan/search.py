@@ -1,5 +1,5 @@
-"""Enumerate all sensible ways to train (sharding, activation checkpointing, offload), find the largest micro-batch that
-fits into memory for each, and sort them by speed."""
+"""Enumerate all sensible ways to train (sharding strategy, activation checkpointing, offload), find the largest
+micro-batch that fits into memory for each, and sort them by speed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,8 +26,13 @@ sets none."""
 
 
 def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Choice]:
-    """Return all combinations of a sharding strategy, a mode of activation checkpointing and a mode of offload that the
-    configuration's checks accept."""
+    """Return all ways to train: combinations of a sharding strategy, a mode of activation checkpointing and a mode of
+    offload that the configuration's checks accept.
+
+    Args:
+        device: cuda or cpu.
+        strategies: the sharding strategies to combine.
+    """
     # on a CPU machine host memory is the device's, so that only files save memory
     modes = list(OffloadMode) if device != "cpu" else [OffloadMode.none, OffloadMode.nvme]
     return [
@@ -40,7 +45,8 @@ def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Ch
 
 
 def distinct_strategies(ranks: Ranks) -> list[Strategy]:
-    """Return the sharding strategies that differ from each other on these numbers of ranks."""
+    """Return the sharding strategies that differ from each other on these numbers of ranks. On one rank, for example,
+    all are the same."""
     if ranks.world_size == 1:
         return [Strategy.FULL_SHARD]  # a single rank shards nothing, so all strategies are the same
     hybrid = 1 < ranks.shard_size < ranks.world_size
@@ -75,8 +81,11 @@ def plan_rows(
     """Predict memory and time of each way to train, and sort: ways that fit into memory come first, then the fastest.
 
     Args:
+        planner: predicts memory and time for the model and the machine.
         ways: the ways to train (sharding strategy, activation checkpointing, offload).
-        splits: ways to split a rank's samples of a step into micro-batches. Each row uses the first of them that fits.
+        ranks: numbers of ranks.
+        splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first.
+            For each way to train, the first of them that fits is used.
     """
     ends = [splits[-1][0], splits[0][0]] if len(splits) > 1 else []
     rows = [largest_that_fits(planner, choice, ranks, splits, ends) for choice in ways]
@@ -94,7 +103,17 @@ def plan_rows(
 
 def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[list[MicroBatch]]:
     """Return the ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches
-    first. If `is_free` is false, return only the split that the configuration sets."""
+    first.
+
+    Args:
+        planner: contains the mean sizes of the dataset's samples.
+        world_size: number of ranks.
+        is_free: whether the micro-batches may have any size; if false, only the split that the configuration sets is
+            returned.
+
+    Returns:
+        For each way, the sizes of the micro-batches that a rank runs in a step.
+    """
     args = cfg, planner.samples, world_size
     # each packed row of this sampler has micro_batch_size samples
     is_fixed = cfg.packs and cfg.sampler.name is SamplerName.llava_v1_5
@@ -111,9 +130,12 @@ def largest_that_fits(
     """Predict memory and time of one way to train, with the largest micro-batches that fit into memory.
 
     Args:
+        planner: predicts memory and time for the model and the machine.
+        choice: the way to train: sharding strategy, activation checkpointing and offload.
+        ranks: numbers of ranks.
         splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first.
             The first one that fits is found by bisection; if none fits, the last one is used.
-        ends: two micro-batches that are measured to interpolate the others; if empty, all are measured.
+        ends: sizes of two micro-batches that are measured to interpolate the others; if empty, all are measured.
     """
 
     def row(split: Sequence[MicroBatch]) -> PlanRow:

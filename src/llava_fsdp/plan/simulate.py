@@ -16,7 +16,8 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "reducing", "a
 
 @dataclass
 class Ledger:
-    """Simulated bytes in device memory, by category: at the current moment, and at the highest peak so far."""
+    """Simulated bytes in device memory during a training step, by category: at the current moment, and at the highest
+    peak so far."""
 
     held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
     worst: dict[str, int] = field(default_factory=dict)
@@ -24,7 +25,8 @@ class Ledger:
     most: int = 0
 
     def compare(self, moment: str, **more: int) -> None:
-        """Record the current moment of the simulated step if it uses more memory than all moments before.
+        """Record the current moment of the simulated training step, and the bytes in device memory, if it uses more
+        memory than all moments before.
 
         Args:
             moment: description of the moment.
@@ -41,7 +43,8 @@ class Ledger:
         self.compare(moment)
 
     def set_live(self, level: Live) -> None:
-        """Set the bytes of the activations and logits that exist at the current moment of the simulated step."""
+        """Set the bytes of activations and logits in device memory at the current moment of the simulated training step
+        to those of `level`."""
         self.held["activations"], self.held["logits"] = level.activations, level.logits
 
     def drop(self, **sizes: int) -> None:
@@ -56,7 +59,8 @@ class Ledger:
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of parameters, gradients, optimizer state and buffers on a rank's device."""
+    """Bytes of parameters, gradients, optimizer state and buffers on a rank's device, from which the simulation of a
+    training step begins."""
 
     parameters: int
     gradients: int
@@ -75,8 +79,12 @@ class States:
         return ledger
 
     def begin_pass(self, ledger: Ledger, number: int) -> None:
-        """Replace the bytes of the previous micro-batch's input tensors by those of micro-batch `number`, counted from
-        0."""
+        """Replace the bytes of the previous micro-batch's input tensors by those of the next micro-batch.
+
+        Args:
+            ledger: the simulated bytes in device memory, which are changed.
+            number: number of the next micro-batch in the step, counted from 0.
+        """
         ledger.held["buffers"] = self.buffers + self.inputs[number]
 
 
@@ -86,8 +94,16 @@ two blocks)."""
 
 
 def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
-    """Simulate the device memory of a step without FSDP. Each weight's gradient is cast to the master weight's dtype as
-    soon as it is complete."""
+    """Simulate the device memory of a training step without FSDP. Each weight's gradient is cast to the dtype of the
+    weights that the optimizer updates as soon as it is complete.
+
+    Args:
+        passes: for each micro-batch, the memory of its forward and backward pass.
+        states: bytes of parameters, gradients, optimizer state and buffers on the device.
+
+    Returns:
+        The bytes in device memory, by category, at the peak of the step, and which moment of the step that is.
+    """
     ledger = states.open_ledger()
     for number, segments in enumerate(passes):
         states.begin_pass(ledger, number)
@@ -110,11 +126,18 @@ def simulate_step(
     unit_names: dict[str, str],
     prefetch: int | None = None,
 ) -> Ledger:
-    """Simulate the device memory of a step under FSDP.
+    """Simulate the device memory of a training step under FSDP on one rank.
 
     Args:
+        passes: for each micro-batch, the memory of its forward and backward pass.
+        units: sizes of the FSDP units (groups of weights that FSDP gathers together), by name.
+        plan: what the sharding strategy shards, and when it gathers and reduces.
+        states: bytes of parameters, gradients, optimizer state and buffers on the rank's device.
         unit_names: the name of each block's FSDP unit, by block name.
         prefetch: number of units whose all-gathers begin ahead of their use. None: one, in the backward pass only.
+
+    Returns:
+        The bytes in device memory, by category, at the peak of the step, and which moment of the step that is.
     """
     ledger = states.open_ledger()
     rank = FsdpRank(ledger, units, plan, unit_names, prefetch)
@@ -127,7 +150,7 @@ def simulate_step(
 
 class FsdpRank:
     """Simulates FSDP on one rank: the bytes of gathered weights, buffers and gradients that the rank holds while the
-    segments (parts of a forward or backward pass) run."""
+    segments of a forward and backward pass (blocks, and what lies between them) run."""
 
     def __init__(
         self, ledger: Ledger, units: dict[str, Unit], plan: ShardPlan, unit_names: dict[str, str], prefetch: int | None
@@ -203,8 +226,15 @@ class FsdpRank:
         self.drop_buffers()
 
     def order(self, segments: Sequence[Segment]) -> tuple[dict[str, list[str]], list[str]]:
-        """Return the names of the blocks of each FSDP unit, and the names of the units, in the order in which the
-        segments (parts of a forward or backward pass) run."""
+        """Find out in which order the FSDP units (groups of weights that FSDP gathers together) run.
+
+        Args:
+            segments: the segments of a forward or backward pass (blocks, and what lies between them) as they run.
+
+        Returns:
+            The names of the blocks of each unit, by unit name; and the names of the units. All are in the order in
+                which they run.
+        """
         blocks: dict[str, list[str]] = {}
         for segment in segments:
             unit = self.unit_names.get(segment.unit, "")
@@ -213,21 +243,26 @@ class FsdpRank:
         return blocks, list(blocks)
 
     def run(self, segment: Segment) -> None:
-        """Simulate one segment (a block, or everything between two blocks), and record its peak of device memory with
-        the bytes that FSDP holds at that moment."""
+        """Simulate one segment of a forward or backward pass (a block, or everything between two blocks), and record
+        its peak of device memory with the bytes that FSDP holds at that moment."""
         worst = segment.worst_later if self.adds_in_place(self.unit_names.get(segment.unit, ROOT)) else segment.worst
         self.ledger.set_live(worst)
         self.ledger.compare(describe(segment), reducing=worst.gradients)
         self.ledger.set_live(segment.end)
 
     def adds_in_place(self, name: str) -> bool:
-        """Return whether autograd adds the new gradients of the FSDP unit `name` in place to those of earlier
-        micro-batches, because both have the same dtype."""
+        """Return whether autograd adds the new gradients of the FSDP unit `name` (a group of weights that FSDP gathers
+        together) in place to those of earlier micro-batches, because both have the same dtype."""
         return name in self.waiting and self.units[name].widened == self.units[name].narrow
 
     def gather(self, name: str, moment: str) -> None:
         """Simulate the all-gather of an FSDP unit's weights in the forward pass. Once the weights are copied out of its
-        all-gather buffer, the buffer of the unit that was gathered before is freed."""
+        all-gather buffer, the buffer of the unit that was gathered before is freed.
+
+        Args:
+            name: name of the unit, a group of weights that FSDP gathers together.
+            moment: description of this moment of the step.
+        """
         if name in self.gathered or name not in self.units:
             return
         self.prefetch(name)
@@ -237,7 +272,8 @@ class FsdpRank:
         self.copied = name
 
     def prefetch(self, name: str) -> None:
-        """Simulate the start of an FSDP unit's all-gather, unless the unit is gathered already."""
+        """Simulate the start of an all-gather of the weights of the FSDP unit `name`, unless they are gathered
+        already."""
         unit = self.units.get(name)
         if unit is None or name in self.gathered or name in self.buffers:
             return
@@ -268,6 +304,7 @@ class FsdpRank:
         """Simulate how an FSDP unit's gradients are reduced after its backward pass, or kept until a later micro-batch.
 
         Args:
+            name: name of the unit, a group of weights that FSDP gathers and reduces together.
             made: bytes of gradients that the backward pass has produced.
             is_last: whether this is the last micro-batch of the step.
             moment: description of this moment of the step.
@@ -295,8 +332,14 @@ class FsdpRank:
         self.ledger.add(moment, gradients=self.shards[name] - held)
 
     def widen(self, name: str, added: int, moment: str) -> None:
-        """Simulate the cast of an FSDP unit's gradients (`added` bytes) from the compute dtype to the reduction dtype,
-        one weight at a time."""
+        """Simulate the cast of an FSDP unit's gradients from the compute dtype to the reduction dtype, one weight at a
+        time.
+
+        Args:
+            name: name of the unit, a group of weights that FSDP gathers and reduces together.
+            added: bytes of the gradients in the compute dtype.
+            moment: description of this moment of the step.
+        """
         unit = self.units[name]
         if name in self.waiting:
             self.ledger.drop(reducing=added)
@@ -310,7 +353,11 @@ class FsdpRank:
 
 
 def following(order: Sequence[str], unit: str, count: int) -> Sequence[str]:
-    """Return the `count` FSDP units that run after `unit` in `order`."""
+    """Return the names of the `count` FSDP units (groups of weights that FSDP gathers together) that run after `unit`.
+
+    Args:
+        order: names of all units, in the order in which they run.
+    """
     index = order.index(unit)
     return order[index + 1 : index + 1 + count]
 
@@ -321,8 +368,14 @@ def describe(segment: Segment) -> str:
 
 
 def interpolate(first: Segment, second: Segment, share: float) -> Segment:
-    """Estimate the memory of a segment (part of a forward or backward pass) by linear interpolation between the same
-    segment of two other micro-batches. With `share` 0 the result is that of `first`, with 1 that of `second`."""
+    """Estimate the memory of a segment of a forward or backward pass (a block, or everything between two blocks) by
+    linear interpolation.
+
+    Args:
+        first: the same segment with a smaller micro-batch.
+        second: the same segment with a larger micro-batch.
+        share: where the micro-batch lies between the two: 0 gives the memory of `first`, 1 that of `second`.
+    """
 
     def between(a: Live, b: Live) -> Live:
         return Live(*(round(x + share * (y - x)) for x, y in zip(astuple(a), astuple(b), strict=True)))
@@ -331,17 +384,25 @@ def interpolate(first: Segment, second: Segment, share: float) -> Segment:
 
 
 def inputs_of_blocks(segments: Pass) -> dict[str, int]:
-    """Return the bytes of each block's input, by block name, for blocks that have a backward pass. The bytes are those
-    of the block's output, which has the same size."""
+    """Return the bytes of each block's (layer's) input, by block name, for blocks that have a backward pass. The bytes
+    are those of the block's output, which has the same size.
+
+    Args:
+        segments: the memory of a forward and backward pass, block by block.
+    """
     backward = {s.unit for s in segments if s.backward}
     forward = [s for s in segments if s.unit in backward and s.unit and not s.backward]
     return {s.unit: max(0, s.end.activations - s.begin.activations) for s in forward}
 
 
 def inputs_on_host(segments: Pass) -> Pass:
-    """Return a copy of the memory of a forward and backward pass in which the inputs of blocks take no device memory,
-    because they are offloaded to host memory. The two most recent inputs still count, as they are still being
-    copied."""
+    """Return a copy of the memory of a forward and backward pass in which the inputs of blocks (layers) take no device
+    memory, because they are offloaded to host memory. The two most recent inputs still count, as they are still being
+    copied.
+
+    Args:
+        segments: the memory of both passes, block by block.
+    """
     inputs = inputs_of_blocks(segments)
     moved, entered = [], []
     for segment in segments:

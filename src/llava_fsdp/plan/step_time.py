@@ -1,7 +1,8 @@
-"""Predict the seconds of a step: computation, communication, and the part of the communication that computation does
-not hide.
+"""Predict the seconds of a training step: computation, communication, and the part of the communication that
+computation does not hide.
 
-The estimate uses the rates in the table of GPUs. It is good enough to compare ways to train, but not exact.
+The estimate uses the FLOPs and bandwidths in this package's table of GPUs. It is good enough to compare ways to train,
+but not exact.
 """
 
 from collections.abc import Sequence
@@ -54,7 +55,8 @@ DISK = 2e9
 
 
 def recomputed_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:
-    """Return the share of the blocks' forward time that activation checkpointing spends again in the backward pass."""
+    """Return the share (from 0 to 1) of the blocks' forward time that this activation checkpointing spends again in the
+    backward pass."""
     if activation_checkpointing.mode is ActivationCheckpointing.budget:
         return 1 - (activation_checkpointing.budget or 0.0)
     return RECOMPUTED[activation_checkpointing.mode]
@@ -62,7 +64,7 @@ def recomputed_share(activation_checkpointing: ActivationCheckpointingConfig) ->
 
 @dataclass(frozen=True)
 class Volume:
-    """Bytes that a rank receives in a step, and the number of collectives."""
+    """Bytes that a rank receives from other ranks in a training step, and the number of collectives."""
 
     sharded: float = 0.0
     """Bytes received in all-gathers of weights and reduce-scatters of gradients, between `shards` ranks with
@@ -86,11 +88,14 @@ class Volume:
         return max(1, self.shards * self.replicas // self.node_size)
 
     def seconds(self, link: float, network: float) -> float:
-        """Return the seconds of communication if nothing overlaps. `link` is bytes per second within a node, `network`
-        bytes per second from each GPU to other nodes.
+        """Return the seconds that a training step's communication takes if it does not overlap with computation.
 
         A ring enters and leaves each node once. If its ranks are neighbours, it uses all network ports of the node
         (NCCL runs as many rings as there are ports). The rings between replicas, one for each shard, share the ports.
+
+        Args:
+            link: bytes per second between two ranks of a node.
+            network: bytes per second from each GPU to other nodes.
         """
         spans = self.shards > self.node_size
         ring = min(link, network * self.node_size) if spans else link
@@ -111,8 +116,18 @@ def volume(
     node_size: int,
     micro_batches: int,
 ) -> Volume:
-    """Count the bytes that a rank receives in a step. With n ranks, a rank receives (n - 1) / n of the bytes of a
-    tensor that is all-gathered or reduce-scattered, and twice as many if it is all-reduced."""
+    """Count the bytes that a rank receives from other ranks in a training step. With n ranks, a rank receives (n - 1) /
+    n of the bytes of a tensor that is all-gathered or reduce-scattered, and twice as many if it is all-reduced.
+
+    Args:
+        weights: sizes of the model's weights.
+        strategy: the sharding strategy.
+        precision: the configured dtypes.
+        world_size: number of ranks.
+        shard_size: number of ranks that hybrid strategies shard over.
+        node_size: number of ranks on a node.
+        micro_batches: number of micro-batches that a rank runs in the step.
+    """
     if world_size == 1:
         return Volume()
     plan = SHARD_PLANS[strategy]
@@ -142,7 +157,7 @@ def volume(
 
 @dataclass(frozen=True)
 class Step:
-    """Predicted seconds of a step, divided into computation, copies, communication and optimizer update."""
+    """Predicted seconds of a training step, divided into computation, copies, communication and optimizer update."""
 
     compute: float
     copies: float
@@ -169,13 +184,18 @@ def step_time(
     world_size: int,
     offload: OffloadMode,
 ) -> Step:
-    """Predict the seconds of a step on one rank.
+    """Predict the seconds of a training step on one rank.
 
     Args:
+        machine: the device that each rank trains on.
+        precision: the configured dtypes.
         flops: FLOPs of the rank's samples, without recomputation.
         recomputed: FLOPs that run again in the backward pass.
+        sent: bytes that the rank receives from other ranks, and the number of collectives.
         trainable: number of trainable parameters.
         local: number of trainable parameters that this rank updates.
+        micro_batches: number of micro-batches that the rank runs in the step.
+        offload: what is offloaded, and whether to host memory or to files.
     """
     gpu = machine.gpu
     rate = machine.peak(precision.param_dtype) * (gpu.efficiency if gpu else 1.0)
@@ -200,5 +220,10 @@ def step_time(
 
 def sample_flops(flops: Flops, samples: Samples) -> float:
     """Return the mean FLOPs of a sample. The spread of the lengths counts too, because attention's FLOPs grow with the
-    square of the length."""
+    square of the length.
+
+    Args:
+        flops: the model's FLOPs for each token, pair of tokens, label token and image tile.
+        samples: mean sizes of the dataset's samples.
+    """
     return flops.of(samples.tokens, samples.tokens**2 + samples.spread**2, samples.labels, samples.tiles)

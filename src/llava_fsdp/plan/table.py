@@ -14,7 +14,15 @@ GB = 1e9
 
 
 def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown: int, command: str | None) -> None:
-    """Print the recommended command, a table of the first `shown` ways to train, and the published memory formulas."""
+    """Print the recommended command, a table of ways to train with their predicted memory and time, and published
+    formulas for the memory.
+
+    Args:
+        planner: describes the model, the machine and the dataset's samples.
+        rows: the ways to train, the best one first.
+        shown: number of rows to print.
+        command: the recommended command; None if no way to train fits into memory.
+    """
     machine, samples = planner.machine, planner.samples
     world_size = rows[0].world_size
     console.print(
@@ -49,7 +57,8 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
 
 
 def names(row: PlanRow) -> str:
-    """Return the sharding strategy, activation checkpointing and offload of a plan row as command-line overrides."""
+    """Return a planned way to train (sharding strategy, activation checkpointing, offload) as command-line
+    arguments."""
     activation_checkpointing, offload = row.choice.activation_checkpointing, row.choice.offload.value
     words = [f"sharding={row.choice.zero}", f"activation_checkpointing={activation_checkpointing.mode.value}"]
     if activation_checkpointing.budget is not None:
@@ -58,8 +67,8 @@ def names(row: PlanRow) -> str:
 
 
 def off_device(row: PlanRow) -> str:
-    """Return a text with the gigabytes that a plan row needs in host memory and in files, for printing. Whether this
-    machine has them is not checked."""
+    """Return a text with the gigabytes that a planned way to train needs on each rank in host memory and in files, for
+    printing; empty if it needs none. Whether this machine has them is not checked."""
     needs = {"host memory": row.host, "files": row.disk}
     return "".join(f"; {size / GB:.1f} GB of {where} a rank" for where, size in needs.items() if size)
 
@@ -101,8 +110,14 @@ def formula_table(planner: Planner, world_size: int) -> Table:
 
 
 def as_object(planner: Planner, rows: Sequence[PlanRow], command: str | None, more: dict[str, Any]) -> dict[str, Any]:
-    """Return the plan as a JSON object, with the entries of `more` added. Units are bytes, seconds and rates per
-    second."""
+    """Return a plan as a JSON object. Units are bytes, seconds and rates per second.
+
+    Args:
+        planner: describes the model, the machine and the dataset's samples.
+        rows: ways to train with their predicted memory and time, the best one first.
+        command: the recommended command; None if no way to train fits into memory.
+        more: entries to add to the object.
+    """
     machine, samples, world_size = planner.machine, planner.samples, rows[0].world_size
     return {
         "model": planner.cfg.model.name,

@@ -1,4 +1,4 @@
-"""Estimate the mean sizes of a dataset's samples, and list the ways to split the samples of a step into
+"""Estimate the mean sizes of a dataset's samples, and list the ways to split the samples of a training step into
 micro-batches."""
 
 import contextlib
@@ -26,7 +26,8 @@ REPORT = "report.json"
 
 @dataclass(frozen=True)
 class Samples:
-    """Mean sizes of a dataset's samples."""
+    """Mean sizes of a dataset's samples: tokens, image tiles (images, or parts of one, as the vision encoder takes
+    them) and label tokens (those that count in the loss)."""
 
     tokens: float
     tiles: float
@@ -47,7 +48,8 @@ class Samples:
 
 
 def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
-    """Return mean sample sizes: from the dataset's report if there is one, else those of LLaVA's own data.
+    """Return mean sizes of the samples to train on: from the report that the command `prepare` writes about a dataset
+    or, if there is none, those of LLaVA's own data.
 
     LLaVA's instructions have 840 tokens per sample: 300 of text, and 0.94 images of 576 tokens. 624,610 of the 665,298
     records of llava_v1_5_mix665k have an image (LLaVA #657); NeMo's packed run of the same file implies at most 847
@@ -56,7 +58,8 @@ def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
     are assumed to have PHOTO pixels.
 
     Args:
-        rule: gives the number of tiles and tokens of an image from its size.
+        rule: gives the number of tiles (images, or parts of one, as the vision encoder takes them) and of tokens of an
+            image from its size.
     """
     path = Path(cfg.data.index_folder) / REPORT
     if cfg.data.source is not Source.shapes:
@@ -74,15 +77,26 @@ def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
 
 
 def tiles_and_tokens_of_photo(rule: ImageTokens) -> tuple[int, int]:
-    """Return the numbers of tiles and of tokens of an image of PHOTO pixels (width and height)."""
+    """Return the number of tiles (parts that the vision encoder takes) and the number of tokens of an image of PHOTO
+    pixels (width and height).
+
+    Args:
+        rule: gives both numbers from an image's size.
+    """
     return rule.count_tiles(PHOTO, 1), len(rule.of(PHOTO, 1))
 
 
 def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule: ImageTokens) -> Samples:
-    """Return mean sample sizes from the report of a dataset's index. Raises KeyError, TypeError or ValueError if the
-    report has another structure.
+    """Return mean sizes of a dataset's samples from the report that the command `prepare` has written about it. Raises
+    KeyError, TypeError or ValueError if the report has another structure.
 
-    Reports of older versions do not count tiles and image tokens: their images are assumed to have PHOTO pixels.
+    Reports of older versions do not count image tiles and image tokens: their images are assumed to have PHOTO pixels.
+
+    Args:
+        report: the report's content.
+        path: the report's path, which is named as the source of the sizes.
+        max_length: the greatest number of tokens of a sample.
+        rule: gives the number of tiles and tokens of an image from its size.
     """
     kept, bars, sources = report["kept"], report["lengths"]["histogram"], report["sources"]
     sums = {name: sum(source[name] for source in sources) for name in ("tokens", "pictures", "label_tokens")}
@@ -100,18 +114,26 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
 
 
 def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageTokens) -> float:
-    """Return the mean number of tokens for each image tile of a dataset with so many tiles and image tokens. If the
-    image tokens are unknown, or if there are none, the number for an image of PHOTO pixels is returned."""
+    """Return the mean number of tokens for each image tile (an image, or a part of one, as the vision encoder takes it)
+    of a dataset.
+
+    Args:
+        tiles: number of image tiles of the dataset.
+        image_tokens: number of image tokens of the dataset. If it is 0 or unknown (None), the result is that for an
+            image of PHOTO pixels.
+        rule: gives the number of tiles and tokens of an image from its size.
+    """
     if not tiles or not image_tokens:
         tiles, image_tokens = tiles_and_tokens_of_photo(rule)
     return image_tokens / tiles
 
 
 def samples_in(records: Records, rule: ImageTokens) -> Samples:
-    """Return the mean sizes of the samples that a training makes from these records.
+    """Return the mean sizes of the samples that a training makes from a dataset's records.
 
     Args:
-        rule: gives the tokens of an image, for an index that does not count image tokens.
+        records: the records, with the numbers of tokens, image tiles and label tokens of each.
+        rule: gives the number of tokens of an image from its size, for records whose image tokens are not counted.
     """
     count, image_tokens = len(records), records.image_tokens
     tokens, tiles, labels = (total_of(column) for column in (records.lengths, records.tiles, records.labels))
@@ -129,12 +151,20 @@ def total_of(column: np.ndarray) -> int:
 
 def most_tokens(samples: Samples, count: float) -> int:
     """Estimate the greatest number of tokens that `count` random samples have together, as three standard deviations
-    above the mean. Few steps exceed it."""
+    above the mean. Few steps exceed it.
+
+    Args:
+        samples: mean sizes of the dataset's samples.
+    """
     return math.ceil(count * samples.tokens + 3 * samples.spread * math.sqrt(count))
 
 
 def micro_batch(samples: Samples, rows: int, length: int, count: int) -> MicroBatch:
-    """Estimate the sizes of a micro-batch of `count` samples in `rows` rows of `length` tokens."""
+    """Estimate the sizes of a micro-batch of `count` samples in `rows` sequences of `length` tokens.
+
+    Args:
+        samples: mean sizes of the dataset's samples.
+    """
     tokens = rows * length
     tiles = min(int(tokens // samples.tile_tokens), math.ceil(count * samples.tiles))
     labels = min(tokens, max(1, math.ceil(count * samples.labels)))
@@ -142,8 +172,15 @@ def micro_batch(samples: Samples, rows: int, length: int, count: int) -> MicroBa
 
 
 def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list[MicroBatch]]:
-    """Return all ways to split a rank's samples of a step into micro-batches of packed or padded rows, those with the
-    largest micro-batches first.
+    """Return all ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches
+    first.
+
+    Args:
+        samples: mean sizes of the dataset's samples.
+        world_size: number of ranks.
+
+    Returns:
+        For each way, the sizes of the micro-batches that a rank runs in a step.
 
     Raises:
         ConfigError: `global_batch_size` is not a multiple of the number of ranks, but the sampler llava_v1_5 needs it.
@@ -172,7 +209,13 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
 
 
 def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[MicroBatch]:
-    """Split a rank's samples of a step into micro-batches of the size that the configuration sets."""
+    """Split a rank's samples of a step into micro-batches of the size that the configuration sets. Return the sizes of
+    these micro-batches.
+
+    Args:
+        samples: mean sizes of the dataset's samples.
+        world_size: number of ranks.
+    """
     per_rank = cfg.global_batch_size / world_size
     if not cfg.packs:
         rows = min(cfg.micro_batch_size, math.ceil(per_rank))
