@@ -1,21 +1,23 @@
 """Write a checkpoint into a folder with a temporary name, force it to the disk, and only then rename the folder.
 
-A crash at any point leaves earlier checkpoints unchanged, and the new one either complete or without its final name:
+A crash at any point leaves earlier checkpoints unchanged, and the new one either complete or without its final name.
+The table's last column names the point that a save has reached after each action; tests end the process at these
+points.
 
-| what happens | by | point reached after it |
+| what happens | by | name of the point after it |
 |---|---|---|
 | free space is checked, `step-N.tmp` is created, with permissions 0700 | rank 0 | made |
 | each rank's tensors are written and digested, fsync | each rank | file written |
 | all ranks have written; if one failed, all raise an error and the folder is deleted | all | agreed |
-| `state.json` is written, fsync | rank 0 | state written |
-| `adapter/` is written from the ranks' files, if there are adapters; fsync of its files | rank 0 | adapter written |
-| `manifest.json` is written (digests of files, places of all rows), fsync | rank 0 | manifest written |
+| `state.json` (all state except tensors) is written, fsync | rank 0 | state written |
+| a folder with LoRA adapters, if any, is written from the ranks' files; fsync of them | rank 0 | adapter written |
+| `manifest.json` (digests of files, which file holds which rows of tensors), fsync | rank 0 | manifest written |
 | fsync of the folder | rank 0 | folder synced |
 | an existing checkpoint of this step, from before a crash or a new start, is renamed | rank 0 | old one aside |
 | `step-N.tmp` is renamed to `step-N` | rank 0 | renamed |
 | fsync of the parent folder | rank 0 | parent synced |
-| the file `latest` is written | rank 0 | pointed |
-| each older checkpoint that is not kept is renamed and then deleted | rank 0 | one deleted |
+| the newest checkpoint's name is written into the file `latest` | rank 0 | pointed |
+| each older checkpoint that need not be kept is renamed and then deleted | rank 0 | one deleted |
 | all ranks are told whether the save succeeded | all | told |
 """
 
@@ -64,7 +66,8 @@ Entries = Mapping[str, TensorEntry]
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """How rank 0 writes a folder with the LoRA adapters into each checkpoint, in peft's format for other programs."""
+    """The folder with the LoRA adapters that rank 0 adds to each checkpoint, in peft's format for other programs: its
+    size, and the function that writes it."""
 
     nbytes: int
     """Size of the adapter folder in bytes."""
@@ -75,7 +78,8 @@ class AdapterFolder:
 
 @dataclass
 class Committer:
-    """Writes checkpoints, one at a time. All ranks of a process group write together."""
+    """Writes checkpoints, one at a time. All ranks of a process group write together: each rank a file with its
+    tensors, and rank 0 the other files."""
 
     parent: Path
     """The folder that contains all checkpoints."""
@@ -96,8 +100,9 @@ class Committer:
         """Write one checkpoint and return its folder. Collective: all ranks of the process group must call it.
 
         Args:
-            facts: the content of `state.json`, including `step`.
-            entries: manifest entries of the rows that this rank writes, by tensor name.
+            facts: the content of `state.json`: all state except tensors, including `step`.
+            entries: what the checkpoint's manifest records of the rows (slices of dimension 0) that this rank writes,
+                by tensor name.
             values: the values of these rows, by tensor name.
 
         Raises:
@@ -123,7 +128,8 @@ class Committer:
         return final
 
     def begin(self, staged: Path) -> None:
-        """Create the temporary folder `staged`. Raises CheckpointError if the disk has no room for a checkpoint."""
+        """Create the temporary folder `staged`, into which a checkpoint is written. Raises CheckpointError if the disk
+        has no room for a checkpoint."""
         make_folder(self.parent)
         make_empty(staged)
         try:
@@ -133,7 +139,12 @@ class Committer:
             raise
 
     def write_rank_file(self, staged: Path, rank: int, values: Mapping[str, torch.Tensor]) -> Digest:
-        """Write the file with this rank's tensors into the temporary folder `staged`; return the file's digest."""
+        """Write the file with this rank's part of a checkpoint; return the file's size and digest.
+
+        Args:
+            staged: the temporary folder into which the checkpoint is written.
+            values: the tensors, or those rows of them, that this rank writes, by tensor name.
+        """
         described = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
         digest = write_tensors(staged / rank_file(rank), described, values.__getitem__, self.hasher)
         self.at("file written")
@@ -146,8 +157,9 @@ class Committer:
         Args:
             staged: the folder, which still has a temporary name.
             final: the folder's final path.
-            facts: the content of `state.json`.
-            written: for each rank, the digest of its tensor file and the manifest entries of the rows in this file.
+            facts: the content of `state.json`: all state except tensors, including `step`.
+            written: for each rank, the size and digest of its tensor file, and what the manifest records of the tensors
+                in this file, by tensor name.
         """
         content = render_facts(facts)
         write_durably(staged / STATE_FILE, content)
@@ -188,7 +200,13 @@ class Committer:
         self.good &= {folder.name for folder in list_checkpoints(self.parent)}
 
     def write_adapter(self, adapter_folder: AdapterFolder, checkpoint: Checkpoint) -> dict[str, Digest]:
-        """Write the adapter folder of a checkpoint; return the digests of its files, by path within the checkpoint."""
+        """Write a folder with the LoRA adapters into a checkpoint; return size and digest of its files, by path within
+        the checkpoint.
+
+        Args:
+            adapter_folder: contains the function that writes the folder.
+            checkpoint: the checkpoint, whose folder still has a temporary name.
+        """
         folder = checkpoint.folder / ADAPTER_FOLDER
         adapter_folder.write(folder, checkpoint)
         sync_tree(folder)
@@ -213,8 +231,13 @@ class Committer:
 
 
 def merge_entries(ranks: list[Entries]) -> dict[str, TensorEntry]:
-    """Merge the manifest entries of all ranks, tensor by tensor. `manifest.render` checks later that no row is
-    missing."""
+    """Merge what the ranks record for a checkpoint's manifest into one entry per tensor. `manifest.render` checks later
+    that no row (slice of dimension 0) of a tensor is missing.
+
+    Args:
+        ranks: for each rank, the entries of the tensors of which it wrote rows, by tensor name. An entry has the
+            tensor's dtype and shape, the file, and the range of rows in it.
+    """
     tensors = {}
     for name in sorted({name for entries in ranks for name in entries}):
         parts = [entries[name] for entries in ranks if name in entries]

@@ -1,4 +1,5 @@
-"""Determine which rows of each tensor a rank holds, and which of them it writes into its checkpoint file."""
+"""Determine which rows (slices of dimension 0) of each tensor a rank holds, and which of them it writes into its
+checkpoint file."""
 
 from collections.abc import Mapping
 
@@ -11,8 +12,8 @@ from llava_fsdp.distributed.local_shards import local, local_rows
 
 
 def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return the rows of a tensor that this rank holds: the index of the first row, and the rows' values [rows, ...]. A
-    scalar is returned unchanged, with index 0."""
+    """Return the rows (slices of dimension 0) of a tensor that this rank holds: the index of the first row, and the
+    rows' values [rows, ...]. A scalar is returned unchanged, with index 0."""
     begin, end = local_rows(tensor)
     values = local(tensor)
     assert values.ndim == 0 or len(values) == end - begin, f"{tuple(values.shape)} holds rows {begin} to {end}"
@@ -22,15 +23,17 @@ def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
 def written_rows(
     tensors: Mapping[str, torch.Tensor], file: str
 ) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
-    """Choose the rows that this rank writes to a checkpoint. Rows that several ranks hold are divided evenly among
-    these ranks.
+    """Choose the rows (slices of dimension 0) that this rank writes to a checkpoint. Rows that several ranks hold are
+    divided evenly among these ranks.
 
     Args:
         tensors: all tensors of the checkpoint by name, the same names on every rank.
         file: name of this rank's file in the checkpoint.
 
     Returns:
-        The manifest entries and the values [rows, ...] of the chosen rows, both by tensor name.
+        By tensor name, what the checkpoint's manifest records of the chosen rows (dtype and shape of the tensor,
+            `file`, range of rows); and, by tensor name, the values [rows, ...]. Tensors without chosen rows are left
+            out.
     """
     entries, written = {}, {}
     for number, name in enumerate(sorted(tensors)):
@@ -48,8 +51,8 @@ def written_rows(
 
 
 def replica_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return (i, n): this rank is number i of the n ranks that hold the same rows of a tensor. A tensor that is not a
-    DTensor is held by all ranks."""
+    """Return (i, n): this rank is number i, from 0, of the n ranks that hold the same rows (slices of dimension 0) of a
+    tensor. A tensor that is not a DTensor is held by all ranks."""
     if not isinstance(tensor, DTensor):
         return rank_and_size()
     coordinate = tensor.device_mesh.get_coordinate()

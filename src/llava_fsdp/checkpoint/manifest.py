@@ -1,5 +1,5 @@
-"""Format and parse `manifest.json`: the size and digest of every file of a checkpoint, and which file holds which rows
-of each tensor.
+"""Format and parse a checkpoint's `manifest.json`: the size and digest of every file, and which file holds which rows
+(slices of dimension 0) of each tensor.
 
 The manifest ends with a digest of everything before it, so that any changed bit is detected. This detects damage, not
 forgery: whoever can write into the folder can also write a matching manifest.
@@ -33,7 +33,8 @@ HEX = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [begin, end) of a tensor, and the name of the file that holds these rows. A scalar counts as one row."""
+    """Rows [begin, end) of a tensor (slices of dimension 0), and the name of the checkpoint file that holds these rows.
+    A scalar counts as one row."""
 
     file: str
     begin: int
@@ -42,7 +43,8 @@ class RowRange:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Manifest entry of a tensor: its dtype, its shape, and the files that hold its rows, in the order of the rows."""
+    """What a checkpoint's manifest records of a tensor: its dtype, its shape, and the files that hold its rows (slices
+    of dimension 0), in the order of the rows."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -59,7 +61,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint's manifest: its step, its files and its tensors."""
+    """The content of a checkpoint's `manifest.json`: its training step, its files and its tensors."""
 
     step: int
     files: Mapping[str, Digest]
@@ -72,8 +74,8 @@ def rank_file(rank: int) -> str:
 
 
 def render(manifest: Manifest) -> bytes:
-    """Format a manifest as the content of its file. Raises CheckpointError if a row of a tensor is missing or listed
-    twice."""
+    """Format a manifest as the content of a checkpoint's `manifest.json`. Raises CheckpointError if a row (slice of
+    dimension 0) of a tensor is missing or listed twice."""
     for name, entry in manifest.tensors.items():
         require_coverage(name, entry)
     values = {
@@ -100,8 +102,8 @@ def one_item_per_line(value: Any) -> str:
 
 
 def parse(content: bytes) -> Manifest:
-    """Parse the content of a manifest file and check that it is consistent. Raises CheckpointError, and no other error,
-    for any invalid content."""
+    """Parse the content of a checkpoint's `manifest.json` and check that it is consistent. Raises CheckpointError, and
+    no other error, for any invalid content."""
     body = unsealed(content)
     if body is None:
         raise CheckpointError(f"{MANIFEST_FILE} is not what was written: its digest of itself differs")
@@ -140,15 +142,16 @@ def parse_entry(values: dict[str, Any]) -> TensorEntry:
 
 
 def parse_size(value: Any) -> int:
-    """Return `value` if it is a valid size, step or row number; raise ValueError otherwise."""
+    """Return `value`, read from a checkpoint's manifest, if it is a valid size, step or row number; raise ValueError
+    otherwise."""
     if type(value) is not int or not 0 <= value < LARGEST_DIMENSION:
         raise ValueError(f"{str(value)[:50]} is not a size")
     return value
 
 
 def parse_file_name(value: Any) -> str:
-    """Return `value` if it is the path of a file that a checkpoint's folder can contain; raise ValueError otherwise.
-    Such a path cannot lead out of the folder."""
+    """Return `value`, read from a checkpoint's manifest, if it is the path of a file that a checkpoint's folder can
+    contain; raise ValueError otherwise. Such a path cannot lead out of the folder."""
     if not isinstance(value, str) or not (
         value == STATE_FILE or RANK_FILE.fullmatch(value) or ADAPTER_FILE.fullmatch(value)
     ):
@@ -157,8 +160,8 @@ def parse_file_name(value: Any) -> str:
 
 
 def parse_digest(values: dict[str, Any]) -> Digest:
-    """Parse the manifest's entry of a file: its size and its XXH128 digest. Raises ValueError if one of them is
-    invalid."""
+    """Parse what a checkpoint's manifest records of a file: its size (`bytes`) and XXH128 digest (`xxh128`). Raises
+    ValueError if one of them is invalid."""
     size, digest = parse_size(values["bytes"]), values["xxh128"]
     if not isinstance(digest, str) or not HEX.fullmatch(digest):
         raise ValueError(f"{str(digest)[:50]!r} is not an XXH128")
@@ -166,7 +169,13 @@ def parse_digest(values: dict[str, Any]) -> Digest:
 
 
 def require_coverage(name: str, entry: TensorEntry) -> None:
-    """Raise CheckpointError, naming the tensor and the rows, unless every row of a tensor is in exactly one file."""
+    """Raise CheckpointError unless every row (slice of dimension 0) of a tensor is in exactly one file of a checkpoint.
+    The message names the tensor and the rows.
+
+    Args:
+        name: the tensor's name.
+        entry: what the checkpoint's manifest records of the tensor: its shape, and which file holds which rows.
+    """
     reached = 0
     for rows in entry.ranges:
         if rows.begin != reached or rows.end <= rows.begin:

@@ -1,4 +1,5 @@
-"""Read the tensors of a verified checkpoint: this rank's rows of all tensors, or any range of rows of one tensor."""
+"""Read the tensors of a verified checkpoint: this rank's rows (slices of dimension 0) of all tensors, or any range of
+rows of one tensor."""
 
 import os
 from collections.abc import Mapping
@@ -19,7 +20,8 @@ WEIGHT_PREFIX = "model."
 
 @torch.no_grad()
 def load(checkpoint: Checkpoint, into: dict[str, torch.Tensor]) -> None:
-    """Read the rows that this rank holds of all tensors of a checkpoint.
+    """Fill tensors with the values in a checkpoint. From a tensor that is sharded by rows (slices of dimension 0), only
+    the rows that this rank holds are read.
 
     Args:
         into: the tensors to fill, by name; must have the names, shapes and dtypes of the checkpoint's tensors.
@@ -40,6 +42,7 @@ def require_same_tensors(manifest: Manifest, expected: dict[str, tuple[torch.dty
     dtypes: no tensor may be cast, truncated or skipped.
 
     Args:
+        manifest: the content of the checkpoint's `manifest.json`, which lists its tensors.
         expected: dtype and shape of each tensor, by name.
     """
     differing = sorted(manifest.tensors.keys() ^ expected.keys())
@@ -56,11 +59,12 @@ def require_same_tensors(manifest: Manifest, expected: dict[str, tuple[torch.dty
 
 
 def fill(folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tuple[int, torch.Tensor]]) -> None:
-    """Read ranges of rows of a checkpoint into tensors. Each file that contains some of these rows is opened once.
+    """Read ranges of rows (slices of dimension 0) of a checkpoint's tensors. Each file that contains some of these rows
+    is opened once.
 
     Args:
         folder: folder of the checkpoint.
-        entries: manifest entries of the tensors, by name.
+        entries: what the checkpoint's manifest records of the tensors, by name: which file holds which rows.
         targets: by tensor name, the index of the first row to read and the tensor to fill [rows, ...].
     """
     by_file: dict[str, list[tuple[str, int, int, int]]] = {}
@@ -84,8 +88,8 @@ def fill(folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tu
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in a checkpoint, whose rows may be in the files of several ranks. Its values are not read before `rows`
-    is called."""
+    """A tensor in a checkpoint, whose rows (slices of dimension 0) may be in the files of several ranks. Its values are
+    not read before `rows` is called."""
 
     folder: Path
     key: str
@@ -100,8 +104,8 @@ class SavedTensor:
         return self.entry.dtype
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Read rows [begin, end) of dimension 0 into a new CPU tensor. Raises CheckpointError if they cannot be
-        read."""
+        """Read rows [begin, end) of a tensor in a checkpoint (slices of dimension 0) into a new CPU tensor. Raises
+        CheckpointError if they cannot be read."""
         values = torch.empty(end - begin, *self.shape[1:], dtype=self.dtype)
         with name_in_errors(self.folder):
             fill(self.folder, {self.key: self.entry}, {self.key: (begin, values)})
@@ -109,7 +113,8 @@ class SavedTensor:
 
 
 def saved_weights(checkpoint: Checkpoint) -> dict[str, SavedTensor]:
-    """Return the trained weights in a verified checkpoint by parameter name, in the dtype of the master weights."""
+    """Return the trained weights in a verified checkpoint by parameter name, in the dtype in which the optimizer
+    updates them. Their values are not read yet."""
     return {
         key.removeprefix(WEIGHT_PREFIX): SavedTensor(checkpoint.folder, key, entry)
         for key, entry in checkpoint.manifest.tensors.items()

@@ -1,5 +1,5 @@
 """Manage the folders of a run's checkpoints: record the newest, delete old ones, and move the output of earlier runs
-away."""
+into a folder `old-N`."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ REPLACED = ".replaced.tmp"
 
 
 def write_latest(folder: Path) -> None:
-    """Write the name of the newest checkpoint, `folder`, into the file `latest`."""
+    """Write the name of the newest checkpoint, `folder`, into the file `latest` beside it."""
     replace_file(folder.parent / POINTER, folder.name.encode() + b"\n", 0o600, durable=True)
 
 
@@ -68,12 +68,12 @@ def prune(
     parent: Path, keep: int, keep_every: int | None, is_good: Callable[[Path], bool], at: Callable[[str], None]
 ) -> None:
     """Delete old checkpoints. Kept are the newest `keep` undamaged checkpoints, all damaged ones that are newer than
-    the last of these, and those whose step is a multiple of `keep_every`.
+    the last of these, and, unless `keep_every` is None, those whose step is a multiple of `keep_every`.
 
     Args:
         parent: the folder that contains the checkpoints.
         is_good: returns whether a checkpoint is undamaged.
-        at: called with "one deleted" after each deletion.
+        at: called with the text "one deleted" after each deletion; for tests, which end the process there.
     """
     good = 0
     for folder in reversed(list_checkpoints(parent)):
@@ -89,7 +89,12 @@ def prune(
 
 def set_aside(output: Path, paths: Iterable[Path]) -> None:
     """Move files and folders of an earlier run into a new folder `old-N` in `output`, so that they are neither lost nor
-    mixed with the output of the current run. Those of `paths` that do not exist are ignored."""
+    mixed with the output of the current run.
+
+    Args:
+        output: the output folder that both runs use.
+        paths: the files and folders in `output` to move. Those that do not exist are ignored.
+    """
     present = [path for path in paths if os.path.lexists(path)]
     if not present:
         return
@@ -104,7 +109,8 @@ def set_aside(output: Path, paths: Iterable[Path]) -> None:
 
 
 def set_aside_later(output: Path, folder: Path, step: int) -> None:
-    """Move away all checkpoints of later steps than the one from which the run continues.
+    """Move all checkpoints of later steps than the one from which the run continues into a new folder `old-N` in
+    `output`.
 
     Args:
         output: the run's output folder.
@@ -120,7 +126,7 @@ def set_aside_later(output: Path, folder: Path, step: int) -> None:
 
 
 def require_plain_folder(folder: Path) -> None:
-    """Raise CheckpointError if the path is a symbolic link or not a folder."""
+    """Raise CheckpointError if the path of a checkpoint is a symbolic link or not a folder."""
     if folder.is_symlink():
         raise CheckpointError("it is a link; give the folder that it leads to: checkpoint.resume=DIR")
     if not folder.is_dir():

@@ -1,4 +1,5 @@
-"""Write safetensors files as a stream, and read ranges of rows from safetensors files without mapping them into memory.
+"""Write safetensors files as a stream, and read ranges of rows (slices of dimension 0) from safetensors files without
+mapping them into memory.
 
 The format is: 8 bytes with the length of a JSON header, little-endian; the header, with dtype, shape and byte range of
 every tensor; the data. `safetensors.safe_open` can read the written files.
@@ -52,7 +53,7 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def build_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
-    """Build the header of a safetensors file.
+    """Build the header of a safetensors file, with the 8 bytes before it that give its length.
 
     Args:
         tensors: dtype and shape of each tensor, by name.
@@ -79,12 +80,13 @@ def write_tensors(
     read: Callable[[str], torch.Tensor],
     hasher: Executor,
 ) -> Digest:
-    """Write tensors to a new file, one chunk at a time, force the file to the disk, and return its digest.
+    """Write tensors to a new safetensors file, a few MiB at a time, and force the file to the disk. Return its size and
+    digest.
 
     Args:
         tensors: dtype and shape of each tensor, by name.
         read: returns the tensor with a given name. It is called just before that tensor is written.
-        hasher: executor with another thread, which computes the digest of a chunk while the chunk is written.
+        hasher: executor with another thread, which computes the digest while this thread writes.
 
     Raises:
         NumericError: a tensor has a value that is not finite.
@@ -107,8 +109,14 @@ def write_tensors(
 
 
 def chunks(head: bytes, order: list[str], read: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of a safetensors file: the header `head`, and then the data of the tensors named in `order` in
-    chunks of at most `CHUNK` bytes. Raises NumericError if a value is not finite."""
+    """Yield the content of a safetensors file: first its header, then the data of its tensors in pieces of a few
+    MiB. Raises NumericError if a value is not finite.
+
+    Args:
+        head: the header, with the 8 bytes before it that give its length.
+        order: the tensors' names, in the order of their data.
+        read: returns the tensor with a given name.
+    """
     yield memoryview(head)
     for name in order:
         flat = read(name).detach().reshape(-1)
@@ -120,7 +128,7 @@ def chunks(head: bytes, order: list[str], read: Callable[[str], torch.Tensor]) -
 
 
 def require_finite(name: str, part: torch.Tensor) -> None:
-    """Raise NumericError if `part`, a part of the tensor `name`, has a value that is not finite. Only the minimum and
+    """Raise NumericError if `part`, a slice of the tensor `name`, has a value that is not finite. Only the minimum and
     the maximum are checked: they are NaN if any value is NaN."""
     if not part.is_floating_point():
         return
@@ -136,7 +144,11 @@ def require_finite(name: str, part: torch.Tensor) -> None:
 
 def begin_writing(descriptor: int, begin: int, length: int) -> None:
     """Ask the kernel to start writing the bytes [begin, begin + length) of a file to the disk in the background. Does
-    nothing if the operating system has no such call."""
+    nothing if the operating system has no such call.
+
+    Args:
+        descriptor: file descriptor of the file.
+    """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
 
@@ -161,8 +173,15 @@ def open_file(path: Path) -> int:
 
 
 def read_header(descriptor: int, name: str) -> dict[str, TensorPlace]:
-    """Read the header of a safetensors file: dtype, shape and byte range of each tensor, by name. Raises
-    CheckpointError if the file is not a safetensors file, or if its data does not match the header."""
+    """Read the header of a safetensors file: dtype, shape and byte range of each tensor, by name.
+
+    Args:
+        descriptor: file descriptor of the file.
+        name: name of the file, for error messages.
+
+    Raises:
+        CheckpointError: the file is not a safetensors file, or its data does not match the header.
+    """
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or not 2 <= length <= min(size - 8, LARGEST_HEADER):
@@ -199,6 +218,7 @@ def read_rows(descriptor: int, name: str, begin: int, into: torch.Tensor) -> Non
         descriptor: file descriptor of the file.
         name: name of the file, for error messages.
         begin: offset in the file of the tensor's first byte.
+        into: the tensor to fill.
 
     Raises:
         CheckpointError: the file ends before the tensor is full.

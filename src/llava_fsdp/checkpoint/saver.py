@@ -2,8 +2,8 @@
 optimizer updates the state only after the copy is complete.
 
 One checkpoint is written at a time, with a process group of its own, so that a save neither delays the collectives of
-training steps nor is limited by their timeout. If the copy does not fit into host memory, or the state is in files,
-training waits until the checkpoint is written.
+training steps nor is limited by their timeout. If the copy does not fit into host memory, or if the state is offloaded
+to files, training waits until the checkpoint is written.
 """
 
 from collections.abc import Callable, Collection
@@ -35,7 +35,7 @@ MARGIN = 1.2
 
 class Saver:
     """Saves a run's state as checkpoints, in the background if possible. All ranks must call each method, except
-    `failed` and `before_update`, which any rank may use alone."""
+    `failed` and `before_update`, which need no other rank."""
 
     def __init__(
         self,
@@ -49,16 +49,18 @@ class Saver:
         adapter_folder: AdapterFolder | None = None,
         check: Callable[[], None] = lambda: None,
     ):
-        """Prepare the folder and the buffers, and start the threads that write checkpoints.
+        """Prepare to save checkpoints: create their folder, start the threads that write them, and allocate the buffers
+        for copies of the state.
 
         Args:
             parent: the folder that contains the checkpoints.
             tensors: returns the tensors to save by name, with the same names, shapes and sharding at every call.
             facts: returns all other state to save, including `step`.
-            in_place: whether the tensors are in files, and are written from there without a copy.
+            in_place: whether the tensors are offloaded to files, and are saved from there without a copy in memory.
             good: folders of checkpoints that are known to be undamaged.
-            at: called with the name of each point that a save reaches (see `commit.py`).
-            adapter_folder: how the adapters are written. None if the model has no adapters, and on ranks other than 0.
+            at: for tests, called with the name of each point that a save reaches (listed in `commit.py`).
+            adapter_folder: how a folder with LoRA adapters is written into each checkpoint. None if the model has no
+                adapters, and on ranks other than 0.
             check: called on all ranks before each save; raises an error if the current state must not be saved.
 
         Raises:
@@ -89,17 +91,19 @@ class Saver:
             self.touched = self.writer.submit(self.snapshot.touch)
 
     def rows_to_write(self) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
-        """Return the manifest entries and the values of the rows that this rank writes, both by tensor name."""
+        """Return what this rank writes to a checkpoint: by tensor name, what the checkpoint's manifest records of this
+        rank's rows (slices of dimension 0); and, by tensor name, the values of these rows."""
         return written_rows(self.tensors(), rank_file(rank_and_size()[0]))
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that a save has failed. Ranks may find this out at different times."""
+        """Whether this rank knows that saving a checkpoint has failed. Ranks may find this out at different times."""
         ended = self.under_way if self.under_way is not None and self.under_way.done() else None
         return self.error is not None or (ended is not None and self.is_serious(ended.exception()))
 
     def save(self) -> None:
-        """Wait for the previous save, and then begin to save the current state, unless this step is already saved.
+        """Save the run's current state as a checkpoint, in the background if possible, unless this step is already
+        saved. Waits first until the previous save has ended.
 
         Raises:
             CheckpointError, NumericError: the previous save failed, or, without background saves, this one.
@@ -127,13 +131,14 @@ class Saver:
             self.under_way = self.writer.submit(write)
 
     def before_update(self) -> None:
-        """Wait until the state that is being saved has been copied. To be called before the optimizer changes the
-        state. Not a collective."""
+        """Wait until the copy of the state that a checkpoint is written from is complete. To be called before the
+        optimizer changes the state. Not a collective."""
         if self.snapshot is not None:
             self.snapshot.wait()
 
     def wait(self) -> None:
-        """Wait until the current save has ended. If it failed, the error is recorded and not raised."""
+        """Wait until the checkpoint that is being written is complete or has failed. An error is recorded and not
+        raised."""
         if self.under_way is None:
             return
         error = self.under_way.exception()
@@ -151,26 +156,27 @@ class Saver:
             self.error.__cause__ = error
 
     def is_serious(self, error: BaseException | None) -> bool:
-        """Return whether the error of a save must end the run. With `checkpoint.on_save_error=warn`, a full disk does
-        not end the run, but weights that are not finite and lost ranks do."""
+        """Return whether `error`, raised while a checkpoint was saved, must end the run; False for None. With
+        `checkpoint.on_save_error=warn`, a full disk does not end the run, but weights that are not finite and lost
+        ranks do."""
         forgiven = self.cfg.on_save_error is OnSaveError.warn and type(error) is CheckpointError
         return error is not None and not forgiven
 
     def reset_saved_step(self) -> None:
-        """Forget which step was saved last, and the error of a failed save. To be called when the run's folder was
-        lost, with the checkpoints in it."""
+        """Forget which step was saved as a checkpoint last, and the error of a failed save. To be called when the run's
+        folder was lost, with the checkpoints in it."""
         self.wait()
         self.error = self.saved_step = None
 
     def raise_if_failed(self) -> None:
-        """Wait for the current save, and raise its error on every rank if it failed."""
+        """Wait until no checkpoint is being written. If one could not be written, raise its error on every rank."""
         self.wait()
         if self.error is not None:
             raise self.error
 
     def close(self) -> None:
-        """Wait until the last save is on the disk, and then free the threads, the buffers and the process group. If a
-        save has failed, raise its error."""
+        """Wait until the last checkpoint is on the disk, and then free the threads, the buffers and the process group.
+        If a save has failed, raise its error."""
         self.wait()
         self.writer.shutdown()
         self.hasher.shutdown()
@@ -188,7 +194,8 @@ def prepare_folder(parent: Path, needed: int) -> None:
     checkpoint. Called on rank 0.
 
     Args:
-        needed: bytes of the tensors and adapters of one checkpoint.
+        parent: the folder.
+        needed: bytes of the tensors and LoRA adapters of one checkpoint.
     """
     make_folder(parent)
     restore_replaced(parent)  # a run that continues from another folder has not done this for its own folder yet

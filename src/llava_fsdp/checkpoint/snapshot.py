@@ -28,8 +28,8 @@ growth of processes during the run."""
 
 
 class Snapshot:
-    """A copy, in host memory, of all tensors that this rank writes to checkpoints. If the tensors are on a GPU, the
-    memory is pinned."""
+    """A copy, in host memory, of all tensors that this rank writes to checkpoints, so that training can go on while a
+    checkpoint is written from the copy. If the tensors are on a GPU, the memory is pinned."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self.on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
@@ -54,20 +54,22 @@ class Snapshot:
         self.filled.set()
 
     def touch(self) -> None:
-        """Write to every memory page of the buffers. Otherwise the first copy would wait for the system to provide the
-        pages."""
+        """Write to every memory page of the buffers for the copy of the state. Otherwise the first copy would wait for
+        the system to provide the pages."""
         memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
         memory[::PAGE].zero_()
 
     def begin(self) -> None:
-        """Mark the tensors as ready to be copied. They must not change until `wait` returns."""
+        """Mark the tensors of the state as ready to be copied for a checkpoint. They must not change until `wait`
+        returns."""
         self.filled.clear()
         if self.updated is not None:
             self.updated.record()
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors into the buffers. Called in the thread that writes checkpoints. On a GPU the copy runs on a
-        side stream, after the optimizer's update that was queued before `begin` was called."""
+        """Copy the tensors (by name) into the buffers from which a checkpoint is written. Called in the thread that
+        writes checkpoints. On a GPU the copy runs on a side stream, after the optimizer's update that was queued before
+        `begin` was called."""
         assert tensors.keys() == self.buffers.keys()
         try:
             if self.stream is None or self.updated is None or self.copied is None:
@@ -83,22 +85,22 @@ class Snapshot:
             self.filled.set()
 
     def wait(self) -> None:
-        """Wait until the tensors may change. On a GPU the host waits only until the copies are queued, and the current
-        CUDA stream waits until the copies are done."""
+        """Wait until the tensors may change again, because they are copied for the checkpoint. On a GPU the host waits
+        only until the copies are queued, and the current CUDA stream waits until the copies are done."""
         self.filled.wait()
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
 
     def ready(self) -> dict[str, torch.Tensor]:
-        """Wait until the copies are done, and return the buffers by tensor name."""
+        """Wait until the tensors are copied for the checkpoint, and return the copies by tensor name."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.buffers
 
 
 def fits(nbytes: int, group: dist.ProcessGroup | None) -> bool:
-    """Return whether the state's copies of all ranks fit into the memory of their hosts; all ranks get the same result.
-    Collective: all ranks must call it.
+    """Return whether host memory has room for a copy of the training state of all ranks, from which checkpoints are
+    written in the background; all ranks get the same result. Collective: all ranks must call it.
 
     Args:
         nbytes: size of this rank's copy.

@@ -1,4 +1,4 @@
-"""Format and parse `state.json`, which contains all state of a run except the tensors."""
+"""Format and parse a checkpoint's `state.json`, which contains all state of a run except the tensors."""
 
 import json
 from enum import Enum
@@ -28,8 +28,9 @@ def render_facts(facts: dict[str, Any]) -> bytes:
 
 
 def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
-    """Parse the content of `state.json`, and check its types and that it agrees with the manifest. Raises
-    CheckpointError, and no other error, for any invalid content."""
+    """Parse a checkpoint's `state.json`, which contains all state of a run except the tensors. Check its types, and
+    that its step is that of the checkpoint's manifest. Raises CheckpointError, and no other error, for any invalid
+    content."""
     try:
         facts: dict[str, Any] = {"consecutive": 0} | parse_object(content)  # absent in older checkpoints
         require_types(facts, TYPES)
@@ -48,7 +49,8 @@ def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
 
 
 def require_types(found: dict[str, Any], types: dict[str, tuple[type, ...]]) -> None:
-    """Raise KeyError or TypeError unless `found` has exactly the keys of `types`, with values of the listed types."""
+    """Raise KeyError or TypeError unless `found` has exactly the keys of `types`, with values of the types listed
+    there."""
     wrong = [key for key, allowed in types.items() if type(found[key]) not in allowed]
     unknown = found.keys() - types.keys()
     if wrong or unknown:
@@ -56,7 +58,8 @@ def require_types(found: dict[str, Any], types: dict[str, tuple[type, ...]]) -> 
 
 
 def jsonable(value: Any) -> Any:
-    """Replace enums in nested dicts and lists by their values, so that the result can be written as JSON."""
+    """Return a copy of a value in which enums in nested dicts and lists are replaced by their values, so that it can be
+    written as JSON."""
     if isinstance(value, dict):
         return {k: jsonable(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,5 @@
-"""Verify a checkpoint: its manifest, the digests of all its files, and that no row of its tensors is missing."""
+"""Verify a checkpoint: its manifest, the digests of all its files, and that no row (slice of dimension 0) of its
+tensors is missing."""
 
 import contextlib
 import os
@@ -31,7 +32,8 @@ from llava_fsdp.runtime.run_dir import list_checkpoints, step_of
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: its folder, manifest and state."""
+    """A verified checkpoint: its folder, its manifest (the list of its files and tensors) and its state except the
+    tensors."""
 
     folder: Path
     manifest: Manifest
@@ -49,8 +51,8 @@ def verify(folder: Path) -> Checkpoint:
 
 
 def verify_together(folder: Path) -> Checkpoint:
-    """Verify a checkpoint with all ranks, each of which reads a part of the files. Collective: all ranks must call it,
-    and all raise the same error."""
+    """Verify a checkpoint with all ranks, each of which reads some of the files. Collective: all ranks must call it. If
+    the checkpoint is damaged, all raise the same CheckpointError."""
     rank, size = rank_and_size()
     checkpoint = on_first_rank(name_in_errors(folder)(lambda: check_contents(folder)), f"{folder} cannot be read")
     names = share(checkpoint.manifest.files, rank, size)
@@ -71,7 +73,8 @@ def name_in_errors(folder: Path) -> Iterator[None]:
 
 
 def check_contents(folder: Path) -> Checkpoint:
-    """Read a checkpoint and check everything except the digests of its tensor files. Raises CheckpointError."""
+    """Read a checkpoint and check everything except the digests of its tensor files. Raises CheckpointError if
+    something is wrong."""
     manifest = check_files(folder)
     step = step_of(folder)
     if step is not None and step != manifest.step:
@@ -83,8 +86,8 @@ def check_contents(folder: Path) -> Checkpoint:
 
 
 def check_files(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest, and compare the names and sizes of the files in its folder with it. Raises
-    CheckpointError if a file is missing, is not listed or has another size."""
+    """Read a checkpoint's manifest (the list of its files and tensors), and compare the names and sizes of the files in
+    its folder with it. Raises CheckpointError if a file is missing, is not listed or has another size."""
     require_plain_folder(folder)
     entries = {entry.name: entry for entry in os.scandir(folder)}
     if MANIFEST_FILE not in entries:
@@ -108,10 +111,11 @@ def check_files(folder: Path) -> Manifest:
 
 
 def adapter_entries(folder: os.DirEntry[str] | None) -> dict[str, os.DirEntry[str]]:
-    """Return the files in a checkpoint's adapter folder and its subfolders, by path within the checkpoint.
+    """Return the files in the folder of LoRA adapters of a checkpoint, and in its subfolders, by path within the
+    checkpoint.
 
     Args:
-        folder: the adapter folder; None if there is none.
+        folder: the folder of adapters; None if there is none.
 
     Raises:
         CheckpointError: the folder is missing or a symbolic link. (`open_file` refuses only links at the end of a
@@ -138,8 +142,8 @@ def read_small(path: Path, largest: int) -> bytes:
 
 
 def check_headers(folder: Path, manifest: Manifest) -> None:
-    """Check that every tensor file of a checkpoint contains exactly the rows that the manifest lists for it. Raises
-    CheckpointError, naming the file and the tensor."""
+    """Check that every tensor file of a checkpoint contains exactly the rows (slices of dimension 0) that the
+    checkpoint's manifest lists for it. Raises CheckpointError, naming the file and the tensor, if not."""
     expected: dict[str, dict[str, tuple[object, tuple[int, ...]]]] = {
         name: {} for name in manifest.files if RANK_FILE.fullmatch(name)
     }
@@ -166,7 +170,8 @@ def digest_files(checkpoint: Checkpoint, names: list[str]) -> None:
 
 
 def check_digest(folder: Path, name: str, manifest: Manifest) -> None:
-    """Raise CheckpointError if the size or digest of the file `name` differs from that in the checkpoint's manifest."""
+    """Raise CheckpointError if the size or digest of the file `name` in a checkpoint's folder differs from that in the
+    checkpoint's manifest."""
     if digest_of_file(folder / name) != manifest.files[name]:
         raise CheckpointError(f"{name} is not what was written: its digest differs")
 
@@ -179,10 +184,11 @@ def digest_of_file(path: Path) -> Digest:
 
 
 def newest_together(parent: Path, strict: bool) -> Checkpoint | None:
-    """Return the newest checkpoint that passes verification, or None if there are no checkpoints. Collective: all ranks
-    must call it.
+    """Return the newest checkpoint in a folder that passes verification, or None if there are no checkpoints.
+    Collective: all ranks must call it.
 
     Args:
+        parent: the folder that contains the checkpoints.
         strict: whether to raise an error if the newest checkpoint is damaged. Otherwise a warning is logged, and the
             checkpoint before it is used.
 
@@ -198,14 +204,22 @@ def newest_together(parent: Path, strict: bool) -> Checkpoint | None:
 
 
 def newest_alone(parent: Path) -> Checkpoint | None:
-    """Return the newest checkpoint that passes verification, or None if there are no checkpoints. Unlike
-    `newest_together`, this runs in one process and changes nothing in the folder `parent`."""
+    """Return the newest checkpoint in the folder `parent` that passes verification, or None if there are no
+    checkpoints. Unlike `newest_together`, this runs in one process and changes nothing in the folder."""
     return first_good(list_checkpoints(parent)[::-1], False, verify)
 
 
 def first_good(folders: list[Path], strict: bool, check: Callable[[Path], Checkpoint]) -> Checkpoint | None:
-    """Return the first of several checkpoints that passes verification by `check`; None if `folders` is empty. Raises
-    CheckpointError if all are damaged or, with `strict`, if the first one is."""
+    """Return the first of several checkpoints that is undamaged; None if `folders` is empty.
+
+    Args:
+        folders: the checkpoints' folders, in the order in which they are tried.
+        strict: whether to raise an error, instead of trying the next checkpoint, if the first one is damaged.
+        check: verifies a checkpoint; raises CheckpointError if it is damaged.
+
+    Raises:
+        CheckpointError: all checkpoints are damaged; with `strict`, the first one is.
+    """
     reasons = []
     for folder in folders:
         try:

@@ -17,8 +17,11 @@ class TextConsole(Console):
     characters."""
 
     def __init__(self, on_stderr: bool = False, **options: Any):
-        """Open the console on standard output or, with `on_stderr`, on standard error. rich's `Console` gets
-        `options`."""
+        """Open the console on standard output or, with `on_stderr`, on standard error.
+
+        Args:
+            options: further arguments for rich's `Console`.
+        """
         stream = sys.stderr if on_stderr else sys.stdout
         stream = getattr(stream, "rich_proxied_file", stream)  # rich replaces the stream while a progress bar is shown
         plain = stream.unguarded if isinstance(stream, Guarded) else stream
@@ -26,7 +29,11 @@ class TextConsole(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Return a text as rich's `Text`. Control characters are escaped before the text's width is measured, so that
-        no table cell is cut off."""
+        no table cell is cut off.
+
+        Args:
+            options: further arguments for the method that this one overrides.
+        """
         return super().render_str(shown_text(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

@@ -43,21 +43,30 @@ def digest_of_file(path: Path) -> Digest:
 
 
 def sealed(body: bytes) -> bytes:
-    """Complete the text of a JSON object: append a last key, `digest`, with the digest of the text before it. `body` is
-    the object's text without the closing brace."""
+    """Complete the text of a JSON object: append a last key, `digest`, with the digest of the text before it.
+
+    Args:
+        body: the object's text without the closing brace.
+    """
     return body + BEFORE + xxh3_128(body).hexdigest().encode() + AFTER
 
 
 def unsealed(content: bytes) -> bytes | None:
-    """Return the text before the last key, `digest`, of a JSON object that `sealed` completed; None if the digest does
-    not match the text."""
+    """Check a JSON object that `sealed` completed: its last key, `digest`, holds a digest of the text before it. Return
+    that text, or None if the digest does not match."""
     body = content[:-TAIL]
     return body if content == sealed(body) else None
 
 
 def share(files: Mapping[K, Digest], rank: int, size: int) -> list[K]:
-    """Return the files whose digests rank `rank` of `size` ranks computes. Files are assigned from the largest to the
-    smallest, each to the rank that has the fewest bytes so far."""
+    """Divide files among ranks that compute the files' digests together, and return those for this rank. Files are
+    assigned from the largest to the smallest, each to the rank that has the fewest bytes so far.
+
+    Args:
+        files: size and expected digest of each file, by name or path.
+        rank: this rank.
+        size: number of ranks.
+    """
     load = [0] * size
     mine: list[K] = []
     by_size: Iterable[K] = sorted(files, key=lambda name: (-files[name].bytes, str(name)))

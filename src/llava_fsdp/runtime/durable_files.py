@@ -56,7 +56,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def create(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Open a new file for writing. Raises FileExistsError if the path exists, even as a symbolic link.
+    """Open a new file for writing bytes. Raises FileExistsError if the path exists, even as a symbolic link.
 
     Args:
         mode: permissions before the umask.
@@ -66,15 +66,20 @@ def create(path: Path, mode: int = 0o666) -> BinaryIO:
 
 def replace_file(path: Path, content: bytes, mode: int = 0o666, durable: bool = False) -> None:
     """Write a file, replacing an existing one atomically: other processes read either all of the old content or all of
-    the new."""
+    the new.
+
+    Args:
+        mode: permissions before the umask.
+        durable: whether to fsync the file and its folder.
+    """
     with replacing(path, mode, durable) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Context manager that yields a temporary file and renames it to `path` at the end. If the body of the `with`
-    statement or the disk fails, an existing file at `path` is kept.
+    """Context manager that yields a temporary file, opened for writing, and renames it to `path` at the end. If the
+    body of the `with` statement or the disk fails, an existing file at `path` is kept.
 
     The temporary file is named `NAME.XXXXXXXX.tmp`, with 8 random hexadecimal digits, so that processes on several
     machines may replace the same file at the same time.

@@ -27,20 +27,22 @@ class LlavaFsdpError(Exception):
         return ENDINGS[self.ending].exit_code
 
     def about(self, **culprit: Any) -> Self:
-        """Add details to the error (record, image, key, file) for `run_status.json`; return the error."""
+        """Add details of what caused the error, as keyword arguments (record, image, key, file, ...), and return the
+        error. When the error ends a run, they are written into `run_status.json`."""
         self.culprit = {**self.culprit, **culprit}
         return self
 
 
 class CommunicationError(LlavaFsdpError):
-    """Error: another rank has ended or is late. The failure report of the rank that failed first names the cause."""
+    """Error: another rank has ended or is late. The cause is in the report that the rank which failed first has
+    written."""
 
     ending = "communication"
     on_every_rank = False
 
 
 class Stopped(LlavaFsdpError):
-    """Exception that ends a run, at the end of a step, because a stop was requested."""
+    """Exception that ends a run, at the end of a training step, because a stop was requested."""
 
     ending = "stopped"
 
@@ -75,9 +77,9 @@ class DataError(LlavaFsdpError):
         """Create the error.
 
         Args:
-            kind: the kind of problem that a record has, one of those in `data/records/problems.py`; None if the error
-                is not about a record. With a kind, line breaks in the message are escaped, because the message contains
-                names and values from the record.
+            kind: the kind of problem that a record of the dataset has, one of those in `data/records/problems.py`; None
+                if the error is not about a record. With a kind, line breaks in the message are escaped, because the
+                message contains names and values from the record.
         """
         super().__init__(message if kind is None else shown_name(message))
         self.kind = kind
@@ -96,19 +98,21 @@ class ImageError(DataError):
 
 
 class WorkerError(DataError):
-    """Error: a data worker process died or stalled. Raised only on the rank that started the worker."""
+    """Error: a process that loads data died or stalled. Raised only on the rank that started the process."""
 
     on_every_rank = False
 
 
 class WorkerLost(WorkerError):
-    """Error: a data worker was killed while it read no record. No record is the cause, so a restart may help."""
+    """Error: a process that loads data was killed while it read no record. No record is the cause, so a restart may
+    help."""
 
     ending = "communication"
 
 
 class SourceError(DataError):
-    """Error: a file or the index of a dataset cannot be read or has changed. Raised only on the rank that reads it."""
+    """Error: a file of a dataset, or the index made from these files, cannot be read or has changed. Raised only on the
+    rank that reads it."""
 
     on_every_rank = False
 
@@ -118,7 +122,7 @@ class RemoteGone(SourceError):
 
 
 class RemoteChanged(SourceError):
-    """Error: a remote file has other content than when it was listed."""
+    """Error: a remote file has other content than when the remote folder was listed."""
 
 
 class RemoteForbidden(SourceError):
@@ -132,26 +136,28 @@ class RemoteAway(SourceError):
 
 
 class DamagedError(DataError):
-    """Error: the index of a dataset has changed since it was written. Raised only on the rank that reads it."""
+    """Error: the index of a dataset, a folder that this package builds from the dataset's files, has changed since it
+    was written. Raised only on the rank that reads it."""
 
     on_every_rank = False
 
 
 class FolderInUse(ConfigError):
-    """Error: another run uses `output_dir`. Only rank 0 checks this."""
+    """Error: another run uses the folder `output_dir`. Only rank 0 checks this."""
 
     on_every_rank = False
     may_be_recorded = False
 
 
 class BuildError(ConfigError):
-    """Error: the index of a dataset cannot be written. Raised only on the rank that builds the index."""
+    """Error: the index of a dataset, a folder that this package builds from the dataset's files, cannot be written.
+    Raised only on the rank that builds it."""
 
     on_every_rank = False
 
 
 class StorageError(ConfigError):
-    """Error: `output_dir` cannot be written. Raised only on the rank that writes."""
+    """Error: a file in the run's folder, `output_dir`, cannot be written. Raised only on the rank that writes it."""
 
     on_every_rank = False
 
@@ -163,21 +169,23 @@ class CheckpointError(LlavaFsdpError):
 
 
 class FolderLost(CheckpointError):
-    """Error: while a run was going on, its `output_dir` was deleted, moved, replaced or taken by another run."""
+    """Error: while a run was going on, its folder, `output_dir`, was deleted, moved, replaced or taken by another
+    run."""
 
     def __init__(self, message: str, may_be_recorded: bool):
         """Create the error.
 
         Args:
-            may_be_recorded: whether `run_status.json` may be written into the folder that is now at the path
-                `output_dir`.
+            may_be_recorded: whether `run_status.json`, which says how the run ended, may be written into the folder
+                that is now at the path `output_dir`.
         """
         super().__init__(message)
         self.may_be_recorded = may_be_recorded
 
 
 class OffloadError(ConfigError):
-    """Error: host memory or disk space is too small for `offload`. Raised only on the rank that lacks the space."""
+    """Error: host memory or disk space is too small for the tensors that the configuration key `offload` moves there.
+    Raised only on the rank that lacks the space."""
 
     on_every_rank = False
 
@@ -190,7 +198,7 @@ class OutOfMemory(LlavaFsdpError):
 
 
 class NumericError(LlavaFsdpError):
-    """Error: the loss or a gradient is not finite."""
+    """Error: the loss, a gradient, a weight or a tensor of the optimizer is not finite."""
 
     ending = "numeric"
 

@@ -20,7 +20,8 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True)
 class Ending:
-    """One of the ways in which a run can end; `name` is the value of `class` in `run_status.json`."""
+    """One of the ways in which a run can end, with its exit code. Its `name` is the value of `class` in
+    `run_status.json`."""
 
     name: str
     exit_code: ExitCode
@@ -29,7 +30,7 @@ class Ending:
 
     @property
     def is_stop(self) -> bool:
-        """Whether the run ended because a user or torchrun requested a stop. In this case the run does not end
+        """Whether this way to end a run is a stop that a user or torchrun requested. The run then does not end
         torchrun: the user's request ends torchrun too, and torchrun itself stops ranks only in order to restart them
         with more machines."""
         return self.name in ("stopped", "interrupted")

@@ -36,7 +36,7 @@ ORDER = {phase.value: number for number, phase in enumerate(Phase)}
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat: the state that a rank writes into its file every second."""
+    """A heartbeat: what a rank is doing and how far it is, which it writes into its file every second."""
 
     rank: int
     host: str
@@ -53,7 +53,8 @@ class Beat:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """The rank's progress as (step, phase, collectives), a tuple that grows whenever the rank makes progress."""
+        """The rank's progress as (finished steps, number of the phase within the step, started collectives), a tuple
+        that grows whenever the rank makes progress."""
         return self.step, ORDER.get(self.phase, 0), self.work
 
     @property
@@ -79,7 +80,7 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
 
 @dataclass(frozen=True)
 class Late:
-    """A rank that other ranks are waiting for."""
+    """A rank that other ranks are waiting for, and for how long it has made no progress."""
 
     beat: Beat
     """The rank's latest heartbeat."""
@@ -94,7 +95,8 @@ class Late:
 
 
 class Watcher:
-    """Reads the heartbeats of other ranks, and records when each heartbeat last changed."""
+    """Reads the heartbeats of other ranks, files that each rank writes every second, and records when each heartbeat
+    last changed."""
 
     def __init__(self, folder: Path, frozen_after: float):
         self.folder = folder
@@ -108,7 +110,8 @@ class Watcher:
         less progress than this rank.
 
         Args:
-            own: this rank's heartbeat.
+            own: this rank's heartbeat, which contains its progress.
+            ranks: the ranks to compare with this one.
         """
         now = time.monotonic()
         for rank in ranks:
@@ -130,5 +133,10 @@ class Watcher:
 
 
 def beat_age(folder: Path, rank: int) -> float:
-    """Return the number of seconds since a rank on this machine wrote its last heartbeat."""
+    """Return the number of seconds since a rank on this machine wrote its last heartbeat, a file that it writes every
+    second.
+
+    Args:
+        folder: the run's folder.
+    """
     return time.time() - (folder / FOLDER / f"rank-{rank}.json").stat().st_mtime

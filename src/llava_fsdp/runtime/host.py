@@ -43,14 +43,23 @@ class Host:
         return self.available if self.limit is None else max(0, min(self.available, self.limit - self.used))
 
     def data_workers(self, ranks: int) -> int:
-        """Return the default number of data workers per rank (`data.workers`) if `ranks` ranks run on this machine: 4
-        as in LLaVA, or fewer, so that a core is left for the rank itself."""
+        """Return the default number of processes per rank that load data (`data.workers`): 4 as in LLaVA, or fewer, so
+        that a core is left for the rank itself.
+
+        Args:
+            ranks: number of ranks on this machine.
+        """
         return max(0, min(4, self.usable_cores // ranks - 1))
 
 
 def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> Host:
     """Read how many CPU cores and how much memory this process may use: the machine's, or less if a cgroup that
-    contains the process has a lower limit."""
+    contains the process has a lower limit.
+
+    Args:
+        proc: where the proc file system is mounted.
+        root: where the cgroup file system is mounted.
+    """
     memory = {
         line.split(":")[0]: int(line.split()[1]) * 1024
         for line in (text_of(proc / "meminfo") or "").splitlines()
@@ -72,8 +81,13 @@ def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -
 
 
 def cgroups(listed: str, root: Path) -> list[Path]:
-    """Return the folders of the cgroups that limit this process, innermost first. `listed` is the content of
-    /proc/self/cgroup. The last folder is `root`, which inside a container is the container's own cgroup."""
+    """Return the folders of the cgroups that limit this process, innermost first. The last folder is `root`, which
+    inside a container is the container's own cgroup.
+
+    Args:
+        listed: the content of /proc/self/cgroup.
+        root: where the cgroup file system is mounted.
+    """
     found = []
     for line in listed.splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
@@ -87,15 +101,15 @@ def cgroups(listed: str, root: Path) -> list[Path]:
 
 
 def limit_of(group: Path) -> int | None:
-    """Return the maximum bytes of memory that a cgroup may use, or None if it has no limit. Reads files of cgroup
-    version 2 or 1."""
+    """Return the maximum bytes of memory that the cgroup with the folder `group` may use, or None if it has no limit.
+    Reads files of cgroup version 2 or 1."""
     limits = (integer(text_of(group / name)) for name in ("memory.max", "memory.limit_in_bytes"))
     return next((limit for limit in limits if limit is not None and limit < UNLIMITED), None)
 
 
 def used_of(group: Path) -> int:
-    """Return the bytes of memory that a cgroup uses, without the file cache, which the kernel frees when memory is
-    needed."""
+    """Return the bytes of memory that the cgroup with the folder `group` uses, without the file cache, which the kernel
+    frees when memory is needed."""
     counts = (integer(text_of(group / name)) for name in ("memory.current", "memory.usage_in_bytes"))
     current = next((count for count in counts if count is not None), 0)
     lines = (text_of(group / "memory.stat") or "").splitlines()
@@ -104,7 +118,8 @@ def used_of(group: Path) -> int:
 
 
 def quota_of(group: Path) -> float | None:
-    """Return the number of cores that a cgroup may keep busy (CPU time per period), or None if it has no limit."""
+    """Return the number of cores that the cgroup with the folder `group` may keep busy (CPU time per period), or None
+    if it has no limit."""
     words = (text_of(group / "cpu.max") or "").split()
     if len(words) != 2:
         words = [text_of(group / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]

@@ -1,4 +1,4 @@
-"""Read JSON Lines files and append rows to them; a full disk does not end the run."""
+"""Read JSON Lines files and append rows to them. If the disk is full, rows wait in memory, and the run does not end."""
 
 import contextlib
 import json
@@ -40,8 +40,8 @@ class Rows:
             log().warning("%s can be written again, and has all rows that waited", self.path)
 
     def write(self) -> OSError | None:
-        """Write either all rows that are kept in memory or none of them: a partial line would make the next row
-        unreadable. Return the error, if there was one."""
+        """Append the rows that are kept in memory to the JSON Lines file: all of them or none, because a partial line
+        would make the next row unreadable. Return the error, if there was one."""
         if not self.waiting:
             return None
         try:
@@ -52,7 +52,8 @@ class Rows:
         return None
 
     def close(self) -> None:
-        """Try one last time to write the rows that are still in memory, and log a warning if any row is lost."""
+        """Try one last time to append the rows that are still in memory to the JSON Lines file, and log a warning if
+        any row is lost."""
         error = self.write()
         if error is not None or self.lost:
             lost = self.lost + len(self.waiting)
@@ -77,7 +78,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:
-    """Replace the content of a file by the given lines, atomically."""
+    """Replace the content of a file by the given lines, atomically. A line break is added to each line."""
     replace_file(path, "".join(line + "\n" for line in lines).encode(), durable=True)
 
 

@@ -13,8 +13,8 @@ def env_rank() -> int:
 
 def launch_id() -> str | None:
     """Return a name of the launch of torchrun that started this process; None without torchrun. The name stays the same
-    when torchrun restarts the ranks. If the user gave no name (--rdzv-id), torchrun's own name for every launch is
-    "none"; on a single node, torchrun's host and process id are then appended."""
+    when torchrun restarts the ranks. It is the one that the user gave with --rdzv-id. Without that, torchrun calls
+    every launch "none"; on a single node, torchrun's host and process id are then appended."""
     given = os.environ.get("TORCHELASTIC_RUN_ID")
     return f"none-{socket.gethostname()}-{os.getppid()}" if given == "none" and is_one_node() else given
 
@@ -30,9 +30,9 @@ def attempt() -> int:
 
 
 def incarnation() -> str:
-    """Return an identifier of the current start of the ranks: the same on all ranks, and different after each restart.
-    With several nodes it contains the port of torchrun's store, which is new for each restart (launch/multinode.sh),
-    because the nodes count restarts separately."""
+    """Return a text that identifies the current start of the ranks: the same on all ranks, and different after each
+    restart by torchrun. With several nodes it contains the port of torchrun's store, which is new for each restart
+    (launch/multinode.sh), because the nodes count restarts separately."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"process {os.getpid()}"
     start = attempt() if is_one_node() else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

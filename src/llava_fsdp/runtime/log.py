@@ -21,7 +21,7 @@ kernel."""
 
 
 class WithoutNoise(logging.Filter):
-    """Log filter that drops messages which begin with a given text."""
+    """Log filter that drops messages which begin with a given text. Used for irrelevant messages of other libraries."""
 
     def __init__(self, start: str):
         super().__init__()

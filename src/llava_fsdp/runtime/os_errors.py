@@ -24,7 +24,11 @@ MEANING = {
 
 
 def why(error: OSError, path: Path) -> str:
-    """Explain an OSError in words: the system's reason, the path and, if known, what the user can do."""
+    """Explain an OSError in words: the system's reason, the path and, if known, what the user can do.
+
+    Args:
+        path: the path to name if the error itself names none.
+    """
     reason = error.strerror or str(error)
     if error.errno in FULL:
         return f"{reason}: {full(path)}"
@@ -35,7 +39,11 @@ def why(error: OSError, path: Path) -> str:
 
 
 def full(path: Path) -> str:
-    """Return a message about the full disk of `path`. It says whether inodes or bytes have run out."""
+    """Return a message about a full disk, which says whether inodes or bytes have run out.
+
+    Args:
+        path: a file or folder on the disk.
+    """
     free = readable(free_bytes(path))
     if free_inodes(path) == 0:
         return f"the disk of {path} has no inodes left and takes no new file (df -i), though {free} are free"

@@ -57,7 +57,8 @@ def how_ended(code: int) -> str:
 
 
 def status_of_zombie(pid: int) -> int | None:
-    """Return the wait status of an ended process, as long as its parent has not waited for it; None if unknown."""
+    """Return the wait status (as from `os.waitpid`) of an ended process, as long as its parent has not waited for it;
+    None if unknown."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().split()[-1])
     except (OSError, ValueError):
@@ -65,8 +66,12 @@ def status_of_zombie(pid: int) -> int | None:
 
 
 def status_of_reaped(pidfd: int) -> int | None:
-    """Return the wait status of an ended process even after its parent has waited for it; None if unknown. Needs Linux
-    6.15."""
+    """Return the wait status (as from `os.waitpid`) of an ended process even after its parent has waited for it; None
+    if unknown. Needs Linux 6.15.
+
+    Args:
+        pidfd: a file descriptor of the process (`os.pidfd_open`).
+    """
     info = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
     try:
         fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
@@ -77,8 +82,8 @@ def status_of_reaped(pidfd: int) -> int | None:
 
 
 def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send this process a signal when its parent process ends. Does nothing on systems other than
-    Linux.
+    """Make the kernel send this process a signal when its parent process ends. If the parent has already ended, end
+    this process at once. Does nothing on systems other than Linux.
 
     Args:
         parent: process id of the parent.
@@ -92,7 +97,7 @@ def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def end_torchrun() -> None:
-    """End torchrun on this machine together with its ranks, because a stop was requested on another machine.
+    """End torchrun on this machine together with its ranks, because a stop was requested on another machine of the run.
 
     The torchrun of that other machine ends by itself. This machine's torchrun would otherwise restart its ranks and
     wait for the other machine until the rendezvous times out. Does nothing in a run on a single machine.
@@ -103,14 +108,13 @@ def end_torchrun() -> None:
 
 
 def end_agent() -> None:
-    """End the agent of `llava-fsdp train` (train/agent.py) on this machine, which would otherwise restart the ranks
-    although a restart cannot help. Does nothing on ranks other than the machine's first one, and if the user started
-    torchrun: torchrun restarts the ranks, and they end at once (`cli.start_process`).
-    """
+    """End the process of `llava-fsdp train` that has started the ranks of this machine (train/agent.py), and that would
+    restart them although a restart cannot help. Does nothing on ranks other than the machine's first one, and if the
+    user started torchrun: torchrun restarts the ranks, and they end at once (`cli.start_process`)."""
     if os.environ.get(AGENT) == str(os.getppid()) and os.environ.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of an environment without the variables that torchrun sets for its workers."""
+    """Return a copy of environment variables without those that torchrun sets for its workers."""
     return {name: value for name, value in environment.items() if not LAUNCHER_VARIABLES.fullmatch(name)}

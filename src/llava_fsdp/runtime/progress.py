@@ -30,11 +30,15 @@ Watch = Callable[[str, int], contextlib.AbstractContextManager[Advance]]
 
 @contextlib.contextmanager
 def watch(label: str, chunks: int) -> Iterator[Advance]:
-    """Context manager that shows the progress of work that consists of `chunks` chunks: as a progress bar on a
-    terminal, otherwise as log lines, of which there are none in the first `SECONDS` seconds.
+    """Context manager that shows how much of a long work is done: as a progress bar on a terminal, otherwise as log
+    lines, of which there are none in the first `SECONDS` seconds.
+
+    Args:
+        label: text before the bar or the numbers.
+        chunks: number of parts (such as files) that the work consists of.
 
     Yields:
-        A function to call with the number of chunks finished since the last call.
+        A function to call with the number of parts finished since the last call.
     """
     if not sys.stderr.isatty():
         yield log_lines(label, chunks)
@@ -68,6 +72,7 @@ def watch_loading(is_first_rank: bool, what: str = "weights") -> Callable[[Itera
     over. On ranks other than 0, or without a terminal, the function returns the iterable unchanged.
 
     Args:
+        is_first_rank: whether this is rank 0.
         what: label of the progress bar.
     """
 

@@ -66,7 +66,11 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
     """Parse `content`, the notes (`llava_fsdp.json`) of a model folder, and check it against the digest at its end.
 
     Args:
+        folder: the model folder, for error messages.
         is_accepted: whether the user changed the notes on purpose; the digest is then not checked.
+
+    Raises:
+        DamagedModel: the content does not match the digest, or is not a JSON object with the expected types.
     """
     advice = "copy the whole folder again" if is_accepted else cure(folder, NOTES)
     with foreign(f"{folder / NOTES} is not what was written; {advice}", DamagedModel):
@@ -117,8 +121,13 @@ def checked_name(name: str) -> str:
 
 
 def read_digest(path: Path, entry: Any) -> Digest:
-    """Return the size and digest of the file at `path` from `entry`, the file's entry in `llava_fsdp.json`. Entries
-    that earlier versions of this package wrote have no size, so the file's current size is taken."""
+    """Return the size and digest that a model folder's `llava_fsdp.json` lists for one of its files.
+
+    Args:
+        path: path of the file.
+        entry: what `llava_fsdp.json` lists for the file: its size and digest. If an earlier version of this package
+            wrote it, it is only a digest, and the file's current size is taken.
+    """
     if isinstance(entry, str):
         entry = {"bytes": path.stat().st_size if path.is_file() else 0, "xxh128": entry}
     found = Digest(entry["bytes"], entry["xxh128"])
@@ -146,8 +155,8 @@ def check_folder(folder: Path, largest: int | None = None) -> None:
 
 
 def check_sizes(folder: Path, files: Mapping[str, Digest]) -> None:
-    """Check that each file in `files` exists in the folder and has the listed size; no content is read. Raises
-    DamagedModel."""
+    """Check that each file listed in `files` (size and digest by relative path) exists in the folder and has the listed
+    size; no content is read. Raises DamagedModel if not."""
     for name, expected in files.items():
         path = folder / name
         try:
@@ -172,8 +181,13 @@ def refuse_strangers(folder: Path, files: Mapping[str, Digest]) -> None:
 
 
 def check_digests(files: Mapping[Path, Digest], folder: Path) -> None:
-    """Read files of a folder in several threads, and compare them with the expected digests in `files`. Raises
-    DamagedModel."""
+    """Read files in several threads, and compare their sizes and digests with the expected ones. Raises DamagedModel if
+    one differs.
+
+    Args:
+        files: expected size and digest, by path.
+        folder: the model folder that contains the files, for error messages.
+    """
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(partial(check_digest, folder=folder), files, files.values()))
 
@@ -189,7 +203,12 @@ def check_digest(path: Path, expected: Digest, folder: Path) -> None:
 
 
 def cure(folder: Path, name: str) -> str:
-    """Return what a user can do about the changed file `name` of a model folder, as the end of an error message."""
+    """Return the end of an error message about a model folder with a changed, missing or added file: what the user can
+    do.
+
+    Args:
+        name: path of the file, relative to the folder.
+    """
     again = "copy the whole folder again"
     if (folder.parent / "config.yaml").is_file():
         again = "start its run again, which writes it anew from its checkpoint"
@@ -198,22 +217,26 @@ def cure(folder: Path, name: str) -> str:
 
 
 def seal(folder: Path, entries: Mapping[str, Any]) -> None:
-    """Write `llava_fsdp.json` into a model folder. The file contains `entries`, and the size and digest of every file
-    in the folder."""
+    """Write `llava_fsdp.json` into a model folder. The file contains `entries` (how the model was made), and the size
+    and digest of every file in the folder."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     (folder / NOTES).write_bytes(render(entries, digests(folder, (name for name in names if name != NOTES))))
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
-    """Return size and digest of each named file of a folder. Raises OSError if a file cannot be read."""
+    """Return size and digest of each named file of a folder, by name. Raises OSError if a file cannot be read."""
     names = list(names)
     with ThreadPoolExecutor(THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: digest_of_file(folder / name), names), strict=True))
 
 
 def render(entries: Mapping[str, Any], files: Mapping[str, Digest]) -> bytes:
-    """Return the content of `llava_fsdp.json`: `entries`, the size and digest of each file in `files`, and at the end a
-    digest of this content itself."""
+    """Return the content of a model folder's `llava_fsdp.json`: a JSON object that ends with a digest of itself.
+
+    Args:
+        entries: how the model was made.
+        files: size and digest of the folder's files, by relative path.
+    """
     found = {name: {"bytes": own.bytes, "xxh128": own.xxh128} for name, own in files.items()}
     plain = {key: value for key, value in entries.items() if key != DIGEST}
     return sealed(json.dumps({**plain, FILES: found}, indent=1).removesuffix("\n}").encode())

@@ -62,8 +62,8 @@ def redact(text: str, known: Iterable[str] = ()) -> str:
 
 
 def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[str, Any]:
-    """Replace secrets in configuration values by `***`, as `redact` does. If a key is named like a secret (such as
-    `hub_token`), its whole value is replaced.
+    """Replace secrets in configuration values (by key) by `***`, as `redact` does. If a key is named like a secret
+    (such as `hub_token`), its whole value is replaced.
 
     Args:
         known: secrets to replace wherever they occur.
@@ -81,7 +81,8 @@ def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[
 
 
 def hide(found: re.Match[str]) -> str:
-    """Return the text of a match of `name=value`, with `***` as the value if the name is that of a secret."""
+    """Return the text of a match of `name=value`, with `***` as the value if the name is that of a secret. Used as the
+    replacement function of `re.sub`."""
     if not is_secret_name(found["name"]) or found["value"] in ("null", "None", "True", "False"):
         return found[0]
     return f"{found['name']}{found['sign']}{HIDDEN}"

@@ -64,6 +64,7 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | Non
     or "stopping", which the next start reports.
 
     Args:
+        rank: this process's rank.
         private: whether a new folder and the run's status can be read only by their owner.
 
     Yields:
@@ -108,7 +109,8 @@ def open_lock(folder: Path) -> int:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise ConfigError if `folder` contains a symbolic link with the name of a file or folder that a run writes."""
+    """Raise ConfigError if the run's folder contains a symbolic link with the name of a file or folder that a run
+    writes."""
     links = sorted(entry.name for entry in os.scandir(folder) if entry.name in WRITTEN and entry.is_symlink())
     if links:
         raise ConfigError(
@@ -170,13 +172,18 @@ def in_use(folder: Path, holder: dict[str, Any]) -> FolderInUse:
 
 
 def refuse_in_use(folder: Path) -> None:
-    """Raise FolderInUse if another process has locked the folder. Does not lock it."""
+    """Raise FolderInUse if another process has locked the run's folder. Does not lock it."""
     if (holder := held_by(folder)) is not None:
         raise in_use(folder, holder)
 
 
 def sign_lock(handle: int) -> None:
-    """Write into the lock file which process holds the lock: this process's id, host, time and launch of torchrun."""
+    """Write into the lock file of a run's folder which process holds the lock: this process's id, host, time and launch
+    of torchrun.
+
+    Args:
+        handle: file descriptor of the lock file.
+    """
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "launch": launch_id()}
     os.ftruncate(handle, 0)
@@ -191,16 +198,16 @@ def holder_of(handle: int) -> dict[str, Any]:
 
 
 def held_by(folder: Path) -> dict[str, Any] | None:
-    """Return information about the process that has locked the run's folder; None if the folder is not locked, or if
-    that is unknown. Must not be called in the process that holds the lock, because closing the lock file would release
-    its lock."""
+    """Return which process has locked the run's folder (its `pid`, `host` and `launch` of torchrun, and the time
+    `since`); None if the folder is not locked, or if that is unknown. Must not be called in the process that holds the
+    lock, because closing the lock file would release its lock."""
     is_held, holder = look_at_lock(folder)
     return holder if is_held else None
 
 
 def is_known_free(folder: Path) -> bool:
-    """Return whether it is certain that no run has locked the folder. Must not be called in the process that holds the
-    lock, because closing the lock file would release its lock."""
+    """Return whether it is certain that no run has locked the folder of a run. Must not be called in the process that
+    holds the lock, because closing the lock file would release its lock."""
     return look_at_lock(folder)[0] is False
 
 
@@ -226,14 +233,14 @@ def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
 
 
 def is_locked_by_other_launch(folder: Path) -> bool:
-    """Return whether a run of another launch of torchrun has locked the folder."""
+    """Return whether a run of another launch of torchrun has locked the run's folder."""
     holder = held_by(folder)
     return holder is not None and (holder.get("launch") is None or holder["launch"] != launch_id())
 
 
 def warn_of_killed(folder: Path) -> None:
-    """Log a warning if the previous run in this folder was killed. To be called by the process that has locked the
-    folder."""
+    """Log a warning if the previous run in this folder was killed, so that its status says that it is still running. To
+    be called by the process that has locked the folder."""
     try:
         status = status_of(folder)
     except MissingJson:
@@ -249,26 +256,28 @@ def warn_of_killed(folder: Path) -> None:
     log().warning("the previous run in %s was killed while it was %s%s%s", folder, status["status"], after, reason)
 
 
-def mark_begun(folder: Path, wish: str, step: int) -> None:
-    """Record that the run has begun as `checkpoint.resume` says: from step 0, or from a given checkpoint. When torchrun
-    restarts the ranks, they read this record.
+def mark_begun(folder: Path, resume: str, step: int) -> None:
+    """Record at which step the run has begun: at step 0, or at that of a checkpoint, as the user's `checkpoint.resume`
+    says. When torchrun restarts the ranks, they read this record.
 
     Args:
-        wish: the value of `checkpoint.resume`.
+        folder: the run's folder.
+        resume: the value of `checkpoint.resume`.
         step: number of finished steps when the run began.
     """
-    if launch_id() is None or begun_at(folder, wish) is not None:
+    if launch_id() is None or begun_at(folder, resume) is not None:
         return
-    begun = {"wish": wish, "step": step, "launch": launch_id(), "time": time.time()}
+    begun = {"wish": resume, "step": step, "launch": launch_id(), "time": time.time()}
     replace_file(folder / BEGUN_FILE, (json.dumps(begun) + "\n").encode())
 
 
-def begun_at(folder: Path, wish: str) -> int | None:
+def begun_at(folder: Path, resume: str) -> int | None:
     """Return the step at which the run began, if the ranks have recorded it by `mark_begun` before torchrun restarted
     them; else None. A job that a scheduler starts again under the same name (RDZV_ID) counts as a restart.
 
     Args:
-        wish: the value of `checkpoint.resume`.
+        folder: the run's folder.
+        resume: the value of `checkpoint.resume`. A record of a run with another value is ignored.
     """
     try:
         begun = read_object(folder / BEGUN_FILE, BEGUN_KINDS)
@@ -277,7 +286,7 @@ def begun_at(folder: Path, wish: str) -> int | None:
     except BadJson as error:
         log().warning("%s; whether the run had begun before this restart is not known", error)
         return None
-    if begun["wish"] != wish or launch_id() is None or begun["launch"] != launch_id():
+    if begun["wish"] != resume or launch_id() is None or begun["launch"] != launch_id():
         return None
     # other launches may also have torchrun's default name "none"
     if os.environ["TORCHELASTIC_RUN_ID"] == "none" and not is_of_this_launch(begun):
@@ -296,7 +305,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """Return the checkpoint folders in a folder, oldest first. Only their names are checked."""
+    """Return the checkpoints' folders in the folder `parent`, oldest first. Only their names are checked."""
     if not parent.is_dir():
         return []
     steps = {path: step for path in parent.iterdir() if (step := step_of(path)) is not None}

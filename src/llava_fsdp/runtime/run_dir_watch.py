@@ -1,5 +1,5 @@
-"""Check during a run that its folder was not deleted, moved or replaced, and that the run still holds the lock. Imports
-no torch."""
+"""Check, while a run is going on, that its folder was not deleted, moved or replaced, and that the run still holds the
+folder's lock. Imports no torch."""
 
 import contextlib
 import fcntl
@@ -32,7 +32,8 @@ class RunDirLock:
     still leads to the same folder and that the lock is still held."""
 
     def __init__(self, folder: Path, handle: int, private: bool = True):
-        """Record the folder's identity (device and inode) and the content of its lock file.
+        """Record the identity (device and inode) of the run's folder and the content of its lock file, to notice later
+        if another folder or lock file takes their place.
 
         Args:
             handle: descriptor of the locked lock file. The descriptor's number stays the same if the lock file is
@@ -95,7 +96,7 @@ class RunDirLock:
             return None
 
     def has_own_content(self) -> bool:
-        """Return whether the lock file that is now in the folder has the content which this run wrote."""
+        """Return whether the lock file that is now in the run's folder has the content which this run wrote."""
         with contextlib.suppress(OSError):
             handle = os.open(self.folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -130,7 +131,7 @@ class RunDirLock:
         return None
 
     def remake(self) -> None:
-        """Create the run's folder again, empty and locked. Raises OSError if that is impossible."""
+        """Create the run's folder, which was deleted, again: empty and locked. Raises OSError if that is impossible."""
         with self.one_at_a_time:
             make_run_folder(self.folder, self.private)
             self.open_lock()
@@ -141,13 +142,14 @@ class RunDirLock:
             self.remember()
 
     def remember(self) -> None:
-        """Record the content of the lock file, and the identities of the folder and of the lock file."""
+        """Record the content of the run's lock file, and the identities (device and inode) of the run's folder and of
+        the lock file. Later checks compare with them."""
         self.content = os.pread(self.handle, 4096, 0)
         self.place, self.lock_place = identity(os.stat(self.folder)), identity(os.fstat(self.handle))
 
     def warn(self, text: str) -> None:
-        """Log a warning, but only the first time, because the cause of the warning may be found again at every
-        check."""
+        """Log a warning about the run's folder, but only the first time, because the cause of the warning may be found
+        again at every check."""
         if not self.is_warned:
             log().warning("output_dir=%s: %s", self.folder, text)
         self.is_warned = True

@@ -39,8 +39,8 @@ def read_text(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
 
 
 def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises an error of type `error` if the file cannot be read or contains no
-    object."""
+    """Read a JSON object from a file. Raises an error of type `error` if the file cannot be read, has more than
+    `largest` bytes, or contains no object."""
     text = read_text(path, error, largest)
     try:
         found = json.loads(text)  # accepts NaN and repeated keys, like transformers
@@ -70,8 +70,12 @@ def foreign(what: str, error: type[LlavaFsdpError] = ModelError) -> Iterator[Non
 
 
 def refuse_model_code(fields: dict[str, Any], path: Path) -> None:
-    """Raise ModelError if a JSON file of a model names Python code that transformers would load from the model
-    folder."""
+    """Raise ModelError if a JSON file of a model names Python code that transformers would load from the model folder.
+
+    Args:
+        fields: the parsed content of the file.
+        path: path of the file, for the error message.
+    """
     for key in CODE_KEYS:
         if fields.get(key):
             raise ModelError(
@@ -96,8 +100,8 @@ def file_beside(path: Path, name: object) -> Path:
 
 
 def refuse_yaml_bombs(path: Path, largest: int = MiB) -> str:
-    """Return the text of a YAML file. Raises ConfigError if it is too large, is not YAML, or contains an alias. A small
-    file with aliases can be parsed into a content of any size (a "YAML bomb")."""
+    """Return the text of a YAML file. Raises ConfigError if it has more than `largest` bytes, is not YAML, or contains
+    an alias. A small file with aliases can be parsed into a content of any size (a "YAML bomb")."""
     text = read_text(path, ConfigError, largest)
     try:
         aliases = [

@@ -70,8 +70,13 @@ def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None)
 
 
 def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
-    """Check that `found` is a dict whose values have the types that `kinds` lists by key; return it. Raises BadJson,
-    whose message names the wrong key."""
+    """Check that a parsed JSON value is a dict whose values have the allowed types; return it. Raises BadJson, whose
+    message names the wrong key, if not.
+
+    Args:
+        found: the parsed value.
+        kinds: the allowed types of the value of each key, as in `parse_object`.
+    """
     if not isinstance(found, dict):
         raise BadJson(f"it holds a {type(found).__name__}, not an object")
     for key, allowed in kinds.items():
@@ -105,8 +110,15 @@ def is_flat(tree: Any) -> bool:
 
 
 def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST) -> dict[str, Any]:
-    """Read a JSON object of at most `largest` bytes from a file and check the types of its values. Raises MissingJson
-    if the file does not exist, else BadJson if it is not as expected; the message names the file."""
+    """Read a JSON object of at most `largest` bytes from a file and check the types of its values.
+
+    Args:
+        kinds: the allowed types of the value of each key; None: any.
+
+    Raises:
+        MissingJson: the file does not exist.
+        BadJson: the file is not as expected. The message of both errors names the file.
+    """
     try:
         return parse_object(read_bytes(path, largest), kinds)
     except BadJson as error:
@@ -133,8 +145,12 @@ def read_bytes(path: Path, largest: int) -> bytes:
 def object_or_none(
     path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST
 ) -> dict[str, Any] | None:
-    """Read a JSON object from a file and check the types of its values; return None if the file is missing, cannot be
-    read or is not as expected."""
+    """Read a JSON object of at most `largest` bytes from a file and check the types of its values; return None if the
+    file is missing, cannot be read or is not as expected.
+
+    Args:
+        kinds: the allowed types of the value of each key; None: any.
+    """
     try:
         return read_object(path, kinds, largest)
     except BadJson:

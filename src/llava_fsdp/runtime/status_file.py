@@ -50,7 +50,7 @@ because torchrun reports the rank that ends first as the cause."""
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended, and why."""
+    """How a rank ended, and why, as it is recorded in `run_status.json`."""
 
     ending: Ending
     reason: str = ""
@@ -61,16 +61,18 @@ class Outcome:
 
 
 def is_without_end(status: dict[str, Any]) -> bool:
-    """Return whether the content of `run_status.json` records no end, because the run is still going on or was
-    killed."""
+    """Return whether `status`, the content of a `run_status.json`, records no end, because the run is still going on or
+    was killed."""
     return status.get("status") in ("running", "stopping")
 
 
 def previous_status(folder: Path, is_claiming: bool = False) -> dict[str, Any] | None:
-    """Return how the run's previous start ended (a dict like `run_status.json`), passing over starts that finished
-    neither a step nor the run. None if there was no such start, or if the current start has finished a step.
+    """Return how the run ended when it was started the last time before the current start (a dict like
+    `run_status.json`). Starts that finished neither a step nor the run are passed over. None if there is no such start,
+    or if the current start has finished a step.
 
     Args:
+        folder: the run's folder.
         is_claiming: whether the current start has written nothing yet, so that `run_status.json` is from an earlier
             start.
     """
@@ -90,8 +92,9 @@ def previous_status(folder: Path, is_claiming: bool = False) -> dict[str, Any] |
 
 
 def mark_stepped(folder: Path) -> None:
-    """Record that the current start of the run has finished a step; the previous start's status need then no longer be
-    kept. The record is a file of its own, because another rank may be writing `run_status.json` at the same time."""
+    """Record that the run has finished a step since it was started; how it ended before that start need then no longer
+    be kept. The record is a file of its own in the run's folder, because another rank may be writing `run_status.json`
+    at the same time."""
     os.close(os.open(folder / STEPPED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 
@@ -105,6 +108,9 @@ def put_status(
     """Write a run's status, with details of this process, into `run_status.json`.
 
     Args:
+        folder: the run's folder.
+        status: running, stopping, done, stopped, interrupted or failed.
+        outcome: how and why the run ended or is about to stop; None while it is running.
         mode: permissions before the umask; None: those of the existing file.
         before: how the run's previous start ended (see `previous_status`), as long as the current start has finished no
             step.
@@ -140,8 +146,12 @@ def put_status(
 
 
 def status_of_latest_start(status: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of `status`, the content of a `run_status.json`, that the run's latest start wrote: usually all
-    of it, but only the entry `refused` if the run was already finished and the latest start failed."""
+    """Return what a run wrote into `run_status.json` when it was started the last time.
+
+    Args:
+        status: the file's content. Usually all of it is returned, but only its entry `refused` if the run was already
+            finished and the last start failed.
+    """
     refused = status.get("refused")
     if not isinstance(refused, dict):
         return status
@@ -149,7 +159,7 @@ def status_of_latest_start(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def mode_of(path: Path) -> int:
-    """Return the permissions of a file; 0600 if the file does not exist."""
+    """Return the permissions of a file as a number for `chmod`; 0600 if the file does not exist."""
     try:
         return stat.S_IMODE(path.stat().st_mode)
     except OSError:
@@ -165,9 +175,9 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 
 def status_of(folder: Path) -> dict[str, Any]:
-    """Return the content of `run_status.json` in a run's folder. Its entry `before`, the status of the previous start,
-    is None once the current start has finished a step. Raises MissingJson if the file does not exist, BadJson if it
-    cannot be read."""
+    """Return the content of `run_status.json` in a run's folder. Its entry `before`, which says how the run's previous
+    start ended, is None once the current start has finished a step. Raises MissingJson if the file does not exist,
+    BadJson if it cannot be read."""
     path = folder / STATUS_FILE
     status = read_object(path, STATUS_KINDS)
     for part in (status, status.get("before"), status.get("refused")):
@@ -179,7 +189,8 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 def check_status(status: Any, path: Path) -> None:
-    """Raise BadJson, naming the file `path`, if a status read from that file has a value of a wrong type."""
+    """Raise BadJson, naming the file `path`, if `status`, the content of a `run_status.json` or of its entry `before`
+    or `refused`, has a value of a wrong type."""
     try:
         require_kinds(status, STATUS_KINDS)
     except BadJson as error:
@@ -189,7 +200,8 @@ def check_status(status: Any, path: Path) -> None:
 
 
 def drop_stale_failure(folder: Path) -> None:
-    """Remove the failure report in a run's folder if an earlier start of the run wrote it, or if it cannot be read."""
+    """Remove the report of the rank that failed first from a run's folder if an earlier start of the run wrote it, or
+    if it cannot be read."""
     unreadable = None
     try:
         if failure_of(folder)["incarnation"] == incarnation():
@@ -204,7 +216,8 @@ def drop_stale_failure(folder: Path) -> None:
 
 
 def failure_of(folder: Path) -> dict[str, Any]:
-    """Read the report of the rank that failed first. Raises BadJson if the report is missing or cannot be read."""
+    """Read the report of the rank that failed first from a run's folder. Raises BadJson if the report is missing or
+    cannot be read."""
     path = folder / FIRST_FAILURE
     failure = read_object(path, FAILURE_KINDS)
     if not 0 < failure["exit_code"] <= 255:
@@ -213,7 +226,12 @@ def failure_of(folder: Path) -> dict[str, Any]:
 
 
 def first_failure(folder: Path) -> dict[str, Any] | None:
-    """Return the report of the rank that failed first since the ranks were last started; None if no rank has failed."""
+    """Return the report of the rank that failed first since the run's ranks were last started; None if no rank has
+    failed.
+
+    Args:
+        folder: the run's folder.
+    """
     try:
         failure = failure_of(folder)
     except BadJson:
@@ -240,8 +258,12 @@ def log_write_errors(path: Path) -> Iterator[None]:
 
 
 def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
-    """Record in `run_status.json` how the run ended. A rank that lost contact with the others first waits for another
-    rank's failure report. Errors of writing are only logged.
+    """Record in `run_status.json` how and why the run ended. A rank that lost contact with the others first waits for
+    the report of another rank that failed. Errors of writing are only logged.
+
+    Args:
+        folder: the run's folder.
+        outcome: how and why this rank ended.
 
     Returns:
         The report of the rank that failed first, if that is another rank; else None.
@@ -277,8 +299,16 @@ def is_absent(folder: Path) -> bool:
 
 
 def write_first_failure(folder: Path, outcome: Outcome) -> bool:
-    """Write this rank's failure report, unless another rank has already written one. Return whether this rank has
-    written its report. All ranks use the same file, which only one of them can create."""
+    """Write a report that this rank has failed, unless another rank has already written one. All ranks use the same
+    file, which only one of them can create.
+
+    Args:
+        folder: the run's folder.
+        outcome: how and why this rank ended.
+
+    Returns:
+        Whether this rank has written its report.
+    """
     drop_stale_failure(folder)
     failure = {
         "incarnation": incarnation(),
@@ -315,7 +345,11 @@ def is_of_this_launch(record: dict[str, Any]) -> bool:
 
 def final_status(folder: Path) -> dict[str, Any] | None:
     """Return how the ranks ended before torchrun restarted them (a dict like `run_status.json`), if they should not run
-    again, because a restart cannot help or is not wanted. Otherwise return None."""
+    again, because a restart cannot help or is not wanted. Otherwise return None.
+
+    Args:
+        folder: the run's folder.
+    """
     status = read_status(folder)
     status = status_of_latest_start(status) if status is not None else None
     if status is None or not is_of_this_launch(status):

@@ -3,7 +3,7 @@ line.
 
 Names of records and images, keys of files, and texts that models generate may contain any character. Control
 characters, characters that change the direction of text, and invisible characters are written as JSON escapes
-(`\u001b`), so that a line of JSON stays valid.
+(`\\u001b`), so that a line of JSON stays valid.
 """
 
 import re

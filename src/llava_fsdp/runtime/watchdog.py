@@ -61,11 +61,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Run:
-    """Functions of a training run that the watchdog calls from its thread. In this base class, which is for processes
-    without a run, they do nothing."""
+    """Functions of a training run that the watchdog, a background thread of each rank, calls. In this base class, which
+    is for processes without a run, they do nothing."""
 
     def check_folder(self) -> None:
-        """Check that the run's folder still exists and is locked. Called every second."""
+        """Check that the run's folder still exists and is locked. The watchdog, a background thread, calls this every
+        second."""
 
     def collectives(self) -> int:
         """Return the number of collectives that this rank has started."""
@@ -92,13 +93,16 @@ class Watchdog:
         warn_after: int | None = None,
         run: Run | None = None,
     ):
-        """Set up the watchdog of rank `rank`. Times are in seconds.
+        """Set up the watchdog: a background thread that handles signals, and ends this process when other ranks end or
+        stall.
 
         Args:
-            folder: the run's folder.
-            limit: how long a collective may wait for other ranks. The attribute may be changed later.
-            warn_after: how long this rank waits before it reports which ranks it waits for. None: other ranks are not
-                watched.
+            folder: the run's folder; None: the working directory.
+            rank: this process's rank.
+            limit: seconds that a collective may wait for other ranks. The attribute may be changed later.
+            warn_after: seconds that this rank waits before it reports which ranks it waits for. None: other ranks are
+                not watched.
+            run: functions of the training run that the watchdog calls; None for a process without a run.
         """
         self.folder = folder or Path()
         self.rank = rank
@@ -140,7 +144,8 @@ class Watchdog:
         """The other ranks on this machine: pidfd -> (rank, process id)."""
 
     def at(self, phase: Phase, step: int | None = None) -> None:
-        """Record that the main thread of this rank begins a phase (such as loading or saving).
+        """Record that the main thread of this rank begins a phase (such as loading or saving). The rank's heartbeats,
+        which other ranks read, contain it.
 
         Args:
             step: number of finished steps; None: the number has not changed.
@@ -152,14 +157,14 @@ class Watchdog:
         return bool(self.stop)
 
     def wants_save(self) -> bool:
-        """Return whether a checkpoint was requested (by SIGUSR1) since the last call."""
+        """Return whether a user has requested a checkpoint (by SIGUSR1) since the last call."""
         before, self.saves_taken = self.saves_taken, self.saves
         return self.saves_taken > before
 
     def wants_stop_soon(self) -> bool:
-        """Return whether a stop was requested. Waits up to `SIGNAL_DELAY` seconds for the request. To be called when a
-        child process, such as a compiler, has ended: the cause may be a signal to the whole process group that the
-        watchdog's thread has not handled yet."""
+        """Return whether a user or torchrun has requested that the run stop. Waits up to `SIGNAL_DELAY` seconds for the
+        request. To be called when a child process, such as a compiler, has ended: the cause may be a signal to the
+        whole process group that the watchdog's thread has not handled yet."""
         until = time.monotonic() + SIGNAL_DELAY
         while not self.stop and time.monotonic() < until:
             time.sleep(0.05)
@@ -167,9 +172,9 @@ class Watchdog:
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
-        """Context manager around the training steps. A signal to stop takes effect at the end of a step, except in the
-        first step, in which the process ends at once: no work is lost, and the first step may compile for longer than
-        torchrun waits before it kills the ranks."""
+        """Context manager around the training steps. A signal to stop takes effect at the end of a step. Only in the
+        first step the process ends at once: no work is lost, and the first step may compile for longer than torchrun
+        waits before it kills the ranks."""
         try:
             yield
         finally:
@@ -229,7 +234,8 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching_peers(self, ranks: list[tuple[int, str, int]]) -> Iterator[None]:
-        """Context manager in which this rank watches the other ranks. Its body contains the run's last barrier.
+        """Context manager in which this rank watches the other ranks: it ends when they end or stall. Its body contains
+        the run's last barrier.
 
         Args:
             ranks: (rank, host name, process id) of every rank.
@@ -263,7 +269,7 @@ class Watchdog:
             self.wait(SETTLE)
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` until a signal arrives or another rank ends, and handle that event."""
+        """Wait up to `seconds` until this process receives a signal or another rank ends, and handle that event."""
         poll = select.poll()
         poll.register(self.pipe[0], select.POLLIN)
         if self.size > 1:
@@ -280,7 +286,12 @@ class Watchdog:
                 self.handle_signal(number)
 
     def handle_signal(self, number: int) -> None:
-        """Record a request to save or to stop. Between steps, and at the second Ctrl-C, end the process at once."""
+        """Record a request to save a checkpoint (SIGUSR1) or to stop (SIGTERM, SIGINT). Outside the training steps, and
+        at the second Ctrl-C, end the process at once.
+
+        Args:
+            number: number of the signal.
+        """
         if number == signal.SIGUSR1:
             self.saves += 1
         if number not in (signal.SIGTERM, signal.SIGINT) or self.ending.is_set():
@@ -319,8 +330,8 @@ class Watchdog:
         return first is not None and now - first > SAME_KEY_PRESS
 
     def end_with_peer(self, pidfd: int, rank: int, pid: int) -> None:
-        """End this process because the process of another rank on this machine has ended. If there is no failure report
-        yet, record how that process ended.
+        """End this process because the process of another rank on this machine has ended. Unless a rank has already
+        reported that it failed, record how that process ended.
 
         Args:
             pidfd: file descriptor of the other process.
@@ -334,7 +345,8 @@ class Watchdog:
         self.end_after_failure()
 
     def write_beat(self) -> Beat:
-        """Write and return this rank's heartbeat."""
+        """Write this rank's heartbeat (its step, its phase and what it waits for) into its file, which other ranks
+        read. Return it."""
         self.count += 1
         beat = Beat(
             rank=self.rank,
@@ -351,8 +363,8 @@ class Watchdog:
         return beat
 
     def beat(self) -> None:
-        """Write this rank's heartbeat, check the heartbeats of other ranks, and end the process if another rank has
-        failed or if ranks have waited too long."""
+        """Write this rank's heartbeat (its step and its phase), read the heartbeats of other ranks, and end the process
+        if another rank has failed or if ranks have waited too long. Called every second."""
         self.run.check_folder()
         beat = self.write_beat()
         if self.warn_after is None:
@@ -380,6 +392,7 @@ class Watchdog:
 
         Args:
             waiting: seconds since this rank last made progress.
+            late: the ranks that this rank is waiting for.
         """
         if not self.dumped:
             self.dumped = True
@@ -397,8 +410,9 @@ class Watchdog:
         before the timeout of the process group, whose error would name the waiting rank instead of the late one.
 
         Args:
-            beat: this rank's heartbeat.
+            beat: this rank's heartbeat: its step and its phase.
             waiting: seconds since this rank last made progress.
+            late: the ranks that this rank is waiting for; if empty, they are looked for again.
         """
         faulthandler.dump_traceback(self.stacks, all_threads=True)
         if not late:
@@ -417,7 +431,7 @@ class Watchdog:
         )
 
     def end_after_failure(self) -> None:
-        """End this process because another rank has written a failure report. Before that, wait `PATIENCE` seconds, so
+        """End this process because another rank has reported that it failed. Before that, wait `PATIENCE` seconds, so
         that torchrun notices the end of the failed rank first."""
         time.sleep(PATIENCE)
         first = first_failure(self.folder)
@@ -431,7 +445,7 @@ class Watchdog:
         self.exit(code)
 
     def end(self, outcome: Outcome) -> None:
-        """Record how the run ended and end this process, even if the main thread is blocked."""
+        """Record how and why the run ended (`outcome`) and end this process, even if the main thread is blocked."""
         first = write_ending(self.folder, replace(outcome, step=self.step))
         if first is None:
             (log().info if outcome.ending.name == "stopped" else log().error)(
@@ -441,14 +455,16 @@ class Watchdog:
         self.exit(int(outcome.ending.exit_code if first is None else first["exit_code"]))
 
     def kill_frozen(self) -> None:
-        """Kill the frozen ranks on this machine, for whose end torchrun would otherwise wait half a minute."""
+        """Kill the ranks on this machine that have written no heartbeat for `FROZEN` seconds, because torchrun would
+        otherwise wait half a minute for their end."""
         for handle, (rank, _) in self.peers.items():
             with contextlib.suppress(OSError):
                 if beat_age(self.folder, rank) > FROZEN:
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def exit(self, code: int) -> None:
-        """Write the run's final report and end the process, even if the main thread is blocked."""
+        """Write the run's final report and end the process with the exit code `code`, even if the main thread is
+        blocked."""
         with contextlib.suppress(Exception):
             self.run.report_end()
         sys.stdout.flush()
