@@ -119,8 +119,8 @@ class Ulysses:
         form = row.form
         if form.sinks is not None:
             form = replace(form, sinks=form.sinks.chunk(self.size)[self.index])
-        heads = (self.to_heads(part) for part in (query, key, value))
-        return self.to_positions(self.attend(module, *heads, PackedRow(row.queries, form)))
+        query, key, value = (self.to_heads(part) for part in (query, key, value))
+        return self.to_positions(self.attend(module, query, key, value, PackedRow(row.queries, form)))
 
     def to_heads(self, part: torch.Tensor) -> torch.Tensor:
         """[1, heads, own positions, size] -> [1, own heads, positions, size]"""
