@@ -49,8 +49,8 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Live:
-    """Bytes of the tensors that exist at one moment of a forward or backward pass, by category. Weights are not
-    counted."""
+    """Bytes of the tensors that exist at one moment of a forward or backward pass: activations, logits and gradients.
+    Weights are not counted."""
 
     activations: int = 0
     logits: int = 0
@@ -149,8 +149,12 @@ class ActivationMeter:
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:
-    """Cut a language model to `depth` blocks (layers): return the configurations `parts` of its model with that number.
-    They are returned unchanged if the language model has blocks of several kinds, or at most `depth` blocks."""
+    """Return configurations of a model whose language model is cut to `depth` blocks (layers).
+
+    Args:
+        parts: configurations of the language model and the vision encoder. They are returned unchanged if the language
+            model has blocks of several kinds, or at most `depth` blocks.
+    """
     language = parts.language
     kinds = set(getattr(language, "layer_types", None) or [])
     if language.num_hidden_layers <= depth or len(kinds) > 1:

@@ -57,7 +57,8 @@ def settle_packing(cfg: C, language: PretrainedConfig) -> tuple[C, str | None]:
 
 @dataclass(frozen=True)
 class Decision:
-    """The values chosen for the configuration keys that are set to `auto`, and the reason for the choice."""
+    """The values chosen for the configuration keys that are set to `auto` (such as `sharding`), and the reason for the
+    choice."""
 
     strategy: Strategy
     activation_checkpointing: ActivationCheckpointingConfig
@@ -145,8 +146,9 @@ def without_plan(cfg: Config, error: Exception) -> Decision:
 
 
 def with_margin(machine: Machine, cfg: Config) -> Machine:
-    """Return a copy of `machine` with the share `COMPILED_MARGIN` less memory, because compiled blocks may need more
-    than predicted. Without a GPU, or if no blocks may be compiled, the machine is returned unchanged."""
+    """Return a copy of `machine`, the device that each rank trains on, with the share `COMPILED_MARGIN` less memory,
+    because compiled blocks may need more than predicted. Without a GPU, or if no blocks may be compiled, the machine is
+    returned unchanged."""
     margin = COMPILED_MARGIN if machine.device == "cuda" and cfg.compile is not False else 0.0
     return replace(machine, memory=int(machine.memory * (1 - margin)))
 

@@ -60,6 +60,7 @@ def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: 
     Args:
         cfg: the configuration, with the dtype, activation checkpointing and compiling.
         device: this rank's device; all ranks have the same kind.
+        world_size: number of ranks.
     """
     compiled = choose_compiling(cfg, device, model.kernel and model.kernel.attention).on
     needed = count_flops(model, activation_checkpointing=False)

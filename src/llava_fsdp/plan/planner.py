@@ -102,7 +102,7 @@ class PlanRow:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the largest micro-batch, padding included."""
+        """Number of tokens of the largest micro-batch in a step of this way to train, padding included."""
         return max(micro.tokens for micro in self.micro_batches)
 
 

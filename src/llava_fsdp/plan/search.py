@@ -45,8 +45,12 @@ def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Ch
 
 
 def distinct_strategies(ranks: Ranks) -> list[Strategy]:
-    """Return the sharding strategies that differ from each other on these numbers of ranks. On one rank, for example,
-    all are the same."""
+    """Return the sharding strategies that differ from each other on so many ranks. On one rank, for example, all are
+    the same.
+
+    Args:
+        ranks: numbers of ranks: in all, per copy of the model (with hybrid strategies), and per node.
+    """
     if ranks.world_size == 1:
         return [Strategy.FULL_SHARD]  # a single rank shards nothing, so all strategies are the same
     hybrid = 1 < ranks.shard_size < ranks.world_size

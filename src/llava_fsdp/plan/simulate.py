@@ -1,4 +1,4 @@
-"""Simulate one optimizer step on one rank: the bytes in device memory at every moment, and the moment with the most.
+"""Simulate one training step on one rank: the bytes in device memory at every moment, and the moment with the most.
 
 Gathers, frees and reductions happen in FSDP2's order: `pre_forward`, `wait_for_unshard`, `pre_backward` and
 `post_backward` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. Every block is simulated.

@@ -90,8 +90,9 @@ class Volume:
     def seconds(self, link: float, network: float) -> float:
         """Return the seconds that a training step's communication takes if it does not overlap with computation.
 
-        A ring enters and leaves each node once. If its ranks are neighbours, it uses all network ports of the node
-        (NCCL runs as many rings as there are ports). The rings between replicas, one for each shard, share the ports.
+        The ranks of a collective send along a ring, which enters and leaves each node once. If its ranks are
+        neighbours, it uses all network ports of the node (NCCL runs as many rings as there are ports). The rings
+        between replicas, one for each shard, share the ports.
 
         Args:
             link: bytes per second between two ranks of a node.
