@@ -11,7 +11,7 @@ points.
 | all ranks have written; if one failed, all raise an error and the folder is deleted | all | agreed |
 | `state.json` (all state except tensors) is written, fsync | rank 0 | state written |
 | a folder with LoRA adapters, if any, is written from the ranks' files; fsync of them | rank 0 | adapter written |
-| `manifest.json` (digests of files, which file holds which rows of tensors), fsync | rank 0 | manifest written |
+| `manifest.json` (digests of files, which file holds which rows) is written, fsync | rank 0 | manifest written |
 | fsync of the folder | rank 0 | folder synced |
 | an existing checkpoint of this step, from before a crash or a new start, is renamed | rank 0 | old one aside |
 | `step-N.tmp` is renamed to `step-N` | rank 0 | renamed |

@@ -54,7 +54,7 @@ def restore_replaced(parent: Path) -> None:
 
 
 def delete_temporary(parent: Path) -> None:
-    """Delete the temporary folders that interrupted saves and deletions have left.
+    """Delete the temporary folders that interrupted saves and deletions of checkpoints have left.
 
     Args:
         parent: the folder that contains the checkpoints.

@@ -1,4 +1,5 @@
-"""Copy this rank's state to host memory, so that a checkpoint can be written from the copy while training continues.
+"""Copy the training state that this rank holds to host memory, so that a checkpoint can be written from the copy while
+training continues.
 
 The copy is made during the forward and backward passes of the next step, which only read the state. The optimizer's
 update waits until the copy is complete.
@@ -104,6 +105,7 @@ def fits(nbytes: int, group: dist.ProcessGroup | None) -> bool:
 
     Args:
         nbytes: size of this rank's copy.
+        group: the process group of all ranks; None for the default group.
     """
     host = socket.gethostname()
     needed = sum(count for name, count in gathered((host, nbytes), group) if name == host)

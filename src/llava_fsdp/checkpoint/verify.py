@@ -133,7 +133,8 @@ def adapter_entries(folder: os.DirEntry[str] | None) -> dict[str, os.DirEntry[st
 
 
 def read_small(path: Path, largest: int) -> bytes:
-    """Return the content of a regular file. Raises CheckpointError if it has more than `largest` bytes."""
+    """Return the content of a regular file. Raises CheckpointError if it has more than `largest` bytes or cannot be
+    opened."""
     descriptor = open_file(path)
     with os.fdopen(descriptor, "rb") as file:
         if os.fstat(descriptor).st_size > largest:

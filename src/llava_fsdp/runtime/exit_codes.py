@@ -20,7 +20,7 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True)
 class Ending:
-    """One of the ways in which a run can end, with its exit code. Its `name` is the value of `class` in
+    """One of the ways in which a run can end, with its exit code. Its `name` is the value of `class` in the run's
     `run_status.json`."""
 
     name: str

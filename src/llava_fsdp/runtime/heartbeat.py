@@ -1,5 +1,5 @@
-"""Write and read heartbeats: every second each rank writes its state into a file of its own, and reads the files of
-other ranks. Imports no torch.
+"""Write and read heartbeats: every second each rank writes its step and what it is doing into a file of its own, and
+reads the files of other ranks. Imports no torch.
 
 The files are in the run's folder, which all machines share. The clocks of the machines are not compared: a rank is late
 if its file has not changed for long, or shows less progress than the files of other ranks.

@@ -16,8 +16,8 @@ MOST_WAITING = 200_000
 
 
 class Rows:
-    """Appends rows to a JSON Lines file. Rows that cannot be written, such as on a full disk, are kept in memory and
-    written later. A warning is logged when writing first fails, and at the end if rows were lost."""
+    """Appends rows, each a dict, to a JSON Lines file. Rows that cannot be written, such as on a full disk, are kept in
+    memory and written later. A warning is logged when writing first fails, and at the end if rows were lost."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -83,8 +83,8 @@ def replace_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a JSON Lines file; an empty list if the file is missing. Incomplete lines, which a crash or a
-    full disk may leave, are skipped."""
+    """Read the rows of a JSON Lines file, each a dict; an empty list if the file is missing. Incomplete lines, which a
+    crash or a full disk may leave, are skipped."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text(errors="replace").splitlines():

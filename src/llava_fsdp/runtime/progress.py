@@ -1,4 +1,4 @@
-"""Show the progress of long work on a dataset: a progress bar on a terminal, otherwise log lines."""
+"""Show the progress of long work, such as on a dataset: a progress bar on a terminal, otherwise log lines."""
 
 import contextlib
 import sys

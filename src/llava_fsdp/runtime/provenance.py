@@ -89,8 +89,8 @@ def is_older(notes: Mapping[str, Any]) -> bool:
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """Return the content of a file of at most 64 MiB, or None if the file does not exist. Raises DamagedModel if it
-    cannot be read."""
+    """Return the content of a file of a model folder, or None if the file does not exist. Raises DamagedModel if it
+    cannot be read or has more than 64 MiB."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > SMALL:

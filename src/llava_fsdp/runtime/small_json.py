@@ -57,8 +57,9 @@ def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None)
     """Parse a JSON object and check the types of its values.
 
     Args:
-        kinds: the allowed types of the value of each key. If `type(None)` is among them, the key may be missing. An
-            integer is also allowed where a float is, and has at most 63 bits; True and False do not count as numbers.
+        kinds: the allowed types of the value of each key; None: any. If `type(None)` is among them, the key may be
+            missing. An integer is also allowed where a float is, and has at most 63 bits; True and False do not count
+            as numbers.
 
     Raises:
         BadJson: the content is not a JSON object, is nested too deeply, or has a value of another type.
@@ -89,8 +90,8 @@ def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
 
 
 def kinds_of(schema: type) -> dict[str, Kinds]:
-    """Return the allowed types of the values of a JSON object that has the fields of a dataclass as keys. They are
-    taken from the annotations, such as `int`, `float | None`, or `list[str]`, which allows any list."""
+    """Return the allowed types of the values of a JSON object that has the fields of the dataclass `schema` as keys.
+    They are taken from the annotations, such as `int`, `float | None`, or `list[str]`, which allows any list."""
     found = {}
     for own in fields(schema):
         choices = get_args(own.type) if isinstance(own.type, UnionType) else (own.type,)

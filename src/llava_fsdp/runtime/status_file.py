@@ -1,5 +1,5 @@
 """Read and write `run_status.json`: the state of a run and, once it has ended, how it ended. If ranks failed, the rank
-that failed first writes the end. Imports no torch."""
+that failed first writes how the run ended. Imports no torch."""
 
 import contextlib
 import json
@@ -67,9 +67,9 @@ def is_without_end(status: dict[str, Any]) -> bool:
 
 
 def previous_status(folder: Path, is_claiming: bool = False) -> dict[str, Any] | None:
-    """Return how the run ended when it was started the last time before the current start (a dict like
-    `run_status.json`). Starts that finished neither a step nor the run are passed over. None if there is no such start,
-    or if the current start has finished a step.
+    """Return how the run ended when it was started before (a dict like `run_status.json`). A run may be started several
+    times in the same folder; starts that finished neither a step nor the run are passed over. None if there is no such
+    start, or if the current start has finished a step.
 
     Args:
         folder: the run's folder.
@@ -92,9 +92,9 @@ def previous_status(folder: Path, is_claiming: bool = False) -> dict[str, Any] |
 
 
 def mark_stepped(folder: Path) -> None:
-    """Record that the run has finished a step since it was started; how it ended before that start need then no longer
-    be kept. The record is a file of its own in the run's folder, because another rank may be writing `run_status.json`
-    at the same time."""
+    """Record that the run has finished a training step since its latest start. `run_status.json` then need no longer
+    tell how the run ended before that start. The record is a file of its own in the run's folder, because another rank
+    may be writing `run_status.json` at the same time."""
     os.close(os.open(folder / STEPPED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 
@@ -175,9 +175,9 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 
 def status_of(folder: Path) -> dict[str, Any]:
-    """Return the content of `run_status.json` in a run's folder. Its entry `before`, which says how the run's previous
-    start ended, is None once the current start has finished a step. Raises MissingJson if the file does not exist,
-    BadJson if it cannot be read."""
+    """Return the content of `run_status.json` in a run's folder. Its entry `before`, which says how the run ended when
+    it was started before, is None once the run has finished a step since its latest start. Raises MissingJson if the
+    file does not exist, BadJson if it cannot be read."""
     path = folder / STATUS_FILE
     status = read_object(path, STATUS_KINDS)
     for part in (status, status.get("before"), status.get("refused")):

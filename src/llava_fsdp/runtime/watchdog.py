@@ -73,7 +73,7 @@ class Run:
         return 0
 
     def data_position(self) -> str:
-        """Describe the record or image that this rank is waiting for; empty if it waits for none."""
+        """Describe the record or image of the dataset that this rank is waiting for; empty if it waits for none."""
         return ""
 
     def report_end(self) -> None:
