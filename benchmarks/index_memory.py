@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from capped import without
 from matplotlib import pyplot
 from PIL import Image
 from provenance import commit, machine
@@ -43,7 +44,7 @@ def main() -> None:
         "question": "what memory does an index take to make, and to train from?",
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
-        "command": " ".join(["python", "benchmarks/index_memory.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmarks/index_memory.py", *without(sys.argv[1:], "--scratch", "--out")]),
         "options": {k: v for k, v in vars(args).items() if k not in ("scratch", "out")},
         "machine": machine(),
         "prepare_workers": args.workers,
