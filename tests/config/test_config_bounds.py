@@ -133,7 +133,7 @@ def configuration(name: str) -> Any:
         case "long":
             return changed(cfg, "data.max_length", 39)
         case "plan":
-            return PlanConfig(**own(gpus=1, nodes=1, gpu="auto", rows=1, page="a.html"))
+            return PlanConfig(**own(gpus=1, nodes=1, gpu="auto", rows=1, page="a.html", longest=False))
         case "doctor":
             return DoctorConfig(**own(gpus=None, nodes=1))
         case "prepare":

@@ -164,7 +164,7 @@ def test_only_a_record_that_broke_since_counts_against_the_limit() -> None:
     records = SimpleNamespace(index=range(10), out=1)
     own = loader.Loader.__new__(loader.Loader)
     own.gather, own.broken, own.data = list, {4, 5}, data  # pyright: ignore[reportAttributeAccessIssue]
-    own.steps = SimpleNamespace(records=records, collate=SimpleNamespace(normalize=Normalize.step))  # pyright: ignore
+    own.steps = SimpleNamespace(records=records, cut=None, collate=SimpleNamespace(normalize=Normalize.step))  # pyright: ignore
 
     def agreed(*numbers: int) -> int:
         facts = StepFacts(

@@ -56,7 +56,7 @@ def config(parts: Path, dataset: Path, output: Path, path: Path, how: str, *word
 
 
 @pytest.mark.parametrize(
-    "words", slow_after(1, [TILED, MAX, pytest.param((*TILED, "data.pixels=fast"), marks=pytest.mark.slow)])
+    "words", slow_after(1, [pytest.param(own) for own in (TILED, MAX, (*TILED, "data.pixels=fast"))])
 )
 @pytest.mark.parametrize("kind", ["json", "parquet"])
 def test_the_same_tensors_without_opening_an_image(

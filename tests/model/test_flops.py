@@ -43,7 +43,7 @@ def counted(model: Llava, samples: int, length: int, labels: int, tiles: int, pa
     segments = (held["position_ids"], held["cu_seqlens"], held["lengths"]) if pack else None
     shape = (1, total) if pack else (samples, length)
     shown = 4 * min(1, tiles)
-    seeds = torch.arange(samples), torch.arange(tiles)
+    seeds = torch.zeros(shape if pack else (samples, 1), dtype=torch.int64), torch.arange(tiles)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(
             torch.ones(shape, dtype=torch.int64), segments, torch.arange(shown), torch.arange(shown),

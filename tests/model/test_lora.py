@@ -224,7 +224,7 @@ def test_masks_are_those_of_every_version(name: str) -> None:
     """A run that another version began draws on as it would have. Of three positions of two samples, and of four
     positions of three tiles, five channels each; the largest seeds are among them."""
     keys = TokenKeys()
-    keys.set(torch.tensor([5, 2**31 - 1]), torch.tensor([9, 8, 2**31 - 2]), torch.Size((2, 3)), None, 4)
+    keys.set(torch.tensor([[5], [2**31 - 1]]), torch.tensor([9, 8, 2**31 - 2]), torch.Size((2, 3)), None, 4)
     shape = (3, 4, 5) if name.startswith("vision") else (2, 3, 5)
     stays = SampleDropout(0.5, name, keys)(torch.ones(shape)) != 0
     assert ["".join(map(str, row)) for row in stays.int().flatten(1).tolist()] == MASKS[name]

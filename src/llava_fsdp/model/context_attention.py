@@ -101,7 +101,8 @@ def share_attention(
 
 
 class Ulysses:
-    """Attention function that computes all positions of a row for some of the heads on each rank."""
+    """Attention function for packed rows (several samples end to end) whose positions are divided among ranks. Each
+    rank computes all positions of the row for some of the heads."""
 
     def __init__(self, attend: Attend, cut: ContextCut, exchange: Collective):
         self.attend = attend
@@ -204,7 +205,8 @@ def boundaries(lengths: list[int], device: torch.device) -> Boundaries:
 
 
 class GatheredKeys:
-    """Attention function that computes this rank's queries with the keys and values of all positions of the row."""
+    """Attention function for packed rows (several samples end to end) whose positions are divided among ranks. Each
+    rank computes the queries of its own positions, with the keys and values of all positions of the row."""
 
     def __init__(self, attend: Attend, gather: Collective, parts: Parts):
         self.attend = attend

@@ -168,7 +168,7 @@ TILED = "data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad", "da
 
 
 @pytest.mark.usefixtures("chunks")
-@pytest.mark.parametrize("tiles", slow_after(1, [(), TILED]), ids=["one tile", "tiles"])
+@pytest.mark.parametrize("tiles", [(), pytest.param(TILED, marks=pytest.mark.slow)], ids=["one tile", "tiles"])
 def test_mended_pictures_are_found_when_looking_again(tiles: tuple[str, ...], parts: Path, tmp_path: Path) -> None:
     """Also where their sizes decide how long a record is."""
     path, planted = write_planted(tmp_path, lines=False)

@@ -176,7 +176,7 @@ def per_token(seeds: Sequence[int], lengths: tuple[int, ...], pack: bool) -> np.
         lengths: number of tokens of each sample.
     """
     of_samples = np.array(seeds if len(seeds) else [0] * len(lengths), dtype=np.int64)
-    return np.repeat(of_samples, lengths)[None] if pack else of_samples[:, None]
+    return np.repeat(of_samples, lengths).reshape(1, -1) if pack else of_samples.reshape(-1, 1)
 
 
 def tile_seeds(seeds: Sequence[int], rows: list[Row], numbers: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
