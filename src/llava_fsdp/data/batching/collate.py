@@ -206,6 +206,17 @@ def of_labels(field: str, values: Sequence[int], label_rows: np.ndarray) -> dict
     return {field: torch.from_numpy(np.array(values, dtype=np.int64)[label_rows])} if len(values) else {}
 
 
+def shown_places(sample: Sample, here: np.ndarray) -> dict[int, np.ndarray]:
+    """Return which images of a sample have tokens at the positions that a rank processes: {index of the image: whether
+    each of its tokens is there, bool [tokens]}.
+
+    Args:
+        here: whether the rank processes each position of the sample, bool [tokens].
+    """
+    is_here = np.split(here[sample.input_ids == IMAGE_ID], np.cumsum([len(rows) for rows in sample.image_rows]))
+    return {place: own for place, own in enumerate(is_here[: len(sample.image_rows)]) if own.any()}
+
+
 def shown_images(
     sample: Sample, here: np.ndarray, features: int, read: Callable[[int], np.ndarray], first_tiles: Sequence[int]
 ) -> tuple[Row, list[int]]:
@@ -219,14 +230,9 @@ def shown_images(
             that the rank needs.
         first_tiles: for each image, the number of its first tile among all tiles of the sample.
     """
-    is_here = here[sample.input_ids == IMAGE_ID]
     names, tokens, tiles, numbers = [], [], [], list[int]()
-    ends = np.cumsum([len(rows) for rows in sample.image_rows])
-    for place, (rows, end) in enumerate(zip(sample.image_rows, ends, strict=True)):
-        kept = rows[is_here[end - len(rows) : end]]
-        if not len(kept):
-            continue
-        needed, kept = needed_tiles(kept, features)
+    for place, is_here in shown_places(sample, here).items():
+        needed, kept = needed_tiles(sample.image_rows[place][is_here], features)
         names.append(sample.images[place])
         tokens.append(kept)
         tiles.append(read(place)[needed] if len(needed) else np.zeros(0, dtype=np.uint8))

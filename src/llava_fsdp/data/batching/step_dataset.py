@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from llava_fsdp.config import BadRecords, Config
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, StepFacts
-from llava_fsdp.data.batching.collate import Collator, Row, shown_images
+from llava_fsdp.data.batching.collate import Collator, Row, shown_images, shown_places
 from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
 from llava_fsdp.data.batching.sampler import Sampler
@@ -131,9 +131,13 @@ class Steps(Dataset):
         tokens = sum(lengths) or 1
         is_here = np.zeros(tokens + cut.padding(tokens), dtype=bool)
         is_here[cut.positions(len(is_here))] = True
+        parts = np.split(is_here, np.cumsum(lengths))[: len(samples)]
+        names: dict[int, set[str]] = {}
+        for number, sample, here in zip(numbers, samples, parts, strict=True):
+            names.setdefault(number, set()).update(sample.images[place] for place in shown_places(sample, here))
+        self.records.fetch_ahead(names, names)
         rows, tile_numbers = [], []
-        ends = np.cumsum(lengths)
-        for number, record, sample, end in zip(numbers, records, samples, ends, strict=True):
+        for number, record, sample, here in zip(numbers, records, samples, parts, strict=True):
             counts = [self.image_reader.count_tiles(record, place) for place in range(len(sample.images))]
 
             def read(
@@ -145,9 +149,8 @@ class Steps(Dataset):
                     facts.skipped.append(self.skipped(number, error))
                     return np.zeros((counts[place], *self.image_reader.no_tiles().shape[1:]), dtype=np.uint8)
 
-            here, per_tile = is_here[end - len(sample.input_ids) : end], self.image_reader.tokens.features
             first_tiles = [0, *itertools.accumulate(counts)][:-1]
-            row, own_tiles = shown_images(sample, here, per_tile, read, first_tiles)
+            row, own_tiles = shown_images(sample, here, self.image_reader.tokens.features, read, first_tiles)
             rows.append(row)
             tile_numbers.append(own_tiles)
         kept = numbers if self.bad is BadRecords.skip else []

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -104,13 +104,18 @@ class Records:
     def _digests(self) -> np.ndarray:
         return open_column(self.index.pictures, "digest")
 
-    def fetch_ahead(self, numbers: Iterable[int]) -> None:
+    def fetch_ahead(self, numbers: Iterable[int], names: Mapping[int, Collection[str]] | None = None) -> None:
         """Begin to download the images of records that are in remote files or folders.
 
         Args:
             numbers: numbers of the records among those that are trained on.
+            names: for each of these numbers, the names of the images to download; None: all images.
         """
-        self.index.store.fetch_ahead([self.at(number) for number in sorted(numbers)])
+        places = [self.at(number) for number in sorted(numbers)]
+        if names is None:
+            return self.index.store.fetch_ahead(places)
+        wanted = {self.at(number): own for number, own in names.items()}
+        self.index.store.fetch_ahead(places, lambda number, name, place: place if name in wanted[number] else None)
 
     def where(self, number: int) -> str:
         """Return the name of a record for messages, whether or not it can be parsed, given its number among the records
