@@ -34,7 +34,7 @@ from tiers import slow_after
 from llava_fsdp.config import ContextHow
 from llava_fsdp.distributed.context import check_torch
 from llava_fsdp.model.attention import AttentionForm, Boundaries, Lengths, PackedRow, each_alone
-from llava_fsdp.model.context_attention import GatheredKeys, Ulysses, parts_of, plan_context
+from llava_fsdp.model.context_attention import GatheredKeys, Ulysses, plan_context, row_chunks_of
 from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
@@ -181,7 +181,7 @@ def test_attention_of_the_parts_is_that_of_the_row(size: int, keys: int, form: A
         if how == "ulysses":
             attend = Ulysses(each_alone, cut, partial(ranks.exchange, index))
         else:
-            parts = parts_of(lengths, cut, torch.device("cpu"))
+            parts = row_chunks_of(lengths, cut, torch.device("cpu"))
             attend = GatheredKeys(each_alone, partial(ranks.gather, index), parts)
         return here, attend(torch.nn.Module(), *own, row)
 

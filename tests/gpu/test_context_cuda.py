@@ -7,7 +7,7 @@ import torch
 
 from llava_fsdp.config import Attention
 from llava_fsdp.model.attention import Attend, AttentionForm, Boundaries, Lengths, PackedRow, each_alone, kernel_of
-from llava_fsdp.model.context_attention import GatheredKeys, Ulysses, parts_of
+from llava_fsdp.model.context_attention import GatheredKeys, Ulysses, row_chunks_of
 from llava_fsdp.runtime.context_cut import ContextCut
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +35,7 @@ def one_after_the_other(attend: Attend, size: int, how: str, row: PackedRow, *he
     here = [torch.from_numpy(cut.positions(sum(LENGTHS))).to(heads[0].device) for cut in cuts]
     out = torch.empty_like(heads[0]).transpose(1, 2)
     for cut, own in zip(cuts, here, strict=True):
-        parts = parts_of(LENGTHS, cut, heads[0].device)
+        parts = row_chunks_of(LENGTHS, cut, heads[0].device)
         key, value = (torch.cat([part[0, :, other].transpose(0, 1) for other in here]) for part in heads[1:])
         every = iter([key, value])
         gathered = GatheredKeys(attend, lambda _, every=every: next(every), parts)

@@ -111,7 +111,7 @@ def check_context(cfg: Config) -> None:
         return
     context = f"parallel.context={cfg.parallel.context}"
     if not cfg.packs:
-        raise ConfigError(f"{context} divides packed rows among ranks; set pack=true, or parallel.context=1")
+        raise ConfigError(f"{context} divides packed rows among ranks, and pack=false; set parallel.context=1")
     if cfg.sampler.name is SamplerName.llava_v1_5:
         raise ConfigError(
             f"{context} with sampler=llava_v1_5: the original LLaVA gives every rank rows of its own; set "

@@ -60,6 +60,8 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
         each = len(rule.of(size, 1))
         own = tokens // context
         images = max(1, own // (each + 1)) if cfg.packs else cfg.micro_batch_size
+        if context > 1:  # at most two chunks of a row, at whose borders an image shows on both sides
+            images = min(2 * (own // 2 // (each + 1) + 2), max(1, tokens // (each + 1)))
         tiles, image_tokens = images * rule.count_tiles(size, 1), min(own, images * each)
         return Contents(lengths, images, tiles, min(own, labels), image_tokens, context)
 

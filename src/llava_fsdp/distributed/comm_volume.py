@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 OPERATIONS = {
     "all_gather": (
         "c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_",
-        "_c10d_functional::all_gather_into_tensor", "_c10d_functional::all_gather_single",
+        "_c10d_functional::all_gather_into_tensor",
     ),
     "reduce_scatter": (
         "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_", "c10d::reduce_scatter_tensor_coalesced_",
-        "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::reduce_scatter_single",
+        "_c10d_functional::reduce_scatter_tensor",
     ),
     "all_reduce": ("c10d::allreduce_", "c10d::allreduce_coalesced_", "_c10d_functional::all_reduce"),
     "all_to_all": ("c10d::alltoall_base_", "_c10d_functional::all_to_all_single"),

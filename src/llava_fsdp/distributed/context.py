@@ -36,6 +36,4 @@ def exchange_in(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tens
 def gather_in(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return an all-gather: [n, ...] -> [ranks * n, ...], the tensors of the group's ranks in order. Its backward pass
     sums the gradients of all ranks."""
-    names = "all_gather_single_autograd", "all_gather_tensor_autograd"  # the second before torch 2.13
-    gather = next(getattr(_functional_collectives, name) for name in names if hasattr(_functional_collectives, name))
-    return lambda own: gather(own, 0, group)
+    return lambda own: _functional_collectives.all_gather_single_autograd(own, 0, group)

@@ -50,7 +50,7 @@ class Meshes:
 
     states: DeviceMesh | None = None
     """How weights, gradients and optimizer states are sharded, with the dimensions (replicate, shard) or (shard,);
-    ranks that process a row together are among them. None for a single rank, unless `offload` needs FSDP to move
+    all ranks take part, also those that share a row. None for a single rank, unless `offload` needs FSDP to move
     weights."""
     context: DeviceMesh | None = None
     """Dimensions (data, context): the ranks of `context` process a row together; None if each row has one rank."""
@@ -294,13 +294,19 @@ def rank_of_data(world: World, parallel: ParallelConfig) -> tuple[int, int]:
     Raises:
         ConfigError: `parallel.context` does not divide the number of ranks.
     """
+    check_divides(parallel, world.size)
     size = parallel.num_context
-    if world.size % size:
-        divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
-        raise ConfigError(
-            f"parallel.context={size} does not divide the {world.size} ranks of this run; choose one of {divisors}"
-        )
     return world.rank // size, world.size // size
+
+
+def check_divides(parallel: ParallelConfig, world_size: int) -> None:
+    """Raise ConfigError if `parallel.context` does not divide the number of ranks."""
+    size = parallel.num_context
+    if world_size % size:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ConfigError(
+            f"parallel.context={size} does not divide the {world_size} ranks of this run; choose one of {divisors}"
+        )
 
 
 def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, int]:

@@ -308,15 +308,15 @@ size]. Query, key and value are [1, heads, tokens, size]."""
 
 
 def attend_with(
-    kernel: Attend, around: Callable[[Attend, Any], Attend] = lambda kernel, parts: kernel
+    kernel: Attend, around: Callable[[Attend, Any], Attend] = lambda kernel, row_chunks: kernel
 ) -> Callable[..., tuple[torch.Tensor, None]]:
     """Return a function for transformers' AttentionInterface that computes attention over packed rows with `kernel`.
 
     Args:
         kernel: computes the attention of one layer, [1, tokens, heads, size], from the attention module, query, key and
             value ([1, heads, tokens, size]) and the row's boundaries and options.
-        around: function (kernel, the argument `parts` of the forward pass) -> the function that computes the attention
-            of a packed row; by default the kernel itself.
+        around: wraps the kernel, if several ranks share a row; called with the kernel and the argument `row_chunks` of
+            the forward pass.
     """
 
     def attend(
@@ -334,7 +334,7 @@ def attend_with(
         segment_lengths: Lengths | None = None,
         visits: list[tuple[nn.Module, int | None]] | None = None,
         allowed: torch.Tensor | None = None,
-        parts: Any = None,
+        row_chunks: Any = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """Compute a layer's causal attention; in a packed row (a sequence in which several samples follow one another),
@@ -344,7 +344,7 @@ def attend_with(
             sliding_window, softcap, s_aux: transformers' names for `window`, `softcap` and `sinks` of `AttentionForm`.
             allowed: the mask for generation with a key-value cache (`CachedRows.allowed`).
             visits: list to which (module, window) is appended if the row is packed; None: nothing is recorded.
-            parts: second argument for `around`.
+            row_chunks: this rank's chunks of the row, if several ranks share it; passed on to `around`.
         """
         refuse_other_attention(module, others, attention_mask)
         form = AttentionForm(scaling, dropout, sliding_window, softcap, s_aux)
@@ -354,7 +354,7 @@ def attend_with(
             visits.append((module, sliding_window))
         chosen = kernel if form.is_plain else each_alone  # the other kernels have neither soft caps nor sinks
         row = PackedRow(Boundaries(cu_seqlens, segment_lengths), form)
-        return around(chosen, parts)(module, query, key, value, row), None
+        return around(chosen, row_chunks)(module, query, key, value, row), None
 
     return attend
 
@@ -384,7 +384,7 @@ def attend_alone(
     if allowed is not None:
         allowed = allowed[..., allowed.shape[-1] - total :]
     elif length < total:  # SDPA's own causal mask would take the queries for the first tokens
-        allowed = in_window(length, total, total, query.device)
+        allowed = query.new_ones((length, total), dtype=torch.bool).tril_(total - length)
     if form.window is not None and total > form.window:
         within = in_window(length, total, form.window, query.device)
         allowed = within if allowed is None else allowed & within

@@ -3,7 +3,7 @@
 Two ways are exact for any samples in a row. `ulysses` (DeepSpeed-Ulysses, arXiv 2309.14509): an all-to-all exchanges
 positions for heads, the usual kernel runs on all positions of some heads, and another all-to-all goes back. `gather`
 (Llama 3, arXiv 2407.21783 section 3.3.2): keys and values of all positions are gathered, and the kernel runs on this
-rank's queries. Both are put around the kernels of model/attention.py, which do not know of it.
+rank's queries. Both are put around the kernels of model/attention.py, which do not know that several ranks share a row.
 
 The collectives are given as functions (`distributed/context.py`), so that this module knows nothing of process groups.
 """
@@ -94,8 +94,8 @@ def share_attention(
     if plan.how is ContextHow.ulysses:
         function = attend_with(attend, lambda chosen, _: Ulysses(chosen, plan.cut, exchange))
     else:
-        function = attend_with(attend, lambda chosen, parts: GatheredKeys(chosen, gather, parts))
-        language_model.register_forward_pre_hook(GiveParts(plan.cut), with_kwargs=True)
+        function = attend_with(attend, lambda chosen, row_chunks: GatheredKeys(chosen, gather, row_chunks))
+        language_model.register_forward_pre_hook(GiveRowChunks(plan.cut), with_kwargs=True)
     AttentionInterface.register(name, function)
     config._attn_implementation = name
 
@@ -139,7 +139,7 @@ class Ulysses:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class RowChunk:
     """One chunk of a row's queries, and the keys that they attend to: those from the beginning of the chunk's first
     sample to the end of the chunk."""
 
@@ -152,17 +152,18 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class RowChunks:
     """This rank's chunks of a row. This is a class and not a list, because torch.compile would compile a layer again
     for each new list of numbers."""
 
-    each: tuple[Part, ...]
+    each: tuple[RowChunk, ...]
     order: torch.Tensor
-    """For each position of the row, its place among the positions of all ranks one after the other, int64 [tokens]."""
+    """For each position of the row, its index in the positions of all ranks, concatenated in rank order, int64
+    [tokens]."""
 
 
-class GiveParts:
-    """Forward pre-hook of a language model that adds the argument `parts`, once for all layers."""
+class GiveRowChunks:
+    """Forward pre-hook of a language model that adds the argument `row_chunks`, once for all layers."""
 
     def __init__(self, cut: ContextCut):
         self.cut = cut
@@ -171,10 +172,10 @@ class GiveParts:
         lengths: Lengths | None = kwargs.get("segment_lengths")
         if lengths is None:
             return args, kwargs
-        return args, {**kwargs, "parts": parts_of(lengths.each, self.cut, kwargs["cu_seqlens"].device)}
+        return args, {**kwargs, "row_chunks": row_chunks_of(lengths.each, self.cut, kwargs["cu_seqlens"].device)}
 
 
-def parts_of(lengths: Sequence[int], cut: ContextCut, device: torch.device) -> Parts:
+def row_chunks_of(lengths: Sequence[int], cut: ContextCut, device: torch.device) -> RowChunks:
     """Return the chunks of a row that this rank computes.
 
     Args:
@@ -183,10 +184,10 @@ def parts_of(lengths: Sequence[int], cut: ContextCut, device: torch.device) -> P
     tokens = sum(lengths)
     every = [ContextCut(cut.size, rank, cut.head_tail).positions(tokens) for rank in range(cut.size)]
     order = torch.cat([torch.from_numpy(positions) for positions in every]).argsort()
-    return Parts(tuple(part_of(lengths, *chunk, device) for chunk in cut.chunks(tokens)), order.to(device))
+    return RowChunks(tuple(row_chunk_of(lengths, *chunk, device) for chunk in cut.chunks(tokens)), order.to(device))
 
 
-def part_of(lengths: Sequence[int], begin: int, end: int, device: torch.device) -> Part:
+def row_chunk_of(lengths: Sequence[int], begin: int, end: int, device: torch.device) -> RowChunk:
     """Return the chunk [begin, end) of a row whose samples have the given lengths."""
     queries, keys, first, start = [], [], begin, 0
     for length in lengths:
@@ -196,7 +197,7 @@ def part_of(lengths: Sequence[int], begin: int, end: int, device: torch.device) 
             keys.append(high - start)
             first = min(first, start)
         start += length
-    return Part(slice(first, end), end - begin, boundaries(queries, device), boundaries(keys, device))
+    return RowChunk(slice(first, end), end - begin, boundaries(queries, device), boundaries(keys, device))
 
 
 def boundaries(lengths: list[int], device: torch.device) -> Boundaries:
@@ -208,10 +209,10 @@ class GatheredKeys:
     """Attention function for packed rows (several samples end to end) whose positions are divided among ranks. Each
     rank computes the queries of its own positions, with the keys and values of all positions of the row."""
 
-    def __init__(self, attend: Attend, gather: Collective, parts: Parts):
+    def __init__(self, attend: Attend, gather: Collective, row_chunks: RowChunks):
         self.attend = attend
         self.gather = gather
-        self.parts = parts
+        self.row_chunks = row_chunks
 
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
@@ -219,9 +220,9 @@ class GatheredKeys:
         """Compute attention; query, key and value are [1, heads, own positions, size], the result is [1, own positions,
         heads, size]."""
         key, value = self.gathered(key), self.gathered(value)
-        queries = query.split([part.tokens for part in self.parts.each], dim=2)
+        queries = query.split([part.tokens for part in self.row_chunks.each], dim=2)
         found = []
-        for own, part in zip(queries, self.parts.each, strict=True):
+        for own, part in zip(queries, self.row_chunks.each, strict=True):
             keys, values = key[:, :, part.keys], value[:, :, part.keys]
             found.append(self.attend(module, own, keys, values, PackedRow(part.queries_at, row.form, part.keys_at)))
         return torch.cat(found, dim=1)
@@ -229,4 +230,4 @@ class GatheredKeys:
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
         """[1, heads, own positions, size] -> [1, heads, positions, size]"""
         every = self.gather(own[0].transpose(0, 1).contiguous())  # [positions, heads, size]
-        return every.index_select(0, self.parts.order).transpose(0, 1)[None]
+        return every.index_select(0, self.row_chunks.order).transpose(0, 1)[None]

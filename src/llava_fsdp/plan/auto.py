@@ -13,9 +13,10 @@ from transformers import PretrainedConfig
 from llava_fsdp.config import AUTO, ActivationCheckpointing, ActivationCheckpointingConfig, Config, Strategy
 from llava_fsdp.config.renamed import present_tree
 from llava_fsdp.distributed.compile import splits_blocks
-from llava_fsdp.distributed.mesh import World
+from llava_fsdp.distributed.mesh import World, check_divides
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.attention import packing_refused
+from llava_fsdp.model.context_attention import plan_context
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan.hardware import Machine, this_machine
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
@@ -49,8 +50,9 @@ def settle_packing(cfg: C, language: PretrainedConfig) -> tuple[C, str | None]:
     refused = packing_refused(language)
     if refused is None:
         return replace(cfg, pack=True), None
+    alone = replace(cfg.parallel, context=1) if cfg.parallel.context == AUTO else cfg.parallel
     try:
-        return replace(cfg, pack=False), f"pack=false, rows are padded: {refused}"
+        return replace(cfg, pack=False, parallel=alone), f"pack=false, rows are padded: {refused}"
     except ConfigError as error:
         raise ConfigError(f"pack=auto: rows must be padded, as {refused}; {error}") from error
 
@@ -115,7 +117,7 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
             found = row.choice.strategy, before.activation_checkpointing, tokens, before.parallel.num_context
             return Decision(*found, "as when this run began")
     best: PlanRow | None = None
-    for tried in with_contexts(cfg, world.size):
+    for tried in with_contexts(cfg, world.size, parts.language):
         try:
             row = rows_for(Planner(tried, machine, samples, parts), tried, world)[0]
         except LlavaFsdpError:
@@ -141,19 +143,25 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     return Decision(best.choice.strategy, best.choice.activation_checkpointing, tokens, context, reason)
 
 
-def with_contexts(cfg: C, world_size: int) -> list[C]:
+def with_contexts(cfg: C, world_size: int, language: PretrainedConfig) -> list[C]:
     """Return the configuration with each value that `parallel.context=auto` may take, the smallest first: the divisors
     of the number of ranks for which a sample of the maximum length fits into a row. Without `auto`, return it as it is.
 
+    Args:
+        language: configuration of the language model.
+
     Raises:
-        ConfigError: no such number is large enough.
+        ConfigError: no such number is large enough, or `parallel.context` is a number that is not possible.
     """
     if cfg.parallel.context != AUTO:
+        check_divides(cfg.parallel, world_size)
+        plan_context(cfg.parallel.context_how, language, cfg.parallel.num_context, 0)
         return [cfg]
     found: list[C] = []
     error: ConfigError | None = None
     for size in (n for n in range(1, world_size + 1) if world_size % n == 0):
         try:
+            plan_context(cfg.parallel.context_how, language, size, 0)
             found.append(replace(cfg, parallel=replace(cfg.parallel, context=size)))
         except ConfigError as refused:
             error = refused

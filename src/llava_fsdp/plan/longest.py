@@ -6,7 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, OffloadMode, PlanConfig, Strategy
+from llava_fsdp.config import (
+    ActivationCheckpointing,
+    ActivationCheckpointingConfig,
+    Attention,
+    OffloadMode,
+    PlanConfig,
+    SamplerName,
+    Strategy,
+)
 from llava_fsdp.model.context_attention import plan_context
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan.activations import MicroBatch
@@ -19,7 +27,7 @@ from llava_fsdp.report.svg import Chart, Line
 from llava_fsdp.runtime.errors import ConfigError
 
 MOST_TOKENS = 1 << 20
-"""Greatest length of a sample that is tried."""
+"""Greatest length of a sample that is tried; a longer one may fit."""
 PIECE = 1024
 """Lengths are multiples of this number of tokens for each rank of a row."""
 MODES = (ActivationCheckpointing.full, ActivationCheckpointing.offload)
@@ -36,7 +44,8 @@ def longest(cfg: PlanConfig, machine: Machine, parts: Parts) -> list[dict[str, A
     """
     points = []
     for context in sizes_of(cfg, parts):
-        planner = Planner(replace(cfg, parallel=replace(cfg.parallel, context=context)), machine, parts=parts)
+        own = replace(cfg.parallel, context=context)
+        planner = Planner(replace(cfg, parallel=own, tokens_per_micro_batch=None), machine, parts=parts)
         modes = MODES if machine.device == "cuda" else MODES[:1]
         ways = [ActivationCheckpointingConfig(mode=mode, budget=None) for mode in modes]
         for gpus in counts(cfg):
@@ -44,7 +53,7 @@ def longest(cfg: PlanConfig, machine: Machine, parts: Parts) -> list[dict[str, A
                 continue
             ranks = Ranks(gpus, gpus, cfg.gpus)
             found = [longest_row(planner, Choice(Strategy.FULL_SHARD, way, OffloadMode.none), ranks) for way in ways]
-            row = max(found, key=lambda row: 0 if row is None else row.tokens, default=None)
+            row = max(found, key=lambda row: 0 if row is None else row.tokens)
             points.append(
                 {
                     "gpus": gpus,
@@ -67,10 +76,12 @@ def counts(cfg: PlanConfig) -> Iterator[int]:
 
 
 def sizes_of(cfg: PlanConfig, parts: Parts) -> list[int]:
-    """Return the numbers of ranks a row to try: powers of two up to the number of GPUs. With
-    `parallel.context_how=ulysses`, only those that divide the attention heads."""
+    """Return the numbers of ranks a row to try: powers of two up to the number of GPUs, at most 64. With
+    `parallel.context_how=ulysses`, only those that divide the attention heads; only 1 if rows are not packed."""
+    if not cfg.packs or cfg.sampler.name is SamplerName.llava_v1_5:
+        return [1]
     found = []
-    for size in sorted({1 << n for n in range(12) if 1 << n <= cfg.gpus * cfg.nodes}):
+    for size in (1 << n for n in range(7) if 1 << n <= cfg.gpus * cfg.nodes):
         try:
             plan_context(cfg.parallel.context_how, parts.language, size, 0)
         except ConfigError:
@@ -82,7 +93,10 @@ def sizes_of(cfg: PlanConfig, parts: Parts) -> list[int]:
 def longest_row(planner: Planner, choice: Choice, ranks: Ranks) -> PlanRow | None:
     """Return the prediction for the longest sample that fits into memory, found by bisection; None if none fits."""
     context = planner.cfg.parallel.num_context
-    ends = [one_sample(planner.samples, PIECE * context, context), one_sample(planner.samples, MOST_TOKENS, context)]
+    lengths = (PIECE * context, MOST_TOKENS)
+    ends = [one_sample(planner.samples, length, context) for length in lengths]
+    if context > 1 and planner.kernel is not None and planner.kernel.attention is Attention.sdpa:
+        ends = []  # its masks grow with the square of the length, so that nothing lies on a line between two lengths
 
     def row(pieces: int) -> PlanRow:
         return planner.row(choice, ranks, [one_sample(planner.samples, PIECE * context * pieces, context)], ends)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llava_fsdp.config import DType, Format, OffloadMode, PlanConfig, SamplerName, Source
+from llava_fsdp.config import AUTO, DType, Format, OffloadMode, PlanConfig, SamplerName, Source
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan.auto import settle_packing, with_contexts
@@ -67,7 +67,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     ranks = Ranks(cfg.gpus * cfg.nodes, cfg.sharding.shard_size or cfg.gpus, cfg.gpus)
     # every recipe sets micro_batch_size, so only a user who sets tokens_per_micro_batch has chosen a size
     is_free = not isinstance(cfg.tokens_per_micro_batch, int)
-    for tried in with_contexts(cfg, ranks.world_size):
+    for tried in with_contexts(cfg, ranks.world_size, parts.language):
         planner = Planner(tried, machine, parts=parts)
         splits = splits_to_try(planner, tried, ranks.world_size, is_free)
         rows = plan_rows(planner, choices(tried, machine.device, distinct_strategies(ranks)), ranks, splits)
@@ -132,10 +132,13 @@ def command(cfg: PlanConfig, row: PlanRow, typed: Sequence[str]) -> str:
     if cfg.nodes > 1:
         launch += f" --nnodes {cfg.nodes} --rdzv-endpoint HOST:29500"
     chosen = CHOSEN | (set() if cfg.packs else {"micro_batch_size"})
-    kept = [word for word in typed if key_of(word) not in OWN_KEYS and key_of(word).partition(".")[0] not in chosen]
+    own = OWN_KEYS | ({"parallel", "parallel.context"} if cfg.parallel.context == AUTO else set())
+    kept = [word for word in typed if key_of(word) not in own and key_of(word).partition(".")[0] not in chosen]
     keys = {key_of(word) for word in kept}
     kept = [f"stage={cfg.stage.name}"] * ("stage" not in keys) + [shlex.quote(word) for word in kept]
     planned = [names(row)]
+    if cfg.parallel.context == AUTO:
+        planned.append(f"parallel.context={row.micro_batches[0].context}")
     if SHARD_PLANS[row.choice.strategy].mesh is Mesh.HYBRID and cfg.sharding.shard_size is not None:
         planned.append(f"sharding.shard_size={cfg.sharding.shard_size}")
     if row.choice.offload is OffloadMode.nvme and cfg.offload.folder is not None:

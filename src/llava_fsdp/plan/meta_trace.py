@@ -99,7 +99,11 @@ class FuseAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
             fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            return fused(*args[:3], 0.0, bool((kwargs or {}).get("is_causal")))[0]
+            options = kwargs or {}
+            mask = options.get("attn_mask")
+            if mask is not None:  # a mask of booleans is converted, and kept for the backward pass
+                mask = args[0].new_zeros(mask.shape)
+            return fused(*args[:3], 0.0, bool(options.get("is_causal")), attn_mask=mask)[0]
         return func(*args, **(kwargs or {}))
 
 

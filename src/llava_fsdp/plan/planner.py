@@ -268,7 +268,9 @@ class Planner:
             return sent
         how = plan_context(self.cfg.parallel.context_how, self.parts.language, size, 0).how
         width = DTYPES[self.cfg.precision.param_dtype].itemsize
-        share = recomputed_share(choice.activation_checkpointing)
+        mode, share = choice.activation_checkpointing.mode, recomputed_share(choice.activation_checkpointing)
+        if mode is ActivationCheckpointing.selective:  # it keeps products, and collectives run again
+            share = 1.0
         tokens = sum(micro.tokens for micro in micros)
         moved, count = context_volume(how, size, self.parts.language, width, tokens, share)
         return replace(sent, context=moved, exchanges=count * len(micros), context_size=size)

@@ -32,9 +32,11 @@ def scale(planner: Planner, gpus: int, nodes: int, is_free: bool) -> list[dict[s
     """
     points = []
     for count in node_counts(nodes):
-        world_size = gpus * count
-        if count > 1 and world_size > planner.cfg.global_batch_size:
-            break  # more ranks than samples
+        world_size, context = gpus * count, planner.cfg.parallel.num_context
+        if world_size % context:
+            continue
+        if count > 1 and world_size > planner.cfg.global_batch_size * context:
+            break  # more rows than samples
         for name, strategy in STRATEGIES.items():
             if count == 1 and name == "hybrid":
                 continue  # within one node hybrid is the same as zero3

@@ -109,9 +109,14 @@ class Volume:
         crossing = HOP_BETWEEN * self.nodes
         latency = self.gathers * (LATENCY + HOP * (self.shards - 1) + (crossing if spans else 0))
         latency += self.reductions * (LATENCY + HOP * (self.replicas - 1) + (crossing if self.nodes > 1 else 0))
+        return latency + (self.sharded / ring + self.replicated / replicas) / LINK_EFFICIENCY
+
+    def attention_seconds(self, link: float, network: float) -> float:
+        """Return the seconds of attention's collectives between the ranks that process the same row. They overlap with
+        nothing, because attention waits for each."""
         within = network if self.context_size > self.node_size else link
-        latency += self.exchanges * (LATENCY + HOP * (self.context_size - 1))
-        return latency + (self.sharded / ring + self.replicated / replicas + self.context / within) / LINK_EFFICIENCY
+        latency = self.exchanges * (LATENCY + HOP * (self.context_size - 1))
+        return latency + self.context / within / LINK_EFFICIENCY
 
 
 def volume(
@@ -238,7 +243,8 @@ def step_time(
     compute = (flops + recomputed) / rate
     link, network = (gpu.link, gpu.network) if gpu else (CPU_LINK, CPU_LINK)
     seconds = sent.seconds(link, network)
-    exposed = max(0.0, seconds - OVERLAP * compute)
+    attention = sent.attention_seconds(link, network)
+    exposed = max(0.0, seconds - OVERLAP * compute) + attention
     copies = COPIED * trainable * micro_batches / bandwidth if world_size > 1 else 0.0
     update = UPDATED * local / bandwidth
     pcie = gpu.pcie if gpu else CPU_BANDWIDTH
@@ -250,7 +256,7 @@ def step_time(
         update = UPDATED * local / HOST_UPDATE
         if offload is OffloadMode.nvme:
             update += 40 * local / DISK
-    return Step(compute, copies, seconds, exposed, update)
+    return Step(compute, copies, seconds + attention, exposed, update)
 
 
 def sample_flops(flops: Flops, samples: Samples) -> float:

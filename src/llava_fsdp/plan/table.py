@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llava_fsdp.distributed.memory import checkpoint_bytes
+from llava_fsdp.plan.longest import MOST_TOKENS
 from llava_fsdp.plan.planner import Planner, PlanRow
 from llava_fsdp.plan.published_formulas import formulas
 
@@ -117,9 +118,14 @@ def show_longest(console: Console, points: Sequence[dict[str, Any]], title: str)
     table = Table("GPUs", *columns, title=f"longest sample in tokens that fits: {title}", title_justify="left")
     for gpus in sorted({point["gpus"] for point in points}):
         own = {point["context"]: point["tokens"] for point in points if point["gpus"] == gpus}
-        cells = ["" if context not in own else f"{own[context]:,}" if own[context] else "none" for context in contexts]
+        cells = ["" if context not in own else said(own[context]) for context in contexts]
         table.add_row(f"{gpus}", *cells)
     console.print(table)
+
+
+def said(tokens: int) -> str:
+    """Return the longest sample that fits as a text for the table, given its number of tokens."""
+    return "none" if not tokens else f"{tokens:,}" if tokens < MOST_TOKENS else f"at least {tokens:,}"
 
 
 def formula_table(planner: Planner, world_size: int) -> Table:

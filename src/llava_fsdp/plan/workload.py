@@ -163,9 +163,11 @@ def micro_batch(samples: Samples, rows: int, length: int, count: int, context: i
             which needs the most memory with gathered keys.
     """
     own = math.ceil(length / context)
+    own += own % 2 if context > 1 else 0  # gathered keys need two chunks of equal length
     tokens = rows * own
-    tiles = min(math.ceil(tokens / samples.tile_tokens), math.ceil(count * samples.tiles / context))
-    tiles = tiles if context > 1 else min(int(tokens // samples.tile_tokens), tiles)
+    tiles = min(int(tokens // samples.tile_tokens), math.ceil(count * samples.tiles / context))
+    if context > 1 and samples.tiles:  # an image on a border is encoded on both sides
+        tiles = min(tiles + 2, math.ceil(count * samples.tiles))
     labels = min(tokens, max(1, math.ceil(count * samples.labels / context)))
     image_tokens = min(tokens, math.ceil(tiles * samples.tile_tokens))
     return MicroBatch(rows, own, count, tiles, labels, image_tokens, context, context - 1)
