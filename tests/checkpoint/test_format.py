@@ -1,5 +1,6 @@
 """The files of a checkpoint, and where the rows of every tensor lie in them."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint import safetensors_stream
 from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry, parse, render
-from llava_fsdp.checkpoint.reader import SavedTensor
+from llava_fsdp.checkpoint.reader import SavedTensor, load
 from llava_fsdp.checkpoint.safetensors_stream import CHUNK, CODES, Digest, write_tensors
 from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.runtime.errors import CheckpointError, NumericError
@@ -90,6 +91,18 @@ def test_any_ranks_read_what_any_ranks_wrote(
     for readers in (2, 4):
         for other in LAYOUTS:
             assert pools[readers].run(loaded, tmp_path, other) == [3] * readers
+
+
+def test_a_checkpoint_has_exactly_the_tensors_of_the_run(tmp_path: Path) -> None:
+    tensors = whole_tensors(1)
+    save_steps(single_world(), tmp_path, [1])
+    checkpoint = verify(tmp_path / "step-000001")
+    load(checkpoint, tensors)
+    for name in tensors:
+        fewer = {other: tensor for other, tensor in tensors.items() if other != name}
+        for others in (fewer, fewer | {f"{name}.other": tensors[name]}, tensors | {f"{name}.other": tensors[name]}):
+            with pytest.raises(CheckpointError, match=re.escape(name)):
+                load(checkpoint, others)
 
 
 @pytest.mark.ranks

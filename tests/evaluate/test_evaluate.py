@@ -192,6 +192,19 @@ def test_own_right_answers(reply: Reply, keys: list[str], tmp_path: Path) -> Non
     assert (found["accuracy"], found["invalid"]) == (0.8, 1)
 
 
+def test_all_questions_have_right_answers_or_none_has(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    cfg = config("model.checkpoint=x", "answers=x", "task=yes_no", f"questions={path}")
+    without: dict[str, Any] = {"question_id": 1, "text": "Is it?"}
+    given = without | {"label": "no"}
+    for rows in ([given, given], [without, without]):
+        write_lines(path, rows)
+        assert len(read_questions(cfg)) == 2
+    write_lines(path, [given, without, given])
+    with pytest.raises(DataError, match=r"q\.jsonl, line 2, record 1"):
+        read_questions(cfg)
+
+
 def ask(cfg: EvaluateConfig, monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
     """The entry as a process of torchrun's, here."""
     monkeypatch.setenv("RANK", str(rank))

@@ -13,6 +13,7 @@ from llava_fsdp.model.pretrained import (
     check_same_model,
     check_selection,
     check_sizes,
+    find_folder,
     trained_vocabulary,
 )
 from llava_fsdp.runtime.errors import ConfigError, ModelError
@@ -109,3 +110,16 @@ def test_parts_that_a_checkpoint_would_not_read_are_refused(tmp_path: Path) -> N
     own.language = str(tmp_path / "b")
     with pytest.raises(ConfigError, match=r"made of model\.language=.*/a, .*model\.language=.*/b, which would not"):
         check_named_language(own, tmp_path)
+
+
+@pytest.mark.parametrize(("parent", "own"), [(0o755, 0o777), (0o777, 0o755)])
+def test_a_folder_that_every_user_can_write_is_told(
+    parent: int, own: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder itself counts: a private one may lie in a folder like /tmp."""
+    folder = tmp_path / "parent" / "model"
+    folder.mkdir(parents=True)
+    folder.chmod(own)
+    folder.parent.chmod(parent)
+    assert find_folder(str(folder), "model.vision") == folder
+    assert [f"model.vision={folder} " in text for text in caplog.messages] == [True] * (own == 0o777)

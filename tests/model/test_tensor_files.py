@@ -48,7 +48,7 @@ def test_what_else_is_no_file_of_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors"])
-def test_rows_and_dtypes(kind: str, tmp_path: Path) -> None:
+def test_rows_parts_and_dtypes(kind: str, tmp_path: Path) -> None:
     content = {"a": torch.arange(12.0).view(4, 3), "b": torch.ones(5, dtype=torch.bfloat16)}
     file = tmp_path / ("w.safetensors" if kind == "safetensors" else "w.bin")
     if kind == "safetensors":
@@ -57,6 +57,9 @@ def test_rows_and_dtypes(kind: str, tmp_path: Path) -> None:
         torch.save(content, file, _use_new_zipfile_serialization=kind == "zip")
     found = open_tensors(file)
     assert torch.equal(found["a"].rows(1, 3), content["a"][1:3]) and found["a"].shape == (4, 3)
+    for box in ((1, 3), (0, 2)), ((0, 4), (2, 3)), ((2, 2), (1, 3)):
+        (top, bottom), (left, right) = box
+        assert torch.equal(found["a"].part(box), content["a"][top:bottom, left:right]), box
     assert (found["a"].dtype, found["b"].dtype) == (torch.float32, torch.bfloat16)
 
 
