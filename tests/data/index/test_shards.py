@@ -52,6 +52,16 @@ def samples(records: Records) -> list:
     return [(records[n].id, records[n].images, records[n].turns, records[n].sizes) for n in range(len(records))]
 
 
+def test_records_without_ids_are_no_duplicates(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """The first records of two files, which are named by their places alone."""
+    (tmp_path / "two").mkdir()
+    turns = [{"from": "human", "value": "what is it"}, {"from": "gpt", "value": "a square"}]
+    for name in ("a.json", "b.json"):
+        (tmp_path / "two" / name).write_text(json.dumps([{"conversations": turns}]))
+    records = open_again(config(parts, dataset, tmp_path, tmp_path / "two"), parts)
+    assert len(records) == 2 and not records.counts["duplicate_id"]
+
+
 def test_files_folders_and_patterns(tmp_path: Path) -> None:
     for name in ("b.json", "a.jsonl", "sub/c.parquet", "sub/.d.json", "x.txt", "a.json.index/known.json", ".e/f.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
