@@ -143,6 +143,7 @@ def prepare(path: str, folder: Path) -> dict[str, float]:
     made = {
         "read_mb": counted["rchar"] / 1e6,
         "written_mb": counted["wchar"] / 1e6,
+        "to_disk_mb": counted["write_bytes"] / 1e6,
         "index_mb": size_of(index) / 1e6,
         "cache_mb": size_of(cache) / 1e6,
         "seconds": seconds,
