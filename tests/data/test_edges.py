@@ -196,6 +196,7 @@ def test_a_micro_batch_of_nothing_is_one_position_without_a_label(pack: bool) ->
     assert made.input_ids.tolist() == [[0]] and not len(made.label_ids) and not len(made.label_positions)
     assert (made.lengths, made.cu_seqlens.tolist()) == (((1,), [0, 1]) if pack else ((), []))
     assert made.scale == 0.5 and made.images.shape == (0, 3, 28, 28)
+    assert made.seeds.shape == (1, 1), "without dropout no seeds are copied to the device"
 
 
 def test_tiles_have_seeds_of_their_own_below_the_bound() -> None:
@@ -210,7 +211,6 @@ def test_tiles_have_seeds_of_their_own_below_the_bound() -> None:
 def test_every_token_has_the_seed_of_its_sample() -> None:
     assert per_token([7, 9], (1, 3), True).tolist() == [[7, 9, 9, 9]]
     assert per_token([7, 9], (1, 3), False).tolist() == [[7], [9]], "every column of a padded row"
-    assert per_token([], (2, 1), True).tolist() == [[0, 0, 0]]
 
 
 def sources(**own: dict[str, Any]) -> dict[str, SourceConfig]:

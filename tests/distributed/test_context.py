@@ -30,6 +30,7 @@ from saves import interrupted
 from small import Configure, make_config, with_heads
 from test_adapters import EVERY_ROW, LORA, first_values
 from tiers import slow_after
+from transformers import LlamaConfig
 
 from llava_fsdp.config import ContextHow
 from llava_fsdp.distributed.context import check_torch
@@ -122,15 +123,13 @@ def test_a_run_continues_with_any_number_of_ranks_a_row(
         before = folder
 
 
-def test_ranks_share_heads_or_gather_keys(parts: Path) -> None:
-    class Language:
-        num_attention_heads = 6
-
-    assert plan_context(ContextHow.auto, Language(), 3, 1).how is ContextHow.ulysses  # type: ignore[arg-type]
-    gathers = plan_context(ContextHow.auto, Language(), 4, 1)  # type: ignore[arg-type]
+def test_ranks_share_heads_or_gather_keys() -> None:
+    language = LlamaConfig(hidden_size=36, num_attention_heads=6)
+    assert plan_context(ContextHow.auto, language, 3, 1).how is ContextHow.ulysses
+    gathers = plan_context(ContextHow.auto, language, 4, 1)
     assert gathers.how is ContextHow.gather and gathers.cut.head_tail and "6" in gathers.reason
     with pytest.raises(ConfigError, match="does not divide them"):
-        plan_context(ContextHow.ulysses, Language(), 4, 1)  # type: ignore[arg-type]
+        plan_context(ContextHow.ulysses, language, 4, 1)
 
 
 class Ranks:

@@ -115,7 +115,7 @@ def adapter_entries(folder: os.DirEntry[str] | None) -> dict[str, os.DirEntry[st
     checkpoint.
 
     Args:
-        folder: the folder of adapters; None if there is none.
+        folder: the folder of adapters; None: the checkpoint has no such folder.
 
     Raises:
         CheckpointError: the folder is missing or a symbolic link. (`open_file` refuses only links at the end of a

@@ -219,7 +219,7 @@ def write_outcome(folder: Path | None, outcome: Outcome, on_exit: WriteStatus) -
     """Record how this rank ended (`outcome`), by calling `on_exit(folder, outcome)`. Errors are logged and not raised.
 
     Args:
-        folder: the run's output folder; None if there is none. Nothing is called then, or if other processes, which
+        folder: the run's output folder; None if it is not known. Nothing is called then, or if other processes, which
             were launched separately, are using the folder.
 
     Returns:

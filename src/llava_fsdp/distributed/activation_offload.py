@@ -73,13 +73,13 @@ class OffloadedTensor:
         Args:
             owner: hooks with the device and the CUDA stream of the copies.
             tensor: a tensor on the device.
-            before: the tensor that was offloaded before this one, which the backward pass needs after it; None if there
-                is none.
+            before: the tensor that was offloaded before this one, which the backward pass needs after it; None: this
+                is the first.
         """
         self.owner = owner
         self.before = weakref.ref(before) if before is not None else None
         self.on_device: torch.Tensor | None = tensor
-        """The copy on the device; None while there is none."""
+        """The copy on the device; None while the tensor is only in host memory."""
         self.done: torch.Event | None = None
         """Event recorded after the most recent copy to or from the host; None if no later work has to wait for a
         copy."""

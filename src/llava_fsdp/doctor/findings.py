@@ -53,7 +53,7 @@ def output_of(command: Sequence[str], seconds: float) -> str | None:
 
 def result_and_cure(error: Exception | str) -> tuple[str, str]:
     """Split the message of an error or a warning into the problem and the advice, both of which are returned. The
-    advice is what follows the last semicolon, or begins with `pip`; empty if there is none."""
+    advice is what follows the last semicolon, or begins with `pip`; empty without advice."""
     for sign in ("; ", ": pip "):
         result, found, cure = str(error).rpartition(sign)
         if found:

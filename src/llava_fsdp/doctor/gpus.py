@@ -167,7 +167,7 @@ def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
     """Check how the GPUs are connected, and whether they can access each other's memory. Yield the results.
 
     Args:
-        matrix: output of `nvidia-smi topo -m`; None if there is none.
+        matrix: output of `nvidia-smi topo -m`; None: it could not be run.
         facts: what torch reports about itself and the GPUs.
     """
     links = parse_links(matrix or "")

@@ -83,7 +83,7 @@ def check_unread(where: str, unread: str | None) -> None:
 
     Args:
         where: file and place of the question, for the message.
-        unread: description of these media; None if there are none.
+        unread: description of these media; None: the question has no such media.
     """
     if unread is not None:
         raise DataError(unread_reason(where, unread), Kind.media_not_read)

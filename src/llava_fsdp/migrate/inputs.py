@@ -144,7 +144,7 @@ def read_run(
 
 
 def choose(named: object, script: Path, given: Files, missing: list[str]) -> Path | None:
-    """Return the path of the DeepSpeed JSON or Accelerate YAML file that a training script uses; None if there is none.
+    """Return the path of the DeepSpeed JSON or Accelerate YAML file that a training script uses, or None.
 
     It is the file given on the command line with the same file name as `named`, or else the only file given there. If
     neither exists, it is the file at the path `named`, relative to the current folder, the script's folder or one of

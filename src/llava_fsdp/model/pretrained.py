@@ -151,7 +151,7 @@ def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list
 
     Args:
         parts: the folders of the language model and the vision tower.
-        projector: the path of the projector, as `find_projector` returned it; None if there is none.
+        projector: the path of the projector, as `find_projector` returned it; None: no projector is read.
         cfg: the section `model` of the configuration, which may name a LoRA adapter.
     """
     found = [parts.whole, parts.language_folder, parts.vision_folder, projector]

@@ -28,7 +28,7 @@ def answers(run: Run, thumbnail: Thumbnail) -> Iterator[str]:
 
     Args:
         run: the training, as read from its output folder.
-        thumbnail: function that returns the data: URL of a thumbnail for an image's path, or None if there is none.
+        thumbnail: function that returns the data: URL of a thumbnail for an image's path, or None.
     """
     rows = [row for row in run.validations if row.get("answers")]
     if not rows:

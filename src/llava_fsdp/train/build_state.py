@@ -87,7 +87,7 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
     """Describe in words which projector (from image features to the language model) a training starts with.
 
     Args:
-        projector: file or folder from which it is read; None if there is none.
+        projector: file or folder from which it is read; None: it is not read from a file of its own.
     """
     is_missing = projector is None and cfg.model.projector == "auto"
     if is_missing and cfg.model.lora.checkpoint is not None:

@@ -15,6 +15,7 @@ from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample
 from llava_fsdp.data.batching.collate import shown_images
 from llava_fsdp.data.images.image_tokens import BLENDED, NEWLINE_ROW, needed_tiles, single
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
+from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import Sample
 from llava_fsdp.runtime.context_cut import ContextCut
@@ -34,8 +35,9 @@ def opened(parts: Path, dataset: Path, cut: ContextCut | None, *overrides: str, 
 
 def tokens_of(micro: MicroBatch, positions: list[int]) -> dict[int, Any]:
     """What is known of each position of a row: id, position, dropout, label, and the feature of an image."""
+    seeds = micro.seeds.expand(1, len(positions))
     found: dict[int, list[Any]] = {
-        place: [int(micro.input_ids[0, at]), int(micro.position_ids[0, at]), int(micro.seeds[0, at])]
+        place: [int(micro.input_ids[0, at]), int(micro.position_ids[0, at]), int(seeds[0, at])]
         for at, place in enumerate(positions)
     }
     for at, label in zip(micro.label_positions.tolist(), micro.label_ids.tolist(), strict=True):
@@ -77,11 +79,16 @@ def test_parts_are_the_row(size: int, overrides: list[str], head_tail: bool, par
             assert got == {**expected, **ends}
 
 
-def test_only_the_images_that_show_are_read(parts: Path, dataset: Path) -> None:
+def test_only_the_images_that_show_are_read(parts: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = opened(parts, dataset, ContextCut(4, 0, head_tail=False)).steps
     read: list[tuple[int, int]] = []
     tiles = steps.tiles
-    steps.tiles = lambda record, number, place: read.append((number, place)) or tiles(record, number, place)  # type: ignore[method-assign]
+
+    def noted(record: Record, number: int, place: int) -> np.ndarray:
+        read.append((number, place))
+        return tiles(record, number, place)
+
+    monkeypatch.setattr(steps, "tiles", noted)
     images = sum(len(micro.images) for micro in steps.prepare(0).micro_batches)
     assert 0 < len(read) == images < steps.facts(0, steps.sampler.samples(0)).images
 

@@ -51,7 +51,7 @@ class MicroBatch:
     for its padding; all other fields describe the positions that this rank processes."""
     seeds: torch.Tensor = field(default_factory=lambda: torch.zeros((1, 1), dtype=torch.int64))
     """Dropout seeds below 2**31, which depend only on the sample and the step: of each token of a packed row, int64 [1,
-    tokens], or of each padded row, int64 [rows, 1]."""
+    tokens], or of each padded row, int64 [rows, 1]. Without dropout a zero, [1, 1]."""
     tile_seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """Seed of the vision tower's dropout for each tile, int64 [tiles]."""
     label_sources: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))

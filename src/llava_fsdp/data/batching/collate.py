@@ -67,7 +67,7 @@ class Collator:
         ids, labels = (packed if self.pack else padded)(samples)
         lengths = tuple(len(sample.input_ids) for sample in samples) or (1,)
         label_rows = np.repeat(np.arange(len(samples)), [sample.num_labels for sample in samples])
-        token_seeds = per_token(seeds, lengths, self.pack)
+        token_seeds = per_token(seeds, lengths, self.pack) if len(seeds) else np.zeros((1, 1), dtype=np.int64)
         if self.normalize is Normalize.step:
             scale = 1 / max(1, facts.label_tokens)
         else:
@@ -77,12 +77,10 @@ class Collator:
             padding = self.cut.padding(ids.shape[1])
             edges = boundaries((*lengths, padding) if padding else lengths)
             here = self.cut.positions(ids.shape[1] + padding)
-            label_rows = label_rows[np.isin(np.flatnonzero(labels != IGNORE), here)]
-            ids, labels, token_seeds = (
-                np.pad(values, ((0, 0), (0, padding)), constant_values=filler)[:, here]
-                for values, filler in ((ids, 0), (labels, IGNORE), (token_seeds, 0))
-            )
             edges["position_ids"] = edges["position_ids"][:, here]
+            label_rows = label_rows[np.isin(np.flatnonzero(labels != IGNORE), here)]
+            ids, labels = padded_to(ids, padding, 0)[:, here], padded_to(labels, padding, IGNORE)[:, here]
+            token_seeds = padded_to(token_seeds, padding, 0)[:, here] if len(seeds) else token_seeds
         image_positions = np.flatnonzero(ids == IMAGE_ID)
         label_positions = np.flatnonzero(labels != IGNORE)
         ids[ids == IMAGE_ID] = 0
@@ -157,6 +155,11 @@ def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([s.input_ids for s in samples])[None], np.concatenate(labels)[None]
 
 
+def padded_to(row: np.ndarray, padding: int, filler: int) -> np.ndarray:
+    """Return a row, [1, tokens], with `padding` times `filler` at its end."""
+    return np.pad(row, ((0, 0), (0, padding)), constant_values=filler)
+
+
 def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
     """Return the MicroBatch fields that separate the samples of a packed row (position_ids, cu_seqlens and lengths),
     given the number of tokens of each sample."""
@@ -169,13 +172,13 @@ def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
 
 def per_token(seeds: Sequence[int], lengths: tuple[int, ...], pack: bool) -> np.ndarray:
     """Return the dropout seeds of a micro-batch's tokens, int64 [1, tokens] for a packed row; for padded rows, whose
-    tokens all have the seed of their row, int64 [rows, 1]. Zeros without seeds.
+    tokens all have the seed of their row, int64 [rows, 1].
 
     Args:
-        seeds: dropout seed of each sample; may be empty.
+        seeds: dropout seed of each sample.
         lengths: number of tokens of each sample.
     """
-    of_samples = np.array(seeds if len(seeds) else [0] * len(lengths), dtype=np.int64)
+    of_samples = np.array(seeds, dtype=np.int64)
     return np.repeat(of_samples, lengths).reshape(1, -1) if pack else of_samples.reshape(-1, 1)
 
 

@@ -41,7 +41,7 @@ class Sampler(Protocol):
     @property
     def shape(self) -> str:
         """Text that must not change when a run is resumed with this sampler. It contains the settings (such as the
-        number of ranks) that affect which records a step gets; empty if there are none."""
+        number of ranks) that affect which records a step gets; empty without such settings."""
         ...
 
     def samples(self, step: int) -> list[int]:

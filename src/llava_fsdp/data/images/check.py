@@ -103,7 +103,7 @@ def inline_image(name: str, held: bytes | ImageLocation, data_files: DataFiles |
     Args:
         name: name of the image in the record.
         held: its bytes, or their location in the file.
-        data_files: reads the location; None if there is none.
+        data_files: reads the location; None: the image is not in a container.
     """
     if isinstance(held, bytes):
         return ImageBytes(name, held)

@@ -87,7 +87,7 @@ def report(records: Records, cfg: Config, plan: Plan) -> None:
 
 
 def same_files(records: Records) -> str:
-    """Return a warning about files that several data sources of the dataset contain; empty if there are none."""
+    """Return a warning about files that several data sources of the dataset contain; empty without such files."""
     names: dict[str, list[str]] = {}
     for part in records.index.store.parts:
         names.setdefault(os.path.realpath(part.file.path), []).append(part.file.name)
@@ -97,7 +97,7 @@ def same_files(records: Records) -> str:
 
 def remarks(records: Records) -> str:
     """Return warnings about a dataset: records that have a problem but are trained on, data sources whose records have
-    no image, and files that several sources contain; empty if there are none."""
+    no image, and files that several sources contain; empty without them."""
     said = [
         f"{records.counts[kind]:,} {words}"
         for kind, words in NOTED.items()

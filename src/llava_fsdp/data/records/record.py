@@ -292,7 +292,7 @@ def count_images(names: Iterable[object]) -> int:
 
 def unread_media(raw: dict[str, Any], read_keys: Iterable[str]) -> str | None:
     """Return a description, for error messages, of the first value in a JSON object that is media (video, audio, ...)
-    which this program does not read; None if there is none. The keys of the object tell what is media.
+    which this package does not read; None if it has no such media. The keys of the object tell what is media.
 
     Args:
         raw: a record of a dataset, or an object in it.
@@ -315,7 +315,7 @@ def names_media(key: str) -> bool:
 
 def unread_tag(turns: Sequence[Turn]) -> str | None:
     """Return a description, for error messages, of the first `<video>` or `<audio>` tag in a question of a
-    conversation; None if there is none. A tag with a closing tag is HTML and is ignored."""
+    conversation; None if it has no such tag. A tag with a closing tag is HTML and is ignored."""
     for turn in turns:
         found = MEDIA_TAG.search(turn.text) if turn.role == "human" else None
         if found is not None and f"</{found[1].lower()}>" not in turn.text.lower():
