@@ -51,8 +51,8 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def workers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worker processes are started for the first chunk, however short the pass."""
-    monkeypatch.setattr(worker_pool, "ALONE_SECONDS", 0)
+    """Worker processes are started for the second chunk, however short the pass."""
+    monkeypatch.setattr(worker_pool, "ALONE_SECONDS", 1e-4)
 
 
 def content(index: Index) -> dict[str, bytes]:

@@ -15,6 +15,7 @@ from tiers import slow_after
 from llava_fsdp.data.containers import parquet_container
 from llava_fsdp.data.containers.data_files import DataFiles
 from llava_fsdp.data.images.check import inline_images, read_file
+from llava_fsdp.data.index import worker_pool
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.worker_pool import run_chunks
 from llava_fsdp.data.loader import build_loader
@@ -58,8 +59,9 @@ def test_three_formats_are_one(parts: Path, dataset: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("rows", [0, 1, 6, 7, 10])
 @pytest.mark.parametrize("at_once", [1, 3, 256])
+@pytest.mark.parametrize("by_group", [True, False])
 def test_rows_are_read_a_few_at_a_time(
-    rows: int, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: int, at_once: int, by_group: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of any row groups, which are then laid end to end a block at a time."""
     monkeypatch.setattr(parquet_container, "ROWS_AT_ONCE", at_once)
@@ -77,12 +79,32 @@ def test_rows_are_read_a_few_at_a_time(
     for group in range(groups):
         assert [json.loads(line) for line in opened.lines(group, MOST_BYTES)] == made[4 * group : 4 * group + 4]
     file = RowsFile(str(path), tmp_path / "rows", NO_KEYS)
-    writing = WriteRows((file,), 1 << 20, data_files)
-    assert writing.groups == [(0, group) for group in range(groups)]
+    writing = WriteRows((file,), 1 << 20, data_files, by_group)
+    each = [range(group, group + 1) for group in range(groups)] if by_group else [range(groups)]
+    assert writing.parts == [(0, own) for own in each]
     run_chunks(writing, writing.chunks(), 1, lambda _: None)
     writing.gather()
     assert [path.name for path in file.folder.iterdir()] == ["rows.jsonl"]
     assert [json.loads(line) for line in file.whole.read_bytes().splitlines()] == made
+
+
+@pytest.mark.parametrize("by_group", [True, False])
+def test_workers_go_on_after_this_process_has_begun(
+    by_group: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process has opened a file for the first chunk, which workers must not get."""
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    made = [{"id": f"r{n}", "conversations": turns} for n in range(7)]
+    paths = [write(tmp_path / f"{n}.parquet", made, row_group_size=3) for n in range(3)]
+    files = tuple(RowsFile(str(path), tmp_path / path.stem, NO_KEYS) for path in paths)
+    writing = WriteRows(files, 1 << 20, DataFiles(), by_group)
+    files[0].folder.mkdir()
+    writing(0)
+    monkeypatch.setattr(worker_pool, "ALONE_SECONDS", 0)
+    run_chunks(writing, writing.chunks(), 2, lambda _: None)
+    writing.gather()
+    for file in files:
+        assert [json.loads(line) for line in file.whole.read_bytes().splitlines()] == made
 
 
 def test_lists_of_pictures(parts: Path, dataset: Path, tmp_path: Path) -> None:

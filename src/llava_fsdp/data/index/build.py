@@ -411,10 +411,11 @@ def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, wat
     }
     unwritten = tuple(file for file in rows.values() if not file.whole.is_file())
     for file in {*rows.values()} - {*unwritten}:
-        file.delete_groups()  # left by a process that was killed
+        file.delete_parts()  # left by a process that was killed
     if unwritten:
-        writing = WriteRows(unwritten, plan.cfg.max_record_bytes, data_files)
-        with watch("reading Parquet files and tars", len(writing.groups)) as advance:
+        by_group = len(unwritten) < plan.workers
+        writing = WriteRows(unwritten, plan.cfg.max_record_bytes, data_files, by_group)
+        with watch("reading Parquet files and tars", len(writing.parts)) as advance:
             run_chunks(writing, writing.chunks(), plan.workers, advance)
         writing.gather()
     both = zip(files, folders, strict=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from llava_fsdp.data.index.build import locked
 from llava_fsdp.data.index.integrity import damaged, read_column
-from llava_fsdp.data.index.worker_pool import write_header
+from llava_fsdp.data.index.worker_pool import header
 from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.log import log
 
@@ -48,12 +48,11 @@ def shared_column(path: Path, count: int, dtype: np.dtype, make: Callable[[], It
 
 
 def write(path: Path, count: int, dtype: np.dtype, pieces: Iterable[np.ndarray]) -> None:
-    for left in path.parent.glob(
-        "*.tmp"
-    ):  # of a process that died; while this process has the lock, no other one writes here
+    # of a process that died; while this process has the lock, no other one writes here
+    for left in path.parent.glob("*.tmp"):
         left.unlink(missing_ok=True)
     with replacing(path, durable=True) as file:
-        write_header(file, dtype, count)
+        file.write(header(dtype, count))
         for piece in pieces:
             file.write(np.ascontiguousarray(piece, dtype).data)
 

@@ -7,6 +7,7 @@ that is the `__main__` of a package, as in all commands that make an index.
 """
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -124,7 +125,8 @@ def run_in_workers(
                 raise
             except BaseException:
                 for worker in context.workers:
-                    worker.kill()  # not awaited, as a chunk may take long
+                    if worker.pid is not None:  # it was started
+                        worker.kill()  # not awaited, as a chunk may take long
                 raise
     except BrokenProcessPool:
         # the pool ends the other workers with SIGTERM
@@ -185,7 +187,9 @@ def do(task: Task, files: Sequence[Path], chunk: int) -> None:
     columns = task(chunk)
     # a worker may outlive the process that started it, and write the same chunk as a worker of the next one
     with replacing(files[chunk], durable=True) as file:
-        np.savez(file, **columns)  # pyright: ignore[reportArgumentType]
+        archive = io.BytesIO()  # np.savez writes the headers of its members twice
+        np.savez(archive, **columns)  # pyright: ignore[reportArgumentType]
+        file.write(archive.getbuffer())
 
 
 def join(files: Sequence[Path], offsets: Sequence[int], target: Path, finish: Callable[[Path], dict[str, Any]]) -> None:
@@ -257,21 +261,19 @@ def write_column(path: Path, pieces: Iterator[np.ndarray], dtype: np.dtype) -> N
     """
     total = 0
     with path.open("wb") as file:
-        write_header(file, dtype, 10**18)  # takes as many digits as any length
-        begin = file.tell()
+        file.seek(len(header(dtype, 0)))
         for piece in pieces:
             assert piece.dtype == dtype, (path, piece.dtype)
             file.write(piece.tobytes())
             total += len(piece)
         file.seek(0)
-        write_header(file, dtype, total)
-        assert file.tell() == begin
+        file.write(header(dtype, total))
 
 
-def write_header(file: IO[bytes], dtype: np.dtype, length: int) -> None:
-    """Write the header of a one-dimensional .npy file (format version 1.0), padded to 128 bytes."""
+def header(dtype: np.dtype, length: int) -> bytes:
+    """Return the header of a one-dimensional .npy file (format version 1.0), 128 bytes for any length."""
     text = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': ({length},), }}".ljust(117) + "\n"
-    file.write(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode())
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
 
 
 def open_column(folder: Path, name: str) -> np.ndarray:

@@ -1,12 +1,13 @@
 """Copy the records of Parquet files and tars to JSON Lines files in the dataset's index (a folder of facts about the
 dataset), which are then read like any text file. Images are not copied: the JSON has their locations."""
 
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -97,16 +98,16 @@ class RowsFile:
         """Path of the JSON Lines file to which all records of a Parquet file or tar are copied."""
         return self.folder / "rows.jsonl"
 
-    def text(self, group: int) -> Path:
-        """Return the path of the JSON Lines file to which the records of one row group of a Parquet file are copied.
+    def text(self, groups: range) -> Path:
+        """Return the path of the JSON Lines file to which the records of some row groups of a Parquet file are copied.
 
         Args:
-            group: index of the row group; a tar counts as a single one.
+            groups: indices of the consecutive row groups; a tar counts as a single one.
         """
-        return self.folder / f"{group:08d}.jsonl"
+        return self.folder / f"{groups.start:08d}-{groups.stop:08d}.jsonl"
 
-    def delete_groups(self) -> None:
-        """Delete the JSON Lines files with the records of single row groups, which are not needed once a file with the
+    def delete_parts(self) -> None:
+        """Delete the JSON Lines files with the records of some row groups, which are not needed once a file with the
         records of all row groups exists."""
         for path in self.folder.glob("[0-9]*"):
             path.unlink(missing_ok=True)
@@ -115,32 +116,43 @@ class RowsFile:
 @dataclass(frozen=True)
 class WriteRows:
     """Copies the records of several Parquet files and tars to JSON Lines files, in worker processes. Each call copies
-    one chunk: one row group of one file (a tar counts as one row group). `gather` then joins the copies of each
-    file."""
+    one chunk: one file, or one row group of a file (a tar counts as one row group). `gather` then joins the copies of
+    each file."""
 
     files: tuple[RowsFile, ...]
     max_bytes: int
     """Greatest size of a record in bytes."""
     data_files: DataFiles
+    by_group: bool
+    """Whether a chunk is a row group instead of a file. Then several processes can copy one file, but its records are
+    written twice: `gather` copies them."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_last"}  # an open file is not pickled
 
     @cached_property
-    def groups(self) -> list[tuple[int, int]]:
-        """What each chunk of the work consists of: (index of the Parquet file or tar, index of the row group in it)."""
-        counts = (open_rows(file.path, file.keys, self.data_files).groups for file in self.files)
-        return [(number, group) for number, count in enumerate(counts) for group in range(count)]
+    def parts(self) -> list[tuple[int, range]]:
+        """What each chunk of the work consists of: (index of the Parquet file or tar, indices of the row groups)."""
+        counts = [open_rows(file.path, file.keys, self.data_files).groups for file in self.files]
+        step = 1 if self.by_group else max(counts)
+        return [
+            (number, range(begin, min(begin + step, count)))
+            for number, count in enumerate(counts)
+            for begin in range(0, count, step or 1)
+        ]
 
     def chunks(self) -> list[Path]:
-        """Return a path for each chunk of the work (a row group to copy); the path exists once the chunk's records are
-        written."""
-        return [self.files[number].text(group).with_suffix(".npz") for number, group in self.groups]
+        """Return a path for each chunk of the work; the path exists once the chunk's records are written."""
+        return [self.files[number].text(groups).with_suffix(".npz") for number, groups in self.parts]
 
     def __call__(self, chunk: int) -> Columns:
-        number, group = self.groups[chunk]
+        number, groups = self.parts[chunk]
         rows = self.opened(number)
         before = rows.page_bytes.copy()
-        with replacing(self.files[number].text(group), durable=True) as target:
-            for line in rows.lines(group, self.max_bytes):
-                target.write(line + b"\n")
+        with replacing(self.files[number].text(groups), durable=True) as target:
+            for group in groups:
+                for line in rows.lines(group, self.max_bytes):
+                    target.write(line + b"\n")
         return {"page_bytes": rows.page_bytes - before}
 
     def opened(self, number: int) -> Rows:
@@ -157,8 +169,8 @@ class WriteRows:
         return {}
 
     def gather(self) -> None:
-        """Join the JSON Lines files that were written for single row groups to one for each Parquet file or tar, and
-        delete them. Log a warning if images are in compressed pages, where reading them is slow."""
+        """Join the JSON Lines files that the chunks have written to one for each Parquet file or tar, and delete them.
+        Log a warning if images are in compressed pages, where reading them is slow."""
         page_bytes = sum((column(chunk, "page_bytes") for chunk in self.chunks()), np.zeros(2, dtype=np.int64))
         if page_bytes[0]:
             log().warning(
@@ -166,13 +178,21 @@ class WriteRows:
                 "decompressed. Write the files again without compression (docs/data.md)",
                 page_bytes[1] / page_bytes[0],
             )
-        groups = [0] * len(self.files)
-        for number, _ in self.groups:
-            groups[number] += 1
-        for file, count in zip(self.files, groups, strict=True):
-            file.folder.mkdir(parents=True, exist_ok=True)  # a Parquet file may have no row group
-            with replacing(file.whole, durable=True) as target:
-                for group in range(count):
-                    with file.text(group).open("rb") as own:
-                        shutil.copyfileobj(own, target, BLOCK)
-            file.delete_groups()
+        texts: dict[int, list[Path]] = {number: [] for number in range(len(self.files))}
+        for number, groups in self.parts:
+            texts[number].append(self.files[number].text(groups))
+        for number, file in enumerate(self.files):
+            join_texts(texts[number], file.whole)
+            file.delete_parts()
+
+
+def join_texts(texts: Sequence[Path], target: Path) -> None:
+    """Make one file of several, which may be deleted then. A single one is renamed."""
+    target.parent.mkdir(parents=True, exist_ok=True)  # a Parquet file may have no row group
+    if len(texts) == 1:
+        os.replace(texts[0], target)
+        return
+    with replacing(target, durable=True) as joined:
+        for text in texts:
+            with text.open("rb") as own:
+                shutil.copyfileobj(own, joined, BLOCK)
