@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from containers import CONTAINERS, HOLD_IMAGES, write_container
 from PIL import Image
 from planted import with_picture, write_planted
 from small import make_config, write_json
@@ -72,6 +73,24 @@ def test_any_number_of_workers_makes_the_same(parts: Path, tmp_path: Path) -> No
         )  # fmt: skip
         made.append(content(open_again(cfg, parts, workers).index))
     assert made[0] == made[1] and len(made[0]) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("chunks", "workers_at_once")
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_workers_read_each_kind_of_file(kind: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Each pass begins in this process, which keeps files open."""
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}]
+    names = ("0.jpg", "1.png", "2.jpg")
+    rows = [{"id": str(n), "image": names[n % 3], "conversations": turns} for n in range(31)]
+    write_container(kind, tmp_path / "files", rows, dataset / "images", files=3)
+    images = "null" if kind in HOLD_IMAGES else dataset / "images"
+    made = []
+    for workers in (1, 2, 4):
+        paths = [f"data.path={tmp_path}/files", f"data.images={images}", f"data.index={tmp_path / str(workers)}"]
+        made.append(content(open_again(make_config(parts, tmp_path, tmp_path, *paths), parts, workers).index))
+        made[-1].pop("texts/done.json")  # has the paths of texts that are in the index
+    assert made[0] == made[1] == made[2] and len(made[0]) > 20
 
 
 BUILD = """
