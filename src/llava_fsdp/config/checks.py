@@ -60,7 +60,6 @@ def check_training(cfg: Config) -> None:
     """Raise ConfigError if a number in the configuration of a training is out of its bounds, or if keys contradict each
     other."""
     check_packing(cfg)
-    check_context(cfg)
     check_base(cfg)
     check_compile(cfg)
     check_offload(cfg)
@@ -77,6 +76,7 @@ def check_packing(cfg: Config) -> None:
         raise ConfigError(f"tokens_per_micro_batch={tokens} must be {WORDS['tokens_per_micro_batch']}")
     if isinstance(cfg.pack, str) and cfg.pack != AUTO:
         raise ConfigError(f"pack={cfg.pack} must be {WORDS['pack']}")
+    check_context(cfg)
     if not cfg.packs:
         if isinstance(tokens, int):
             raise ConfigError(
@@ -101,7 +101,8 @@ def check_packing(cfg: Config) -> None:
     if not is_original and cfg.loss.normalize is Normalize.micro_batch:
         raise ConfigError(
             "loss.normalize=micro_batch is a mean of means, and a packed micro-batch is whatever fits into "
-            "a row: a sample would weigh more or less with its neighbours; set pack=false, or loss.normalize=step"
+            "a row: a sample would weigh more or less with its neighbours; set loss.normalize=step"
+            + (", or pack=false" if context == 1 else "")
         )
 
 
