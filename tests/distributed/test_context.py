@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -127,7 +128,7 @@ def test_ranks_share_heads_or_gather_keys() -> None:
     language = LlamaConfig(hidden_size=36, num_attention_heads=6)
     assert plan_context(ContextHow.auto, language, 3, 1).how is ContextHow.ulysses
     gathers = plan_context(ContextHow.auto, language, 4, 1)
-    assert gathers.how is ContextHow.gather and gathers.cut.head_tail and "6" in gathers.reason
+    assert gathers.how is ContextHow.gather and gathers.cut.paired and "6" in gathers.reason
     with pytest.raises(ConfigError, match="does not divide them"):
         plan_context(ContextHow.ulysses, language, 4, 1)
 
@@ -174,19 +175,43 @@ def test_attention_of_the_parts_is_that_of_the_row(size: int, keys: int, form: A
     ranks = Ranks(size)
 
     def part(index: int) -> tuple[np.ndarray, torch.Tensor]:
-        cut = ContextCut(size, index, head_tail=how == "gather")
+        cut = ContextCut(size, index, paired=how == "gather")
         here = cut.positions(sum(lengths))
         own = (tensor[:, :, here] for tensor in (query, key, value))
         if how == "ulysses":
             attend = Ulysses(each_alone, cut, partial(ranks.exchange, index))
         else:
-            parts = row_chunks_of(lengths, cut, torch.device("cpu"))
-            attend = GatheredKeys(each_alone, partial(ranks.gather, index), parts)
+            attend = GatheredKeys(
+                each_alone, partial(ranks.gather, index), size, row_chunks_of(lengths, begins, cut)
+            )
         return here, attend(torch.nn.Module(), *own, row)
 
     with ThreadPoolExecutor(size) as pool:
         for here, found in pool.map(part, range(size)):
             assert torch.allclose(found, whole[:, here], atol=1e-12 if form.is_plain else 1e-6)
+
+
+def test_chunks_have_the_samples_that_they_overlap() -> None:
+    """Random rows: samples of one token, over several chunks, and borders of samples that are borders of chunks."""
+    rng = random.Random(0)
+    for _ in range(200):
+        size, paired = rng.randint(1, 5), rng.random() < 0.7
+        lengths = [rng.choice((1, 2, 3, 7, 40)) for _ in range(rng.randint(1, 12))]
+        padding = ContextCut(size, 0, paired).padding(sum(lengths))
+        lengths += [padding] * (padding > 0)
+        sample_of = [number for number, length in enumerate(lengths) for _ in range(length)]
+        begins = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        for index in range(size):
+            cut = ContextCut(size, index, paired)
+            chunks = row_chunks_of(lengths, begins, cut).each
+            for chunk, (begin, end) in zip(chunks, cut.chunks(sum(lengths)), strict=True):
+                first = sample_of.index(sample_of[begin])
+                assert (chunk.keys, chunk.tokens) == (slice(first, end), end - begin)
+                for found, low in ((chunk.queries_at, begin), (chunk.keys_at, first)):
+                    own = tuple(len(list(same)) for _, same in itertools.groupby(sample_of[low:end]))
+                    assert (found.lengths.each, found.lengths.longest) == (own, max(own))
+                    assert found.cu_seqlens.tolist() == [0, *itertools.accumulate(own)]
+                    assert found.cu_seqlens.dtype == torch.int32
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tiers import slow_after
 from llava_fsdp.config import ContextHow
 from llava_fsdp.distributed.mesh import distributed
 from llava_fsdp.model.pretrained import find_parts
-from llava_fsdp.plan.auto import with_contexts
+from llava_fsdp.plan.auto import with_each_context
 from llava_fsdp.plan.longest import MOST_TOKENS
 from llava_fsdp.plan.planner import peak
 from llava_fsdp.plan.step_time import context_volume
@@ -60,7 +60,7 @@ def test_auto_tries_the_numbers_that_are_possible(parts: Path, dataset: Path, tm
     def tried(world_size: int, *more: str) -> list[int]:
         cfg = make_config(parts, dataset, tmp_path, *words, *more)
         language = find_parts(cfg.model).language
-        return [own.parallel.num_context for own in with_contexts(cfg, world_size, language)]
+        return [own.parallel.num_context for own in with_each_context(cfg, world_size, language)]
 
     assert tried(8) == [2, 4, 8]
     assert tried(12, "parallel.context_how=ulysses") == [2, 3, 6]

@@ -81,7 +81,7 @@ class Context:
 
         from llava_fsdp.distributed.memory import ITEM_SIZE, checkpoint_bytes
         from llava_fsdp.distributed.mesh import World
-        from llava_fsdp.plan.auto import rows_for, settle_packing, with_contexts
+        from llava_fsdp.plan.auto import rows_for, settle_packing, with_each_context
         from llava_fsdp.plan.hardware import this_machine
         from llava_fsdp.plan.model_shapes import shapes_of
         from llava_fsdp.plan.planner import Planner
@@ -90,7 +90,7 @@ class Context:
         cfg, _ = settle_packing(self.cfg, parts.language)
         device = torch.device("cuda" if self.torch.devices else "cpu")
         world = World(0, self.ranks * self.cfg.nodes, 0, self.ranks, device)
-        for tried in with_contexts(cfg, world.size, parts.language):
+        for tried in with_each_context(cfg, world.size, parts.language):
             planner = Planner(tried, this_machine(self.ranks, device.type), parts=parts)
             row = rows_for(planner, tried, world)[0]
             if row.fits:

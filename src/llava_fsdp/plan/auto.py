@@ -117,7 +117,7 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
             found = row.choice.strategy, before.activation_checkpointing, tokens, before.parallel.num_context
             return Decision(*found, "as when this run began")
     best: PlanRow | None = None
-    for tried in with_contexts(cfg, world.size, parts.language):
+    for tried in with_each_context(cfg, world.size, parts.language):
         try:
             row = rows_for(Planner(tried, machine, samples, parts), tried, world)[0]
         except LlavaFsdpError:
@@ -143,7 +143,7 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     return Decision(best.choice.strategy, best.choice.activation_checkpointing, tokens, context, reason)
 
 
-def with_contexts(cfg: C, world_size: int, language: PretrainedConfig) -> list[C]:
+def with_each_context(cfg: C, world_size: int, language: PretrainedConfig) -> list[C]:
     """Return the configuration with each value that `parallel.context=auto` may take, the smallest first: the divisors
     of the number of ranks for which a sample of the maximum length fits into a row. Without `auto`, return it as it is.
 

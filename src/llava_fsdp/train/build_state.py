@@ -14,7 +14,7 @@ from llava_fsdp.distributed.compile import Compilations, choose_compiling
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.distributed.context import exchange_in, gather_in
 from llava_fsdp.distributed.local_shards import local_shards
-from llava_fsdp.distributed.mesh import Meshes, World, first_rank_first, gather_lists, rank_of_data
+from llava_fsdp.distributed.mesh import Meshes, World, first_rank_first, gather_lists, row_group
 from llava_fsdp.distributed.offload import Offload, warn_if_useless
 from llava_fsdp.distributed.parallelize import parallelize, useless_settings, weights_of
 from llava_fsdp.distributed.precision import MasterWeights
@@ -113,7 +113,7 @@ def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = N
         with first_rank_first(world):
             draw_shapes(cfg.data)
     folders = model.parts.language_folder, model.parts.vision_folder
-    args = shape_of(model), *rank_of_data(world, cfg.parallel), world.device, gather_lists, choose
+    args = shape_of(model), *row_group(world, cfg.parallel), world.device, gather_lists, choose
     cut = context_of(cfg, world, model).cut if cfg.parallel.num_context > 1 else None
     return build_loader(cfg, *folders, *args, cut)
 
