@@ -2,9 +2,9 @@
 earlier tokens on any rank.
 
 There are two ways, both exact. `ulysses` (arXiv 2309.14509): an all-to-all gives each rank all positions of some heads;
-after attention, a second one gives them back. `gather` (arXiv 2407.21783 section 3.3.2): each rank collects the keys and
-values of all positions and computes its own queries. Both are put around the kernels of model/attention.py, which do
-not know that several ranks share a row.
+after attention, a second one gives them back. `gather` (arXiv 2407.21783 section 3.3.2): each rank collects the keys
+and values of all positions and computes its own queries. Both are put around the kernels of model/attention.py, which
+do not know that several ranks share a row.
 
 The collectives are given as functions (`distributed/context.py`), so that this module knows nothing of process groups.
 """
@@ -82,11 +82,12 @@ def share_attention(
     gather: Collective,
     name: str = "llava_fsdp_context",
 ) -> None:
-    """Make a language model's attention work on rows that several ranks share. Rows without sample boundaries (answers in
-    validation) are still computed by one rank.
+    """Make a language model's attention work on rows that several ranks share. Rows without sample boundaries (answers
+    in validation) are still computed by one rank.
 
     Args:
-        exchange: all-to-all on [ranks, ...]: part i goes to rank i; the result has the parts received from rank 0, 1, ...
+        exchange: all-to-all on [ranks, ...]: part i goes to rank i; the result has the parts received from rank 0, 1,
+            ...
         gather: [n, ...] -> [ranks * n, ...], the tensors of all ranks in order.
         name: name of the attention implementation in transformers' AttentionInterface. It stays registered there until
             the process ends.
@@ -115,8 +116,8 @@ class Ulysses:
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
     ) -> torch.Tensor:
-        """Compute attention; query, key and value are [1, heads, own positions, width], the result is [1, own positions,
-        heads, width]."""
+        """Compute attention; query, key and value are [1, heads, own positions, width], the result is [1, own
+        positions, heads, width]."""
         repeats = self.size // math.gcd(key.shape[1], self.size)
         if repeats > 1:  # the ranks cannot divide the key heads evenly: repeat them until they can
             key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
@@ -221,8 +222,8 @@ class GatheredKeys:
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
     ) -> torch.Tensor:
-        """Compute attention; query, key and value are [1, heads, own positions, width], the result is [1, own positions,
-        heads, width]."""
+        """Compute attention; query, key and value are [1, heads, own positions, width], the result is [1, own
+        positions, heads, width]."""
         key, value = self.gathered(key), self.gathered(value)
         queries = query.split([part.tokens for part in self.row_chunks.each], dim=2)
         found = []

@@ -163,9 +163,8 @@ def share_attention_on_meta(model: Llava, kernel: Kernel, cfg: Config, part: int
     them. The collectives only allocate what real ones would."""
     size = cfg.parallel.num_context
     plan = plan_context(cfg.parallel.context_how, model.parts.language, size, part)
-    share_attention(
-        model.language_model, kernel, plan, torch.clone, lambda own: torch.cat([own] * size), "llava_fsdp_planned"
-    )
+    name = f"{kernel.name}_{plan.how.value}_{part}_of_{size}"  # several models are planned in one process
+    share_attention(model.language_model, kernel, plan, torch.clone, lambda own: torch.cat([own] * size), name)
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:

@@ -38,9 +38,10 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
     )
     fitting = [row for row in rows if row.fits]
     if command is None:
+        can_share = planner.cfg.can_share_rows and planner.cfg.parallel.num_context < world_size
         console.print(
-            "\nNothing fits; the first row is nearest. Use more GPUs, a smaller data.max_length, fewer "
-            "parts in model.train, or, on GPUs with bf16, precision=bf16_pure."
+            f"\nNothing fits; the first row is nearest. Use more GPUs, {'a larger parallel.context, ' * can_share}a "
+            "smaller data.max_length, fewer parts in model.train, or, on GPUs with bf16, precision=bf16_pure."
         )
     else:
         best = fitting[0]
@@ -114,7 +115,7 @@ def show_longest(console: Console, points: Sequence[dict[str, Any]], title: str)
         points: the predictions of `plan.longest.longest`.
     """
     contexts = sorted({point["context"] for point in points})
-    columns = [f"{context} rank{'s' * (context > 1)} a row" for context in contexts]
+    columns = [f"{context} rank{'s' * (context > 1)} per row" for context in contexts]
     table = Table("GPUs", *columns, title=f"longest sample in tokens that fits: {title}", title_justify="left")
     for gpus in sorted({point["gpus"] for point in points}):
         own = {point["context"]: point["tokens"] for point in points if point["gpus"] == gpus}

@@ -15,9 +15,9 @@ class ContextCut:
     index: int
     """Number of this rank among them, from 0."""
     paired: bool
-    """False: the row has `size` chunks, and rank i takes chunk i. True: it has `2 * size` chunks, and rank i takes chunks
-    i and `2 * size - 1 - i`. Later queries attend to more keys; with this pairing all ranks have about the same work
-    (Llama 3, arXiv 2407.21783 section 3.3.2)."""
+    """False: the row has `size` chunks, and rank i takes chunk i. True: it has `2 * size` chunks, and rank i takes
+    chunks i and `2 * size - 1 - i`. Later queries attend to more keys; with this pairing all ranks have about the same
+    work (Llama 3, arXiv 2407.21783 section 3.3.2)."""
 
     @property
     def num_chunks(self) -> int:

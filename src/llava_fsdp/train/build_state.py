@@ -28,6 +28,7 @@ from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weig
 from llava_fsdp.model.pretrained import artifacts_of
 from llava_fsdp.model.quantization import quantized_weights
 from llava_fsdp.plan.mfu import utilization_of
+from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch_loading
@@ -114,8 +115,12 @@ def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = N
             draw_shapes(cfg.data)
     folders = model.parts.language_folder, model.parts.vision_folder
     args = shape_of(model), *row_group(world, cfg.parallel), world.device, gather_lists, choose
-    cut = context_of(cfg, world, model).cut if cfg.parallel.num_context > 1 else None
-    return build_loader(cfg, *folders, *args, cut)
+    return build_loader(cfg, *folders, *args, cut_of(cfg, world, model))
+
+
+def cut_of(cfg: Config, world: World, model: Llava) -> ContextCut | None:
+    """Return which positions of each packed row this rank processes; None: all."""
+    return context_of(cfg, world, model).cut if cfg.parallel.num_context > 1 else None
 
 
 def context_of(cfg: Config, world: World, model: Llava) -> ContextPlan:
