@@ -3,8 +3,8 @@
     python benchmarks/context.py      # 1, 2 and 4 gloo ranks; then again under one RLIMIT_DATA
 
 For samples of growing length and 1, 2 and 4 ranks per row: memory that a step takes beyond the states, CPU seconds of
-all ranks, and bytes that a rank receives in attention, beside the arithmetic of the planner. Then the longest sample that
-trains under a limit on the private memory of each rank. How to read the result is in benchmarks/README.md.
+all ranks, and bytes that a rank receives in attention, beside the arithmetic of the planner. Then the longest sample
+that trains under a limit on the private memory of each rank. How to read the result is in benchmarks/README.md.
 """
 
 import argparse
@@ -128,7 +128,8 @@ def row_of(how: str, length: int, ranks: int, results: list[dict[str, Any]]) -> 
 def describe(row: dict[str, Any]) -> str:
     return (
         f"{row['how']}, {row['length']:,} tokens, {row['ranks']} ranks per row: {row['bytes'] / MIB:,.0f} MiB beyond "
-        f"the states, {row['cpu_seconds']:.1f} CPU seconds, {row['planned_attention_bytes'] / MIB:,.0f} MiB received in "
+        f"the states, {row['cpu_seconds']:.1f} CPU seconds, "
+        f"{row['planned_attention_bytes'] / MIB:,.0f} MiB received in "
         "attention (arithmetic)"
     )
 

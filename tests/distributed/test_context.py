@@ -144,7 +144,8 @@ def test_validation_sources_and_broken_images_are_those_of_one_rank_per_row(
     for context in (1, 2):
         cfg = make_config(
             model, dataset, tmp_path / f"{context}", BATCH, "pack=true", "sharding=zero2",
-            f"parallel.context={context}", f"parallel.context_how={how}", f"tokens_per_micro_batch={300 // context}", "data.path=null",
+            f"parallel.context={context}", f"parallel.context_how={how}", f"tokens_per_micro_batch={300 // context}",
+            "data.path=null",
             *(f"++data.sources.{name}.path={dataset / f'{name}.json'}" for name in ("mixed", "captions")),
             f"data.images={tmp_path / 'images'}", "data.examine=head", "data.bad_records=skip",
             "data.max_bad_records=20", f"val.path={dataset / 'captions.json'}", f"val.images={dataset / 'images'}",

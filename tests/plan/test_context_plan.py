@@ -230,7 +230,7 @@ def test_budget_keeps_what_collectives_give(how: str, parts: Path, dataset: Path
         return planner.row(Choice(Strategy.FULL_SHARD, checkpointing, OffloadMode.none), Ranks(2, 2, 8), split)
 
     full, budget, none = row_of(ActivationCheckpointing.full), row_of(ActivationCheckpointing.budget, 0.0), row_of(NONE)
-    kept = 3 * split[0].tokens * 4 * (6 * 6 * 2 + 4 * 6 * 2 if how == "ulysses" else 3 * 6 * 2 * 2)
+    kept = 3 * split[0].tokens * 4 * (6 * 6 * 2 + 6 * 6 * 2 if how == "ulysses" else 3 * 6 * 2 * 2)
     assert planner.gathered_for_attention(split[0]) == kept
     most = min(kept, none.bytes["activations"] - full.bytes["activations"])
     assert budget.bytes["activations"] - full.bytes["activations"] == most > 0
