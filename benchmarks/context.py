@@ -2,9 +2,9 @@
 
     python benchmarks/context.py      # 1, 2 and 4 gloo ranks; then again under one RLIMIT_DATA
 
-For samples of growing length and 1, 2 and 4 ranks a row: memory that a step takes beyond the states, CPU seconds of all
-ranks, and bytes that a rank receives in attention, beside the arithmetic of the planner. Then the longest sample that
-trains under a limit on the private memory of each rank. How to read the result is in benchmarks/README.md.
+For samples of growing length and 1, 2 and 4 ranks per row: memory that a step takes beyond the states, CPU seconds of
+all ranks, and bytes that a rank receives in attention, beside the arithmetic of the planner. Then the longest sample
+that trains under a limit on the private memory of each rank. How to read the result is in benchmarks/README.md.
 """
 
 import argparse
@@ -62,7 +62,8 @@ def main() -> None:
             found = PIECE * largest(fits, 2, options.longest)
             report["longest"].append({"how": how, "ranks": ranks, "limit_bytes": limit, "tokens": found})
             print(
-                f"{how}, {ranks} ranks a row: {found:,} tokens under {options.limit} MiB beyond the imports", flush=True
+                f"{how}, {ranks} ranks per row: {found:,} tokens under {options.limit} MiB beyond the imports",
+                flush=True,
             )
     write(report, "context-cpu", options.out, draw)
 
@@ -126,8 +127,9 @@ def row_of(how: str, length: int, ranks: int, results: list[dict[str, Any]]) -> 
 
 def describe(row: dict[str, Any]) -> str:
     return (
-        f"{row['how']}, {row['length']:,} tokens, {row['ranks']} ranks a row: {row['bytes'] / MIB:,.0f} MiB beyond the "
-        f"states, {row['cpu_seconds']:.1f} CPU seconds, {row['planned_attention_bytes'] / MIB:,.0f} MiB received in "
+        f"{row['how']}, {row['length']:,} tokens, {row['ranks']} ranks per row: {row['bytes'] / MIB:,.0f} MiB beyond "
+        f"the states, {row['cpu_seconds']:.1f} CPU seconds, "
+        f"{row['planned_attention_bytes'] / MIB:,.0f} MiB received in "
         "attention (arithmetic)"
     )
 
@@ -140,7 +142,7 @@ def draw(pyplot: Any, report: dict[str, Any]) -> None:
             own = [row for row in report["rows"] if (row["how"], row["ranks"]) == (how, ranks)]
             lengths = [row["length"] for row in own]
             style = {"marker": "o", "linestyle": "-" if how == "ulysses" else "--", "color": f"C{RANKS.index(ranks)}"}
-            name = f"{ranks} rank{'s' * (ranks > 1)} a row, {how}"
+            name = f"{ranks} rank{'s' * (ranks > 1)} per row, {how}"
             left.plot(lengths, [row["bytes"] / MIB for row in own], label=name, **style)
             right.plot(lengths, [row["cpu_seconds"] for row in own], label=name, **style)
     left.set_ylabel("MiB of a rank beyond its states")

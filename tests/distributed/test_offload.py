@@ -16,7 +16,7 @@ from llava_fsdp.config import Config, OffloadMode
 from llava_fsdp.distributed.host_memory import PAGE, Arena
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_meshes
-from llava_fsdp.distributed.offload import describe_offload, explained_memory_errors, fsdp_parameters
+from llava_fsdp.distributed.offload import cures, describe_offload, explained_memory_errors, fsdp_parameters
 from llava_fsdp.distributed.streamed_buffers import DeviceStaging, FileStaging
 from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer, padded, split_into_buckets
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -267,12 +267,31 @@ def test_one_message_where_memory_runs_out(configure: Configure) -> None:
     with pytest.raises(
         OutOfMemory, match=r"out of host memory \([\d.]+ \w+ more.*activation_checkpointing=full.*offload=nvme"
     ):
-        with explained_memory_errors(cfg, CPU):
+        with explained_memory_errors(lambda: cfg, CPU):
             torch.empty(1 << 60, dtype=torch.uint8)
-    with pytest.raises(OutOfMemory), explained_memory_errors(cfg, CPU):
+    with pytest.raises(OutOfMemory), explained_memory_errors(lambda: cfg, CPU):
         raise MemoryError
-    with pytest.raises(RuntimeError, match="another"), explained_memory_errors(cfg, CPU):
+    with pytest.raises(RuntimeError, match="another"), explained_memory_errors(lambda: cfg, CPU):
         raise RuntimeError("another")
+
+
+@pytest.mark.parametrize(
+    ("keys", "smaller", "shared"),
+    [
+        (["tokens_per_micro_batch=300"], True, True),
+        (["tokens_per_micro_batch=128", "parallel.context=2"], False, True),
+        (["tokens_per_micro_batch=129", "parallel.context=2"], True, True),
+        (["sampler=llava_v1_5", "micro_batch_size=1"], False, False),
+        (["tokens_per_micro_batch=auto"], True, True),
+    ],
+)
+def test_advice_against_full_memory_can_be_followed(
+    keys: list[str], smaller: bool, shared: bool, configure: Configure
+) -> None:
+    """A row must have room for the longest sample, and only some rows can be shared by more ranks."""
+    found = cures(configure("pack=true", "data.max_length=256", *keys), CPU)
+    assert any("tokens_per_micro_batch" in cure for cure in found) == smaller
+    assert any("parallel.context" in cure for cure in found) == shared
 
 
 def test_a_machine_without_a_gpu_is_told_that_nothing_is_saved(

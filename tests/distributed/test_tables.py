@@ -15,7 +15,6 @@ from llava_fsdp.distributed.offload import NO_ROOM
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm"}
 OF_PACKED_ROWS = {
     "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_out", "flash_attn::_flash_attn_varlen_forward",
-    "llava_fsdp::each_alone",
 }  # fmt: skip
 
 

@@ -31,14 +31,14 @@ def kernel(attention: Attention) -> Attend:
 
 def one_after_the_other(attend: Attend, size: int, how: str, row: PackedRow, *heads: torch.Tensor) -> torch.Tensor:
     """What the ranks of a row compute, put together; each runs alone, and gets what the others would send."""
-    cuts = [ContextCut(size, index, head_tail=how == "gather") for index in range(size)]
+    cuts = [ContextCut(size, index, paired=how == "gather") for index in range(size)]
     here = [torch.from_numpy(cut.positions(sum(LENGTHS))).to(heads[0].device) for cut in cuts]
     out = torch.empty_like(heads[0]).transpose(1, 2)
     for cut, own in zip(cuts, here, strict=True):
-        parts = row_chunks_of(LENGTHS, cut, heads[0].device)
+        parts = row_chunks_of(LENGTHS, row.queries.cu_seqlens, cut)
         key, value = (torch.cat([part[0, :, other].transpose(0, 1) for other in here]) for part in heads[1:])
         every = iter([key, value])
-        gathered = GatheredKeys(attend, lambda _, every=every: next(every), parts)
+        gathered = GatheredKeys(attend, lambda _, every=every: next(every), size, parts)
         out[:, own] = gathered(torch.nn.Module(), *(part[:, :, own] for part in heads), row)
     return out
 
@@ -69,7 +69,7 @@ def test_heads_are_exchanged_under_compile(compiled: bool, cuda: torch.device) -
     heads = [torch.randn(1, n, sum(LENGTHS), 64, device=cuda, dtype=torch.bfloat16) for n in (8, 2, 2)]
     begins = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device=cuda)
     row = PackedRow(Boundaries(begins, Lengths(LENGTHS, max(LENGTHS))), AttentionForm())
-    shared = Ulysses(attend, ContextCut(1, 0, head_tail=False), torch.clone)
+    shared = Ulysses(attend, ContextCut(1, 0, paired=False), torch.clone)
     run = torch.compile(shared) if compiled else shared
     expected = attend(torch.nn.Module(), *heads, row)
     assert torch.equal(run(torch.nn.Module(), *heads, row), expected)

@@ -49,9 +49,10 @@ class ParallelConfig:
 
     context: int | str = 1
     """Number of ranks that process each packed row together, each some of its positions; auto: the planner chooses the
-    smallest number that fits. A row then has up to that many times the tokens of a micro-batch."""
+    smallest number with which the training fits. A row has up to that many times tokens_per_micro_batch."""
     context_how: ContextHow = ContextHow.auto
-    """How ranks that share a row compute its attention."""
+    """How ranks that share a row compute its attention. ulysses: each rank computes some heads; gather: each rank
+    computes some positions; auto: ulysses if the heads can be divided."""
 
     def __post_init__(self) -> None:
         if isinstance(self.context, str):

@@ -207,8 +207,9 @@ class Config:
     """Whether to pack the samples of a micro-batch end to end into one row, each attending only to itself; else rows
     are padded. auto: packed, if the language model can keep the samples of a row apart; the run records which."""
     tokens_per_micro_batch: int | str | None
-    """packed rows only: maximum number of tokens that a rank processes at once; null: micro_batch_size *
-    data.max_length; auto: the planner chooses when a training begins, and the run records its choice."""
+    """packed rows only: maximum number of tokens per rank and row; a row has parallel.context times as many. null: a
+    row has micro_batch_size * data.max_length. auto: the planner chooses when a training begins, and the run records
+    its choice."""
     attention: Attention
     """Implementation of attention within the samples of packed rows."""
     compile: bool | str
@@ -242,6 +243,16 @@ class Config:
         if isinstance(tokens, int):
             return tokens * self.parallel.num_context
         return self.micro_batch_size * self.data.max_length
+
+    @property
+    def rank_tokens(self) -> int:
+        """Maximum number of tokens that one rank processes at once: of a packed row, its part."""
+        return self.row_tokens // self.parallel.num_context
+
+    @property
+    def can_share_rows(self) -> bool:
+        """Whether several ranks may process each row together (`parallel.context` above 1)."""
+        return self.packs and self.sampler.name is not SamplerName.llava_v1_5
 
     @property
     def packs(self) -> bool:

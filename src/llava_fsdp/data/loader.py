@@ -292,7 +292,7 @@ class Loader:
         if self.data.bad_records is BadRecords.fail:
             return step
         skipped = self.gather(step.facts.skipped)
-        if self.steps.cut is not None:
+        if skipped and self.steps.cut is not None:
             skipped = self.every_occurrence(step.facts.step, skipped)
         new = {sample.number for sample in skipped} - self.broken
         self.broken |= new
@@ -307,8 +307,8 @@ class Loader:
         return step.without(skipped, self.steps.collate.normalize)
 
     def every_occurrence(self, step: int, skipped: list[SkippedSample]) -> list[SkippedSample]:
-        """Return the samples that a step skips, where several ranks process a row together: each record as often as the
-        step has it. Several ranks may have reported the same sample, because an image can show in the parts of two.
+        """Return each skipped sample as often as the step contains it. Two ranks may both have reported it, because
+        both show parts of its images.
 
         Args:
             skipped: the samples that were reported by all ranks.

@@ -14,6 +14,7 @@ from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.loader import Loader, ModelShape
+from llava_fsdp.runtime.context_cut import ContextCut
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Contents:
         return sum(self.lengths) // self.context
 
 
-def fullest(cfg: Config, shape: ModelShape) -> Contents:
+def fullest(cfg: Config, shape: ModelShape, cut: ContextCut | None = None) -> Contents:
     """Return the largest numbers of tokens, images, tiles (inputs of the vision tower) and labels that a micro-batch
     can have. A real micro-batch never reaches all of them at once.
 
@@ -45,11 +46,11 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
 
     Args:
         shape: size of images and number of their tokens.
+        cut: which positions of a packed row this rank processes; None: all.
     """
-    length, context = cfg.data.max_length, cfg.parallel.num_context
+    length, context = cfg.data.max_length, cut.size if cut else 1
     tokens = cfg.row_tokens if cfg.packs else cfg.micro_batch_size * length
-    if context > 1:  # rows are padded to a multiple of the ranks' chunks
-        tokens += -tokens % (2 * context)
+    tokens += cut.padding(tokens) if cut else 0
     lengths = (length,) * (tokens // length) + ((tokens % length,) if tokens % length else ())
     rule = ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens)
     sizes = rule.sizes if rule.needs_size(1) else (None,)
@@ -60,8 +61,9 @@ def fullest(cfg: Config, shape: ModelShape) -> Contents:
         each = len(rule.of(size, 1))
         own = tokens // context
         images = max(1, own // (each + 1)) if cfg.packs else cfg.micro_batch_size
-        if context > 1:  # at most two chunks of a row, at whose borders an image shows on both sides
-            images = min(2 * (own // 2 // (each + 1) + 2), max(1, tokens // (each + 1)))
+        if cut:  # an image at a border of a chunk shows on both sides
+            chunks = cut.num_chunks // cut.size
+            images = min(chunks * (own // chunks // (each + 1) + 2), max(1, tokens // (each + 1)))
         tiles, image_tokens = images * rule.count_tiles(size, 1), min(own, images * each)
         return Contents(lengths, images, tiles, min(own, labels), image_tokens, context)
 

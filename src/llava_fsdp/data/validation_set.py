@@ -128,7 +128,8 @@ def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_t
 
     Raises:
         DataError: a chosen record does not begin with a question and its answer.
-        ConfigError: a question with its answer is too long for the language model.
+        ConfigError: a question with its answer is too long for the language model, or for one rank where several ranks
+            share the rows of training.
     """
     numbers = [number for _, samples in sampler.steps for number in samples]
     questions = []
@@ -140,6 +141,14 @@ def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_t
             raise ConfigError(
                 f"val.max_new_tokens={cfg.val.max_new_tokens}: the question of {question.record} has {length} tokens, "
                 f"and the language model takes {max_tokens}: set it to less, or take the record out"
+            )
+        if cfg.parallel.num_context > 1 and length + cfg.val.max_new_tokens > cfg.rank_tokens:
+            raise ConfigError(
+                f"val.answers={cfg.val.answers}: each question is answered by one rank, also with "
+                f"parallel.context={cfg.parallel.context}. The question of {question.record} has {length} tokens and "
+                f"val.max_new_tokens={cfg.val.max_new_tokens}, more than the {cfg.rank_tokens} tokens of a rank; set "
+                f"val.answers=0 (the loss is measured all the same), or tokens_per_micro_batch="
+                f"{length + cfg.val.max_new_tokens} or more"
             )
         questions.append(question)
     return questions

@@ -29,10 +29,8 @@ KEPT = (
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_fused_attention_overrideable",
-    # attention of packed rows: torch's op (and its name in torch 2.11), flash-attn's, and this project's op for
-    # compiled blocks
+    # attention of packed rows: torch's op (and its name in torch 2.11), and flash-attn's
     "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_out", "flash_attn::_flash_attn_varlen_forward",
-    "llava_fsdp::each_alone",
 )  # fmt: skip
 """Names of the operations whose results the mode `selective` keeps for the backward pass."""
 

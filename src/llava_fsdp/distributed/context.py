@@ -13,7 +13,7 @@ from torch.distributed import _functional_collectives
 from llava_fsdp.runtime.errors import ConfigError
 
 OLDEST_TORCH = (2, 13)
-"""Context parallelism was not tried with older releases of torch."""
+"""Oldest release of torch with which context parallelism is tested."""
 
 
 def check_torch() -> None:
@@ -21,19 +21,22 @@ def check_torch() -> None:
     found = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
     if found < OLDEST_TORCH:
         raise ConfigError(
-            f"parallel.context above 1 was never tried with torch {torch.__version__}; use "
-            f"{'.'.join(map(str, OLDEST_TORCH))} or newer, or set parallel.context=1"
+            f"parallel.context above 1 needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, and this is "
+            f"{torch.__version__}; update torch, or set parallel.context=1"
         )
 
 
 def exchange_in(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return an all-to-all: it sends part i of a tensor [ranks, ...] to rank i of the group, and returns what all ranks
-    have sent here, in rank order."""
-    counts = [1] * group.size()
-    return lambda parts: _functional_collectives.all_to_all_single_autograd(parts, counts, counts, group)
+    """Return a function that does an all-to-all on [ranks, ...]: part i goes to rank i of the group; the result has the
+    parts received from rank 0, 1, ... The function holds only the group's name, so that it does not keep the group
+    alive."""
+    counts, name = [1] * group.size(), group.group_name
+    return lambda parts: _functional_collectives.all_to_all_single_autograd(parts, counts, counts, name)
 
 
 def gather_in(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return an all-gather: [n, ...] -> [ranks * n, ...], the tensors of the group's ranks in order. Its backward pass
-    sums the gradients of all ranks."""
-    return lambda own: _functional_collectives.all_gather_single_autograd(own, 0, group)
+    sums the gradients of all ranks. The function holds only the group's name, so that it does not keep the group
+    alive."""
+    name = group.group_name
+    return lambda own: _functional_collectives.all_gather_single_autograd(own, 0, name)

@@ -46,14 +46,14 @@ class World:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The device meshes of a training. Each arranges all ranks, in their order."""
+    """The device meshes of a training. Each contains all ranks in order."""
 
     states: DeviceMesh | None = None
     """How weights, gradients and optimizer states are sharded, with the dimensions (replicate, shard) or (shard,);
     all ranks take part, also those that share a row. None for a single rank, unless `offload` needs FSDP to move
     weights."""
     context: DeviceMesh | None = None
-    """Dimensions (data, context): the ranks of `context` process a row together; None if each row has one rank."""
+    """Dimensions (data, context). The `context` ranks of a line share their rows. None: no rows are shared."""
 
 
 @contextmanager
@@ -273,7 +273,7 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
         ConfigError: `sharding.shard_size` or `parallel.context` does not divide the number of ranks, or the installed
             torch is too old for `parallel.context`.
     """
-    rank_of_data(world, cfg.parallel)
+    check_divides(cfg.parallel, world.size)
     if cfg.parallel.num_context > 1:
         check_torch()
     shape = mesh_shape(plan, world.size, cfg.sharding.shard_size or world.local_size)
@@ -287,9 +287,9 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
     )
 
 
-def rank_of_data(world: World, parallel: ParallelConfig) -> tuple[int, int]:
-    """Return this rank's number among those that process different rows, and how many these are. Consecutive ranks
-    process a row together.
+def row_group(world: World, parallel: ParallelConfig) -> tuple[int, int]:
+    """Return the number of this rank's group, and how many groups there are. A group is `parallel.context` consecutive
+    ranks that process the same rows.
 
     Raises:
         ConfigError: `parallel.context` does not divide the number of ranks.

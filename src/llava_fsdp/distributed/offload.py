@@ -43,7 +43,7 @@ process.
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -199,9 +199,12 @@ def filesystem(folder: Path) -> str | None:
 
 
 @contextmanager
-def explained_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]:
+def explained_memory_errors(cfg: Callable[[], Config], device: torch.device) -> Iterator[None]:
     """Context manager that replaces torch's or Python's out-of-memory error by an OutOfMemory error, which names
     settings with which this training would need less memory.
+
+    Args:
+        cfg: returns the configuration. It is called after the error, when the planner may have replaced `auto`.
 
     Raises:
         OutOfMemory: memory ran out in the body.
@@ -215,7 +218,7 @@ def explained_memory_errors(cfg: Config, device: torch.device) -> Iterator[None]
         where = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "host memory"
         request = re.search(r"tried to allocate ([\d.]+ \w+)|allocate (\d+) bytes", message)
         size = f" ({request[1] or readable(int(request[2]))} more were requested)" if request else ""
-        raise OutOfMemory(f"out of {where}{size}; less is needed with {', or '.join(cures(cfg, device))}") from error
+        raise OutOfMemory(f"out of {where}{size}; less is needed with {', or '.join(cures(cfg(), device))}") from error
 
 
 def cures(cfg: Config, device: torch.device) -> list[str]:
@@ -224,7 +227,12 @@ def cures(cfg: Config, device: torch.device) -> list[str]:
     found = (
         ["activation_checkpointing=full"] if cfg.activation_checkpointing.mode is ActivationCheckpointing.none else []
     )
-    found.append("a smaller tokens_per_micro_batch" if cfg.packs else "a smaller micro_batch_size")
+    if not cfg.packs:
+        found.append("a smaller micro_batch_size")
+    elif cfg.plans_tokens or cfg.row_tokens > cfg.data.max_length:  # else a row just holds the longest sample
+        found.append("a smaller tokens_per_micro_batch")
+    if cfg.can_share_rows:
+        found.append("a larger parallel.context")
     if cfg.sharding.strategy is not Strategy.FULL_SHARD:
         found.append("sharding=zero3")
     modes = list(OffloadMode) if device.type == "cuda" else [OffloadMode.nvme]

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llava_fsdp.config import DoctorConfig
+from llava_fsdp.config import Config, DoctorConfig
 from llava_fsdp.doctor.findings import output_of
 from llava_fsdp.doctor.gpus import QUERY, SECONDS, SmiGpu, TorchFacts, parse_smi, read_torch, seen_gpus
 from llava_fsdp.runtime.host import Host, read_host
@@ -81,20 +81,21 @@ class Context:
 
         from llava_fsdp.distributed.memory import ITEM_SIZE, checkpoint_bytes
         from llava_fsdp.distributed.mesh import World
-        from llava_fsdp.plan.auto import rows_for, settle_packing, with_contexts
+        from llava_fsdp.plan.auto import rows_for, settle_packing, smallest_context
         from llava_fsdp.plan.hardware import this_machine
         from llava_fsdp.plan.model_shapes import shapes_of
-        from llava_fsdp.plan.planner import Planner
+        from llava_fsdp.plan.planner import Planner, PlanRow
 
         parts = shapes_of(self.cfg.model)
         cfg, _ = settle_packing(self.cfg, parts.language)
         device = torch.device("cuda" if self.torch.devices else "cpu")
         world = World(0, self.ranks * self.cfg.nodes, 0, self.ranks, device)
-        for tried in with_contexts(cfg, world.size, parts.language):
+
+        def plan_with(tried: Config) -> tuple[Planner, list[PlanRow]]:
             planner = Planner(tried, this_machine(self.ranks, device.type), parts=parts)
-            row = rows_for(planner, tried, world)[0]
-            if row.fits:
-                break
+            return planner, rows_for(planner, tried, world)
+
+        planner, (row, *_) = smallest_context(cfg, world.size, parts.language, plan_with)
         export = sum(w.count for w in planner.weights) * ITEM_SIZE[self.cfg.export.dtype]
         kept, inputs = planner.input_bytes(row.micro_batches)
         return Needs(

@@ -637,6 +637,21 @@ def layers_with_window(language: PretrainedConfig) -> int:
     return language.num_hidden_layers if has_window else 0
 
 
+def grows_with_square(attention: Attention, model: nn.Module, has_more_keys: bool) -> bool:
+    """Return whether attention over packed rows makes masks or scores of all pairs of a sample's tokens, so that its
+    memory grows with the square of the sample's length.
+
+    Args:
+        model: the language model.
+        has_more_keys: whether rows can have more keys than queries (`PackedRow.keys`).
+    """
+    config: Any = model.config
+    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    if has_sinks or getattr(config, "attn_logit_softcapping", None) is not None:
+        return True
+    return attention is Attention.sdpa and (has_more_keys or layers_with_window(config) > 0)
+
+
 def layers_out_of_reach(model: PreTrainedModel) -> str | None:
     """Run a meta-device language model on a packed row (a sequence in which several samples follow one another). Return
     why a layer would mix the samples: it mixes tokens outside llava_fsdp's attention implementation, or does not get

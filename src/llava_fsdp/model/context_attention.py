@@ -1,9 +1,10 @@
-"""Attention under context parallelism: each rank has some positions of a packed row, and attends over all of them.
+"""Attention for packed rows that several ranks share. Each rank holds some positions of the row, but a token attends to
+earlier tokens on any rank.
 
-Two ways are exact for any samples in a row. `ulysses` (DeepSpeed-Ulysses, arXiv 2309.14509): an all-to-all exchanges
-positions for heads, the usual kernel runs on all positions of some heads, and another all-to-all goes back. `gather`
-(Llama 3, arXiv 2407.21783 section 3.3.2): keys and values of all positions are gathered, and the kernel runs on this
-rank's queries. Both are put around the kernels of model/attention.py, which do not know that several ranks share a row.
+There are two ways, both exact. `ulysses` (arXiv 2309.14509): an all-to-all gives each rank all positions of some heads;
+after attention, a second one gives them back. `gather` (arXiv 2407.21783 section 3.3.2): each rank collects the keys
+and values of all positions and computes its own queries. Both are put around the kernels of model/attention.py, which
+do not know that several ranks share a row.
 
 The collectives are given as functions (`distributed/context.py`), so that this module knows nothing of process groups.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,11 +67,11 @@ def plan_context(how: ContextHow, language: PretrainedConfig, size: int, index: 
             f"parallel.context_how=ulysses gives each rank some of the {heads} attention heads, and "
             f"parallel.context={size} does not divide them; set parallel.context_how=gather"
         )
-    if how is ContextHow.gather or not divides:
-        reason = "as configured" if how is ContextHow.gather else f"{size} ranks cannot share {heads} heads evenly"
-        return ContextPlan(ContextHow.gather, ContextCut(size, index, head_tail=True), reason)
-    reason = "as configured" if how is ContextHow.ulysses else f"{size} ranks share {heads} heads evenly"
-    return ContextPlan(ContextHow.ulysses, ContextCut(size, index, head_tail=False), reason)
+    reason = "as configured"
+    if how is ContextHow.auto:
+        how = ContextHow.ulysses if divides else ContextHow.gather
+        reason = f"{size} ranks {'share' if divides else 'cannot share'} {heads} heads evenly"
+    return ContextPlan(how, ContextCut(size, index, paired=how is ContextHow.gather), reason)
 
 
 def share_attention(
@@ -80,13 +82,15 @@ def share_attention(
     gather: Collective,
     name: str = "llava_fsdp_context",
 ) -> None:
-    """Make a language model attend over rows that several ranks process together. Rows that are not packed (those of
-    answers to validation questions) are computed by each rank alone, as before.
+    """Make a language model's attention work on rows that several ranks share. Rows without sample boundaries (answers
+    in validation) are still computed by one rank.
 
     Args:
-        exchange: sends part i of a tensor [ranks, ...] to rank i, and returns what all ranks have sent here, in order.
+        exchange: all-to-all on [ranks, ...]: part i goes to rank i; the result has the parts received from rank 0, 1,
+            ...
         gather: [n, ...] -> [ranks * n, ...], the tensors of all ranks in order.
-        name: name of the attention implementation in transformers' AttentionInterface.
+        name: name of the attention implementation in transformers' AttentionInterface. It stays registered there until
+            the process ends.
     """
     config: Any = language_model.config
     attend = kernel_of(kernel.attention)
@@ -94,8 +98,8 @@ def share_attention(
     if plan.how is ContextHow.ulysses:
         function = attend_with(attend, lambda chosen, _: Ulysses(chosen, plan.cut, exchange))
     else:
-        function = attend_with(attend, lambda chosen, row_chunks: GatheredKeys(chosen, gather, row_chunks))
-        language_model.register_forward_pre_hook(GiveRowChunks(plan.cut), with_kwargs=True)
+        function = attend_with(attend, lambda chosen, chunks: GatheredKeys(chosen, gather, plan.cut.size, chunks))
+        language_model.register_forward_pre_hook(AddRowChunks(plan.cut), with_kwargs=True)
     AttentionInterface.register(name, function)
     config._attn_implementation = name
 
@@ -112,10 +116,10 @@ class Ulysses:
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
     ) -> torch.Tensor:
-        """Compute attention; query, key and value are [1, heads, own positions, size], the result is [1, own positions,
-        heads, size]."""
+        """Compute attention; query, key and value are [1, heads, own positions, width], the result is [1, own
+        positions, heads, width]."""
         repeats = self.size // math.gcd(key.shape[1], self.size)
-        if repeats > 1:  # fewer heads of keys than ranks, or a number that the ranks cannot share out
+        if repeats > 1:  # the ranks cannot divide the key heads evenly: repeat them until they can
             key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
         form = row.form
         if form.sinks is not None:
@@ -124,14 +128,14 @@ class Ulysses:
         return self.to_positions(self.attend(module, query, key, value, PackedRow(row.queries, form)))
 
     def to_heads(self, part: torch.Tensor) -> torch.Tensor:
-        """[1, heads, own positions, size] -> [1, own heads, positions, size]"""
+        """[1, heads, own positions, width] -> [1, own heads, positions, width]"""
         _, heads, tokens, width = part.shape
         sent = part.reshape(self.size, heads // self.size, tokens, width)
         got = self.exchange(sent.contiguous())  # from each rank its positions
         return got.transpose(0, 1).reshape(1, heads // self.size, self.size * tokens, width)
 
     def to_positions(self, part: torch.Tensor) -> torch.Tensor:
-        """[1, positions, own heads, size] -> [1, own positions, heads, size]"""
+        """[1, positions, own heads, width] -> [1, own positions, heads, width]"""
         _, tokens, heads, width = part.shape
         sent = part.reshape(self.size, tokens // self.size, heads, width)
         got = self.exchange(sent.contiguous())  # from each rank its heads
@@ -153,16 +157,13 @@ class RowChunk:
 
 @dataclass(frozen=True, eq=False)
 class RowChunks:
-    """This rank's chunks of a row. This is a class and not a list, because torch.compile would compile a layer again
-    for each new list of numbers."""
+    """This rank's chunks of a row. One object instead of a list: torch.compile would compile again for each new list of
+    numbers."""
 
     each: tuple[RowChunk, ...]
-    order: torch.Tensor
-    """For each position of the row, its index in the positions of all ranks, concatenated in rank order, int64
-    [tokens]."""
 
 
-class GiveRowChunks:
+class AddRowChunks:
     """Forward pre-hook of a language model that adds the argument `row_chunks`, once for all layers."""
 
     def __init__(self, cut: ContextCut):
@@ -172,53 +173,57 @@ class GiveRowChunks:
         lengths: Lengths | None = kwargs.get("segment_lengths")
         if lengths is None:
             return args, kwargs
-        return args, {**kwargs, "row_chunks": row_chunks_of(lengths.each, self.cut, kwargs["cu_seqlens"].device)}
+        return args, {**kwargs, "row_chunks": row_chunks_of(lengths.each, kwargs["cu_seqlens"], self.cut)}
 
 
-def row_chunks_of(lengths: Sequence[int], cut: ContextCut, device: torch.device) -> RowChunks:
+def row_chunks_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, cut: ContextCut) -> RowChunks:
     """Return the chunks of a row that this rank computes.
 
     Args:
         lengths: lengths of the row's samples.
+        cu_seqlens: the same as cumulative lengths on the device, int32 [samples + 1].
     """
-    tokens = sum(lengths)
-    every = [ContextCut(cut.size, rank, cut.head_tail).positions(tokens) for rank in range(cut.size)]
-    order = torch.cat([torch.from_numpy(positions) for positions in every]).argsort()
-    return RowChunks(tuple(row_chunk_of(lengths, *chunk, device) for chunk in cut.chunks(tokens)), order.to(device))
+    return RowChunks(tuple(row_chunk_of(lengths, cu_seqlens, *chunk) for chunk in cut.chunks(sum(lengths))))
 
 
-def row_chunk_of(lengths: Sequence[int], begin: int, end: int, device: torch.device) -> RowChunk:
-    """Return the chunk [begin, end) of a row whose samples have the given lengths."""
-    queries, keys, first, start = [], [], begin, 0
-    for length in lengths:
-        low, high = max(begin, start), min(end, start + length)
-        if low < high:
-            queries.append(high - low)
-            keys.append(high - start)
-            first = min(first, start)
-        start += length
-    return RowChunk(slice(first, end), end - begin, boundaries(queries, device), boundaries(keys, device))
+def row_chunk_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, begin: int, end: int) -> RowChunk:
+    """Return the chunk [begin, end) of a row whose samples have the given lengths. The host does not wait for the
+    device."""
+    ends = list(itertools.accumulate(lengths))
+    i, j = bisect_right(ends, begin), bisect_left(ends, end) + 1  # the chunk has tokens of the samples i to j - 1
+    first = ends[i] - lengths[i]
+    edges = [first, *ends[i:j]]
+    queries, keys = [min(max(edge, begin), end) for edge in edges], [min(edge, end) for edge in edges]
+    on_device = cu_seqlens[i : j + 1]
+    return RowChunk(
+        slice(first, end),
+        end - begin,
+        Boundaries(on_device.clamp(begin, end) - begin, lengths_between(queries)),
+        Boundaries(on_device.clamp(max=end) - first, lengths_between(keys)),
+    )
 
 
-def boundaries(lengths: list[int], device: torch.device) -> Boundaries:
-    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    return Boundaries(offsets.to(device, non_blocking=True), Lengths(tuple(lengths), max(lengths)))
+def lengths_between(edges: Sequence[int]) -> Lengths:
+    """Return the lengths of samples, given where the first one begins and where each ends."""
+    each = tuple(end - begin for begin, end in itertools.pairwise(edges))
+    return Lengths(each, max(each))
 
 
 class GatheredKeys:
     """Attention function for packed rows (several samples end to end) whose positions are divided among ranks. Each
     rank computes the queries of its own positions, with the keys and values of all positions of the row."""
 
-    def __init__(self, attend: Attend, gather: Collective, row_chunks: RowChunks):
+    def __init__(self, attend: Attend, gather: Collective, size: int, row_chunks: RowChunks):
         self.attend = attend
         self.gather = gather
+        self.size = size
         self.row_chunks = row_chunks
 
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
     ) -> torch.Tensor:
-        """Compute attention; query, key and value are [1, heads, own positions, size], the result is [1, own positions,
-        heads, size]."""
+        """Compute attention; query, key and value are [1, heads, own positions, width], the result is [1, own
+        positions, heads, width]."""
         key, value = self.gathered(key), self.gathered(value)
         queries = query.split([part.tokens for part in self.row_chunks.each], dim=2)
         found = []
@@ -228,6 +233,7 @@ class GatheredKeys:
         return torch.cat(found, dim=1)
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """[1, heads, own positions, size] -> [1, heads, positions, size]"""
-        every = self.gather(own[0].transpose(0, 1).contiguous())  # [positions, heads, size]
-        return every.index_select(0, self.row_chunks.order).transpose(0, 1)[None]
+        """[1, heads, own positions, width] -> [1, heads, positions, width]"""
+        every = self.gather(own[0].transpose(0, 1).contiguous())  # [positions, heads, width], rank after rank
+        halves = every.unflatten(0, (self.size, 2, -1))  # rank i has sent chunks i and 2 * size - 1 - i
+        return torch.cat([halves[:, 0], halves[:, 1].flip(0)]).flatten(0, 1).transpose(0, 1)[None]

@@ -140,7 +140,7 @@ class ActivationMeter:
         apply_activation_checkpointing(model.blocks(), activation_checkpointing, torch.device("meta"))
         model.train()
         if cfg.parallel.num_context > 1 and kernel is not None:
-            share_simulated(model, kernel, cfg, part)
+            share_attention_on_meta(model, kernel, cfg, part)
         self.model = model
         self.packed = kernel is not None
         self.blends = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens).blends
@@ -158,14 +158,13 @@ class ActivationMeter:
         return segments if self.depth is None else deepened(segments, stack_name(self.model), self.depth)
 
 
-def share_simulated(model: Llava, kernel: Kernel, cfg: Config, part: int) -> None:
+def share_attention_on_meta(model: Llava, kernel: Kernel, cfg: Config, part: int) -> None:
     """Make a model on the meta device attend over rows that several ranks process together, as rank number `part` of
     them. The collectives only allocate what real ones would."""
     size = cfg.parallel.num_context
     plan = plan_context(cfg.parallel.context_how, model.parts.language, size, part)
-    share_attention(
-        model.language_model, kernel, plan, torch.clone, lambda own: torch.cat([own] * size), "llava_fsdp_planned"
-    )
+    name = f"{kernel.name}_{plan.how.value}_{part}_of_{size}"  # several models are planned in one process
+    share_attention(model.language_model, kernel, plan, torch.clone, lambda own: torch.cat([own] * size), name)
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:

@@ -1,6 +1,7 @@
 """Choose values for `pack`, `sharding`, `parallel.context`, `activation_checkpointing` and `tokens_per_micro_batch`
 where the configuration says `auto`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +14,7 @@ from transformers import PretrainedConfig
 from llava_fsdp.config import AUTO, ActivationCheckpointing, ActivationCheckpointingConfig, Config, Strategy
 from llava_fsdp.config.renamed import present_tree
 from llava_fsdp.distributed.compile import splits_blocks
+from llava_fsdp.distributed.context import check_torch
 from llava_fsdp.distributed.mesh import World, check_divides
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.attention import packing_refused
@@ -109,43 +111,88 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
         ConfigError: the planner predicts that no values fit into memory.
     """
     machine = with_margin(this_machine(world.local_size, world.device.type), cfg)
+
+    def plan(tried: Config) -> tuple[Planner, list[PlanRow]]:
+        planner = Planner(tried, machine, samples, parts)
+        return planner, rows_for(planner, tried, world)
+
     before = recorded(cfg) if continues else None
-    if before is not None and world.size % before.parallel.num_context == 0:
-        row = rows_for(Planner(before, machine, samples, parts), before, world)[0]
-        if row.fits:
-            tokens = before.tokens_per_micro_batch if isinstance(before.tokens_per_micro_batch, int) else None
-            found = row.choice.strategy, before.activation_checkpointing, tokens, before.parallel.num_context
-            return Decision(*found, "as when this run began")
-    best: PlanRow | None = None
-    for tried in with_contexts(cfg, world.size, parts.language):
-        try:
-            row = rows_for(Planner(tried, machine, samples, parts), tried, world)[0]
-        except LlavaFsdpError:
-            raise
-        except Exception as error:  # a model that does not run on the meta device, such as a mixture of experts in fp32
-            return without_plan(tried, error)
-        if best is None or row.fits or row.bytes["total"] < best.bytes["total"]:
-            best, cfg = row, replace(cfg, parallel=tried.parallel)
-        if row.fits:
-            break
-    assert best is not None
+    if before is not None and keeps(before, cfg, world, parts, plan):
+        return before
+    try:
+        planner, rows = smallest_context(cfg, world.size, parts.language, plan)
+    except LlavaFsdpError:
+        raise
+    except Exception as error:  # a model that does not run on the meta device, such as a mixture of experts in fp32
+        return without_plan(with_each_context(cfg, world.size, parts.language)[-1], error)
+    best, context = rows[0], planner.cfg.parallel.num_context
     if not best.fits:
         mode = best.choice.activation_checkpointing.mode.value
+        shares = "parallel.context=auto, " * (cfg.can_share_rows and cfg.parallel.context != AUTO and world.size > 1)
         raise ConfigError(
             f"auto: the planner predicts that nothing fits; nearest is {best.choice.zero}, activation checkpointing "
-            f"{mode}, {best.tokens:,} tokens in the largest micro-batch: {cost(best)}. activation_checkpointing=full, "
+            f"{mode}, {best.tokens:,} tokens in the largest micro-batch"
+            f"{f', parallel.context={context}' * (context > 1)}: {cost(best)}. {shares}activation_checkpointing=full, "
             "offload=params, precision=bf16_pure or more ranks need less; sharding=zero3 and a number for "
             "tokens_per_micro_batch would try it all the same"
         )
     reason = f"{cost(best)}, as predicted; llava-fsdp plan compares all values"
     tokens = best.tokens if cfg.plans_tokens else None
-    context = cfg.parallel.num_context
     return Decision(best.choice.strategy, best.choice.activation_checkpointing, tokens, context, reason)
 
 
-def with_contexts(cfg: C, world_size: int, language: PretrainedConfig) -> list[C]:
-    """Return the configuration with each value that `parallel.context=auto` may take, the smallest first: the divisors
-    of the number of ranks for which a sample of the maximum length fits into a row. Without `auto`, return it as it is.
+def keeps(
+    before: Decision, cfg: Config, world: World, parts: Parts, plan: Callable[[Config], tuple[Planner, list[PlanRow]]]
+) -> bool:
+    """Return whether a resumed run keeps the values that it recorded when it began: they are possible with the present
+    keys and number of ranks, and fit. Values that were chosen without a planner, because it cannot compute this model,
+    are kept too.
+
+    Args:
+        before: the recorded values.
+        plan: makes the planner of a configuration and its rows, the best first.
+    """
+    try:
+        settled = before.applied(cfg)
+        with_each_context(settled, world.size, parts.language)
+        _, rows = plan(settled)
+    except ConfigError:  # a value contradicts the present keys; if the keys contradict each other, choosing raises it
+        return False
+    except LlavaFsdpError:
+        raise
+    except Exception:  # as when this run began
+        return True
+    return rows[0].fits and (before.tokens is not None or not cfg.plans_tokens)
+
+
+def smallest_context(
+    cfg: C, world_size: int, language: PretrainedConfig, plan: Callable[[C], tuple[Planner, list[PlanRow]]]
+) -> tuple[Planner, list[PlanRow]]:
+    """Plan with the smallest value of `parallel.context` with which the training fits. If it fits with none, with the
+    one that needs the fewest bytes. Without `auto` there is one value.
+
+    Args:
+        language: configuration of the language model.
+        plan: makes the planner of a configuration and its rows, the best first.
+
+    Raises:
+        ConfigError: no value is possible.
+    """
+    nearest: tuple[Planner, list[PlanRow]] | None = None
+    for tried in with_each_context(cfg, world_size, language):
+        planner, rows = plan(tried)
+        if rows[0].fits:
+            return planner, rows
+        if nearest is None or rows[0].bytes["total"] < nearest[1][0].bytes["total"]:
+            nearest = planner, rows
+    assert nearest is not None, "with_each_context returns at least one"
+    return nearest
+
+
+def with_each_context(cfg: C, world_size: int, language: PretrainedConfig) -> list[C]:
+    """Return one configuration for each value that `parallel.context=auto` may take, smallest first. A value must
+    divide the number of ranks, and a row must have room for a sample of `data.max_length`. If it is not `auto`, return
+    `cfg` alone. If the installed torch is too old to share rows, the only value is 1.
 
     Args:
         language: configuration of the language model.
@@ -161,6 +208,8 @@ def with_contexts(cfg: C, world_size: int, language: PretrainedConfig) -> list[C
     error: ConfigError | None = None
     for size in (n for n in range(1, world_size + 1) if world_size % n == 0):
         try:
+            if size > 1:
+                check_torch()
             plan_context(cfg.parallel.context_how, language, size, 0)
             found.append(replace(cfg, parallel=replace(cfg.parallel, context=size)))
         except ConfigError as refused:
@@ -176,6 +225,7 @@ def without_plan(cfg: Config, error: Exception) -> Decision:
     planner cannot compute.
 
     Args:
+        cfg: the configuration, with the largest value of `parallel.context` that is possible.
         error: the planner's error, which the returned decision gives as its reason.
     """
     strategy, checkpointing = cfg.sharding.strategy, cfg.activation_checkpointing
@@ -233,9 +283,9 @@ def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
     return plan_rows(planner, choices, ranks, splits)
 
 
-def recorded(cfg: Config) -> Config | None:
-    """Return `cfg` with every `auto` replaced by the value in the config.yaml of the run in `output_dir`; None if that
-    file is missing or its values cannot be used."""
+def recorded(cfg: Config) -> Decision | None:
+    """Return the values that the config.yaml of the run in `output_dir` has for the keys that are `auto` in `cfg`; None
+    if that file is missing or its values cannot be used."""
     path = Path(cfg.output_dir) / "config.yaml"
     if not path.is_file():
         return None
@@ -251,20 +301,17 @@ def recorded(cfg: Config) -> Config | None:
             budget = OmegaConf.select(tree, "activation_checkpointing.budget")
             activation_checkpointing = ActivationCheckpointingConfig(mode=mode, budget=budget)
         tokens = OmegaConf.select(tree, "tokens_per_micro_batch")
-        lacks_tokens = cfg.plans_tokens and not isinstance(tokens, int)
         context = cfg.parallel.context
         if context == AUTO:
             context = OmegaConf.select(tree, "parallel.context") or 1
         has_auto = strategy is Strategy.auto or activation_checkpointing.mode is ActivationCheckpointing.auto
-        if has_auto or lacks_tokens or not isinstance(context, int):
+        if has_auto or not isinstance(context, int) or not isinstance(tokens, int | None):
             return None
         if cfg.sharding.strategy is not Strategy.auto:
             strategy = cfg.sharding.strategy
-        return Decision(strategy, activation_checkpointing, tokens, context, "").applied(cfg)
+        return Decision(strategy, activation_checkpointing, tokens, context, "as when this run began")
     except (OmegaConfBaseException, yaml.YAMLError, ConfigError, ValueError, OSError, AssertionError):
-        return (
-            None  # resuming reports a damaged file; recorded values that contradict the present keys are chosen again
-        )
+        return None  # resuming reports a damaged file
 
 
 def has_auto_checkpointing(cfg: Config) -> bool:

@@ -9,10 +9,8 @@ from typing import Any
 from llava_fsdp.config import (
     ActivationCheckpointing,
     ActivationCheckpointingConfig,
-    Attention,
     OffloadMode,
     PlanConfig,
-    SamplerName,
     Strategy,
 )
 from llava_fsdp.model.context_attention import plan_context
@@ -40,7 +38,7 @@ def longest(cfg: PlanConfig, machine: Machine, parts: Parts) -> list[dict[str, A
     the dataset has on average. Lengths beyond the positions of the language model are reported as well.
 
     Returns:
-        An object for each number of GPUs and of ranks a row; `tokens` is 0 if no sample fits.
+        An object for each number of GPUs and of ranks per row; `tokens` is 0 if no sample fits.
     """
     points = []
     for context in sizes_of(cfg, parts):
@@ -76,9 +74,9 @@ def counts(cfg: PlanConfig) -> Iterator[int]:
 
 
 def sizes_of(cfg: PlanConfig, parts: Parts) -> list[int]:
-    """Return the numbers of ranks a row to try: powers of two up to the number of GPUs, at most 64. With
+    """Return the numbers of ranks per row to try: powers of two up to the number of GPUs, at most 64. With
     `parallel.context_how=ulysses`, only those that divide the attention heads; only 1 if rows are not packed."""
-    if not cfg.packs or cfg.sampler.name is SamplerName.llava_v1_5:
+    if not cfg.can_share_rows:
         return [1]
     found = []
     for size in (1 << n for n in range(7) if 1 << n <= cfg.gpus * cfg.nodes):
@@ -94,9 +92,7 @@ def longest_row(planner: Planner, choice: Choice, ranks: Ranks) -> PlanRow | Non
     """Return the prediction for the longest sample that fits into memory, found by bisection; None if none fits."""
     context = planner.cfg.parallel.num_context
     lengths = (PIECE * context, MOST_TOKENS)
-    ends = [one_sample(planner.samples, length, context) for length in lengths]
-    if context > 1 and planner.kernel is not None and planner.kernel.attention is Attention.sdpa:
-        ends = []  # its masks grow with the square of the length, so that nothing lies on a line between two lengths
+    ends = planner.ends(*(one_sample(planner.samples, length, context) for length in lengths))
 
     def row(pieces: int) -> PlanRow:
         return planner.row(choice, ranks, [one_sample(planner.samples, PIECE * context * pieces, context)], ends)
@@ -131,7 +127,7 @@ def write_page(points: Sequence[dict[str, Any]], title: str, path: Path) -> Path
     for colour, context in enumerate(sorted({point["context"] for point in points})):
         own = [point for point in points if point["context"] == context and point["tokens"]]
         values = [Point(point["gpus"], *[float(point["tokens"])] * 3) for point in own]
-        lines.append(Line(f"{context} rank{'s' * (context > 1)} a row", values, colour, dots=True))
+        lines.append(Line(f"{context} rank{'s' * (context > 1)} per row", values, colour, dots=True))
     chart = Chart("Longest sample in tokens against GPUs", lines, "predicted", logs=True, wide=True, along="GPUs")
     names = list(points[0])
     rows = [[shown(point[name]) for name in names] for point in points]

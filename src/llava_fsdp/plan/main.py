@@ -16,7 +16,7 @@ from pathlib import Path
 from llava_fsdp.config import AUTO, DType, Format, OffloadMode, PlanConfig, SamplerName, Source
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.pretrained import Parts
-from llava_fsdp.plan.auto import settle_packing, with_contexts
+from llava_fsdp.plan.auto import settle_packing, smallest_context
 from llava_fsdp.plan.hardware import Machine, machine_named
 from llava_fsdp.plan.longest import longest
 from llava_fsdp.plan.longest import write_page as write_longest
@@ -67,12 +67,13 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     ranks = Ranks(cfg.gpus * cfg.nodes, cfg.sharding.shard_size or cfg.gpus, cfg.gpus)
     # every recipe sets micro_batch_size, so only a user who sets tokens_per_micro_batch has chosen a size
     is_free = not isinstance(cfg.tokens_per_micro_batch, int)
-    for tried in with_contexts(cfg, ranks.world_size, parts.language):
+
+    def plan_with(tried: PlanConfig) -> tuple[Planner, list[PlanRow]]:
         planner = Planner(tried, machine, parts=parts)
         splits = splits_to_try(planner, tried, ranks.world_size, is_free)
-        rows = plan_rows(planner, choices(tried, machine.device, distinct_strategies(ranks)), ranks, splits)
-        if rows[0].fits:
-            break
+        return planner, plan_rows(planner, choices(tried, machine.device, distinct_strategies(ranks)), ranks, splits)
+
+    planner, rows = smallest_context(cfg, ranks.world_size, parts.language, plan_with)
     best = command(cfg, rows[0], typed) if rows[0].fits else None
     more = {}
     if cfg.nodes > 1:

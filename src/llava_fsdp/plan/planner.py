@@ -7,16 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, OffloadMode, Strategy
+from llava_fsdp.config import (
+    ActivationCheckpointing,
+    ActivationCheckpointingConfig,
+    Config,
+    ContextHow,
+    OffloadMode,
+    Strategy,
+)
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.distributed.memory import Bytes, bytes_per_rank
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan
+from llava_fsdp.model.attention import grows_with_square
 from llava_fsdp.model.context_attention import plan_context
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
@@ -35,7 +44,16 @@ from llava_fsdp.plan.simulate import (
     simulate_step,
     simulate_unsharded_step,
 )
-from llava_fsdp.plan.step_time import Step, Volume, context_volume, recomputed_share, sample_flops, step_time, volume
+from llava_fsdp.plan.step_time import (
+    Step,
+    Volume,
+    context_volume,
+    received_by_attention,
+    recomputed_share,
+    sample_flops,
+    step_time,
+    volume,
+)
 from llava_fsdp.plan.workload import Samples, configured_split, samples_of
 
 STREAMED = 2 * 128 * MIB
@@ -139,6 +157,34 @@ class Planner:
         self.meters: dict[tuple[ActivationCheckpointing, int], ActivationMeter] = {}
         self.measured: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
         self.interpolated: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
+
+    @cached_property
+    def grows_with_square(self) -> bool:
+        """Whether activation memory grows with the square of a sample's length, so that it must be measured at each
+        length and cannot be interpolated between two."""
+        if self.kernel is None:  # padded rows all have one length
+            return False
+        gathers = self.cfg.parallel.num_context > 1 and self.how is ContextHow.gather
+        return grows_with_square(self.kernel.attention, self.model.language_model, gathers)
+
+    @property
+    def how(self) -> ContextHow:
+        """How the ranks that process a row together compute its attention: `ulysses` or `gather`."""
+        parallel = self.cfg.parallel
+        return plan_context(parallel.context_how, self.parts.language, parallel.num_context, 0).how
+
+    def gathered_for_attention(self, micro: MicroBatch) -> int:
+        """Return the bytes that a rank holds after a forward pass if it keeps the results of all collectives of
+        attention between the ranks of a row."""
+        size, width = self.cfg.parallel.num_context, DTYPES[self.cfg.precision.param_dtype].itemsize
+        if size == 1:
+            return 0
+        received = received_by_attention(self.how, size, self.parts.language, width, micro.tokens)
+        return int(received * size / (size - 1))  # with the rank's own part
+
+    def ends(self, small: MicroBatch, large: MicroBatch) -> list[MicroBatch]:
+        """Return the two micro-batches between which others may be interpolated; none if each must be measured."""
+        return [] if self.grows_with_square or small == large else [small, large]
 
     @property
     def trainable(self) -> int:
@@ -266,13 +312,14 @@ class Planner:
         size = self.cfg.parallel.num_context
         if size == 1:
             return sent
-        how = plan_context(self.cfg.parallel.context_how, self.parts.language, size, 0).how
         width = DTYPES[self.cfg.precision.param_dtype].itemsize
         mode, share = choice.activation_checkpointing.mode, recomputed_share(choice.activation_checkpointing)
         if mode is ActivationCheckpointing.selective:  # it keeps products, and collectives run again
             share = 1.0
+        elif mode is ActivationCheckpointing.budget:  # the compiler keeps the results of all collectives
+            share = 0.0
         tokens = sum(micro.tokens for micro in micros)
-        moved, count = context_volume(how, size, self.parts.language, width, tokens, share)
+        moved, count = context_volume(self.how, size, self.parts.language, width, tokens, share)
         return replace(sent, context=moved, exchanges=count * len(micros), context_size=size)
 
     def offloads_activations(self, choice: Choice) -> bool:
@@ -303,6 +350,9 @@ class Planner:
                 self.simulate_passes(choice, ranks, micros, self.passes(end, micros, between), rank)
                 for end in (ActivationCheckpointing.none, ActivationCheckpointing.full)
             )
+            # but it never runs a collective again
+            least.worst["activations"] += max(map(self.gathered_for_attention, micros))
+            least.worst["activations"] = min(least.worst["activations"], most.worst["activations"])
             share = choice.activation_checkpointing.budget or 0.0
             worst = {n: int(share * most.worst[n] + (1 - share) * least.worst[n]) for n in most.worst}
             return Ledger(held=least.held, worst=worst, moment=least.moment)

@@ -77,7 +77,8 @@ def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
 def plan_rows(
     planner: Planner, ways: Sequence[Choice], ranks: Ranks, splits: Sequence[Sequence[MicroBatch]]
 ) -> list[PlanRow]:
-    """Predict memory and time of each way to train, and sort: ways that fit into memory come first, then the fastest.
+    """Predict memory and time of each way to train, and sort: ways that fit into memory come first, the fastest before
+    slower ones; then those that do not fit, the one that needs the fewest bytes first.
 
     Args:
         planner: predicts memory and time of one way to train.
@@ -86,13 +87,14 @@ def plan_rows(
         splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first.
             For each way to train, the first one that fits is used.
     """
-    ends = [splits[-1][0], splits[0][0]] if len(splits) > 1 else []
+    ends = planner.ends(splits[-1][0], splits[0][0])
     rows = [largest_that_fits(planner, choice, ranks, splits, ends) for choice in ways]
     # if two are equally fast, the one with less recomputation comes first, then the one with fewer bytes
     modes = list(ActivationCheckpointing)
     rows.sort(
         key=lambda r: (
-            not r.fits, -r.samples_per_second, modes.index(r.choice.activation_checkpointing.mode), r.bytes["total"]
+            0 if r.fits else r.bytes["total"], -r.samples_per_second,
+            modes.index(r.choice.activation_checkpointing.mode), r.bytes["total"]
         )
     )  # fmt: skip
     best = rows[0]  # its memory is measured below, as interpolated bytes may be a little too high

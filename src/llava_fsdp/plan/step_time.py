@@ -113,8 +113,12 @@ class Volume:
 
     def attention_seconds(self, link: float, network: float) -> float:
         """Return the seconds of attention's collectives between the ranks that process the same row. They overlap with
-        nothing, because attention waits for each."""
-        within = network if self.context_size > self.node_size else link
+        nothing, because attention waits for each.
+
+        The ranks of a row have consecutive numbers. Unless their number divides that of a node's ranks, some rows have
+        ranks on two nodes, and all ranks wait for these.
+        """
+        within = network if self.nodes > 1 and self.node_size % self.context_size else link
         latency = self.exchanges * (LATENCY + HOP * (self.context_size - 1))
         return latency + self.context / within / LINK_EFFICIENCY
 
@@ -166,13 +170,35 @@ def volume(
     )
 
 
+def received_by_attention(how: ContextHow, size: int, language: PretrainedConfig, width: int, tokens: int) -> float:
+    """Return the bytes that a rank receives from the ranks that process the same row, in one forward pass of all
+    layers.
+
+    With `ulysses`, queries, keys, values and the result are exchanged: a rank receives (size - 1) / size of what it
+    holds. With `gather`, it receives the keys and values of all other ranks.
+
+    Args:
+        how: `ulysses` or `gather`.
+        size: number of ranks that process a row together.
+        language: configuration of the language model.
+        width: bytes of a value.
+        tokens: positions that the rank processes.
+    """
+    heads, keys = language.num_attention_heads, getattr(language, "num_key_value_heads", language.num_attention_heads)
+    head = getattr(language, "head_dim", None) or language.hidden_size // heads
+    if how is ContextHow.ulysses:
+        keys *= size // math.gcd(keys, size)
+        each = (2 * heads + 2 * keys) * (size - 1) / size
+    else:
+        each = 2 * keys * (size - 1)
+    return language.num_hidden_layers * each * head * width * tokens
+
+
 def context_volume(
     how: ContextHow, size: int, language: PretrainedConfig, width: int, tokens: int, recomputed: float
 ) -> tuple[float, int]:
-    """Count what attention moves in a step between the ranks that process the same rows.
-
-    With `ulysses`, queries, keys, values and the result are exchanged: a rank receives (size - 1) / size of what it
-    holds. With `gather`, it receives the keys and values of all other ranks, and in the backward pass their gradients.
+    """Count what attention moves in a step between the ranks that process the same rows. The backward pass moves as
+    many bytes of gradients as the forward pass moves of values.
 
     Args:
         how: `ulysses` or `gather`.
@@ -185,14 +211,9 @@ def context_volume(
     Returns:
         The bytes that a rank receives, and the number of collectives for each micro-batch.
     """
-    heads, keys = language.num_attention_heads, getattr(language, "num_key_value_heads", language.num_attention_heads)
-    head = getattr(language, "head_dim", None) or language.hidden_size // heads
-    layers, passes = language.num_hidden_layers, 2 + recomputed
-    if how is ContextHow.ulysses:
-        keys *= size // math.gcd(keys, size)
-        each = (2 * heads + 2 * keys) * (size - 1) / size
-        return layers * passes * each * head * width * tokens, math.ceil(4 * layers * passes)
-    return layers * passes * 2 * keys * (size - 1) * head * width * tokens, math.ceil(2 * layers * passes)
+    passes = 2 + recomputed
+    calls = (4 if how is ContextHow.ulysses else 2) * language.num_hidden_layers
+    return passes * received_by_attention(how, size, language, width, tokens), math.ceil(calls * passes)
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,10 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
     )
     fitting = [row for row in rows if row.fits]
     if command is None:
+        can_share = planner.cfg.can_share_rows and planner.cfg.parallel.num_context < world_size
         console.print(
-            "\nNothing fits; the first row is nearest. Use more GPUs, a smaller data.max_length, fewer "
-            "parts in model.train, or, on GPUs with bf16, precision=bf16_pure."
+            f"\nNothing fits; the first row is nearest. Use more GPUs, {'a larger parallel.context, ' * can_share}a "
+            "smaller data.max_length, fewer parts in model.train, or, on GPUs with bf16, precision=bf16_pure."
         )
     else:
         best = fitting[0]
@@ -78,7 +79,7 @@ def rows_table(rows: Sequence[PlanRow]) -> Table:
     table = Table(
         "sharding", "activation_checkpointing", "offload", "tokens x micro-batches", "fits", "total GB", "states",
         "gathered", "reducing", "acts.", "logits", "s/step", "tokens/s", "MFU", "sent GB",
-        title=f"GB on a rank at the worst moment of a step; best first{together(rows)}", title_justify="left",
+        title=f"GB on a rank at the worst moment of a step; best first{ranks_of_a_row(rows)}", title_justify="left",
     )  # fmt: skip
     for row in rows:
         held = {name: size / GB for name, size in row.bytes.items()}
@@ -100,7 +101,7 @@ def rows_table(rows: Sequence[PlanRow]) -> Table:
     return table
 
 
-def together(rows: Sequence[PlanRow]) -> str:
+def ranks_of_a_row(rows: Sequence[PlanRow]) -> str:
     """Return a text that says how many ranks process a row together; empty if each rank has its own rows."""
     context = rows[0].micro_batches[0].context
     return f"; {context} ranks process a row together (parallel.context={context})" if context > 1 else ""
@@ -114,16 +115,16 @@ def show_longest(console: Console, points: Sequence[dict[str, Any]], title: str)
         points: the predictions of `plan.longest.longest`.
     """
     contexts = sorted({point["context"] for point in points})
-    columns = [f"{context} rank{'s' * (context > 1)} a row" for context in contexts]
+    columns = [f"{context} rank{'s' * (context > 1)} per row" for context in contexts]
     table = Table("GPUs", *columns, title=f"longest sample in tokens that fits: {title}", title_justify="left")
     for gpus in sorted({point["gpus"] for point in points}):
         own = {point["context"]: point["tokens"] for point in points if point["gpus"] == gpus}
-        cells = ["" if context not in own else said(own[context]) for context in contexts]
+        cells = ["" if context not in own else longest_as_text(own[context]) for context in contexts]
         table.add_row(f"{gpus}", *cells)
     console.print(table)
 
 
-def said(tokens: int) -> str:
+def longest_as_text(tokens: int) -> str:
     """Return the longest sample that fits as a text for the table, given its number of tokens."""
     return "none" if not tokens else f"{tokens:,}" if tokens < MOST_TOKENS else f"at least {tokens:,}"
 

@@ -14,7 +14,7 @@ from llava_fsdp.distributed.compile import Compilations, choose_compiling
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.distributed.context import exchange_in, gather_in
 from llava_fsdp.distributed.local_shards import local_shards
-from llava_fsdp.distributed.mesh import Meshes, World, first_rank_first, gather_lists, rank_of_data
+from llava_fsdp.distributed.mesh import Meshes, World, first_rank_first, gather_lists, row_group
 from llava_fsdp.distributed.offload import Offload, warn_if_useless
 from llava_fsdp.distributed.parallelize import parallelize, useless_settings, weights_of
 from llava_fsdp.distributed.precision import MasterWeights
@@ -28,6 +28,7 @@ from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weig
 from llava_fsdp.model.pretrained import artifacts_of
 from llava_fsdp.model.quantization import quantized_weights
 from llava_fsdp.plan.mfu import utilization_of
+from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch_loading
@@ -113,9 +114,13 @@ def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = N
         with first_rank_first(world):
             draw_shapes(cfg.data)
     folders = model.parts.language_folder, model.parts.vision_folder
-    args = shape_of(model), *rank_of_data(world, cfg.parallel), world.device, gather_lists, choose
-    cut = context_of(cfg, world, model).cut if cfg.parallel.num_context > 1 else None
-    return build_loader(cfg, *folders, *args, cut)
+    args = shape_of(model), *row_group(world, cfg.parallel), world.device, gather_lists, choose
+    return build_loader(cfg, *folders, *args, cut_of(cfg, world, model))
+
+
+def cut_of(cfg: Config, world: World, model: Llava) -> ContextCut | None:
+    """Return which positions of each packed row this rank processes; None: all."""
+    return context_of(cfg, world, model).cut if cfg.parallel.num_context > 1 else None
 
 
 def context_of(cfg: Config, world: World, model: Llava) -> ContextPlan:

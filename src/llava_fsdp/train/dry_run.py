@@ -40,7 +40,7 @@ from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import NumericError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.train.build_model import build_model, shape_of
-from llava_fsdp.train.build_state import assemble
+from llava_fsdp.train.build_state import assemble, cut_of
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.peak_memory import PeakMeter
 from llava_fsdp.train.preflight import warn_if_refused
@@ -61,8 +61,9 @@ def dry_run(cfg: Config) -> None:
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default would be output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
-        with distributed(cfg) as world, explained_memory_errors(cfg, world.device):
-            report = measure(settle_auto(cfg, world), world)
+        with distributed(cfg) as world, explained_memory_errors(lambda: cfg, world.device):
+            cfg = settle_auto(cfg, world)
+            report = measure(cfg, world)
     if cfg.format is Format.json:
         print(json.dumps(report))
     else:
@@ -109,7 +110,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     meshes = make_meshes(world, plan, cfg)
     model = build_model(cfg, shapes_of(cfg.model), world.device)
     shape = shape_of(model)
-    contents = contents or fullest(cfg, shape)
+    contents = contents or fullest(cfg, shape, cut_of(cfg, world, model))
     planned = plan_of(cfg, world, contents)
     meter = PeakMeter(world.device)
     state = assemble(model, SyntheticLoader(world.device, STEPS), draw_shards, cfg, world, plan, meshes)

@@ -98,7 +98,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
         Watchdog(folder, rank, cfg.comm.init_timeout, cfg.comm.warn_after, parts) as watchdog,
         distributed(cfg) as world,
         watchdog.watching_peers(ranks.rank_identities()),
-        explained_memory_errors(cfg, world.device),
+        explained_memory_errors(lambda: cfg, world.device),
     ):
         parts.dir_lock = RunDirLock(folder, lock, cfg.private) if lock is not None else None
         check_same_software(cfg, world.device, gather_lists)

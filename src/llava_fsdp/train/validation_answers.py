@@ -73,15 +73,14 @@ class AnswerGenerator:
     @property
     def rows(self) -> int:
         """Number of held-out questions that a rank answers in one batch: at most `val.batch_size`, and so few that
-        questions and answers together have at most half as many tokens as a micro-batch.
+        questions and answers together have at most half as many tokens as one rank processes at once in training. At
+        least one question.
 
         The number of tokens is halved because the key-value cache of a token takes up to twice the memory that training
         keeps of a token for the backward pass of a block.
         """
         longest = max(len(question.sample.input_ids) for question in self.questions) + self.cfg.val.max_new_tokens
-        return max(
-            1, min(self.cfg.val.batch_size, self.cfg.row_tokens // self.cfg.parallel.num_context // 2 // longest)
-        )
+        return max(1, min(self.cfg.val.batch_size, self.cfg.rank_tokens // 2 // longest))
 
     def answers(self) -> list[Answered]:
         """Answer all held-out questions, each on one rank. Return the answers with their scores on every rank, in the

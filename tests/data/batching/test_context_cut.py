@@ -55,12 +55,12 @@ def tokens_of(micro: MicroBatch, positions: list[int]) -> dict[int, Any]:
     return found
 
 
-@pytest.mark.parametrize("head_tail", [False, True])
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("overrides", slow_after(1, KINDS), ids=["tiles", "plain", "dropout", "blended"])
 @pytest.mark.parametrize("size", slow_after(1, [3, 2, 4]))
-def test_parts_are_the_row(size: int, overrides: list[str], head_tail: bool, parts: Path, dataset: Path) -> None:
+def test_parts_are_the_row(size: int, overrides: list[str], paired: bool, parts: Path, dataset: Path) -> None:
     whole = opened(parts, dataset, None, *overrides).steps
-    cuts = [ContextCut(size, index, head_tail) for index in range(size)]
+    cuts = [ContextCut(size, index, paired) for index in range(size)]
     split = [opened(parts, dataset, cut, *overrides).steps for cut in cuts]
     for number in range(3):
         row, *own = (steps.prepare(number) for steps in (whole, *split))
@@ -80,7 +80,7 @@ def test_parts_are_the_row(size: int, overrides: list[str], head_tail: bool, par
 
 
 def test_only_the_images_that_show_are_read(parts: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = opened(parts, dataset, ContextCut(4, 0, head_tail=False)).steps
+    steps = opened(parts, dataset, ContextCut(4, 0, paired=False)).steps
     read: list[tuple[int, int]] = []
     tiles = steps.tiles
 
@@ -94,7 +94,7 @@ def test_only_the_images_that_show_are_read(parts: Path, dataset: Path, monkeypa
 
 
 def test_ranks_of_a_row_have_the_same_records(parts: Path, dataset: Path) -> None:
-    steps = opened(parts, dataset, ContextCut(2, 1, head_tail=False)).steps
+    steps = opened(parts, dataset, ContextCut(2, 1, paired=False)).steps
     steps.world_size = 2
     first, second, third = (steps.records_of(0, [rank]) for rank in (0, 1, 2))
     assert first == second != third and sorted(first + third) == sorted(steps.records_of(0, []))
@@ -103,7 +103,7 @@ def test_ranks_of_a_row_have_the_same_records(parts: Path, dataset: Path) -> Non
 def test_what_breaks_on_one_rank_is_left_out_on_all(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """An image is gone after the records were examined. The other rank of the row does not read it."""
     shutil.copytree(dataset, tmp_path / "data")
-    cuts = [ContextCut(2, index, head_tail=False) for index in range(2)]
+    cuts = [ContextCut(2, index, paired=False) for index in range(2)]
     told: list[SkippedSample] = []
     own = "data.bad_records=skip", "data.max_bad_records=1"
     loaders = [opened(parts, tmp_path / "data", cut, *own, gather=lambda _: told) for cut in cuts]
@@ -138,9 +138,9 @@ def test_an_image_on_a_border_is_read_on_both_sides() -> None:
 
 
 def test_chunks_are_shared_out() -> None:
-    assert ContextCut(2, 1, head_tail=False).chunks(12) == [(6, 12)]
-    assert ContextCut(2, 0, head_tail=True).chunks(12) == [(0, 3), (9, 12)]
-    assert [ContextCut(3, 2, head_tail=True).padding(tokens) for tokens in (12, 13)] == [0, 5]
+    assert ContextCut(2, 1, paired=False).chunks(12) == [(6, 12)]
+    assert ContextCut(2, 0, paired=True).chunks(12) == [(0, 3), (9, 12)]
+    assert [ContextCut(3, 2, paired=True).padding(tokens) for tokens in (12, 13)] == [0, 5]
 
 
 def test_tiles_that_tokens_need() -> None:

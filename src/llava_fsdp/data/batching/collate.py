@@ -50,8 +50,8 @@ class Collator:
         tile_numbers: Sequence[Sequence[int]] | None = None,
     ) -> MicroBatch:
         """Return a micro-batch of the given samples, as one packed row or as padded rows; without samples, a
-        micro-batch of one token and no label. If this rank processes only some positions of a row, the samples must be
-        whole, but with the tokens and tiles of those images alone that this rank needs (`shown_images`).
+        micro-batch of one token and no label. With `cut`, samples keep all tokens and labels, but have only the image
+        tokens and tiles that this rank needs (`shown_images`).
 
         Args:
             rows: encoded samples, each with the tiles of each of its images, uint8 [tiles, 3, size, size].
