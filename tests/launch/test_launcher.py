@@ -17,12 +17,19 @@ from torch.distributed.run import get_args_parser
 
 from llava_fsdp import __main__ as command
 from llava_fsdp.completion import completions
-from llava_fsdp.config import Config
+from llava_fsdp.config import Config, ParallelConfig
 from llava_fsdp.config.help import asked_help, meanings, render_help
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ENDINGS
 from llava_fsdp.runtime.status_file import Outcome, previous_status, put_status
-from llava_fsdp.train.launcher import TORCHRUN_PROGRAM, TORCHRUN_WITH_VALUE, TORCHRUN_WITHOUT_VALUE, Launch, split
+from llava_fsdp.train.launcher import (
+    TORCHRUN_PROGRAM,
+    TORCHRUN_WITH_VALUE,
+    TORCHRUN_WITHOUT_VALUE,
+    Launch,
+    given_ranks,
+    split,
+)
 
 QUICK = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -64,6 +71,15 @@ def test_flags_that_torchrun_would_refuse(words: list[str], named: str) -> None:
         split(words)
 
 
+def test_ranks_that_flags_give() -> None:
+    assert given_ranks(["--nnodes=1", "--nproc-per-node=2", "--nproc-per-node=6"]) == 6
+    assert given_ranks(["--nproc-per-node=gpu"]) is None and given_ranks([]) is None
+    parallel = ParallelConfig(context=3)
+    parallel.check_divides(6)
+    with pytest.raises(ConfigError, match=r"parallel\.context=3 .* \[1, 2, 4\]"):
+        parallel.check_divides(4)
+
+
 def answered(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "llava_fsdp", *words],
@@ -84,6 +100,7 @@ def answered(*words: str) -> subprocess.CompletedProcess[str]:
         (("train", "epochs=0"), 2, "epochs=0 must be at least 1"),
         (("train", "-m", "seed=1,2"), 2, "llava-fsdp sweep"),
         (("train", "++model.language=mine", "model.vision=package:tiny-clip", "optim.lr=x"), 2, "optim.lr"),
+        (("train", "--nproc-per-node", "4", "parallel.context=3"), 2, "parallel.context=3 does not divide 4"),
         (("status", "--help"), 0, "exit code"),
         (("evaluate", "task=many"), 2, "task=many"),
         pytest.param(("plan", "gpu=h10"), 2, "", marks=pytest.mark.slow),

@@ -190,6 +190,17 @@ def test_for_people(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert any("more, of which" in line for line in lines) and any("2P + 14P/N" in line for line in lines)
 
 
+def test_lengths_that_training_refuses_are_told(
+    wide_parts: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    positions = json.loads((wide_parts / "language" / "config.json").read_text())["max_position_embeddings"]
+    for more in (0, 1):
+        caplog.clear()
+        printed(capsys, "gpus=1", "gpu=a10g", *of_parts(wide_parts), f"data.max_length={positions + more}")
+        told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(told) == more and all(f"data.max_length={positions + 1}" in text for text in told)
+
+
 @pytest.mark.slow
 def test_without_bf16_the_plan_is_of_fp16(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "gpus=8", "gpu=v100", "stage=pretrain", *of_parts(wide_parts))

@@ -66,6 +66,15 @@ class ParallelConfig:
         """Number of ranks that process a row together; 1 until the planner has replaced `auto`."""
         return self.context if isinstance(self.context, int) else 1
 
+    def check_divides(self, world_size: int) -> None:
+        """Raise ConfigError if `parallel.context` does not divide the number of ranks of the run."""
+        if world_size % self.num_context:
+            divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            raise ConfigError(
+                f"parallel.context={self.num_context} does not divide {world_size}, the number of ranks of this run; "
+                f"set it to one of {divisors}, or start another number of ranks (--nproc-per-node)"
+            )
+
 
 @dataclass(kw_only=True, slots=True)
 class ScalerConfig:

@@ -273,7 +273,7 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
         ConfigError: `sharding.shard_size` or `parallel.context` does not divide the number of ranks, or the installed
             torch is too old for `parallel.context`.
     """
-    check_divides(cfg.parallel, world.size)
+    cfg.parallel.check_divides(world.size)
     if cfg.parallel.num_context > 1:
         check_torch()
     shape = mesh_shape(plan, world.size, cfg.sharding.shard_size or world.local_size)
@@ -294,19 +294,9 @@ def row_group(world: World, parallel: ParallelConfig) -> tuple[int, int]:
     Raises:
         ConfigError: `parallel.context` does not divide the number of ranks.
     """
-    check_divides(parallel, world.size)
+    parallel.check_divides(world.size)
     size = parallel.num_context
     return world.rank // size, world.size // size
-
-
-def check_divides(parallel: ParallelConfig, world_size: int) -> None:
-    """Raise ConfigError if `parallel.context` does not divide the number of ranks."""
-    size = parallel.num_context
-    if world_size % size:
-        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        raise ConfigError(
-            f"parallel.context={size} does not divide the {world_size} ranks of this run; choose one of {divisors}"
-        )
 
 
 def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, int]:

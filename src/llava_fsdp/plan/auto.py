@@ -15,7 +15,7 @@ from llava_fsdp.config import AUTO, ActivationCheckpointing, ActivationCheckpoin
 from llava_fsdp.config.renamed import present_tree
 from llava_fsdp.distributed.compile import splits_blocks
 from llava_fsdp.distributed.context import check_torch
-from llava_fsdp.distributed.mesh import World, check_divides
+from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.attention import packing_refused
 from llava_fsdp.model.context_attention import plan_context
@@ -201,7 +201,7 @@ def with_each_context(cfg: C, world_size: int, language: PretrainedConfig) -> li
         ConfigError: no such number is large enough, or `parallel.context` is a number that is not possible.
     """
     if cfg.parallel.context != AUTO:
-        check_divides(cfg.parallel, world_size)
+        cfg.parallel.check_divides(world_size)
         plan_context(cfg.parallel.context_how, language, cfg.parallel.num_context, 0)
         return [cfg]
     found: list[C] = []
@@ -215,8 +215,7 @@ def with_each_context(cfg: C, world_size: int, language: PretrainedConfig) -> li
         except ConfigError as refused:
             error = refused
     if not found:
-        assert error is not None
-        raise error
+        raise ConfigError(f"parallel.context=auto: no number of ranks is possible, up to all {world_size}: {error}")
     return found
 
 

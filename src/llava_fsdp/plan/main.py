@@ -64,6 +64,12 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
         log().info("auto: %s", padded)
     if cfg.longest:
         return print_longest(cfg, machine, parts)
+    positions = parts.language.max_position_embeddings
+    if cfg.data.max_length > positions:
+        log().warning(
+            "train refuses data.max_length=%d: the language model has %d positions (max_position_embeddings)",
+            cfg.data.max_length, positions,
+        )  # fmt: skip
     ranks = Ranks(cfg.gpus * cfg.nodes, cfg.sharding.shard_size or cfg.gpus, cfg.gpus)
     # every recipe sets micro_batch_size, so only a user who sets tokens_per_micro_batch has chosen a size
     is_free = not isinstance(cfg.tokens_per_micro_batch, int)
@@ -91,7 +97,10 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
 def print_longest(cfg: PlanConfig, machine: Machine, parts: Parts) -> None:
     """Print the longest samples that can be trained on 1, 2, 4, ... GPUs, and write a page with a chart of them."""
     points = longest(cfg, machine, parts)
-    title = f"{cfg.model.name}, {machine.name}, {cfg.precision.param_dtype.value}, zero3"
+    title = (
+        f"{cfg.model.name}, {machine.name}, {cfg.precision.param_dtype.value}, zero3; train refuses more than the "
+        f"{parts.language.max_position_embeddings:,} positions of the language model"
+    )
     page = str(write_longest(points, title, Path(cfg.page)))
     if cfg.format is Format.json:
         print(json.dumps({"longest": points, "page": page}))

@@ -65,19 +65,21 @@ def main() -> None:
     flags: list[str] = []
     try:
         flags, words = split(sys.argv[1:])
-        folder = output_dir(words)
-        if folder is not None and is_one_machine(flags):
-            refuse_in_use(folder)
+        cfg = read_training(words)
+        if cfg is not None and is_one_machine(flags):
+            refuse_in_use(Path(cfg.output_dir))
+            if (ranks := given_ranks(flags)) is not None:
+                cfg.parallel.check_divides(ranks)
     except LlavaFsdpError as error:
         log().error("%s: %s", type(error).__name__, error)
         if flags and not is_one_machine(flags):
             end_others(flags)
         sys.exit(error.exit_code)
-    if folder is None:  # nothing is trained, so that this process can run the command itself
+    if cfg is None:  # nothing is trained, so that this process can run the command itself
         sys.argv[1:] = words
         runpy.run_module("llava_fsdp.train", run_name="__main__")
         return
-    launch = Launch(folder)
+    launch = Launch(Path(cfg.output_dir))
     sys.exit(launch.end(launch.run(with_rendezvous(flags), words)))
 
 
@@ -114,9 +116,9 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
     return flags, rest
 
 
-def output_dir(words: list[str]) -> Path | None:
-    """Read the configuration from the command line, as the ranks will do, and return its `output_dir`. Return None if
-    the command does not train, but only prints something or measures memory (`dry_run`).
+def read_training(words: list[str]) -> Config | None:
+    """Read the configuration from the command line, as the ranks will do. Return None if the command does not train,
+    but only prints something or measures memory (`dry_run`).
 
     Args:
         words: the arguments of the command line without torchrun's flags.
@@ -131,7 +133,13 @@ def output_dir(words: list[str]) -> Path | None:
     if node is None:
         return None
     config = load(Config, node)
-    return Path(config.output_dir) if config.dry_run is None else None
+    return config if config.dry_run is None else None
+
+
+def given_ranks(flags: list[str]) -> int | None:
+    """Return the number of ranks on this machine that torchrun's flags give; None if they leave it to the GPUs."""
+    values = [flag.partition("=")[2] for flag in flags if flag.startswith("--nproc-per-node=")]
+    return int(values[-1]) if values and values[-1].isdigit() else None
 
 
 def with_rendezvous(flags: list[str]) -> list[str]:
