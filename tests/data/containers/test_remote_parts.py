@@ -1,6 +1,8 @@
 """Parts of the clients of remote storages that need no server: what an answer means, and which bytes are asked for."""
 
 import asyncio
+import logging
+import os
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from llava_fsdp.data.containers import data_files, hub_client
+from llava_fsdp.data.containers import data_files, hub_client, remote
 from llava_fsdp.data.containers.data_files import Blocks, CacheFolder, DataFiles, within
 from llava_fsdp.data.containers.hub_client import HubClient
 from llava_fsdp.data.containers.location import ImageLocation, Page
@@ -211,3 +213,78 @@ def test_an_answer_of_the_hub_without_end_is_cut_off(
     with pytest.raises(Failure) as caught:
         HubClient(5, 1).fetch(hub_file(), 0, 10, 60)
     assert caught.value.kind is RemoteAway
+
+
+class Faulty:
+    """A client whose first requests fail."""
+
+    def __init__(self, failures: int, kind: type):
+        self.left, self.kind = failures, kind
+
+    def fail(self) -> None:
+        self.left -= 1
+        if self.left >= 0:
+            raise Failure(self.kind, "HTTP 503")
+
+    def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
+        self.fail()
+        return {name: RemoteFile(f"{folder}/{name}", 1, "etag:1") for name in ("b.tar", "a.tar", "\ufffd.tar", "é.tar")}
+
+    def stat(self, url: str, seconds: float) -> RemoteFile:
+        if url.endswith("gone"):
+            raise Failure(RemoteGone, "HTTP 404")
+        self.fail()
+        return RemoteFile(url, 1, "etag:1")
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses, which take no time."""
+    found, now = list[float](), [1000.0]
+
+    def sleep(seconds: float) -> None:
+        found.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(remote, "JITTER", SimpleNamespace(uniform=lambda low, high: high))
+    monkeypatch.setattr(remote.time, "sleep", sleep)
+    monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
+    return found
+
+
+def storage_of(client: Faulty, deadline: float = 60.0) -> remote.RemoteStorage:
+    storage = remote.RemoteStorage(deadline=deadline)
+    storage._made[os.getpid(), "s3"] = client
+    return storage
+
+
+def test_pauses_double_and_a_long_silence_is_logged_once(
+    pauses: list[float], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("llava_fsdp"), "propagate", True)
+    found = storage_of(Faulty(4, RemoteAway)).list_files("s3://b/d/*.tar")
+    assert [file.name.rpartition("/")[2] for file in found] == ["a.tar", "b.tar", "é.tar", "\ufffd.tar"]
+    assert pauses == [0.2, 0.4, 0.8, 1.6] and not caplog.records
+    pauses.clear()
+    assert storage_of(Faulty(8, RemoteAway)).stat("s3://b/d").size == 1
+    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8, 8])
+    assert len({record.getMessage() for record in caplog.records}) == 1 and "s3://b/d" in caplog.text
+    pauses.clear()
+    with pytest.raises(RemoteAway, match="HTTP 503; 4 requests in 1 s"):
+        storage_of(Faulty(99, RemoteAway), 3.0).stat("s3://b/d")
+    assert pauses == [0.2, 0.4, 0.8], "the next one would end after the deadline"
+
+
+def test_what_does_not_exist_is_none_and_any_other_error_is_raised(pauses: list[float]) -> None:
+    urls = ["s3://b/1", "s3://b/gone", "s3://b/1", "s3://b/2"]
+    found = storage_of(Faulty(0, RemoteAway)).stat_files(urls)
+    assert [(url, file and file.name) for url, file in found.items()] == [
+        ("s3://b/1", "s3://b/1"), ("s3://b/gone", None), ("s3://b/2", "s3://b/2"),
+    ]  # fmt: skip
+    with pytest.raises(RemoteForbidden):
+        storage_of(Faulty(9, RemoteForbidden)).stat_files(urls)
+    assert not pauses
+    for url in ("s3://b/a?versionId=1", f"s3://b/{'é' * 510}"):
+        with pytest.raises(RemoteGone):
+            storage_of(Faulty(0, RemoteAway)).stat(url)
+    assert storage_of(Faulty(0, RemoteAway)).stat(f"s3://b/{'é' * 508}").size == 1
