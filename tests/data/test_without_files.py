@@ -43,7 +43,14 @@ def test_the_counts_of_a_step_of_ranks_that_share_rows() -> None:
         step = synthetic_step(7, contents, SHAPE, cfg, 4)
         facts = dataclasses.asdict(step.facts)
         assert len(step.micro_batches) == count and facts["step"] == 7
-        own = {"samples": 4, "tokens": 320, "pairs": 2 * (100**2 + 60**2), "label_tokens": 280, "images": 12, "tiles": 24}
+        own = {
+            "samples": 4,
+            "tokens": 320,
+            "pairs": 2 * (100**2 + 60**2),
+            "label_tokens": 280,
+            "images": 12,
+            "tiles": 24,
+        }
         assert {name: facts[name] for name in own} == {name: number * count for name, number in own.items()}
 
 

@@ -266,6 +266,10 @@ def test_original_order_needs_whole_micro_batches() -> None:
         LlavaSampler([1] * 4, 4, 2, 1, seed=1, grouped=False)
 
 
+SHARED = (2, 1, 2), (1, 2, 2), (2, 2, 1), (2, 2, 2)
+"""Samples of a micro-batch, micro-batches of a step, and ranks."""
+
+
 def test_original_order_is_drawn_as_far_as_it_is_needed() -> None:
     """And no further: the generators are at the same place as in the original."""
     order = LlavaSampler([1] * 12, 2, 2, 1, seed=1, grouped=False)  # 6 micro-batches, 3 steps
@@ -274,8 +278,8 @@ def test_original_order_is_drawn_as_far_as_it_is_needed() -> None:
         order.draw(steps)
         assert len(order.epochs) == epochs
     assert order.samples(3) == [n for batch in order.epochs[1][0][:2] for n in batch]
-    shapes = {LlavaSampler([1] * 12, *own, seed=1, grouped=False).shape for own in ((2, 1, 2), (1, 2, 2), (2, 2, 1))}
-    assert len(shapes) == 3, "a run is not resumed with another one"
+    shapes = {LlavaSampler([1] * 12, *own, seed=1, grouped=False).shape for own in SHARED}
+    assert len(shapes) == len(SHARED), "a run is not resumed with another one"
 
 
 def test_original_order_of_edges() -> None:

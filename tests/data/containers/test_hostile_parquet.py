@@ -157,8 +157,8 @@ def test_a_page_of_version_2_is_compressed_unless_it_says_otherwise(compressed: 
 
 
 def test_rare_parts_of_a_column() -> None:
-    """An index among the pages, numbers of no bits, levels of two lengths, levels in an old encoding, many page headers,
-    and a list of truth values in the footer."""
+    """An index among the pages, numbers of no bits, levels of two lengths, levels in an old encoding, many pages, and a
+    list of truth values in the footer."""
     index = thrift({1: 1, 2: 3, 3: 3, 6: {}})[1] + b"abc"
     assert images(file(page(plain(b"a")) + index + page(plain(b"b")), 2)) == [b"a", b"b"]
     same = dictionary(plain(b"x")) + page(b"\0" + varint(1 << 1 | 1), 3, RLE_DICTIONARY)

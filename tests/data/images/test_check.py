@@ -14,9 +14,9 @@ import pytest
 from PIL import ExifTags, Image
 
 from llava_fsdp.config import AspectRatio, Pixels
-from llava_fsdp.data.images import check as examining
 from llava_fsdp.data.containers.data_files import DataFiles
 from llava_fsdp.data.containers.location import ImageLocation, Page
+from llava_fsdp.data.images import check as examining
 from llava_fsdp.data.images.check import ImageInContainer, check_links, examine, opened
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor

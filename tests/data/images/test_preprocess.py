@@ -292,7 +292,11 @@ def test_small_pictures_of_a_page_are_small(tmp_path: Path) -> None:
     Image.fromarray(noise).resize((SIDE, SIDE)).save(tmp_path / "noise.png")
     Image.fromarray(noise).save(tmp_path / "large.png")
     Image.new("RGB", (30, 20)).save(tmp_path / "small.png")
-    for name, size in (("noise.png", (SIDE, SIDE)), ("large.png", (SIDE, round(SIDE * 5 / 7))), ("small.png", (30, 20))):
+    for name, size in (
+        ("noise.png", (SIDE, SIDE)),
+        ("large.png", (SIDE, round(SIDE * 5 / 7))),
+        ("small.png", (30, 20)),
+    ):
         address = thumbnail(str(tmp_path / name))
         assert address is not None and address.startswith("data:image/jpeg;base64,")
         data = base64.b64decode(address.partition(",")[2])

@@ -55,8 +55,9 @@ def test_compressed_records_are_read_without_an_index(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="line 1, record 0") as caught:
             list(read_records(str(tmp_path / name), 10))
         assert caught.value.kind == Kind.record_too_large
-    for name, content in (("d.jsonl.gz", gzip.compress(text.encode())[:-9]), ("e.jsonl.gz", b"\x1f\x8b\x08" + b"x" * 50),
-                          ("f.jsonl.zst", pyarrow.Codec("zstd").compress(text.encode(), asbytes=True)[:-5])):  # fmt: skip
+    packed, stored = gzip.compress(text.encode()), pyarrow.Codec("zstd").compress(text.encode(), asbytes=True)
+    damaged = {"d.jsonl.gz": packed[:-9], "e.jsonl.gz": b"\x1f\x8b\x08" + b"x" * 50, "f.jsonl.zst": stored[:-5]}
+    for name, content in damaged.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=name):
             list(read_records(str(tmp_path / name), MOST_BYTES))

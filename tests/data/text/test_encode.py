@@ -490,3 +490,12 @@ def test_what_a_tokenizer_json_says(tmp_path: Path) -> None:
     assert not plain.legacy and json_with(tmp_path, bos, normalizer={"type": "Prepend", "prepend": "x"}).legacy
     assert more.decode([token.id for token in more.encode(f"red{IM_START} a")]).split() == ["red", "a"]
     assert [more.name(token) for token in (1, begins.size, 3)] == ["<s>", IM_START, None]
+
+
+def test_which_tokenizers_put_a_space_before_the_first_word_alone(tmp_path: Path) -> None:
+    """Those that say so, and those that are not legacy; others also put it after a special token."""
+    for scheme, config, is_alone in (("first", {}, True), ("always", {"legacy": False}, True), ("always", {}, False)):
+        space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": True}
+        each = json_with(tmp_path, config, pre_tokenizer=space)
+        first, after = ([token.id for token in each.encode(text)] for text in ("red", "</s>red"))
+        assert (after[1:] == first) is not is_alone, (scheme, config)
