@@ -77,10 +77,10 @@ def test_a_stall_is_time_without_progress(status: WorkerStatus, monkeypatch: pyt
     assert next_step(Late(2, monkeypatch), 0, status, 6.5, none) == "step"
     with pytest.raises(WorkerError, match=r"no data came for 6 seconds: data worker 1 is at no record yet"):
         next_step(Late(2, monkeypatch), 0, status, 6, none)
-    late = Late(9, monkeypatch)
+    late = Late(10, monkeypatch)
 
     def progress() -> bool:
-        status.at(f"record {late.left}")
+        status.at(f"record {late.left // 2}")  # a record takes two waits
         return False
 
     assert next_step(late, 0, status, 6, progress) == "step"
