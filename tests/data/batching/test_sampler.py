@@ -264,3 +264,30 @@ def test_original_order_needs_whole_micro_batches() -> None:
         config_of(["compat=llava_v1_5", "global_batch_size=16", "micro_batch_size=5"])
     with pytest.raises(ConfigError, match="an epoch has 1 micro-batches for each rank, fewer than the 2 of a step"):
         LlavaSampler([1] * 4, 4, 2, 1, seed=1, grouped=False)
+
+
+SHARED = (2, 1, 2), (1, 2, 2), (2, 2, 1), (2, 2, 2)
+"""Samples of a micro-batch, micro-batches of a step, and ranks."""
+
+
+def test_original_order_is_drawn_as_far_as_it_is_needed() -> None:
+    """And no further: the generators are at the same place as in the original."""
+    order = LlavaSampler([1] * 12, 2, 2, 1, seed=1, grouped=False)  # 6 micro-batches, 3 steps
+    assert (order.per_epoch, len(order.epochs)) == (3, 1)
+    for steps, epochs in ((3, 1), (4, 2), (6, 2), (7, 3)):
+        order.draw(steps)
+        assert len(order.epochs) == epochs
+    assert order.samples(3) == [n for batch in order.epochs[1][0][:2] for n in batch]
+    shapes = {LlavaSampler([1] * 12, *own, seed=1, grouped=False).shape for own in SHARED}
+    assert len(shapes) == len(SHARED), "a run is not resumed with another one"
+
+
+def test_original_order_of_edges() -> None:
+    """An epoch may be one step; records without words matter only where lengths do, which may be of one sign."""
+    assert LlavaSampler([1] * 8, 4, 2, 1, seed=1, grouped=False).per_epoch == 1
+    assert LlavaSampler([0, 1], 1, 1, 1, seed=1, grouped=False).samples(0) in ([0], [1])
+    with pytest.raises(ConfigError, match="record 1 has no words"):
+        LlavaSampler([3, 0, -1], 1, 1, 1, seed=1, grouped=True)
+    for sign in (1, -1):
+        (order,) = LlavaSampler([sign * n for n in range(1, 9)], 8, 1, 1, seed=1, grouped=True).epoch(0)
+        assert order == [[7, 6, 5, 4, 3, 2, 1, 0][::sign]]

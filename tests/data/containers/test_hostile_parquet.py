@@ -143,6 +143,40 @@ def test_files_written_by_hand_are_read() -> None:
     assert images(file(page(body, unpacked=6), codec=SNAPPY)) == [b"ab"]
 
 
+SHORT = plain(b"ab" * 9)
+PACKED = pyarrow.Codec("snappy").compress(SHORT, asbytes=True)
+
+
+@pytest.mark.parametrize(("compressed", "body"), [({7: True}, PACKED), ({}, PACKED), ({7: False}, SHORT)])
+def test_a_page_of_version_2_is_compressed_unless_it_says_otherwise(compressed: dict[int, bool], body: bytes) -> None:
+    own = {1: 1, 2: 0, 3: 1, 4: PLAIN, 5: 0, 6: 0, **compressed}
+    data = thrift({1: 3, 2: len(SHORT), 3: len(body), 8: own})[1] + body
+    assert images(file(data, codec=SNAPPY)) == [b"ab" * 9]
+    if compressed == {7: False}:
+        refused(file(thrift({1: 3, 2: len(SHORT) + 1, 3: len(body), 8: own})[1] + body, codec=SNAPPY))
+
+
+def test_rare_parts_of_a_column() -> None:
+    """An index among the pages, numbers of no bits, levels of two lengths, levels in an old encoding, many pages, and a
+    list of truth values in the footer."""
+    index = thrift({1: 1, 2: 3, 3: 3, 6: {}})[1] + b"abc"
+    assert images(file(page(plain(b"a")) + index + page(plain(b"b")), 2)) == [b"a", b"b"]
+    same = dictionary(plain(b"x")) + page(b"\0" + varint(1 << 1 | 1), 3, RLE_DICTIONARY)
+    assert images(file(same, 3)) == [b"x"] * 3
+    # repetition levels 0 1 1 0 in a byte more than definition levels 1 1 1 1
+    body = b"\x02\x00\x04\x01\x02\x00" + b"\x08\x01" + plain(b"a", b"b", b"c", b"d")
+    data = file(page_v2(body, 4, repetition=6, definition=2), 2, REPEATED, _5=4)
+    shard = Memory(data)
+    places = ParquetContainer(shard).locations("raw", 0)
+    found = [[own and read_image(shard, own, PageCache()) for own in places.row(row)] for row in range(2)]
+    assert found == [[b"a", b"b", b"c"], [b"d"]]
+    old = thrift({1: 0, 2: 7, 3: 7, 5: {1: 1, 2: PLAIN, 3: 4, 4: RLE}})[1] + b"\x80" + plain(b"ab")
+    refused(file(old, how=OPTIONAL))
+    assert images(file(page(plain(b"a")) * 150, 150)) == [b"a"] * 150
+    flags = Raw(b"\x09\x21\x01\x02")
+    assert images(file(page(plain(b"ab")), footer={99: flags})) == [b"ab"]
+
+
 NESTED = b"\x1c" * (MOST_DEPTH + 5)
 PAGES = {
     "empty": b"",

@@ -1,5 +1,6 @@
 """The cache of ranges: bounded, shared by processes, and never the source of a wrong byte."""
 
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -119,6 +120,30 @@ def test_a_smaller_bound_is_kept_from_the_next_entry_on(tmp_path: Path) -> None:
     cache.put("c", 20, RAW[:SIZE])
     assert bytes_in(tmp_path) <= 8 * 2 * BLOCK
     assert cache.path("c", 20, SIZE).exists()
+
+
+def test_bytes_wait_for_a_total_that_another_process_holds(tmp_path: Path) -> None:
+    """A process does not wait for the lock before it has many bytes to report, and reports each of them once."""
+    entry = 2 * BLOCK
+    cache = RangeCache(tmp_path, gib(range_cache.REPORTED * entry))
+
+    def total() -> str:
+        return (tmp_path / "total").read_text()
+
+    cache.put("c", 0, RAW[:SIZE])
+    assert total() == "", "too few to report"
+    cache.put("c", 1, RAW[:SIZE])
+    assert total() == str(2 * entry)
+    with (tmp_path / "total").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for number in range(2, 6):
+            cache.put("c", number, RAW[:SIZE])
+        assert total() == str(2 * entry)
+    cache.put("c", 6, RAW[:SIZE])
+    assert total() == str(7 * entry)
+    for number in range(7, 9):
+        cache.put("c", number, RAW[:SIZE])
+    assert total() == str(9 * entry)
 
 
 def test_what_a_killed_writer_left_is_deleted_later(tmp_path: Path) -> None:

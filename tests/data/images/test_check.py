@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import pytest
 from PIL import ExifTags, Image
 
 from llava_fsdp.config import AspectRatio, Pixels
+from llava_fsdp.data.containers.data_files import DataFiles
+from llava_fsdp.data.containers.location import ImageLocation, Page
 from llava_fsdp.data.images import check as examining
-from llava_fsdp.data.images.check import check_links, examine, opened
+from llava_fsdp.data.images.check import ImageInContainer, check_links, examine, opened
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
-from llava_fsdp.data.images.truncation import ends_early
+from llava_fsdp.data.images.truncation import ends_early, video_ends_early
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import ImageError
 
@@ -238,3 +241,92 @@ def test_too_narrow_for_a_tower(parts: Path, tmp_path: Path) -> None:
     assert caught.value.kind == "image_shape"
     PICTURE.save(tmp_path / "a.png")
     assert reader.tiles(record, "a.png").shape[0] == 1
+
+
+def cut_points(data: bytes) -> range:
+    return range(1, len(data), 1 + len(data) // 97)
+
+
+def test_rare_parts_of_files_are_no_end() -> None:
+    """Fill bytes, extensions, headers of other versions; and what follows no format is broken, not truncated."""
+    jpeg = encoded("jpeg")
+    table = jpeg.index(b"\xff\xdb")
+    filled = jpeg[:table] + b"\xff\xff" + jpeg[table:]
+    file = io.BytesIO()
+    PICTURE.save(file, "GIF", comment=b"a;b" * 99, save_all=True, append_images=[PICTURE.rotate(90)], loop=3)
+    animated = file.getvalue()
+    for data in (filled, animated):
+        assert not ends_early(data)
+        assert all(ends_early(data[:end]) for end in cut_points(data))
+    broken = {
+        "chunk": encoded("png")[:8] + b"\0\0\0\4\0\0\0\0" + bytes(30), "block": animated[:-1] + b"\x77" + bytes(9),
+        "other riff": b"RIFF\xff\0\0\0WAVE", "text": b"hello",
+    }  # fmt: skip
+    assert not any(map(ends_early, broken.values()))
+    old = b"BM" + struct.pack("<IHHIIHHHH", 40, 0, 0, 26, 12, 3, 3, 1, 24) + bytes(14)
+    assert (len(old), ends_early(old), ends_early(old[:-1])) == (40, False, True)
+    bmp = encoded("bmp")
+    assert not ends_early(bmp[:2] + bytes(4) + bmp[6:]) and ends_early(bmp[:2] + bytes(4) + bmp[6:-1])
+
+
+def box(kind: bytes, size: int, long: bool = False) -> bytes:
+    head = struct.pack(">I4sQ", 1, kind, size) if long else struct.pack(">I4s", size, kind)
+    return head + bytes(size - len(head))
+
+
+EBML = b"\x1a\x45\xdf\xa3\x84" + bytes(4) + b"\x18\x53\x80\x67"
+VIDEOS = {
+    "boxes": ("mov", box(b"ftyp", 20) + box(b"moov", 40) + box(b"mdat", 99)),
+    "long boxes": ("mov", box(b"ftyp", 20) + box(b"mdat", 99, long=True) + box(b"moov", 40)),
+    "avi": ("avi", b"RIFF" + struct.pack("<I", 40) + bytes(40)),
+    "matroska": ("matroska", EBML + b"\x40\x64" + bytes(100)),
+    "wide matroska": ("matroska", EBML + b"\x01" + (100).to_bytes(7, "big") + bytes(100)),
+}
+
+
+@pytest.mark.parametrize("name", VIDEOS)
+def test_videos_that_end_early(name: str) -> None:
+    form, data = VIDEOS[name]
+    assert not video_ends_early(io.BytesIO(data), form, len(data))
+    assert not video_ends_early(io.BytesIO(data + bytes(5)), form, len(data) + 5)
+    assert video_ends_early(io.BytesIO(data[:-1]), form, len(data) - 1)
+
+
+def test_videos_whose_end_is_unknown() -> None:
+    """A segment without a size, as a stream has it; a box without one lasts to the end; files of other formats."""
+    for size in (b"\xff", b"\x01" + b"\xff" * 7):
+        assert not video_ends_early(io.BytesIO(EBML + size), "matroska", len(EBML) + len(size))
+    last = box(b"ftyp", 20) + box(b"moov", 40) + struct.pack(">I4s", 0, b"mdat") + bytes(30)
+    assert not video_ends_early(io.BytesIO(last), "mov", len(last))
+    lacking = box(b"ftyp", 20) + box(b"mdat", 99)
+    assert video_ends_early(io.BytesIO(lacking), "mov", len(lacking)), "without moov no frame is found"
+    for form in ("mov", "avi", "matroska"):
+        assert not video_ends_early(io.BytesIO(b"hello there, no video"), form, 21)
+
+
+def test_files_of_too_many_bytes_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As files, and as part of a file; the head of one in a page is its page."""
+    data = encoded("png")
+    path = tmp_path / "a.png"
+    path.write_bytes(data)
+    container = ImageInContainer(ImageLocation(str(path), 0, len(data)), DataFiles())
+    monkeypatch.setattr(examining, "MAX_BYTES", len(data))
+    assert examining.read_file(path, "x") == examining.read_file(container, "x") == data
+    monkeypatch.setattr(examining, "MAX_BYTES", len(data) - 1)
+    for image in (path, container):
+        with pytest.raises(ImageError) as caught:
+            examining.read_file(image, "x")
+        assert caught.value.kind == "image_bomb"
+    monkeypatch.setattr(examining, "HEAD_BYTES", 50)
+    paged = ImageLocation("a", 7, 99, Page(0, 10, "ZSTD", 200))
+    assert examining.head_of(paged) == paged
+    assert [examining.head_of(ImageLocation("a", 0, size)).size for size in (49, 51, None)] == [49, 50, 50]
+
+
+@pytest.mark.parametrize(("orientation", "is_turned"), [(n, n > 4) for n in range(1, 9)])
+def test_which_orientations_turn(orientation: int, is_turned: bool, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    PICTURE.save(tmp_path / "a.jpg", exif=exif)
+    facts = examine(tmp_path / "a.jpg", "x", full=False)
+    assert (facts.size, facts.stored_height, facts.digest) == ((70, 90) if is_turned else (90, 70), 70, 0)

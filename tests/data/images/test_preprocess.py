@@ -23,7 +23,7 @@ from llava_fsdp.data.images.preprocess import (
     read_preprocessor,
     resize_padded,
 )
-from llava_fsdp.data.images.thumbnails import thumbnail
+from llava_fsdp.data.images.thumbnails import LARGEST, SIDE, thumbnail, tile_thumbnail
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.runtime.errors import DataError, ImageError, ModelError
 
@@ -284,3 +284,40 @@ def test_a_small_picture_of_a_page_is_what_the_model_sees(tmp_path: Path) -> Non
     assert address is not None
     small = Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))
     assert small.size == (20, 40) and small.getextrema() == ((255, 255),) * 3
+
+
+def test_small_pictures_of_a_page_are_small(tmp_path: Path) -> None:
+    """In pixels, and in bytes whatever they show; what cannot be read has none."""
+    noise = np.random.default_rng(0).integers(0, 255, (500, 700, 3), dtype=np.uint8)
+    Image.fromarray(noise).resize((SIDE, SIDE)).save(tmp_path / "noise.png")
+    Image.fromarray(noise).save(tmp_path / "large.png")
+    Image.new("RGB", (30, 20)).save(tmp_path / "small.png")
+    for name, size in (
+        ("noise.png", (SIDE, SIDE)),
+        ("large.png", (SIDE, round(SIDE * 5 / 7))),
+        ("small.png", (30, 20)),
+    ):
+        address = thumbnail(str(tmp_path / name))
+        assert address is not None and address.startswith("data:image/jpeg;base64,")
+        data = base64.b64decode(address.partition(",")[2])
+        assert Image.open(io.BytesIO(data)).size == size and len(data) <= LARGEST, name
+    (tmp_path / "broken.png").write_bytes(b"hello")
+    assert thumbnail(str(tmp_path / "broken.png")) is None and thumbnail(str(tmp_path / "missing.png")) is None
+    tile = np.zeros((3, 40, 40), dtype=np.uint8)
+    tile[0, :, :20] = 255
+    shown = Image.open(io.BytesIO(base64.b64decode(tile_thumbnail(tile, 24).partition(",")[2])))
+    left, right = shown.getpixel((3, 12)), shown.getpixel((20, 12))
+    assert shown.size == (24, 24) and left[0] > 200 > 50 > left[1] and max(right) < 50  # pyright: ignore
+
+
+def test_a_combined_file_of_a_processor(folder: Path, tmp_path: Path) -> None:
+    """Its section of images is read, unless the file of images alone is there."""
+    fields = json.loads((folder / "preprocessor_config.json").read_text())
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": fields, "size": 3}))
+    assert read_preprocessor(tmp_path) == read_preprocessor(folder)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields | {"image_std": [0.25] * 3}))
+    assert read_preprocessor(tmp_path).std == (0.25,) * 3
+    (tmp_path / "preprocessor_config.json").unlink()
+    (tmp_path / "processor_config.json").write_text("{}")
+    with pytest.raises(ModelError):
+        read_preprocessor(tmp_path)

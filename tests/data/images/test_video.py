@@ -20,6 +20,7 @@ from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor
 from llava_fsdp.data.images.thumbnails import thumbnail
 from llava_fsdp.data.images.video import VideoSampling, examine_video, read_frames
 from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import ImageError
 
 SAMPLING = VideoSampling(2, 5)
@@ -124,6 +125,22 @@ def test_a_frame_is_squeezed_to_the_tile(tmp_path: Path) -> None:
         ]
         assert torch.equal(torch.from_numpy(tiles).permute(0, 2, 3, 1), torch.tensor(np.stack(expected)))
         assert reader.frames_of(tmp_path / "a.mp4", "here") == len(numbers)
+
+
+def test_another_number_of_frames_than_was_counted_is_refused(tmp_path: Path) -> None:
+    """Of the video that is read, also if another image of the record comes before it."""
+    write_video(tmp_path / "a.mp4", 24)
+    rule = ImageTokens(AspectRatio.anyres_max, 28, 4, ((28, 28),), PatchMerge.spatial_unpad)
+    own = Preprocessor(28, True, Image.Resampling.NEAREST, (0.5,) * 3, (0.5,) * 3)
+    reader = ImageReader(tmp_path, own, rule, Pixels.exact, VideoSampling(1, 9))
+    record = Record("a.json", 0, "q", ("0.jpg", "a.mp4"), (), True, sizes=((0, 0), (48, 32)))
+    assert reader.tiles(replace(record, frames=((0, 0.0), (24, 10.0))), "a.mp4").shape == (3, 3, 28, 28)
+    with pytest.raises(ImageError) as caught:
+        reader.tiles(replace(record, frames=((0, 0.0), (44, 10.0))), "a.mp4")
+    assert caught.value.kind == Kind.image_unreadable
+    assert reader.is_known(replace(record, sizes=((3, 3), (0, 0)), frames=((0, 0.0), (24, 10.0))))
+    assert not reader.is_known(replace(record, sizes=((3, 3), (0, 0)), frames=((0, 0.0), (0, 0.0))))
+    assert not reader.is_known(replace(record, frames=((0, 0.0), (24, 10.0)))), "the size of one image is needed"
 
 
 def broken(kind: str, folder: Path) -> Path:

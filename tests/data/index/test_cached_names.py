@@ -177,6 +177,29 @@ def test_a_state_is_of_size_time_and_content(source: SourceFile, tmp_path: Path)
     assert other.key != first.key and other.fingerprint != first.fingerprint
 
 
+def test_a_file_is_read_again_when_its_size_or_time_has_changed(source: SourceFile, tmp_path: Path) -> None:
+    """Its checksum is stored by both; a file that is as it was is not read, unless that is asked for."""
+    path = Path(source.path)
+
+    def found(look_again: bool = False) -> str:
+        if not look_again:
+            (tmp_path / "known.json").unlink(missing_ok=True)
+        return find_state(of(source), tmp_path, 100, watch_silently, look_again).fingerprint
+
+    def write(text: str, time: int) -> None:
+        path.write_text(text)
+        os.utime(path, ns=(time, time))
+
+    first = found()
+    write("[2]", 10**18)
+    assert found() == first, "as it was, by size and time"
+    assert found(look_again=True) != first
+    write("[1]", 10**18 + 1)
+    assert found() == first, "by its time"
+    write("[1] ", 10**18 + 1)
+    assert found() != first, "by its size"
+
+
 def test_the_content_of_every_source_counts(source: SourceFile, tmp_path: Path) -> None:
     second = replace(source, path=source.path.replace("a.json", "b.json"))
     found = []

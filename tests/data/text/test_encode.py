@@ -356,7 +356,7 @@ def test_texts_without_special_tokens_are_the_same_either_way(either: Tokenizer)
 
 def test_splitting_at_the_template_alone_is_what_the_tokenizer_does(either: Tokenizer) -> None:
     """Where a text's special token is replaced by a word, all before and behind it has the same ids and places."""
-    text, begin = "the red </s> circle<s> is blue</s>the ", 8
+    text, begin = "the red </s> circle<s> is blue</s>  the ", 8
     special = [s for s in either.find_special(text) if s[0] != begin]
     found, whole = either.encode(text, special), either.encode(text)
     assert [t for t in found if t.end <= begin - 1] == [t for t in whole if t.end <= begin - 1]
@@ -417,3 +417,85 @@ def test_other_sentencepiece_models_are_refused(llama_folder: Path, tmp_path: Pa
     (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
     with pytest.raises(ModelError, match=r"tokenizer\.model is no SentencePiece model"):
         open_tokenizer(tmp_path)
+
+
+def test_tokens_that_are_put_beside_those_of_a_file(llama_folder: Path) -> None:
+    """New ones come last; one that the file has keeps its id."""
+    plain = open_tokenizer(llama_folder)
+    each = open_tokenizer(llama_folder, extra=("</s>", IM_START, IM_END))
+    assert [each.special(token) for token in ("</s>", IM_START, IM_END)] == [2, plain.size, plain.size + 1]
+    assert (each.size, plain.size, plain.special(IM_START)) == (342, 340, None)
+    assert each.fingerprint != plain.fingerprint
+    assert [token.id for token in each.encode(f"a{IM_END}")][-1] == 341
+    assert [token.id for token in plain.encode("red a")] == [token.id for token in each.encode("red a")]
+
+
+def llama_with(folder: Path, target: Path, config: dict, **files: dict) -> Tokenizer:
+    target.mkdir(exist_ok=True)
+    (target / "tokenizer.model").write_bytes((folder / "tokenizer.model").read_bytes())
+    (target / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, content in files.items():
+        (target / f"{name}.json").write_text(json.dumps(content))
+    return open_tokenizer(target, 345)
+
+
+def test_what_the_files_beside_a_sentencepiece_model_say(llama_folder: Path, tmp_path: Path) -> None:
+    """Whether it is legacy, begins with BOS, and which tokens were added that the model has rows for."""
+    silent = llama_with(llama_folder, tmp_path, {})
+    assert silent.legacy and silent.bos == 1 and open_tokenizer(llama_folder).legacy is False
+    assert llama_with(llama_folder, tmp_path, {"legacy": True, "add_bos_token": False}).bos is None
+    after = [token.id for token in silent.encode("a</s>red")][-1:]
+    assert after == [token.id for token in silent.encode("red")], "a space is put before the text again"
+    listed = {"341": {"content": "<b>"}, "345": {"content": "<d>"}}
+    each = llama_with(llama_folder, tmp_path, {"added_tokens_decoder": listed}, added_tokens={"<a>": 340, "<c>": 344})
+    assert [each.special(token) for token in ("<a>", "<b>", "<c>", "<d>")] == [340, 341, 344, None]
+    assert each.size == 345 and len({each.fingerprint, silent.fingerprint}) == 2
+    assert [token.id for token in each.encode("<c>")] == [344]
+
+
+def test_which_file_of_a_tokenizer_is_read(llama_folder: Path, tmp_path: Path) -> None:
+    """A tokenizer.json is read before a SentencePiece model that is not known to be Llama's."""
+    frozen = (ASSETS / "tiny-llama" / "tokenizer.json").read_text()
+    for name, has_json, is_pieces in (("LlamaTokenizer", True, True), (None, True, True), ("Other", True, False),
+                                      ("Other", False, True)):  # fmt: skip
+        (tmp_path / "tokenizer.json").unlink(missing_ok=True)
+        if has_json:
+            (tmp_path / "tokenizer.json").write_text(frozen)
+        own = llama_with(llama_folder, tmp_path, {} if name is None else {"tokenizer_class": name})
+        assert (own.size == 340) is is_pieces, name
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    with pytest.raises(ModelError):
+        open_tokenizer(folder)
+
+
+def json_with(folder: Path, config: dict, extra: tuple[str, ...] = (), **changed: object) -> Tokenizer:
+    frozen = json.loads((ASSETS / "tiny-llama" / "tokenizer.json").read_text()) | changed
+    (folder / "tokenizer.json").write_text(json.dumps(frozen))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return open_tokenizer(folder, extra=extra)
+
+
+def test_what_a_tokenizer_json_says(tmp_path: Path) -> None:
+    """BOS as the configuration has it or, without that, as the tokenizer adds it; every change has its fingerprint."""
+    bos = {"bos_token": {"content": "<s>"}}
+    plain = json_with(tmp_path, {"bos_token": "<s>"}, post_processor=None)
+    begins = json_with(tmp_path, {"bos_token": "<s>"})
+    assert (plain.bos, begins.bos, json_with(tmp_path, {}).bos) == (None, 1, None)
+    assert json_with(tmp_path, {**bos, "add_bos_token": True}, post_processor=None).bos == 1
+    assert json_with(tmp_path, {**bos, "add_bos_token": False}).bos is None
+    more = json_with(tmp_path, bos, ("</s>", IM_START))
+    assert (more.special("</s>"), more.special(IM_START)) == (2, begins.size) and more.size == begins.size + 1
+    assert len({own.fingerprint for own in (plain, begins, more)}) == 3
+    assert not plain.legacy and json_with(tmp_path, bos, normalizer={"type": "Prepend", "prepend": "x"}).legacy
+    assert more.decode([token.id for token in more.encode(f"red{IM_START} a")]).split() == ["red", "a"]
+    assert [more.name(token) for token in (1, begins.size, 3)] == ["<s>", IM_START, None]
+
+
+def test_which_tokenizers_put_a_space_before_the_first_word_alone(tmp_path: Path) -> None:
+    """Those that say so, and those that are not legacy; others also put it after a special token."""
+    for scheme, config, is_alone in (("first", {}, True), ("always", {"legacy": False}, True), ("always", {}, False)):
+        space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": True}
+        each = json_with(tmp_path, config, pre_tokenizer=space)
+        first, after = ([token.id for token in each.encode(text)] for text in ("red", "</s>red"))
+        assert (after[1:] == first) is not is_alone, (scheme, config)
