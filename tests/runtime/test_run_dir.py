@@ -151,6 +151,20 @@ def test_only_what_a_restart_may_repair_is_started_again(name: str, tmp_path: Pa
     assert final_status(tmp_path) is None, "a job of the same name, requeued"
 
 
+def test_ranks_that_are_started_again_are_of_the_launch_before(
+    tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its age is that of torchrun, which has started before the record was written, and not that of this process."""
+    launched(rank=0)
+    write_ending(tmp_path, ending("config"))
+    written = (read_status(tmp_path) or {})["time"]
+    launched(rank=0, attempt=1)
+    for began, is_of_it in ((written - 1, True), (written, True), (written + 1, False)):
+        times = {os.getppid(): began, os.getpid(): written + 2}
+        monkeypatch.setattr(status_file, "started", times.__getitem__)
+        assert (final_status(tmp_path) is not None) is is_of_it
+
+
 def test_the_culprit_has_the_key_of_a_wrong_setting(tmp_path: Path, launched) -> None:
     launched(rank=0)
     write_ending(tmp_path, ending("config", "data.max_length=1 must be at least 2"))
