@@ -464,9 +464,7 @@ def test_a_step_whose_save_failed_is_saved_when_it_is_asked_for_again(tmp_path: 
 def test_a_run_that_continues_does_not_save_its_step_again(tmp_path: Path) -> None:
     save_steps(single_world(), tmp_path, [2, 4])
     before = (tmp_path / "step-000004").stat().st_ino
-    saver = Saver(
-        tmp_path, CONFIG, lambda: whole_tensors(4), lambda: facts(4), good=list_checkpoints(tmp_path)
-    )
+    saver = Saver(tmp_path, CONFIG, lambda: whole_tensors(4), lambda: facts(4), good=list_checkpoints(tmp_path))
     saver.save()
     saver.close()
     assert (tmp_path / "step-000004").stat().st_ino == before

@@ -239,11 +239,14 @@ def test_the_agent_is_ended_only_when_its_ranks_have(
     """It has a second to end by itself; ranks that it has started again do not count."""
     own, told, clock = watched
     ranks = {100: [7, 8], 110: [7], 120: [9, 10]}
-    monkeypatch.setattr(own, "ranks", lambda: next(found for time, found in sorted(ranks.items())[::-1] if time <= clock[0]))
+    monkeypatch.setattr(
+        own, "ranks", lambda: next(found for time, found in sorted(ranks.items())[::-1] if time <= clock[0])
+    )
     came = iter([signal.SIGUSR1, signal.SIGTERM])
 
     def wait(*_: object) -> object:
         clock[0] += 0.5
+        assert clock[0] < 200, "it waits for ever"
         number = next(came, None)
         return None if number is None else SimpleNamespace(si_signo=number)
 
@@ -264,6 +267,7 @@ def test_an_agent_that_does_not_end_without_ranks_is_killed(
 
     def wait(*_: object) -> object:
         clock[0] += 0.5
+        assert clock[0] < 200, "it waits for ever"
         number = next(came, None)
         return None if number is None else SimpleNamespace(si_signo=number)
 

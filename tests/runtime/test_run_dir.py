@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from llava_fsdp import status
-from llava_fsdp.runtime import launch, run_dir, status_file
+from llava_fsdp.runtime import errors, launch, run_dir, status_file
 from llava_fsdp.runtime.errors import FolderInUse
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.heartbeat import FOLDER as HEARTBEATS
@@ -144,6 +144,29 @@ def test_every_ending_has_its_exit_code() -> None:
         "corruption": 4, "communication": 5, "stopped": 75, "interrupted": 130,
     }  # fmt: skip
     assert {name: int(own.exit_code) for name, own in ENDINGS.items()} == codes
+
+
+EVERY, ALONE = True, False
+ERRORS = {
+    "LlavaFsdpError": ("bug", EVERY), "CommunicationError": ("communication", ALONE), "Stopped": ("stopped", EVERY),
+    "ConfigError": ("config", EVERY), "ModelError": ("model", EVERY), "DamagedModel": ("model", EVERY),
+    "DataError": ("data", EVERY), "ImageError": ("data", ALONE), "WorkerError": ("data", ALONE),
+    "WorkerLost": ("communication", ALONE), "SourceError": ("data", ALONE), "RemoteGone": ("data", ALONE),
+    "RemoteChanged": ("data", ALONE), "RemoteForbidden": ("data", ALONE), "RemoteAway": ("communication", ALONE),
+    "DamagedError": ("data", ALONE), "FolderInUse": ("config", ALONE), "BuildError": ("config", ALONE),
+    "StorageError": ("config", ALONE), "CheckpointError": ("checkpoint", EVERY), "FolderLost": ("checkpoint", EVERY),
+    "OffloadError": ("config", ALONE), "OutOfMemory": ("memory", ALONE), "NumericError": ("numeric", EVERY),
+    "ReplicaError": ("corruption", EVERY),
+}  # fmt: skip
+
+
+def test_every_error_has_its_ending() -> None:
+    """And who raises it; an error's details are its own. Only a folder that is not this run's is not written into."""
+    found = {name: own for name, own in vars(errors).items() if isinstance(own, type) and name in ERRORS}
+    assert {name: (own.ending, own.on_every_rank) for name, own in found.items()} == ERRORS
+    assert {name for name, own in found.items() if not own.may_be_recorded} == {"FolderInUse"}
+    one, other = errors.ConfigError("a").about(key="k", keys=["k"]).about(key="l"), errors.ConfigError("b")
+    assert one.culprit == {"key": "l", "keys": ["k"]} and not other.culprit and one.exit_code == ExitCode.USER
 
 
 @pytest.mark.parametrize("name", ENDINGS)

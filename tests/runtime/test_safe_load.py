@@ -12,7 +12,9 @@ PanicException = type("PanicException", (BaseException,), {})
 """As the Rust library of tokenizers raises it: no subclass of Exception."""
 
 
-@pytest.mark.parametrize("problem", [ValueError("two\n words"), PanicException("two\n words"), AssertionError("two words")])
+@pytest.mark.parametrize(
+    "problem", [ValueError("two\n words"), PanicException("two\n words"), AssertionError("two words")]
+)
 def test_whatever_a_library_raises_names_the_file(problem: BaseException) -> None:
     with pytest.raises(DamagedModel) as caught, foreign("tokenizer.json is damaged", DamagedModel):
         raise problem

@@ -77,9 +77,7 @@ def put(folder: Path, *ranks: int, **changes: Any) -> None:
         put_beat(folder, replace(BEAT, rank=rank, **changes))
 
 
-@pytest.mark.parametrize(
-    ("limit", "rank", "seconds"), [(60, 0, 54), (60, 1, 55), (200, 0, 190), (200, 2, 191)]
-)
+@pytest.mark.parametrize(("limit", "rank", "seconds"), [(60, 0, 54), (60, 1, 55), (200, 0, 190), (200, 2, 191)])
 def test_a_rank_gives_up_shortly_before_the_timeout_and_the_first_one_first(
     limit: int, rank: int, seconds: int, make: Make, clock: Clock, tmp_path: Path
 ) -> None:
@@ -195,6 +193,7 @@ def test_a_failure_elsewhere_ends_a_rank_that_others_do_not_watch_yet(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not a process that is alone, and whose report is its own."""
+
     def ended() -> None:
         raise Ended
 
@@ -233,9 +232,7 @@ def test_an_end_has_the_step_and_the_code_of_the_first_failure(
     assert told == [(tmp_path, 4), ExitCode.COMMUNICATION if first is None else 2]
 
 
-def test_frozen_ranks_of_this_machine_are_killed(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frozen_ranks_of_this_machine_are_killed(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, killed = make(), []
     own.peers = {21: (1, 100), 22: (2, 200), 23: (3, 300)}
     monkeypatch.setattr(module.signal, "pidfd_send_signal", lambda handle, number: killed.append((handle, number)))
@@ -290,7 +287,9 @@ def test_who_is_told_to_end(
     changes: dict[str, str | None], torchrun: bool, agent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun of a run on several machines, and the agent; the first rank of a machine tells its parent alone."""
-    for name, value in ({"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", AGENT: None} | changes).items():
+    for name, value in (
+        {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", AGENT: None} | changes
+    ).items():
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *call: told.append(call))

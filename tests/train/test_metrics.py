@@ -249,7 +249,9 @@ def test_a_step_is_shown_every_so_often_and_the_last(caplog: pytest.LogCaptureFi
     assert [step for step in range(1, 13) if shown(caplog, own, step=step)] == [5, 10, 12]
     own.recent.clear()
     line = shown(caplog, own, mfu=0.5, hfu=0.625, skipped_steps=3)
-    assert line.startswith("step 5/12  loss 2.5000  1,234 tokens/s  MFU 50.0%, HFU 62.5%  3 skipped  lr 0.001  grad norm 1.5")
+    assert line.startswith(
+        "step 5/12  loss 2.5000  1,234 tokens/s  MFU 50.0%, HFU 62.5%  3 skipped  lr 0.001  grad norm 1.5"
+    )
     assert line.endswith(f"  {duration(14.0)} left"), "seven steps of two seconds"
     line = shown(caplog, own, loss=None, grad_norm=None, seconds=4.0)
     assert "loss overflowed " in line and line.endswith(f"grad norm overflowed  {duration(21.0)} left")
