@@ -310,7 +310,7 @@ def test_cures_are_those_that_are_left(configure: Configure) -> None:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. G"), "out of GPU memory (2.50 GiB more"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."), "out of GPU memory (2.50 GiB more"),
         (torch.OutOfMemoryError("out of memory"), "out of GPU memory; less"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2048 bytes."),
          "out of host memory (2 KiB more were requested); less"),
