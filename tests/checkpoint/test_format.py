@@ -103,6 +103,10 @@ def test_a_checkpoint_has_exactly_the_tensors_of_the_run(tmp_path: Path) -> None
         for others in (fewer, fewer | {f"{name}.other": tensors[name]}, tensors | {f"{name}.other": tensors[name]}):
             with pytest.raises(CheckpointError, match=re.escape(name)):
                 load(checkpoint, others)
+    for name, tensor in tensors.items():
+        for other in (tensor.double(), tensor[None], tensor.new_zeros(0, *tensor.shape)):
+            with pytest.raises(CheckpointError, match=re.escape(name)):
+                load(checkpoint, tensors | {name: other})
 
 
 @pytest.mark.ranks

@@ -11,12 +11,15 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from harness import RankPool, single_world
-from saves import cut, is_busy, loaded, loaded_alone, save_steps, saver_of, whole_tensors
+from saves import CONFIG, cut, facts, is_busy, loaded, loaded_alone, save_steps, saver_of, whole_tensors
 
+from llava_fsdp.checkpoint import saver as saver_module
+from llava_fsdp.checkpoint import snapshot
 from llava_fsdp.checkpoint.retention import prune
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.snapshot import Snapshot
@@ -396,3 +399,102 @@ def test_a_file_size_limit(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names(tmp_path) == []
+
+
+def test_every_rank_s_part_and_the_adapters_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that has room for the largest part alone is refused before the first step."""
+    tensors, other = {"model.a": torch.zeros(1000)}, 2500
+    needed = 4000 + 4096 + other
+    monkeypatch.setattr(saver_module, "gathered", lambda nbytes, _: [nbytes, other])
+    monkeypatch.setattr(saver_module, "fits", lambda *_: False)
+    for free, fits in ((int(needed * 1.2), True), (int(needed * 1.2) - 1, False)):
+        monkeypatch.setattr("llava_fsdp.runtime.durable_files.free_bytes", lambda _, free=free: free)
+        with contextlib.nullcontext() if fits else pytest.raises(CheckpointError, match="No space left"):
+            saver = saver_of(tmp_path, tensors, with_adapter=True)
+            assert saver.committer.needed == needed
+            saver.close()
+
+
+@pytest.mark.parametrize(
+    ("free", "others", "fit"),
+    [(625, [("elsewhere", 500)], True), (624, [("elsewhere", 500)], False), (625, [("elsewhere", None)], False),
+     (1250, [("here", 500)], True), (1249, [("here", 500)], False)],
+)  # fmt: skip
+def test_copies_of_all_ranks_of_a_host_share_its_memory(
+    free: int, others: list[tuple[str, int | None]], fit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four fifths of what is free; and where another host has no room, no rank makes a copy."""
+
+    def gathered(value: object, _: object) -> list[object]:
+        if isinstance(value, bool):
+            return [value, all(nbytes is not None for _, nbytes in others)]
+        return [value, *((host, nbytes or 0) for host, nbytes in others)]
+
+    monkeypatch.setattr(snapshot.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(snapshot, "gathered", gathered)
+    monkeypatch.setattr(snapshot, "read_host", lambda: SimpleNamespace(free=free))
+    assert snapshot.fits(500, None) is fit
+
+
+def test_a_step_whose_save_failed_is_saved_when_it_is_asked_for_again(tmp_path: Path) -> None:
+    """One that is written is not; with the folder its error and its step are forgotten."""
+    refuses = [True]
+
+    def at(point: str) -> None:
+        if point == "file written" and refuses[0]:
+            raise OSError(28, "No space left on device", str(tmp_path))
+
+    saver = saver_of(tmp_path, whole_tensors(3), at=at, on_save_error=WARN)
+    saver.save_step(3)
+    saver.wait()
+    assert not list_checkpoints(tmp_path) and not saver.failed and saver.saved_step is None
+    refuses[0] = False
+    saver.save_step(3)
+    saver.wait()
+    assert loaded_alone(tmp_path) == saver.saved_step == 3
+    shutil.rmtree(tmp_path / "step-000003")
+    saver.error = CheckpointError("the folder is gone")
+    saver.reset_saved_step()
+    assert not saver.failed
+    saver.save()
+    saver.close()
+    assert loaded_alone(tmp_path) == 3
+
+
+def test_a_run_that_continues_does_not_save_its_step_again(tmp_path: Path) -> None:
+    save_steps(single_world(), tmp_path, [2, 4])
+    before = (tmp_path / "step-000004").stat().st_ino
+    saver = Saver(tmp_path, CONFIG, lambda: whole_tensors(4), lambda: facts(4), good=list_checkpoints(tmp_path))
+    saver.save()
+    saver.close()
+    assert (tmp_path / "step-000004").stat().st_ino == before
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keeps its place where the new one cannot take it."""
+    save_steps(single_world(), tmp_path, [2])
+    (tmp_path / "step-000002" / "state.json").write_text("{}")
+    rename = os.rename
+
+    def refused(source: Path, target: Path) -> None:
+        if Path(target) == tmp_path / "step-000002" and source.name == "step-000002.tmp":
+            raise OSError(errno.EIO, "Input/output error", str(target))
+        rename(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refused)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            save_steps(single_world(), tmp_path, [2])
+    assert names(tmp_path) == ["latest", "step-000002"]
+    assert (tmp_path / "step-000002" / "state.json").read_text() == "{}"
+    save_steps(single_world(), tmp_path, [2])
+    assert names(tmp_path) == ["latest", "step-000002"] and loaded_alone(tmp_path) == 2
+
+
+def test_a_pointer_that_cannot_be_written_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("llava_fsdp.checkpoint.commit.write_latest", refused)
+    save_steps(single_world(), tmp_path, [1, 2, 3])
+    assert names(tmp_path) == ["step-000002", "step-000003"] and loaded_alone(tmp_path) == 3

@@ -1,6 +1,8 @@
 """States that lie elsewhere give the same weights, to the bit; and they do lie there."""
 
 import mmap
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,12 @@ from small import Configure
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from llava_fsdp.config import Config, OffloadMode
+from llava_fsdp.config import ActivationCheckpointing, Config, OffloadMode, Strategy
+from llava_fsdp.distributed import offload
 from llava_fsdp.distributed.host_memory import PAGE, Arena
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_meshes
-from llava_fsdp.distributed.offload import cures, describe_offload, explained_memory_errors, fsdp_parameters
+from llava_fsdp.distributed.offload import cures, describe_offload, explained_memory_errors, filesystem, fsdp_parameters
 from llava_fsdp.distributed.streamed_buffers import DeviceStaging, FileStaging
 from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer, padded, split_into_buckets
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -265,7 +268,7 @@ def test_combinations_without_sense_are_refused(values: list[str], message: str,
 def test_one_message_where_memory_runs_out(configure: Configure) -> None:
     cfg = configure("activation_checkpointing=none", "sharding=zero2")
     with pytest.raises(
-        OutOfMemory, match=r"out of host memory \([\d.]+ \w+ more.*activation_checkpointing=full.*offload=nvme"
+        OutOfMemory, match=r"out of host memory \([\d.e+]+ GiB more.*activation_checkpointing=full.*offload=nvme"
     ):
         with explained_memory_errors(lambda: cfg, CPU):
             torch.empty(1 << 60, dtype=torch.uint8)
@@ -301,3 +304,62 @@ def test_a_machine_without_a_gpu_is_told_that_nothing_is_saved(
     with caplog.at_level("WARNING"):
         train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
     assert "this saves nothing" in caplog.text
+
+
+def test_cures_are_those_that_are_left(configure: Configure) -> None:
+    """The quickest first; moving states to memory is one on a GPU alone."""
+    cfg = configure("activation_checkpointing=none", "sharding=zero2", "pack=false")
+    more = "more ranks under sharding=zero3"
+    first = ["activation_checkpointing=full", "a smaller micro_batch_size", "sharding=zero3"]
+    gpu = torch.device("cuda")
+    moves = [f"offload={mode.value}" for mode in OffloadMode if mode is not OffloadMode.none]
+    assert cures(cfg, CPU) == [*first, "offload=nvme", more]
+    assert cures(cfg, gpu) == [*first, *moves, more] and moves[-1] == "offload=nvme"
+    mode = ActivationCheckpointing.full
+    least = replace(
+        cfg, sharding=replace(cfg.sharding, strategy=Strategy.FULL_SHARD), tokens_per_micro_batch=512, pack=True,
+        activation_checkpointing=replace(cfg.activation_checkpointing, mode=mode),
+        offload=replace(cfg.offload, mode=OffloadMode.nvme),
+    )  # fmt: skip
+    assert cures(least, CPU) == cures(least, gpu) == ["a smaller tokens_per_micro_batch", more]
+    first_move = replace(least, offload=replace(cfg.offload, mode=OffloadMode(moves[0].partition("=")[2])))
+    assert cures(first_move, gpu)[1:-1] == moves[1:]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."), "out of GPU memory (2.50 GiB more"),
+        (torch.OutOfMemoryError("out of memory"), "out of GPU memory; less"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2048 bytes."),
+         "out of host memory (2 KiB more were requested); less"),
+        (MemoryError("unable to allocate 2048 bytes"), "out of host memory (2 KiB more were requested); less"),
+    ],
+)  # fmt: skip
+def test_how_much_was_asked_for(error: Exception, said: str, configure: Configure) -> None:
+    with pytest.raises(OutOfMemory) as caught, explained_memory_errors(configure(), CPU):
+        raise error
+    assert str(caught.value).startswith(said), str(caught.value)
+
+
+def test_what_is_offloaded_in_words(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that lies in memory saves nothing, nor does a machine without a GPU."""
+    assert describe_offload(configure(), CPU) == "none"
+    kinds = subprocess.run(["df", "--output=fstype", tmp_path], check=True, capture_output=True, text=True)
+    assert (
+        filesystem(tmp_path / "absent" / "folder") == kinds.stdout.split()[-1] and filesystem(Path("/proc")) == "proc"
+    )
+    cfg = configure()
+    to_memory = replace(cfg, offload=replace(cfg.offload, mode=OffloadMode.optimizer))
+    assert describe_offload(to_memory, torch.device("cuda")) == "optimizer, in host memory"
+    assert describe_offload(to_memory, CPU).endswith(
+        "in host memory: without a GPU the device is the host, and this saves nothing"
+    )
+    to_files = replace(cfg, offload=replace(cfg.offload, mode=OffloadMode.nvme, folder=str(tmp_path)))
+    for kind, shown in (
+        (None, "(unknown filesystem)"),
+        ("ext4", "(ext4)"),
+        ("tmpfs", "(tmpfs, which is memory: this saves nothing; "),
+    ):
+        monkeypatch.setattr(offload, "filesystem", lambda _, kind=kind: kind)
+        assert describe_offload(to_files, CPU).startswith(f"nvme, in files without names in {tmp_path} {shown}")

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from llava_fsdp.export.source_model import open_source
 from llava_fsdp.model.lora_files import open_adapter
 from llava_fsdp.model.quantization import Packing, packed_of
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
+from llava_fsdp.train import final_export
 from llava_fsdp.train import main as train
 
 SMALL = [
@@ -89,6 +91,24 @@ def test_an_older_export_beside_a_new_adapter_is_said(
     train.train(make_config(parts, dataset, copied, *SMALL, *more, stage="finetune_lora"))
     assert any("export is of an earlier step than its adapter" in text for text in caplog.messages)
     assert json.loads((copied / "adapter" / "llava_fsdp.json").read_text())["step"] == 3
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_older_export_is_said_where_there_is_one(
+    is_there: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder with the adapter is always there: it has just been written."""
+    monkeypatch.setattr(final_export, "export_adapter", lambda *_: object())
+    for name in ("adapter", "export") if is_there else ("adapter",):
+        (tmp_path / name).mkdir()
+    logging.getLogger("llava_fsdp").propagate = True
+    cfg: Any = SimpleNamespace(
+        output_dir=str(tmp_path), model=SimpleNamespace(lora=SimpleNamespace(enabled=True)),
+        export=SimpleNamespace(merge=False),
+    )  # fmt: skip
+    state: Any = None
+    assert final_export.export(state, cfg, True) == tmp_path / "adapter"
+    assert any("of an earlier step than its adapter" in text for text in caplog.messages) is is_there
 
 
 @pytest.mark.slow

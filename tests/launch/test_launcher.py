@@ -22,6 +22,8 @@ from llava_fsdp.config.help import asked_help, meanings, render_help
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ENDINGS
 from llava_fsdp.runtime.status_file import Outcome, previous_status, put_status
+from llava_fsdp.runtime.watchdog import SAME_KEY_PRESS
+from llava_fsdp.train import launcher
 from llava_fsdp.train.launcher import (
     TORCHRUN_PROGRAM,
     TORCHRUN_WITH_VALUE,
@@ -29,6 +31,7 @@ from llava_fsdp.train.launcher import (
     Launch,
     given_ranks,
     split,
+    with_rendezvous,
 )
 
 QUICK = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -166,6 +169,122 @@ def test_the_end_of_an_earlier_run_is_not_this_ones(before: str, tmp_path: Path)
     assert launch.end({"code": 5}) == 130
     put_status(tmp_path, "failed", Outcome(ENDINGS["config"]))
     assert launch.end({"code": 5}) == 2, "its own"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "added"),
+    [
+        ([], {}, ["--max-restarts=3", "--standalone"]),
+        (["--max-restarts=0"], {}, ["--standalone"]),
+        ([], {"PET_MAX_RESTARTS": "1"}, ["--standalone"]),
+        (["--nnodes=2"], {}, ["--max-restarts=3"]),
+        ([], {"PET_NNODES": "2"}, ["--max-restarts=3"]),
+        (["--master-addr=a"], {}, ["--max-restarts=3"]),
+        (["--rdzv-endpoint=a:1"], {}, ["--max-restarts=3", "--rdzv-backend=c10d"]),
+        (["--rdzv-endpoint=a:1", "--rdzv-backend=static"], {}, ["--max-restarts=3"]),
+        (["--nproc-per-node=2"], {}, ["--max-restarts=3", "--standalone"]),
+    ],
+)
+def test_what_is_not_given_to_torchrun_has_a_default(
+    flags: list[str], environment: dict[str, str], added: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert with_rendezvous(flags) == added + flags
+
+
+class FakeAgent:
+    """torchrun's agent, which ends when it is told to."""
+
+    pid, returncode = 1, 1
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def poll(self) -> int | None:
+        return 1 if "kill" in self.told or "terminate" in self.told else None
+
+    def kill(self) -> None:
+        self.told.append("kill")
+
+    def terminate(self) -> None:
+        self.told.append("terminate")
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Launch, list, list[float]]:
+    """A launch with two ranks, what these and the agent are told, and the clock."""
+    clock, own, agent = [100.0], Launch(tmp_path), FakeAgent()
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(own, "ranks", lambda: [7, 8])
+    monkeypatch.setattr(launcher.os, "kill", lambda rank, number: agent.told.append((rank, number)))
+    own.agent = agent  # pyright: ignore[reportAttributeAccessIssue]
+    return own, agent.told, clock
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_ranks_are_told_to_stop_once(number: signal.Signals, watched: tuple[Launch, list, list[float]]) -> None:
+    """SIGHUP as SIGTERM, which ranks know; only Ctrl-C, pressed again, ends them at once, and a third time hard."""
+    own, told, clock = watched
+    first = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+    own.stop(number)
+    assert told == [(7, first), (8, first)] and own.stopping == {7, 8} and own.stopped_by == number
+    clock[0] += SAME_KEY_PRESS - 0.01
+    own.stop(signal.SIGINT)
+    clock[0] += 60
+    own.stop(signal.SIGTERM)
+    assert len(told) == 2 and not own.is_at_once
+    own.stop(signal.SIGINT)
+    assert told[2:] == [(7, signal.SIGINT), (8, signal.SIGINT)] and own.is_at_once
+    clock[0] += SAME_KEY_PRESS - 0.01
+    own.stop(signal.SIGINT)
+    assert len(told) == 4
+    clock[0] += SAME_KEY_PRESS
+    own.stop(signal.SIGINT)
+    assert told[4:] == ["kill"] and own.stopped_by == number
+
+
+def test_the_agent_is_ended_only_when_its_ranks_have(
+    watched: tuple[Launch, list, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a second to end by itself; ranks that it has started again do not count."""
+    own, told, clock = watched
+    ranks = {100: [7, 8], 110: [7], 120: [9, 10]}
+    monkeypatch.setattr(
+        own, "ranks", lambda: next(found for time, found in sorted(ranks.items())[::-1] if time <= clock[0])
+    )
+    came = iter([signal.SIGUSR1, signal.SIGTERM])
+
+    def wait(*_: object) -> object:
+        clock[0] += 0.5
+        assert clock[0] < 200, "it waits for ever"
+        number = next(came, None)
+        return None if number is None else SimpleNamespace(si_signo=number)
+
+    monkeypatch.setattr(launcher.signal, "sigtimedwait", wait)
+    own.wait()
+    assert told[:4] == [(7, signal.SIGUSR1), (8, signal.SIGUSR1), (7, signal.SIGTERM), (8, signal.SIGTERM)]
+    assert told[4:] == ["terminate"] and clock[0] == 121.0
+
+
+def test_an_agent_that_does_not_end_without_ranks_is_killed(
+    watched: tuple[Launch, list, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for other machines; and one whose ranks have not begun is ended at once."""
+    own, told, clock = watched
+    monkeypatch.setattr(own, "ranks", list)
+    monkeypatch.setattr(own.agent, "poll", lambda: 1 if "kill" in told else None)
+    came = iter([signal.SIGTERM])
+
+    def wait(*_: object) -> object:
+        clock[0] += 0.5
+        assert clock[0] < 200, "it waits for ever"
+        number = next(came, None)
+        return None if number is None else SimpleNamespace(si_signo=number)
+
+    monkeypatch.setattr(launcher.signal, "sigtimedwait", wait)
+    own.wait()
+    assert told == ["terminate", "kill"] and clock[0] == 100.5 + 10
 
 
 class Launched:

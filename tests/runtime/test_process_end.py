@@ -2,13 +2,16 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from lives import TELLS_ALWAYS
 
-from llava_fsdp.runtime.process_end import ending_of
+from llava_fsdp.runtime.launch import incarnation, launch_id, started
+from llava_fsdp.runtime.process_end import AGENT, ending_of, without_launcher
 
 UNKNOWN = "ended without a report; the kernel kills processes when memory runs out (see dmesg)"
 
@@ -31,3 +34,47 @@ def test_an_end_is_told_before_and_after_its_parent_has_asked(deed: str, said: s
     assert ending_of(pidfd, process.pid) == (said if TELLS_ALWAYS else UNKNOWN)
     os.close(pidfd)
     assert ending_of(pidfd, process.pid) == UNKNOWN, "a kernel that cannot tell"
+
+
+def test_a_child_has_nothing_of_the_torchrun_around_it() -> None:
+    """What it set for its workers; the user's own variables stay."""
+    theirs = {
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
+        "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID", AGENT,
+    }  # fmt: skip
+    own = {"PATH", "MY_RANK", "RANKS", "OMP_NUM_THREADS", "TORCH_LOGS"}
+    assert without_launcher(dict.fromkeys(theirs | own, "1")) == dict.fromkeys(own, "1")
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "start"),
+    [
+        ({}, None, f"process {os.getpid()}"),
+        ({"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "2"}, "a", "a 2"),
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"},
+            f"none-{socket.gethostname()}-{os.getppid()}", f"none-{socket.gethostname()}-{os.getppid()} 2",
+        ),
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7",
+             "TORCHELASTIC_RESTART_COUNT": "2"},
+            "none", "none h:7",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_start_of_the_ranks_is_called(
+    environment: dict[str, str], name: str | None, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert (launch_id(), incarnation()) == (name, start)
+
+
+def test_when_a_process_has_started() -> None:
+    began = time.time()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert abs(started(process.pid) - began) < 5 and started(os.getpid()) < began
+        process.kill()
+    assert started(process.pid) == 0.0

@@ -15,10 +15,19 @@ from pathlib import Path
 import pytest
 
 from llava_fsdp import status
-from llava_fsdp.runtime import launch, run_dir, status_file
+from llava_fsdp.runtime import errors, launch, run_dir, status_file
 from llava_fsdp.runtime.errors import FolderInUse
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
-from llava_fsdp.runtime.run_dir import begun_at, claimed, is_locked_by_other_launch, mark_begun
+from llava_fsdp.runtime.heartbeat import FOLDER as HEARTBEATS
+from llava_fsdp.runtime.heartbeat import Beat, Phase, put_beat
+from llava_fsdp.runtime.run_dir import (
+    begun_at,
+    claimed,
+    is_known_free,
+    is_locked_by_other_launch,
+    mark_begun,
+    refuse_in_use,
+)
 from llava_fsdp.runtime.status_file import Outcome, final_status, first_failure, put_status, read_status, write_ending
 from llava_fsdp.runtime.watchdog import Watchdog, open_new
 
@@ -47,13 +56,16 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
         with claimed(tmp_path, 0):
             pass
     assert time.monotonic() - began < run_dir.HANDOVER / 2, "only a launch's own restart waits for the one before it"
-    assert is_locked_by_other_launch(tmp_path)
+    assert is_locked_by_other_launch(tmp_path) and not is_known_free(tmp_path)
+    with pytest.raises(FolderInUse, match=f"process {holder.pid} on "):
+        refuse_in_use(tmp_path)
     assert before is not None and before["status"] == "running" and read_status(tmp_path) == before
     holder.kill()
     holder.wait()
     try:
         os.kill(child, 0)
-        assert not is_locked_by_other_launch(tmp_path)
+        assert not is_locked_by_other_launch(tmp_path) and is_known_free(tmp_path)
+        refuse_in_use(tmp_path)
         with claimed(tmp_path, 0):
             pass
     finally:
@@ -134,6 +146,29 @@ def test_every_ending_has_its_exit_code() -> None:
     assert {name: int(own.exit_code) for name, own in ENDINGS.items()} == codes
 
 
+EVERY, ALONE = True, False
+ERRORS = {
+    "LlavaFsdpError": ("bug", EVERY), "CommunicationError": ("communication", ALONE), "Stopped": ("stopped", EVERY),
+    "ConfigError": ("config", EVERY), "ModelError": ("model", EVERY), "DamagedModel": ("model", EVERY),
+    "DataError": ("data", EVERY), "ImageError": ("data", ALONE), "WorkerError": ("data", ALONE),
+    "WorkerLost": ("communication", ALONE), "SourceError": ("data", ALONE), "RemoteGone": ("data", ALONE),
+    "RemoteChanged": ("data", ALONE), "RemoteForbidden": ("data", ALONE), "RemoteAway": ("communication", ALONE),
+    "DamagedError": ("data", ALONE), "FolderInUse": ("config", ALONE), "BuildError": ("config", ALONE),
+    "StorageError": ("config", ALONE), "CheckpointError": ("checkpoint", EVERY), "FolderLost": ("checkpoint", EVERY),
+    "OffloadError": ("config", ALONE), "OutOfMemory": ("memory", ALONE), "NumericError": ("numeric", EVERY),
+    "ReplicaError": ("corruption", EVERY),
+}  # fmt: skip
+
+
+def test_every_error_has_its_ending() -> None:
+    """And who raises it; an error's details are its own. Only a folder that is not this run's is not written into."""
+    found = {name: own for name, own in vars(errors).items() if isinstance(own, type) and name in ERRORS}
+    assert {name: (own.ending, own.on_every_rank) for name, own in found.items()} == ERRORS
+    assert {name for name, own in found.items() if not own.may_be_recorded} == {"FolderInUse"}
+    one, other = errors.ConfigError("a").about(key="k", keys=["k"]).about(key="l"), errors.ConfigError("b")
+    assert one.culprit == {"key": "l", "keys": ["k"]} and not other.culprit and one.exit_code == ExitCode.USER
+
+
 @pytest.mark.parametrize("name", ENDINGS)
 def test_only_what_a_restart_may_repair_is_started_again(name: str, tmp_path: Path, launched) -> None:
     launched(rank=0)
@@ -149,6 +184,20 @@ def test_only_what_a_restart_may_repair_is_started_again(name: str, tmp_path: Pa
     path = tmp_path / status_file.STATUS_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "time": launch.started(os.getppid()) - 5}))
     assert final_status(tmp_path) is None, "a job of the same name, requeued"
+
+
+def test_ranks_that_are_started_again_are_of_the_launch_before(
+    tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its age is that of torchrun, which has started before the record was written, and not that of this process."""
+    launched(rank=0)
+    write_ending(tmp_path, ending("config"))
+    written = (read_status(tmp_path) or {})["time"]
+    launched(rank=0, attempt=1)
+    for began, is_of_it in ((written - 1, True), (written, True), (written + 1, False)):
+        times = {os.getppid(): began, os.getpid(): written + 2}
+        monkeypatch.setattr(status_file, "started", times.__getitem__)
+        assert (final_status(tmp_path) is not None) is is_of_it
 
 
 def test_the_culprit_has_the_key_of_a_wrong_setting(tmp_path: Path, launched) -> None:
@@ -322,3 +371,128 @@ def test_what_has_begun_is_written_once(tmp_path: Path, monkeypatch: pytest.Monk
     mark_begun(tmp_path, "a", 5)
     mark_begun(tmp_path, "b", 7)
     assert (begun_at(tmp_path, "a"), begun_at(tmp_path, "b")) == (None, 7)
+
+
+def test_a_name_that_all_launches_have_is_told_apart_by_its_time(
+    tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun on several machines is called "none" where the user gave it no name."""
+    for name, step in (("none", None), ("job7", 3)):
+        launched(rank=0, launch=name, GROUP_WORLD_SIZE="2")
+        (tmp_path / name).mkdir()
+        mark_begun(tmp_path / name, "never", 3)
+        assert begun_at(tmp_path / name, "never") == 3
+        with monkeypatch.context() as patched:
+            patched.setattr(status_file, "started", lambda _: time.time() + 5)
+            assert begun_at(tmp_path / name, "never") == step, "a scheduler's name is one job's"
+
+
+def test_a_start_of_the_same_launch_waits_for_the_lock(
+    tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one, or one without a launch, is refused at once; and a file system may have no locks."""
+    held, waited = [0], []
+
+    def lockf(*_: object) -> None:
+        if held[0]:
+            held[0] -= 1
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(run_dir.fcntl, "lockf", lockf)
+    monkeypatch.setattr(run_dir.time, "sleep", waited.append)
+    launched(rank=0)
+    with claimed(tmp_path, 0):
+        signed = json.loads((tmp_path / ".lock").read_text())
+    assert (signed["launch"], signed["pid"]) == ("run7", os.getpid())
+    held[0] = 3
+    launched(rank=0, attempt=1)
+    with claimed(tmp_path, 0):
+        assert len(waited) == 3 and not held[0]
+    held[0] = 3
+    monkeypatch.setattr(run_dir, "HANDOVER", -1)
+    with pytest.raises(FolderInUse), claimed(tmp_path, 0):
+        pass
+    monkeypatch.setattr(run_dir, "HANDOVER", 30)
+    launched(rank=0, launch="run8")
+    with pytest.raises(FolderInUse), claimed(tmp_path, 0):
+        pass
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    (tmp_path / ".lock").write_text(json.dumps({**signed, "launch": None}))
+    held[0] = 1
+    with pytest.raises(FolderInUse), claimed(tmp_path, 0):
+        pass
+    assert len(waited) == 3
+
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_dir.fcntl, "lockf", without)
+    with claimed(tmp_path, 0):
+        assert (read_status(tmp_path) or {})["status"] == "running"
+
+
+@pytest.mark.parametrize(("pid", "said"), [(0, "while it was running after step 7"), (1, "while it was running\n")])
+def test_a_killed_run_is_told_with_its_last_step(
+    pid: int, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A heartbeat of another process is that of an earlier start."""
+    run_dir.log().propagate = True
+    put_status(tmp_path, "running")
+    (tmp_path / HEARTBEATS).mkdir()
+    put_beat(tmp_path, Beat(0, "host", os.getpid() + pid, 7, Phase.DATA.value, 0, "", 1))
+    run_dir.warn_of_killed(tmp_path)
+    assert said in caplog.messages[-1] + "\n"
+
+
+def test_where_everybody_may_write_a_run_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir.log().propagate = True
+    for mode, is_warned in ((0o755, False), (0o777, True)):
+        (tmp_path / str(mode)).mkdir()
+        (tmp_path / str(mode)).chmod(mode)
+        with claimed(tmp_path / str(mode), 0):
+            pass
+        assert any("chmod o-w" in text for text in caplog.messages) is is_warned
+
+
+def test_a_restart_knows_that_the_attempt_before_was_killed(tmp_path: Path, launched) -> None:
+    launched(rank=0)
+    put_status(tmp_path, "running")
+    assert status_file.previous_status(tmp_path) is None, "it is this start's own"
+    assert (status_file.previous_status(tmp_path, is_claiming=True) or {})["status"] == status_file.KILLED
+    launched(rank=0, launch="run8")
+    assert (status_file.previous_status(tmp_path) or {})["status"] == status_file.KILLED
+
+
+def test_only_the_first_rank_records_that_a_run_is_done(tmp_path: Path, launched) -> None:
+    for rank in (2, 1, 0):
+        assert not (tmp_path / status_file.STATUS_FILE).exists()
+        launched(rank=rank)
+        assert write_ending(tmp_path, ending("done")) is None
+    said = read_status(tmp_path) or {}
+    assert (said["status"], said["exit_code"], said["rank"], said["culprit"]) == ("done", 0, 0, {})
+    assert not (tmp_path / status_file.FIRST_FAILURE).exists()
+    assert write_ending(tmp_path / "absent", ending("bug")) is None and not (tmp_path / "absent").exists()
+
+
+def test_the_culprit_is_what_the_error_names(tmp_path: Path, launched) -> None:
+    """And the rank that wrote it otherwise."""
+    launched(rank=2, attempt=1)
+    outcome = Outcome(ENDINGS["communication"], "lost", {"rank": 1, "file": "a"}, step=6)
+    assert write_ending(tmp_path, outcome) is None
+    said = read_status(tmp_path) or {}
+    assert said["culprit"] == {"rank": 1, "host": os.uname().nodename, "file": "a"}
+    assert (said["rank"], said["attempt"], said["step"], said["launch"]) == (2, 1, 6, "run7")
+
+
+@pytest.mark.parametrize("code", [0, 256, -1])
+def test_a_report_whose_exit_code_is_none_is_not_read(code: int, tmp_path: Path, launched) -> None:
+    launched(rank=1)
+    write_ending(tmp_path, ending("bug"))
+    path = tmp_path / status_file.FIRST_FAILURE
+    for number in (255, code):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "exit_code": number}))
+        assert (first_failure(tmp_path) is None) is (number == code)
+    path = tmp_path / status_file.STATUS_FILE
+    for number in (255, 256, -1):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "exit_code": number}))
+        assert (read_status(tmp_path) is None) is (number != 255)

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from llava_fsdp.config import cli
-from llava_fsdp.runtime import run_dir, status_file
+from llava_fsdp.runtime import os_errors, run_dir, status_file
 from llava_fsdp.runtime.errors import ConfigError, FolderLost
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.jsonl import Rows, replace_lines
 from llava_fsdp.runtime.log import setup_logging
-from llava_fsdp.runtime.os_errors import why
+from llava_fsdp.runtime.os_errors import free_bytes, free_inodes, why
 from llava_fsdp.runtime.run_dir import claimed, held_by
 from llava_fsdp.runtime.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.status_file import Outcome, first_failure, put_status, read_status, write_ending
@@ -290,3 +290,25 @@ def test_a_disk_without_inodes_is_said_so(tmp_path: Path, monkeypatch: pytest.Mo
     unnumbered = os.statvfs_result((*real[:5], 0, 0, 0, *real[8:]))
     monkeypatch.setattr(os, "statvfs", lambda _: unnumbered)
     assert "is full" in why(OSError(errno.ENOSPC, "No space left on device"), tmp_path)
+
+
+def test_errors_of_the_disk_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the path of the error; the one that is given stands in where it has none."""
+
+    def said(code: int, *own: str) -> str:
+        return why(OSError(code, "reason", *own), tmp_path)
+
+    assert said(errno.EROFS) == f"reason: {tmp_path} is mounted read-only"
+    assert said(errno.EROFS, "/a") == "reason: /a is mounted read-only"
+    for code in (errno.EACCES, errno.EPERM):
+        assert said(code, "/a") == f"reason: /a is not accessible to this user (uid {os.getuid()})"
+    for code in (errno.ENOSPC, errno.EDQUOT):
+        assert said(code).startswith(f"reason: the disk of {tmp_path} ")
+    assert said(errno.EFBIG, "/a").endswith("/a is larger than this process may write (ulimit -f)")
+    assert said(errno.ELOOP, "/a").endswith("/a is a symbolic link, and nothing is written through links")
+    assert said(errno.ENODEV) == f"reason: {tmp_path}"
+    status = os.statvfs_result((512, 4096, 9, 8, 7, 6, 5, 4, 0, 255))
+    asked: list[Path] = []
+    monkeypatch.setattr(os_errors.os, "statvfs", lambda path: asked.append(path) or status)
+    assert free_bytes(tmp_path / "a" / "b") == 7 * 4096 and free_inodes(tmp_path / "a") == 4
+    assert asked == [tmp_path] * 2, "the nearest folder that exists"

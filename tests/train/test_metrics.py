@@ -1,7 +1,11 @@
 """Rows of a run's files: what a step's row says, which rows a resumed run keeps, and what is read from them."""
 
+import errno
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig
@@ -11,9 +15,12 @@ from llava_fsdp.model.flops import Flops
 from llava_fsdp.plan.mfu import Utilization
 from llava_fsdp.report.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, History, mean_loss
 from llava_fsdp.report.run_reader import Run, own_overrides, thinned, validations_until
+from llava_fsdp.runtime import jsonl
+from llava_fsdp.runtime.humanize import duration
+from llava_fsdp.runtime.jsonl import Rows
 from llava_fsdp.train import metrics
 from llava_fsdp.train.lost_rows import due_between, skipped_in
-from llava_fsdp.train.metrics import begin_skipped_records, drop_later_rows, metrics_row
+from llava_fsdp.train.metrics import FEWEST, Reporter, begin_skipped_records, drop_later_rows, metrics_row
 from llava_fsdp.train.state import StepResult
 
 
@@ -171,3 +178,115 @@ def test_validations_that_were_due_between_two_steps() -> None:
         skipped_in({"skipped_records": 3, "unlabelled": 2}) == 5
         and skipped_in({"skipped_records": True, "unlabelled": "2"}) == 0
     )
+
+
+def test_rows_that_a_disk_refuses_wait_and_are_written_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning when it begins, one when it ends; of too many the oldest are lost, and counted."""
+    jsonl.log().propagate = True
+    rows = Rows(tmp_path / "rows.jsonl")
+    rows.add({"step": 1})
+    append = jsonl.append
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(jsonl, "append", full)
+    monkeypatch.setattr(jsonl, "MOST_WAITING", 2)
+    for step in range(2, 6):
+        rows.add({"step": step})
+    assert len(caplog.messages) == 1 and "cannot be written (No space left" in caplog.messages[0]
+    rows.close()
+    assert "lacks 4 rows" in caplog.messages[-1]
+    monkeypatch.setattr(jsonl, "append", append)
+    rows.add({"step": 6})
+    assert steps_of(rows.path) == [1, 5, 6] and "can be written again" in caplog.messages[-1]
+    rows.close()
+    assert "lacks 3 rows" in caplog.messages[-1] and "too many waited" in caplog.messages[-1]
+
+
+def test_a_row_is_appended_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    jsonl.append(path, b"one\n")
+
+    def half(handle: int, content: memoryview) -> None:
+        os.write(handle, content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError):
+        patched.setattr(jsonl, "write_all", half)
+        jsonl.append(path, b"another\n")
+    jsonl.append(path, b"two\n")
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
+def reporter(log_every: int = 5, sigma: float | None = 6.0) -> Reporter:
+    """One that writes no files."""
+    cfg: Any = SimpleNamespace(
+        output_dir="", log_every=log_every, numeric=SimpleNamespace(spike_sigma=sigma), stage=SimpleNamespace(name="s")
+    )
+    return Reporter(cfg, 0, 12, is_first_rank=False)
+
+
+ROW: dict[str, Any] = {
+    "step": 5, "loss": 2.5, "lr": 0.001, "grad_norm": 1.5, "label_tokens": 7, "samples": 4, "truncated": 1,
+    "skipped_records": 2, "unlabelled": 2, "seconds": 2.0, "tokens_per_second": 1234.5, "mfu": None, "hfu": None,
+    "skipped_steps": 0,
+}  # fmt: skip
+
+
+def shown(caplog: pytest.LogCaptureFixture, own: Reporter, **values: Any) -> str:
+    caplog.clear()
+    metrics.log().propagate = True
+    own.show({**ROW, **values})
+    return "\n".join(dict.fromkeys(caplog.messages))
+
+
+def test_a_step_is_shown_every_so_often_and_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "llava_fsdp")
+    own = reporter()
+    assert [step for step in range(1, 13) if shown(caplog, own, step=step)] == [5, 10, 12]
+    own.recent.clear()
+    line = shown(caplog, own, mfu=0.5, hfu=0.625, skipped_steps=3)
+    assert line.startswith(
+        "step 5/12  loss 2.5000  1,234 tokens/s  MFU 50.0%, HFU 62.5%  3 skipped  lr 0.001  grad norm 1.5"
+    )
+    assert line.endswith(f"  {duration(14.0)} left"), "seven steps of two seconds"
+    line = shown(caplog, own, loss=None, grad_norm=None, seconds=4.0)
+    assert "loss overflowed " in line and line.endswith(f"grad norm overflowed  {duration(21.0)} left")
+
+
+def test_steps_that_train_little_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    own = reporter(log_every=100)
+    assert shown(caplog, own) == "", "half of the samples have labels"
+    assert shown(caplog, own, unlabelled=3) == "step 5: 3 of 4 samples have no label"
+    for values in ({"label_tokens": 0}, {"grad_norm": 0.0}):
+        said = shown(caplog, own, unlabelled=3, **values)
+        assert said.startswith("step 5 has trained nothing: 4 samples, ") and "(1 samples truncated" in said
+        assert ", 2 skipped)" in said
+
+
+def result_of(step: int, loss: float = 1.0, **values: Any) -> StepResult:
+    facts = StepFacts(step, samples=4, tokens=9, pairs=2, label_tokens=5, images=1, tiles=1)
+    return StepResult(facts, loss, 0.1, 1.5, 1.0, **values)
+
+
+def test_what_is_unlike_the_steps_before_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A skipped step, but in fp16, where the scaler tells; a loss that stands out; and new graphs, each once."""
+    metrics.log().propagate = True
+    own = reporter()
+    for step in range(FEWEST):
+        own.warn(result_of(step, 1.0 + step % 2))
+    own.warn(result_of(16, float("inf"), skipped=True, loss_scale=64.0))
+    assert not caplog.messages
+    own.warn(result_of(17, 4.51))
+    assert set(caplog.messages) == {"step 18: loss 4.5100 stands out from the steps before (1.5000 +- 0.5000)"}
+    own.warn(result_of(18, 4.4, skipped=True))
+    assert "step 19: loss 4.4, gradient norm 1.5; the weights were not updated" in caplog.messages
+    caplog.clear()
+    for recompiles, told in ((2, "2 graphs"), (2, None), (5, "3 graphs")):
+        before = len(caplog.messages)
+        own.warn_of_compiling(result_of(20, recompiles=recompiles))
+        assert (len(caplog.messages) > before) is (told is not None)
+        assert told is None or caplog.messages[-1].startswith(f"step 21: {told} were compiled again")

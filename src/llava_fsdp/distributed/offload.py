@@ -216,8 +216,8 @@ def explained_memory_errors(cfg: Callable[[], Config], device: torch.device) -> 
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not NO_ROOM.search(message):
             raise
         where = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "host memory"
-        request = re.search(r"tried to allocate ([\d.]+ \w+)|allocate (\d+) bytes", message)
-        size = f" ({request[1] or readable(int(request[2]))} more were requested)" if request else ""
+        request = re.search(r"allocate (?:(\d+) bytes|([\d.]+ \w+))", message)
+        size = f" ({request[2] or readable(int(request[1]))} more were requested)" if request else ""
         raise OutOfMemory(f"out of {where}{size}; less is needed with {', or '.join(cures(cfg(), device))}") from error
 
 

@@ -1,0 +1,157 @@
+"""When a training saves, stops and gives up: the decisions after a step and between two, without a model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llava_fsdp.runtime.errors import CheckpointError, NumericError, Stopped
+from llava_fsdp.runtime.heartbeat import Phase
+from llava_fsdp.runtime.watchdog import Watchdog
+from llava_fsdp.train import save_and_stop as module
+from llava_fsdp.train.save_and_stop import RunController
+
+
+class FakeSaver:
+    """Notes what is asked of it."""
+
+    def __init__(self, state: Any):
+        self.state, self.saved_step, self.failed = state, None, False
+        self.saves: list[int] = []
+        self.is_closed = False
+
+    def save(self) -> None:
+        self.saves.append(self.state.step)
+        self.saved_step = self.state.step
+
+    def raise_if_failed(self) -> None:
+        if self.failed:
+            raise CheckpointError("the disk is full")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+Make = Callable[..., RunController]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def made(step: int = 0, every: int | None = 3, last: int = 9, exports: bool = True) -> RunController:
+        def records_of(step: int, ranks: list[int]) -> list[str]:
+            return [f"record {step}.{rank}" for rank in ranks or range(10)]
+
+        loader = SimpleNamespace(steps=SimpleNamespace(records_of=records_of))
+        state: Any = SimpleNamespace(step=step, consecutive=0, loader=loader)
+        cfg: Any = SimpleNamespace(
+            output_dir=str(tmp_path), checkpoint=SimpleNamespace(every=every), export=SimpleNamespace(enabled=exports),
+            numeric=SimpleNamespace(max_consecutive_skips=2),
+        )  # fmt: skip
+        saver: Any = FakeSaver(state)
+        return RunController(state, saver, cfg, last, Watchdog(tmp_path))
+
+    return made
+
+
+RESULT: Any = SimpleNamespace(loss=1.5, grad_norm=float("inf"), own_loss_is_finite=True)
+
+
+def saves(controller: RunController) -> list[int]:
+    saver: Any = controller.saver
+    return saver.saves
+
+
+@pytest.mark.parametrize(
+    ("skipped", "expected"),
+    [((), [3, 6, 8]), ((3,), [4, 6, 8]), ((2, 3), [4, 6, 8]), ((3, 4), [5, 6, 8]), ((6, 7), [3, 8]), ((8,), [3, 6, 8])],
+)
+def test_a_checkpoint_that_is_due_waits_for_a_step_that_counts(
+    skipped: tuple[int, ...], expected: list[int], make: Make
+) -> None:
+    """But not behind the last step; and what was postponed is saved once."""
+    controller = make(last=8)
+    for step in range(1, 9):
+        controller.state.step = step
+        controller.state.consecutive = controller.state.consecutive + 1 if step in skipped else 0
+        controller.after_step(RESULT)
+    assert saves(controller) == expected and controller.watchdog.phase is Phase.CHECKPOINT
+
+
+def test_as_many_skips_as_are_allowed_go_on(make: Make, tmp_path: Path) -> None:
+    """One more ends the run, with the samples of the ranks whose own loss is not finite, or of all."""
+    controller = make()
+    controller.state.step, controller.state.consecutive = 7, 2
+    controller.after_step(RESULT)
+    controller.state.step, controller.state.consecutive = 8, 3
+    with pytest.raises(NumericError) as caught:
+        controller.after_step(RESULT)
+    said = str(caught.value)
+    assert said.startswith("step 6 to 8: loss 1.5, gradient norm inf; the weights are those of step 5")
+    assert "checkpoint is none" in said and "those of step 8: record 7.0, " in said
+    assert "record 7.7 and 2 more." in said and caught.value.culprit["records"][-1] == "record 7.9"
+    (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000005").mkdir()
+    controller.state.consecutive, controller.cfg.numeric.max_consecutive_skips = 1, 0
+    own: Any = SimpleNamespace(**{**vars(RESULT), "own_loss_is_finite": False})
+    with pytest.raises(NumericError) as caught:
+        controller.after_step(own)
+    said = str(caught.value)
+    assert said.startswith("step 8: ") and "those of step 7" in said and "step-000005" in said
+    assert "those of step 8 on rank 0: record 7.0." in said and caught.value.culprit["records"] == ["record 7.0"]
+
+
+def test_a_request_is_answered_once_and_nothing_is_saved_twice(make: Make) -> None:
+    controller = make(step=4)
+    watchdog = controller.watchdog
+    watchdog.saves = 1
+    controller.between_steps()
+    assert saves(controller) == [], "the state that the run continued from is on the disk"
+    controller.state.step = 5
+    controller.between_steps()
+    assert saves(controller) == [], "that request was answered"
+    watchdog.saves = 2
+    controller.between_steps()
+    controller.between_steps()
+    assert saves(controller) == [5]
+    watchdog.stop = "SIGTERM"
+    with pytest.raises(Stopped, match="SIGTERM: stopped after step 5; the same command continues there") as caught:
+        controller.between_steps()
+    assert saves(controller) == [5] and caught.value.asked_here
+    controller.state.step = 6
+    with pytest.raises(Stopped, match="after step 6"):
+        controller.between_steps()
+    assert saves(controller) == [5, 6]
+
+
+def test_what_another_rank_wants_is_done_here(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = make()
+    controller.state.step = 2
+    monkeypatch.setattr(module.Votes, "agreed", lambda votes: module.Votes(stop=True))
+    with pytest.raises(Stopped, match="a signal on another rank: stopped after step 2") as caught:
+        controller.between_steps()
+    assert saves(controller) == [2] and not caught.value.asked_here
+    monkeypatch.setattr(module.Votes, "agreed", lambda votes: module.Votes(failed=True))
+    saver: Any = controller.saver
+    saver.failed = True
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        controller.between_steps()
+
+
+@pytest.mark.parametrize(("stop", "exports", "stops"), [
+    ("", True, False), ("SIGTERM", True, True), ("SIGTERM", False, False),
+])  # fmt: skip
+def test_a_stop_in_the_last_step_is_one_where_an_export_is_left(
+    stop: str, exports: bool, stops: bool, make: Make
+) -> None:
+    controller = make(exports=exports)
+    controller.watchdog.stop = stop
+    saver: Any = controller.saver
+    if stops:
+        with pytest.raises(Stopped, match="the same command exports the model"):
+            controller.close()
+    else:
+        controller.close()
+    assert saver.is_closed and controller.saver is None
+    controller.close()

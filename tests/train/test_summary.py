@@ -1,0 +1,223 @@
+"""The numbers on a training's first screen, and what is refused while it is built."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small import config_of
+
+from llava_fsdp.config import Config, DType, LoraBias, LoraConfig, QuantizeConfig, Quantizer, ScalerConfig
+from llava_fsdp.distributed.memory import Weight
+from llava_fsdp.model.lora_names import LORA_A, LORA_B
+from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.train import build_state, resume, run_info, summary
+from llava_fsdp.train.resume import continues, refuse_changes
+
+
+@pytest.fixture(scope="module")
+def cfg() -> Config:
+    return config_of(["precision=bf16", "model.random_weights=false", "data.path=a.json"])
+
+
+def changed(cfg: Any, **values: Any) -> Any:
+    """The configuration with other values of some keys, whose dots are written `__`; nothing is checked."""
+    for key, value in values.items():
+        group, _, rest = key.partition("__")
+        own = changed(getattr(cfg, group), **{rest: value}) if rest else value
+        cfg = replace(cfg, **{group: own})
+    return cfg
+
+
+WORLD: Any = SimpleNamespace(size=3, device=torch.device("cpu"))
+TRAINED, FROZEN, PACKED = (
+    Weight((5, 3), True, False, False), Weight((7, 3), False, False, False),
+    Weight((4, 8), False, False, False, per_element=2, statistics=12),
+)  # fmt: skip
+
+
+def test_trained_and_all_parameters_are_counted_by_part(cfg: Config) -> None:
+    weights = {
+        "language_model.a.weight": PACKED, "lm_head.weight": TRAINED, "vision_tower.a": FROZEN,
+        "multi_modal_projector.a": TRAINED, "multi_modal_projector.b": FROZEN,
+    }  # fmt: skip
+    counts = {
+        "vision_tower": (0, 21), "multi_modal_projector": (15, 21), "language_model": (0, 64), "lm_head": (15, 0),
+    }  # fmt: skip
+    assert summary.trained_counts(weights) == counts
+    assert summary.describe_trained(weights) == "30 of 136 parameters (22.1%): projector 15, output layer 15"
+    adapted = replace(
+        cfg.model, lora=replace(cfg.model.lora, enabled=True), quantize=QuantizeConfig(mode=Quantizer.nf4)
+    )
+    cfg = changed(cfg, model=adapted)
+    assert summary.describe_packed(cfg, weights.values()) == (
+        "1 linear layers of the language model in nf4, scales quantised again: 9.5 bits a weight"
+    ), "32 elements of two bytes and 12 bytes of scales hold 64 weights"
+
+
+def test_steps_batches_and_rates(cfg: Config) -> None:
+    sampler = SimpleNamespace(per_epoch=400)
+    loader: Any = SimpleNamespace(steps=SimpleNamespace(sampler=sampler), total_steps=1000, num_micro_batches=5)
+    cfg = changed(cfg, global_batch_size=32, micro_batch_size=2, pack=False, optim__lr=1e-3)
+    assert summary.describe_steps(cfg, loader, 100.4) == (
+        "1,000, 2.5 epochs of 400; a step has 32 samples, about 3,213 tokens"
+    )
+    assert summary.describe_batch(cfg, WORLD, loader) == (
+        "micro-batch 2 x accumulation 5 x ranks 3 = 30 rows for a global batch of 32"
+    )
+    optim = replace(cfg.optim, warmup_ratio=0.03, warmup_steps=None, projector_lr=None, vision_lr=0.0)
+    assert (
+        summary.describe_learning(optim) == "rate 0.001 (vision tower 0), cosine after a warm-up of 0.03 of the steps"
+    )
+    optim = replace(optim, warmup_steps=0, projector_lr=2e-3)
+    assert "(projector 0.002, vision tower 0), cosine after a warm-up of 0 steps" in summary.describe_learning(optim)
+    assert summary.describe_sharding(cfg, WORLD).startswith(f"{cfg.sharding.strategy.value} over 3 cpu ranks, ")
+    one: Any = SimpleNamespace(size=1, device=torch.device("cpu"))
+    assert " over 1 cpu rank, " in summary.describe_sharding(cfg, one)
+
+
+def test_rows_that_several_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg: Any = SimpleNamespace(
+        sampler=SimpleNamespace(name="shuffle"), packs=True, parallel=SimpleNamespace(num_context=1),
+        global_batch_size=32, row_tokens=4096,
+    )  # fmt: skip
+    loader: Any = None
+    said = "32 samples packed into rows of at most 4,096 tokens, as few as they need on each "
+    assert summary.describe_batch(cfg, WORLD, loader) == f"{said}rank"
+    cfg.parallel.num_context = 2
+    assert summary.describe_batch(cfg, WORLD, loader) == f"{said}2 ranks, which process a row together"
+
+
+def test_precision_in_words(cfg: Config) -> None:
+    assert summary.describe_precision(cfg.precision) == (
+        "weights fp32, moments fp32, norms fp32, gradients added in fp32"
+    )
+    for scaler, said in ((ScalerConfig(initial_power=5), "2**5, dynamic"), (ScalerConfig(scale=8.0), "8")):
+        half = changed(cfg, precision__param_dtype=DType.fp16, precision__scaler=scaler).precision
+        assert summary.describe_precision(half).endswith(f"in fp32; loss scale {said}")
+
+
+def test_adapters_in_words() -> None:
+    modules = [f"language_model.layers.{n}.mlp.{kind}" for n in range(2) for kind in ("up", "down")]
+    names = [module + ending for module in modules for ending in (LORA_A, LORA_B)] + ["lm_head.weight"]
+    lora = LoraConfig(enabled=True, r=16, alpha=24, dropout=0.05)
+    assert summary.describe_adapters(lora, names) == (
+        "rank 16, scale 1.5, dropout 0.05; 4 linear layers: up (2), down (2)"
+    )
+    more = replace(lora, use_dora=True, bias=LoraBias.all, checkpoint="a", use_rslora=True)
+    assert summary.describe_adapters(more, names).startswith(
+        "rank 16, scale 6, dropout 0.05, DoRA, biases all, from a;"
+    )
+
+
+def test_saves_and_data_in_words(cfg: Config) -> None:
+    cfg = changed(cfg, checkpoint__every=1500)
+    assert summary.describe_saves(cfg, None) == "every 1,500 steps and at the end; validates never"
+    last = changed(cfg, checkpoint__every=None)
+    assert summary.describe_saves(last, None) == "at the end; validates never"
+
+    class Kept(list):
+        out, long, index = 3, 2, SimpleNamespace(examined=None)
+
+    records: Any = Kept(range(1234))
+    assert summary.describe_data(cfg, records) == ("a.json: 1,234 records, 3 skipped as wrong, 2 skipped as too long")
+    records.out = records.long = 0
+    records.index = SimpleNamespace(examined=SimpleNamespace(summary="all images are there"))
+    assert summary.describe_data(cfg, records) == "a.json: 1,234 records; all images are there"
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "expected"),
+    [
+        ("a/b", {}, "a/b"),
+        (None, {}, "random (no stage=pretrain run beside output_dir)"),
+        (None, {"model__projector": "random"}, "random"),
+        (None, {"model__checkpoint": "c"}, "of the checkpoint"),
+        ("a/b", {"model__checkpoint": "c"}, "of the checkpoint"),
+        (None, {"model__lora": LoraConfig(enabled=True, checkpoint="d")}, "of the adapter d"),
+    ],
+)
+def test_the_projector_in_words(path: str | None, values: dict[str, Any], expected: str, cfg: Config) -> None:
+    cfg = changed(cfg, **{"model__projector": "auto", **values})
+    assert build_state.describe_projector(cfg, None if path is None else Path(path)) == expected
+
+
+def test_ranks_with_other_records_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader: Any = SimpleNamespace(steps=SimpleNamespace(fingerprints=lambda: {"dataset": "a"}))
+    same, other = {"dataset": "a"}, {"dataset": "b"}
+    monkeypatch.setattr(build_state, "gather_lists", lambda own: [*own, same, same])
+    build_state.check_same_records(loader)
+    monkeypatch.setattr(build_state, "gather_lists", lambda own: [*own, same, other, same, other])
+    with pytest.raises(DataError, match=r"ranks \[2, 4\] have other .* than rank 0: are val\.path and"):
+        build_state.check_same_records(loader, "val.path")
+
+
+def test_the_command_of_a_rank_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many ranks; the nodes where there are several, and no secret."""
+    monkeypatch.setattr(run_info.sys, "argv", ["x", "a=b c", "hub_token=hf_1"])
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert run_info.command_line() == "python -m llava_fsdp.train 'a=b c' hub_token=***"
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("LOCAL_WORLD_SIZE", "4"), ("GROUP_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    assert run_info.command_line().startswith("torchrun --nproc-per-node 4 -m llava_fsdp.train 'a=b c'")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert run_info.command_line().startswith("torchrun --nnodes 2 --nproc-per-node 4 -m ")
+
+
+FINGERPRINTS = {"dataset": "data.path", "encoding": "model.language", "order": "sampler", "model": "model"}
+
+
+def run_of(cfg: Any) -> tuple[dict[str, Any], Any]:
+    """What a checkpoint of a run says, and the run as it is now."""
+    facts = {
+        "config": resume.jsonable(resume.asdict(cfg)), "fingerprints": dict.fromkeys(FINGERPRINTS, "same"),
+        "trainable": ["a", "b"],
+    }  # fmt: skip
+    return facts, SimpleNamespace(
+        fingerprints=dict(facts["fingerprints"]), masters=SimpleNamespace(named={"a": 1, "b": 2})
+    )
+
+
+@pytest.mark.parametrize("name", FINGERPRINTS)
+def test_what_is_another_than_in_the_checkpoint_is_named(name: str, cfg: Config, tmp_path: Path) -> None:
+    facts, state = run_of(cfg)
+    refuse_changes(facts, cfg, state, tmp_path)
+    state.fingerprints[name] = "other"
+    with pytest.raises(resume.CheckpointError) as caught:
+        refuse_changes(facts, cfg, state, tmp_path)
+    (line,) = [line for line in str(caught.value).splitlines() if line.startswith("  ")]
+    assert line.startswith(f"  {FINGERPRINTS[name]}") and str(tmp_path) in str(caught.value)
+    assert ("it was" in line) is False
+    facts["config"]["data"]["path"] = "there.json"
+    with pytest.raises(resume.CheckpointError) as caught:
+        refuse_changes(facts, cfg, state, tmp_path)
+    assert (f"; it was there.json, and is {cfg.data.path}" in str(caught.value)) is (name == "dataset")
+
+
+def test_other_parameters_and_another_seed_are_named_once(cfg: Config, tmp_path: Path) -> None:
+    cfg = changed(cfg, model__random_weights=True, seed=3)
+    facts, state = run_of(cfg)
+    state.masters.named = {"b": 1, "d": 2, "c": 3}
+    with pytest.raises(resume.CheckpointError, match=r"model\.train: 3 parameters were added or removed, such as a\n"):
+        refuse_changes(facts, cfg, state, tmp_path)
+    state.masters.named = {"a": 1, "b": 2}
+    state.fingerprints["model"] = "other"
+    for seed, lines in ((3, ["model: "]), (4, ["seed: 4 -> 3"])):
+        facts["config"]["seed"] = seed
+        with pytest.raises(resume.CheckpointError) as caught:
+            refuse_changes(facts, cfg, state, tmp_path)
+        found = [line.strip() for line in str(caught.value).splitlines() if line.startswith("  ")]
+        assert len(found) == 1 and found[0].startswith(lines[0]), "drawn weights are others with another seed"
+
+
+@pytest.mark.parametrize(
+    ("value", "saved", "expected"),
+    [("auto", False, False), ("auto", True, True), ("never", True, False), ("some/step-000004", False, True)],
+)
+def test_whether_a_training_continues(value: str, saved: bool, expected: bool, tmp_path: Path) -> None:
+    if saved:
+        (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
+    cfg: Any = SimpleNamespace(output_dir=str(tmp_path), checkpoint=SimpleNamespace(resume=value))
+    assert continues(cfg) is expected
