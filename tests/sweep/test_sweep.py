@@ -558,7 +558,7 @@ def test_results_are_private_if_one_job_is(tmp_path: Path) -> None:
     [
         ([0, 0], True, False, "", None),
         ([0, 3, 4], False, False, "", 3),
-        ([4, 75, 3], False, True, "", 4),
+        ([75, 4, 3], False, True, "", 4),
         ([0, 75], False, False, "", ExitCode.STOPPED),
         ([0], True, True, "", ExitCode.STOPPED),
         ([], False, False, "optim.lrr is wrong", ExitCode.USER),
