@@ -327,7 +327,11 @@ def test_what_other_commands_refuse_together() -> None:
         ("chat", chat, [{"question": " "}, {"serve": True}, {"serve": True, "question": None, "image": "a.jpg"}]),
         ("chat", {"image": "a.jpg", "question": ""}, []),
         ("chat", {"serve": True}, []),
-        ("prepare", verified, [{"data": replace(training().data, examine=how)} for how in (Examine.head, Examine.lazy)]),
+        (
+            "prepare",
+            verified,
+            [{"data": replace(training().data, examine=how)} for how in (Examine.head, Examine.lazy)],
+        ),
     ):
         base = replace(configuration(name), **good)
         for values in bad:
@@ -354,7 +358,9 @@ def test_what_a_training_makes_of_its_keys() -> None:
     either = changed(cfg, "parallel.context", "auto")
     assert either.has_auto and either.parallel.num_context == 1
     originals = {"labels": Parity.llava_v1_5}
-    templates = [replace(changed(cfg, "data.template", name), **own) for name in ("v0", "v1") for own in ({}, originals)]
+    templates = [
+        replace(changed(cfg, "data.template", name), **own) for name in ("v0", "v1") for own in ({}, originals)
+    ]
     assert [one.trained_template for one in templates] == ["v0", "v1", "v1", "v1"]
     said = [replace(changed(cfg, "data.special_tokens", None), **own).trained_special_tokens for own in ({}, originals)]
     assert said == [SpecialTokens.text, SpecialTokens.parse]

@@ -499,7 +499,12 @@ FLAGS_AND_VERDICTS = [
     ("", "group_by_modality_length", mapped, {"sampler.group_by_modality_length": False}),
     ("--freeze_backbone True", "freeze_backbone", unsupported, {"model.train": ["projector"]}),
     (LORA + "--freeze_backbone True", "freeze_backbone", unsupported, {"model.train": ["projector", "language"]}),
-    (LORA + "--tune_mm_mlp_adapter True", "lora_enable", no_effect, {"stage": "pretrain", "model.train": ["projector"]}),
+    (
+        LORA + "--tune_mm_mlp_adapter True",
+        "lora_enable",
+        no_effect,
+        {"stage": "pretrain", "model.train": ["projector"]},
+    ),
     (LORA + BITS4 + CHECKPOINT, "bits", mapped, {"stage": "finetune_task_lora", "model.quantize.mode": "nf4"}),
     ("--num_train_epochs 2", "num_train_epochs", mapped, {"epochs": 2}),
     ("--num_train_epochs 1.5", "num_train_epochs", unsupported, {"epochs": ABSENT}),
@@ -513,12 +518,25 @@ FLAGS_AND_VERDICTS = [
     ("--report_to tensorboard --run_name a", "run_name", implied, {"track.name": ABSENT}),
     ("", "bf16", mapped, {"compile": ABSENT}),
     ("--fp16 True", "fp16", mapped, {"precision": "bf16"}),
-    ("--tune_mm_mlp_adapter True", "tune_mm_mlp_adapter", mapped,
-     {"stage": "pretrain", "model.language": "lmsys/vicuna-7b-v1.5", "model.projector": ABSENT}),
+    (
+        "--tune_mm_mlp_adapter True",
+        "tune_mm_mlp_adapter",
+        mapped,
+        {"stage": "pretrain", "model.language": "lmsys/vicuna-7b-v1.5", "model.projector": ABSENT},
+    ),
     ("--pretrain_mm_mlp_adapter ''", "pretrain_mm_mlp_adapter", mapped, {"model.projector": "random"}),
-    (CHECKPOINT, "model_name_or_path", mapped,
-     {"stage": "finetune_task", "model.checkpoint": "my/llava", "model.language": ABSENT}),
-    ("--model_name_or_path my/LLaVA-13b", "model_name_or_path", mapped, {"stage": "finetune", "model": "llava_v1_5_13b"}),
+    (
+        CHECKPOINT,
+        "model_name_or_path",
+        mapped,
+        {"stage": "finetune_task", "model.checkpoint": "my/llava", "model.language": ABSENT},
+    ),
+    (
+        "--model_name_or_path my/LLaVA-13b",
+        "model_name_or_path",
+        mapped,
+        {"stage": "finetune", "model": "llava_v1_5_13b"},
+    ),
     ("--model_name_or_path 13b/small", "model_name_or_path", mapped, {"model": "llava_v1_5_7b"}),
     ("--lr_scheduler_type constant --warmup_ratio 0.1", "warmup_ratio", no_effect, {"optim.warmup_ratio": 0.0}),
     ("--warmup_steps 0", "warmup_steps", implied, {"optim.warmup_steps": ABSENT, "optim.warmup_ratio": 0.03}),
@@ -887,7 +905,7 @@ def test_accelerate_names_a_deepspeed_file(tmp_path: Path) -> None:
     script.write_text(f"accelerate launch --deepspeed_config_file zero.json llava/train/train.py {FINETUNE}")
     (run,) = read_runs(map(str, [script, tmp_path / "a.yml", tmp_path / "zero.json"]), {})
     assert decide(run)["sharding"] == "zero1"
-    with pytest.raises(ConfigError, match="other.json is not used by a training command"):
+    with pytest.raises(ConfigError, match=r"other\.json is not used by a training command"):
         read_runs(map(str, [script, tmp_path / "a.yml", tmp_path / "other.json", tmp_path / "zero.json"]), {})
 
 

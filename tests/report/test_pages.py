@@ -24,7 +24,7 @@ from llava_fsdp.report.html import table
 from llava_fsdp.report.profile_page import profile_page
 from llava_fsdp.report.profile_trace import CATEGORIES, Times
 from llava_fsdp.report.results import read_results
-from llava_fsdp.report.run_page import tiles
+from llava_fsdp.report.run_page import header, tiles
 from llava_fsdp.report.run_reader import Run, read_run, runs_in
 from llava_fsdp.report.svg import Chart, Line, draw
 from llava_fsdp.runtime.humanize import duration
@@ -274,6 +274,11 @@ def test_results_at_the_top_of_a_page(tmp_path: Path) -> None:
     run.history.add({"step": 3, "loss": 1.0, **row, "skipped": True})
     assert dict(found())[duration(12)] == "training" and ("1", "skipped steps") in found()
     assert ("2.3333", "loss of last 3 steps") in found()
+    for nodes, words in ((1, ">16 x H100<"), (2, ">16 x H100 on 2 nodes<")):
+        run.starts[-1] |= {"ranks": 16, "nodes": nodes, "device": "H100"}
+        assert words in header(run)
+    for status in ("running", "stopping", "done"):  # these tell of a start that took steps
+        assert Run(tmp_path, "a", status={"status": status, "before": {"status": "failed"}}).state == status
 
 
 def test_counts_of_problems_and_the_order_of_files() -> None:
@@ -281,8 +286,8 @@ def test_counts_of_problems_and_the_order_of_files() -> None:
     assert most_of({"a": 1, "b": 2, "c": 3}) == "c\u00a03, b\u00a02, a\u00a01" and most_of({}) == ""
     plain = {"name": "s", "records": 10, "left_out": 0, "problems": {}, "tokens": 100, "label_tokens": 50}
     worst = [
-        plain | {"left_out": 2}, plain | {"left_out": 3, "records": 20}, plain | {"problems": {"a": 1, "b": 2}},
-        plain | {"problems": {"a": 2}}, plain | {"label_tokens": 10}, plain | {"label_tokens": 80}, plain,
+        plain | {"left_out": 2}, plain | {"left_out": 3, "records": 20}, plain | {"problems": {"a": 3}},
+        plain | {"problems": {"a": 1, "b": 1}}, plain | {"label_tokens": 10}, plain | {"label_tokens": 80}, plain,
     ]  # fmt: skip
     sources = [plain | {"name": "other", "label_tokens": 10}, plain]
     assert sorted(reversed(worst), key=lambda file: badness(file, sources)) == worst
@@ -317,6 +322,8 @@ def test_the_best_run_is_marked(sweep: Path, tmp_path: Path) -> None:
     runs[0].validations, losses = [], [run.history.loss or 0 for run in runs]
     assert best_of(runs) == (losses.index(min(losses)), "loss")
     assert best_of([runs[1], runs[1]])[0] is None, "equal"
+    assert best_of([runs[1], Run(tmp_path, "empty")])[0] is None, "alone"
+    assert "llava-fsdp · comparison" in comparison_page([*runs_in(sweep)[:1], runs[1]])
     empty = [Run(tmp_path, name) for name in "ab"]
     assert best_of(empty)[0] is None and "best" not in rows_of(comparison_page(empty), "Results")[1][1]
 
@@ -360,6 +367,7 @@ def test_of_many_files_the_worst_come_first() -> None:
     """Few at once, and more behind a fold; of the problems, too."""
     page = dataset_page(dataset_report(cut=True), [])
     section = page.partition("<h3>Files</h3>")[2].partition("</section>")[0]
+    assert ">18.8 %<" in section and rows_of(page, "Problems")[1][1:3] == ["400", "skipped"]
     shown, fold, folded = section.partition("<details>")
     assert shown.count("<tr>") == 1 + 20 and folded.count("<tr>") == 1 + 1000 and "<details" in fold
     assert re.findall(r">(\d+)\.json<", shown)[0] == "1200" and f"data/{LONG}/." in shown
