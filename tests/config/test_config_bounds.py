@@ -13,11 +13,14 @@ from small import config_of
 from llava_fsdp.config import (
     ActivationCheckpointing,
     ActivationCheckpointingConfig,
+    AspectRatio,
+    Attention,
     ChatConfig,
     Config,
     DoctorConfig,
     DType,
     EvaluateConfig,
+    Examine,
     Format,
     HeldOutConfig,
     LoraConfig,
@@ -52,6 +55,10 @@ BOUNDS: list[tuple[Any, str, tuple, tuple]] = [
     ("train", "optim.warmup_steps", (None, 0), (-1,)),
     ("train", "data.max_length", (2,), (1,)),
     ("train", "data.max_record_bytes", (1024,), (1023,)),
+    *(("train", f"data.{name}", (1,), (0,)) for name in ("examine_images", "max_tiles", "video_frames")),
+    ("train", "data.video_fps", (SMALL,), (0.0, *TOO_LARGE)),
+    ("train", "data.cache_gb", (0.0, math.inf), (-SMALL, math.nan)),
+    ("train", "parallel.context", (1, 2, "auto"), (0, "2")),
     ("train", "data.workers", (None, 0), (-1,)),
     ("train", "data.prefetch", (1,), (0,)),
     ("train", "data.stall", (1,), (0,)),
@@ -217,6 +224,38 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     ({"compile": False, "activation_checkpointing": BUDGET}, True),
     ({"compile": "auto", "activation_checkpointing": BUDGET}, False),
     ({"compile": "never"}, True),
+    ({"pack": "never"}, True),
+    ({"pack": False, "parallel.context": 2}, True),
+    ({"sampler.name": "llava_v1_5", "global_batch_size": 6, "micro_batch_size": 3, "parallel.context": 2}, True),
+    ({"data.max_length": 100, "tokens_per_micro_batch": 50}, True),
+    ({"data.max_length": 100, "tokens_per_micro_batch": 50, "parallel.context": 2}, False),
+    ({"data.max_length": 100, "tokens_per_micro_batch": 49, "parallel.context": 2}, True),
+    ({"data.max_length": 100, "tokens_per_micro_batch": 1, "parallel.context": "auto"}, False),
+    *(({"data.image_aspect_ratio": "anyres_max", "model.patch_merge": "spatial_unpad", **more}, refused)
+      for more, refused in (({}, False), ({"data.pixels": "fast"}, False), ({"data.pixels": "llava_v1_5"}, True),
+                            ({"labels": "llava_v1_5"}, True), ({"model.patch_merge": "spatial"}, True))),
+    ({"data.image_aspect_ratio": "anyres", "labels": "llava_v1_5", "model.patch_merge": "spatial"}, False),
+    ({"export.enabled": True, "data.image_aspect_ratio": "anyres", "model.patch_merge": "spatial_unpad"}, False),
+    ({"val.every": 1, "data.source": "llava_json"}, True),
+    ({"val.every": 1, "data.source": "shapes"}, False),
+    ({"val.every": 1, "data.source": "llava_json", "val.path": "a.json"}, False),
+    ({"val.path": "a.json", "val.sources": {"b": HeldOutConfig(path="b.json")}}, True),
+    ({"data.question": "q"}, True),
+    ({"data.question": "q", "data.answer": "q"}, True),
+    ({"data.question": "q", "data.answer": "a"}, False),
+    ({"data.path": "a.json", "data.sources": {"a": SOURCE}}, True),
+    ({"data.path": None}, True),
+    *(({"data.path": None, "data.sources": {"a": SOURCE, "b": SourceConfig(path="b", weight=weight)}}, refused)
+      for weight, refused in ((None, False), (1.0, True))),
+    *(({"data.grid_pinpoints": [size], "data.image_aspect_ratio": "anyres"}, refused)
+      for size, refused in (([336, 672], False), ([336, 0], True), ([1, 1, 1], True))),
+    ({"model.train": []}, True),
+    ({"model.train": [Part.projector, Part.projector]}, True),
+    ({"model.quantize.double": False}, True),
+    ({"model.train": [Part.projector], "model.quantize.mode": "nf4", "model.quantize.double": False}, False),
+    ({"model.lora.r": 7}, True),
+    ({"profile": True, "max_steps": 7, "profile_steps": [1, 8]}, True),
+    ({"profile": False, "max_steps": 7, "profile_steps": [1, 8]}, False),
     ({"export.enabled": True, "model.projector_type": "linear"}, True),
     ({"export.enabled": False, "model.projector_type": "linear"}, False),
     ({"export.enabled": True, "model.projector_type": "pixel_shuffle2x_mlp2x_gelu"}, False),
@@ -279,12 +318,51 @@ def test_of_no_task_but_vqa_there_is_a_submission() -> None:
             replace(cfg, questions="q.jsonl" if questions is None else None)
 
 
+def test_what_other_commands_refuse_together() -> None:
+    conversations = {"task": Task.conversations, "questions": None}
+    chat = {"question": "what?", "image": None}
+    verified = {"verify": True, "data": replace(training().data, examine=Examine.decode)}
+    for name, good, bad in (
+        ("evaluate", conversations, [{"suffix": True}, {"annotations": "a"}, {"submission": "a"}, {"questions": "q"}]),
+        ("chat", chat, [{"question": " "}, {"serve": True}, {"serve": True, "question": None, "image": "a.jpg"}]),
+        ("chat", {"image": "a.jpg", "question": ""}, []),
+        ("chat", {"serve": True}, []),
+        (
+            "prepare",
+            verified,
+            [{"data": replace(training().data, examine=how)} for how in (Examine.head, Examine.lazy)],
+        ),
+    ):
+        base = replace(configuration(name), **good)
+        for values in bad:
+            with pytest.raises(ConfigError):
+                replace(base, **values)
+
+
 def test_what_a_training_makes_of_its_keys() -> None:
     cfg = training()
-    original = {"labels": Parity.llava_v1_5}
-    templates = [replace(changed(cfg, "data.template", name), **own) for name in ("v0", "v1") for own in ({}, original)]
+    original = with_values(cfg, {"data.pixels": "llava_v1_5", "export.enabled": False})
+    tiled = {"data.image_aspect_ratio": "anyres", "export.enabled": False}
+    aspects = [with_values(one, tiled).data for one in (cfg, original)]
+    assert [data.trained_aspect for data in aspects] == [AspectRatio.anyres, AspectRatio.square]
+    assert changed(original, "data.image_aspect_ratio", AspectRatio.pad).data.trained_aspect is AspectRatio.pad
+    shuffled = changed(changed(cfg, "export.enabled", False), "model.projector_type", "pixel_shuffle4x_mlp2x_gelu")
+    assert (cfg.model.shuffle_factor, shuffled.model.shuffle_factor) == (1, 4)
+    adapted = with_values(cfg, {"model.lora": LORA, "model.train": [Part.projector, Part.language]}).model
+    assert (adapted.adapted, cfg.model.adapted) == ([Part.language], [])
+    assert (adapted.plain.lora, adapted.plain.train) == (LoraConfig(), adapted.train)
+    free = replace(cfg, tokens_per_micro_batch="auto")
+    assert free.plans_tokens and not replace(free, pack=False, attention=Attention.auto).plans_tokens
+    wide = with_values(cfg, {"parallel.context": 3, "tokens_per_micro_batch": cfg.data.max_length})
+    assert wide.row_tokens == 3 * cfg.data.max_length and not wide.has_auto
+    either = changed(cfg, "parallel.context", "auto")
+    assert either.has_auto and either.parallel.num_context == 1
+    originals = {"labels": Parity.llava_v1_5}
+    templates = [
+        replace(changed(cfg, "data.template", name), **own) for name in ("v0", "v1") for own in ({}, originals)
+    ]
     assert [one.trained_template for one in templates] == ["v0", "v1", "v1", "v1"]
-    said = [replace(changed(cfg, "data.special_tokens", None), **own).trained_special_tokens for own in ({}, original)]
+    said = [replace(changed(cfg, "data.special_tokens", None), **own).trained_special_tokens for own in ({}, originals)]
     assert said == [SpecialTokens.text, SpecialTokens.parse]
     assert changed(cfg, "data.special_tokens", SpecialTokens.parse).trained_special_tokens is SpecialTokens.parse
     plain_model = changed(changed(cfg, "export.enabled", False), "model.lora", LoraConfig())

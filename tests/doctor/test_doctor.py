@@ -3,9 +3,11 @@
 import errno
 import json
 import os
+import resource
 import shutil
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +23,11 @@ from llava_fsdp.doctor import collectives, config_checks, disk, gpus, host, netw
 from llava_fsdp.doctor.checks import CHECKS, Check, run_check
 from llava_fsdp.doctor.collectives_worker import expect
 from llava_fsdp.doctor.context import Context, Needs
-from llava_fsdp.doctor.findings import Finding, Level, ok, output_of, result_and_cure
+from llava_fsdp.doctor.findings import Finding, Level, fail, ok, output_of, result_and_cure, warn
 from llava_fsdp.doctor.gpus import TorchFacts, parse_links, parse_smi
 from llava_fsdp.doctor.main import doctor
 from llava_fsdp.doctor.network import Interface
-from llava_fsdp.plan.hardware import Machine
+from llava_fsdp.plan.hardware import PROCESS, Machine
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.host import Host
 from llava_fsdp.runtime.humanize import readable
@@ -123,6 +125,9 @@ THREE = torch_of(A100, A100, A100)
         (lambda: gpus.judge_torch(torch_of(cuda=None), TWO, None), {"torch": "FAIL"}, "2 GPUs, which it cannot use"),
         (lambda: gpus.judge_torch(torch_of(), TWO, None), {"torch": "FAIL"}, "driver (550.54.15) to one for CUDA 12.8"),
         (lambda: gpus.judge_torch(torch_of(), TWO, ""), {"torch": "WARN"}, ""),
+        (lambda: gpus.judge_torch(torch_of(), TWO, "-1"), {"torch": "WARN"}, "CUDA_VISIBLE_DEVICES='-1'"),
+        (lambda: gpus.judge_torch(torch_of(), [], None), {"torch": "OK"}, ""),
+        (lambda: gpus.judge_torch(torch_of(A100, cuda=None, hip="6.2"), TWO, None), {"torch": "OK"}, "ROCm 6.2"),
         (lambda: gpus.judge_torch(torch_of(error="hangs"), TWO, None), {"torch": "FAIL"}, ""),
         (lambda: gpus.judge_links(NVLINK, THREE), {"links": "WARN", "P2P": "OK"}, "GPUs 0-2 have no NVLink"),
         (lambda: gpus.judge_links(NVLINK.replace("SYS", "NV12"), THREE), {"links": "OK", "P2P": "OK"}, ""),
@@ -134,6 +139,7 @@ THREE = torch_of(A100, A100, A100)
             lambda: gpus.judge_count(8, torch_of(A100), {"CUDA_VISIBLE_DEVICES": "0"}),
             {"ranks": "FAIL"}, "CUDA_VISIBLE_DEVICES=0",
         ),
+        (lambda: gpus.judge_count(3, torch_of(A100, A100), {}), {"ranks": "FAIL"}, "gpus=2, or another machine"),
         (lambda: software.judge_python((3, 13, 0)), {"Python": "FAIL"}, ""),
         (lambda: software.judge_python((3, 12, 1)), {"Python": "OK"}, ""),
         (lambda: software.judge_optional({"peft": "0.21"}.get), {"extras": "OK"}, "peft 0.21; not installed: flash"),
@@ -143,10 +149,16 @@ THREE = torch_of(A100, A100, A100)
             {"NCCL_P2P_DISABLE": "WARN"}, "unset NCCL_P2P_DISABLE",
         ),
         (lambda: software.judge_environment({}), {"environment": "OK"}, ""),
+        (lambda: software.judge_environment({"TORCH_DISTRIBUTED_DEBUG": "OFF"}), {"environment": "OK"}, ""),
         (lambda: host.judge_cores(machine(), 8, None), {"cores": "OK"}, ""),
         (lambda: host.judge_cores(machine(quota=4.0), 8, None), {"cores": "WARN"}, ""),
         (lambda: host.judge_cores(machine(), 8, 4), {"cores": "WARN"}, "data.workers=1: more workers than"),
+        (lambda: host.judge_cores(machine(), 16, 0), {"cores": "OK"}, ""),
+        (lambda: host.judge_cores(machine(), 16, 1), {"cores": "WARN"}, "data.workers=0: more workers than"),
         (lambda: host.judge_memory(machine(), 0, ""), {"memory": "OK"}, ""),
+        (lambda: host.judge_memory(machine(), 53 * GIB, ""), {"memory": "OK"}, ""),
+        (lambda: host.judge_memory(machine(), 55 * GIB, ""), {"memory": "WARN"}, ""),  # of 60 GiB free, 64 in all
+        (lambda: host.judge_memory(machine(), 61 * GIB, ""), {"memory": "FAIL"}, ""),
         (lambda: host.judge_memory(machine(), 58 * GIB, "it"), {"memory": "WARN"}, "it takes 58 GiB"),
         (lambda: host.judge_memory(machine(limit=32 * GIB), 58 * GIB, "it"), {"memory": "FAIL"}, ""),
         (
@@ -156,6 +168,7 @@ THREE = torch_of(A100, A100, A100)
         (lambda: host.judge_shared(64 << 10, 60 << 10, lock_bytes(0), several_gpus=False), {"shared memory": "OK"}, ""),
         (lambda: host.judge_shared(64 << 20, 60 << 20, lock_bytes(8), several_gpus=False), {"shared memory": "OK"}, ""),
         (lambda: host.judge_shared(64 << 20, 60 << 20, 0, several_gpus=True), {"shared memory": "WARN"}, "--shm-size"),
+        (lambda: host.judge_shared(8 * GIB, GIB - 1, 0, several_gpus=True), {"shared memory": "WARN"}, "--shm-size"),
         (lambda: host.judge_shared(8 * GIB, 8 * GIB, lock_bytes(4), several_gpus=True), {"shared memory": "OK"}, ""),
         (
             lambda: host.judge_limits(LIMITS, has_infiniband=True),
@@ -166,10 +179,18 @@ THREE = torch_of(A100, A100, A100)
             {"open files": "WARN", "locked memory": "OK"}, "docker run --ulimit",
         ),
         (
+            lambda: host.judge_limits({**LIMITS, "hard": -1}, has_infiniband=False),
+            {"open files": "WARN", "locked memory": "OK"}, "ulimit -n 65536 before the start",
+        ),
+        (
+            lambda: host.judge_limits({**LIMITS, "hard": 2048}, has_infiniband=False),
+            {"open files": "WARN", "locked memory": "OK"}, "ulimit -n 2048 before the start",
+        ),
+        (
             lambda: host.judge_limits(dict.fromkeys(LIMITS, -1), has_infiniband=True),
             {"open files": "OK", "locked memory": "OK"}, "",
         ),
-        (lambda: speed(1e6), {"speed": "WARN"}, ""),
+        (lambda: speed(1e6), {"speed": "WARN"}, "17 minutes a checkpoint"),
         (lambda: speed(1e8), {"speed": "OK"}, "10 s a checkpoint"),
         (lambda: disk.judge_room("room", Path(), GIB, 2 * GIB, "it takes", "more"), {"room": "FAIL"}, "it takes 2 GiB"),
         (lambda: disk.judge_room("room", Path(), 2 * GIB, GIB, "it takes", ""), {"room": "OK"}, "it takes 1 GiB"),
@@ -183,6 +204,18 @@ THREE = torch_of(A100, A100, A100)
         (lambda: interfaces(1, 1), {"interfaces": "OK"}, "loopback"),
         (lambda: interfaces(2, 1), {"interfaces": "FAIL"}, ""),
         (lambda: network.judge_interfaces(ETHERNET, PORTS, {}, 1), {"interfaces": "OK", "InfiniBand": "WARN"}, "DOWN"),
+        (
+            lambda: network.judge_interfaces(ETHERNET, PORTS, {}, 1),
+            {"interfaces": "OK", "InfiniBand": "WARN"}, "NCCL may try mlx5_1:1",
+        ),
+        (
+            lambda: network.judge_interfaces(ETHERNET, {"a:1": "4: ACTIVE", "b:1": "4: ACTIVE"}, {}, 1),
+            {"interfaces": "OK", "InfiniBand": "OK"}, "2 ports, all active",
+        ),
+        (
+            lambda: network.judge_interfaces([ETHERNET[0], replace(ETHERNET[1], up=False)], {}, {}, 2),
+            {"interfaces": "FAIL"}, "",
+        ),
         (lambda: network.judge_name("a", None, 1), {"host name": "WARN"}, ""),
         (lambda: network.judge_name("a", None, 2), {"host name": "FAIL"}, ""),
         (lambda: network.judge_name("a", "127.0.1.1", 1), {"host name": "OK"}, ""),
@@ -218,6 +251,9 @@ def test_gpus_as_the_driver_reports_them() -> None:
         "kinds of GPU": "WARN",
     }  # fmt: skip
     assert parse_links(NVLINK) == {(0, 1): "NV12", (0, 2): "SYS", (1, 2): "NV12"}
+    pairs = [(0, n) for n in range(1, 7)]
+    assert gpus.list_pairs(pairs[:4]) == "0-1, 0-2, 0-3, 0-4"
+    assert gpus.list_pairs(pairs) == "0-1, 0-2, 0-3, 0-4 and 2 more pairs"
 
 
 @pytest.mark.parametrize(
@@ -244,8 +280,11 @@ def test_only_gpus_that_ranks_run_on_are_judged(
 
 def test_ranks_are_as_many_as_train_starts() -> None:
     found = [context_of(*words, torch=torch_of(*gpus)).ranks
-             for words, gpus in (([], []), ([], [A100, A100]), (["gpus=3"], []))]  # fmt: skip
-    assert found == [1, 2, 3]
+             for words, gpus in (([], []), ([], [A100, A100]), (["gpus=3"], []),
+                                 (["gpus=1"], [A100, A100]))]  # fmt: skip
+    assert found == [1, 2, 3, 1]
+    two = {"host": machine(cores=4), "torch": torch_of(A100, A100)}
+    assert context_of("data.workers=0", **two).workers == 0 != context_of("data.workers=null", **two).workers
 
 
 def test_packages_in_the_declared_versions() -> None:
@@ -267,12 +306,18 @@ def test_each_need_of_a_configuration_is_checked() -> None:
     assert set(software.needs_of(config("stage=finetune_qlora", "pack=false"))) == {
         "compile", "adapters", "quantized base",
     }  # fmt: skip
+    found = {row.name: row.result for row in software.judge_needs(software.needs_of(config("compile=false")))}
+    assert found["compile"].startswith("no: ") and found.keys() == {"compile", "attention"}
     (found,) = software.judge_needs({"fp8": software.needs_of(config("precision=fp8"))["fp8"]})
     assert found.level is Level.FAIL and "needs a CUDA GPU" in found.result and "precision=bf16" in found.cure
 
 
 def test_this_machine_can_be_read(tmp_path: Path) -> None:
-    assert set(host.read_limits()) == set(LIMITS) and host.read_shared()[0] > 0
+    files, locked = resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK
+    limits = (*resource.getrlimit(files), resource.getrlimit(locked)[0])
+    assert host.read_limits() == dict(zip(("nofile", "hard", "memlock"), limits, strict=True))
+    total, free = host.read_shared()
+    assert total == shutil.disk_usage("/dev/shm").total >= free > 0
     assert any(each.address == "127.0.0.1" for each in network.read_interfaces())
     measured = disk.measure(tmp_path, max_bytes=2 * disk.BLOCK)
     assert measured.write > 0 and measured.read > 0 and list(tmp_path.iterdir()) == []
@@ -290,14 +335,85 @@ def test_a_full_disk_is_not_a_bug_of_the_probe(number: int, tmp_path: Path, monk
     assert row.level is Level.WARN and "no room" in row.result and "report" not in row.result + row.cure
 
 
-@pytest.mark.parametrize(("part", "level"), [(3.5, Level.FAIL), (5, Level.OK)])
-def test_room_is_asked_for_one_checkpoint_more_than_are_kept(part: float, level: Level, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("part", "export", "level"), [(3.5, 0, Level.FAIL), (5, 0, Level.OK), (5, 0.5, Level.FAIL)])
+def test_room_is_asked_for_one_checkpoint_more_than_are_kept(
+    part: float, export: float, level: Level, tmp_path: Path
+) -> None:
     """The next one is written before the oldest is deleted."""
     row: Any = None
-    known = Needs(row, "", int(shutil.disk_usage(tmp_path).free / part), 0, 0)
+    free = shutil.disk_usage(tmp_path).free
+    known = Needs(row, "", int(free / part), int(free * export), 0)
     context = context_of(f"output_dir={tmp_path}", "checkpoint.keep=3", known_needs=known)
     (found,) = (row for row in rows_of("output_dir", context) if row.name == "room in output_dir")
     assert found.level is level
+
+
+def test_a_disk_without_inodes_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for inodes, level in ((0, Level.FAIL), (1, Level.OK), (None, Level.OK)):  # None: this file system has no such limit
+        monkeypatch.setattr(disk, "free_inodes", lambda folder, inodes=inodes: inodes)
+        only(disk.judge_room("room", tmp_path, GIB, 1, "it takes", "more"), level)
+
+
+@pytest.mark.parametrize(
+    ("size", "seconds", "level"), [(1000, 0.5, Level.WARN), (1000, 0.001, Level.OK), (50 << 20, 0.5, Level.OK)]
+)
+def test_slow_images_are_few_files_and_few_bytes_a_second(
+    size: int, seconds: float, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class File:
+        def read_bytes(self) -> bytes:
+            clock[0] += seconds
+            return bytes(size)
+
+    clock = [0.0]
+    monkeypatch.setattr(disk, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    files: Any = [File(), File()]
+    assert f"{1 / seconds:,.0f} files a second" in only(disk.judge_images("data.images", files), level).result
+
+
+def test_memory_is_that_of_all_ranks_and_of_their_prepared_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    row: Any = SimpleNamespace(bytes={"total": GIB}, host=3 * GIB)
+    known: Any = {"known_needs": Needs(row, "", 0, 0, GIB), "host": machine()}
+    words = ["gpus=2", "data.workers=3", "data.prefetch=5"]
+    (found,) = rows_of("memory", context_of(*words, torch=torch_of(), **known))
+    assert f"the training on 2 ranks takes {readable(2 * (GIB + PROCESS + 15 * GIB))}" in found.result
+    (found,) = rows_of("memory", context_of(*words, torch=torch_of(A100, A100), **known))
+    assert f"takes {readable(2 * (3 * GIB + 15 * GIB))}" in found.result
+    monkeypatch.setattr(host, "read_shared", lambda: (64 << 10, lock_bytes(3) + 1))
+    (found,) = rows_of("shared memory", context_of(*words, torch=torch_of(), **known))
+    assert found.level is Level.WARN and f"take {readable(2 * lock_bytes(3))};" in found.result
+
+
+def test_what_a_small_training_needs() -> None:
+    """By the planner, for all machines of the training."""
+    words = ["gpus=2", "sharding=zero3", "export.dtype=bf16"]
+    one, two = (context_of(*words, f"nodes={nodes}", torch=torch_of(cuda=None)).needs for nodes in (1, 2))
+    assert two.row.bytes["total"] < one.row.bytes["total"]
+    assert (one.checkpoint, one.export, one.step) == (two.checkpoint, two.export, two.step) and one.export > 0
+    none = context_of(*words, "export.enabled=false", torch=torch_of(cuda=None)).needs
+    assert (none.export, none.checkpoint) == (0, one.checkpoint)
+
+
+def test_what_doctor_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        ok("a", "fine"),
+        warn("b", "slow", "be patient"),
+        fail("c", "gone", "look for it"),
+        fail("d", "none", "buy"),
+    ]
+    checks = [Check("g", "x", lambda _: rows[:3]), Check("h", "y", lambda _: rows[3:])]
+    monkeypatch.setattr("llava_fsdp.doctor.main.CHECKS", checks)
+    with pytest.raises(ConfigError, match=r"^2 of 4 checks fail: c, d$"):
+        doctor(config("format=json"))
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["OK"], printed["WARN"], printed["FAIL"]) == (1, 1, 2)
+    assert [(row["group"], row["name"], row["level"]) for row in printed["checks"]] == [
+        ("g", "a", "OK"), ("g", "b", "WARN"), ("g", "c", "FAIL"), ("h", "d", "FAIL"),
+    ]  # fmt: skip
+    checks[:] = [Check("g", "x", lambda _: rows[:2])]
+    doctor(config())
+    shown = capsys.readouterr().out
+    assert "-> be patient" in shown and "1 OK, 1 WARN, 0 FAIL" in shown
 
 
 def test_the_speed_of_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,6 +589,7 @@ def test_text_of_sizes_errors_and_programs() -> None:
     assert [readable(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5 MiB", "3072 GiB"]
     assert result_and_cure(ConfigError("a is wrong; set b")) == ("a is wrong", "set b")
     assert result_and_cure(ConfigError("a is wrong")) == ("a is wrong", "")
+    assert result_and_cure(ConfigError("a is wrong; so is b; set both")) == ("a is wrong; so is b", "set both")
     assert output_of(["no-such-program"], 5) is None and output_of(["false"], 5) is None
     assert output_of(["sleep", "20"], 0.1) is None and output_of(["echo", "x"], 5) == "x\n"
 
@@ -551,8 +668,18 @@ def test_ranks_over_gloo_see_no_gpu(on_gpus: bool, seen: str, tmp_path: Path, mo
     assert f"sees {seen!r}" in found.result
 
 
+def test_the_slowest_rank_gives_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    lines = [f"printf 'started \\nmeasured {speed} \\n' > $folder/rank-{rank}" for rank, speed in enumerate((9e6, 5e6))]
+    python.write_text("\n".join(["#!/bin/sh", "for folder; do :; done", *lines]))
+    python.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(python))
+    assert f"all_reduce at {readable(5e6)}/s" in only(collectives.try_ranks(2, False), Level.OK).result
+
+
 def test_who_is_stuck() -> None:
     assert "every rank waits in its first all_reduce" in collectives.stuck("2 ranks", ["joined"] * 2, 60, True).result
+    assert "every rank does not end" in collectives.stuck("2 ranks", ["measured 5e9", "measured 4e9"], 60, True).result
     assert "rank 1, 2 has not started" in collectives.stuck("3 ranks", ["joined", "", ""], 60, True).result
     on_cpu, on_gpus = (collectives.stuck("2 ranks", ["joined"] * 2, 60, on_gpus).cure for on_gpus in (False, True))
     assert "GLOO" in on_cpu and "NCCL" in on_gpus

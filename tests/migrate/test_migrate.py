@@ -192,6 +192,12 @@ LAUNCHES = [
     ("deepspeed --include a@b x/train.py", None),
     ("deepspeed --include a:0@b:2,3 x/train.py", None),
     ("deepspeed --hostfile h x/train.py", None),
+    ("deepspeed -H h x/train.py", None),
+    ("CUDA_VISIBLE_DEVICES=0,1 deepspeed -e a:0 x/train.py", None),
+    ("deepspeed -i localhost:0,1,2 x/train.py", 3),
+    ("deepspeed --num_accelerators 4 x/train.py", 4),
+    ("deepspeed --num_gpus 0 x/train.py", None),
+    ("CUDA_VISIBLE_DEVICES='0, 2, ' torchrun --nproc-per-node auto x/train.py", 2),
     ("CUDA_VISIBLE_DEVICES=0,1, deepspeed x/train.py", 2),
     ("export CUDA_VISIBLE_DEVICES=0,1,2\ndeepspeed --module x.train", 3),
     ("torchrun x/train.py", 1),
@@ -234,6 +240,8 @@ def test_which_gpus(script: str, devices: str | None, tmp_path: Path) -> None:
 def test_gpus_given_win(tmp_path: Path) -> None:
     done = table_of(read(tmp_path, f"deepspeed --num_gpus 8 train.py {FINETUNE}", gpus=2))
     assert (done.run.gpus, done.cautions) == (2, ["gpus=2 was given, and the files have 8"])
+    done = table_of(read(tmp_path, f"deepspeed --num_gpus 8 train.py {FINETUNE}", gpus=16))
+    assert (done.run.gpus, done.cautions) == (16, ["gpus=16 was given, and the files have 8"])
 
 
 def test_what_a_script_adds_around_the_flags_is_noted(tmp_path: Path) -> None:
@@ -253,6 +261,11 @@ def test_several_machines(tmp_path: Path) -> None:
     done = table_of(read(tmp_path, script.format("--master_addr h --master_port 5")))
     command = " ".join(done.words)
     assert "--nnodes 2 --rdzv-endpoint h:5 --nproc-per-node 8" in command and not done.lacks
+    assert "--rdzv-endpoint h:29500 " in " ".join(table_of(read(tmp_path, script.format("--master_addr h"))).words)
+    torchrun = f"torchrun --nnodes 2 --nproc_per_node 8 --rdzv_endpoint g:7 train.py {FINETUNE}"
+    assert "--nnodes 2 --rdzv-endpoint g:7 " in " ".join(table_of(read(tmp_path, torchrun)).words)
+    file = "num_machines: 2\nnum_processes: 8\nmain_process_ip: a\nmain_process_port: 9\n"
+    assert "--nnodes 2 --rdzv-endpoint a:9 --nproc-per-node 4" in " ".join(accelerated(tmp_path, file).words)
     (lack,) = table_of(read(tmp_path, script.format(""))).lacks
     assert "address of the first machine" in lack
 
@@ -329,6 +342,12 @@ def test_a_base_in_four_bits_of_another_program(tmp_path: Path) -> None:
     assert (done.decided["model.lora.use_dora"], done.decided["model.lora.use_rslora"]) == (False, True)
     assert done.lacks == []
     assert (done.decided["model.quantize.mode"], done.decided["model.quantize.double"]) == ("fp4", False)
+    done = table_of(read(tmp_path, WHOLE + "--load_in_8bit True"))
+    assert (done.decided["model.quantize.mode"], row(done, "load_in_8bit").verdict) == ("int8", mapped)
+    plain = WHOLE.replace("--use_peft True", "--load_in_8bit True")
+    done = table_of(read(tmp_path, plain))
+    assert "model.quantize.mode" not in done.decided and row(done, "load_in_8bit").verdict is unsupported
+    assert "8-bit weights: this command trains without quantized weights" in done.cautions
 
 
 @pytest.mark.parametrize(
@@ -457,6 +476,8 @@ def test_schedules(flags: str, block: dict, expected: tuple, tmp_path: Path) -> 
 
 
 LORA, BITS4 = "--lora_enable True ", "--bits 4 "
+ABSENT = "absent"
+"""Stands for the value of a key that is not decided."""
 CHECKPOINT = "--model_name_or_path my/llava --pretrain_mm_mlp_adapter '' "
 FLAGS_AND_VERDICTS = [
     ("--fp16 True --bf16 False", "fp16", mapped, {"precision": "fp16"}),
@@ -477,6 +498,51 @@ FLAGS_AND_VERDICTS = [
     ("--group_by_modality_length True", "group_by_modality_length", mapped, {}),
     ("", "group_by_modality_length", mapped, {"sampler.group_by_modality_length": False}),
     ("--freeze_backbone True", "freeze_backbone", unsupported, {"model.train": ["projector"]}),
+    (LORA + "--freeze_backbone True", "freeze_backbone", unsupported, {"model.train": ["projector", "language"]}),
+    (
+        LORA + "--tune_mm_mlp_adapter True",
+        "lora_enable",
+        no_effect,
+        {"stage": "pretrain", "model.train": ["projector"]},
+    ),
+    (LORA + BITS4 + CHECKPOINT, "bits", mapped, {"stage": "finetune_task_lora", "model.quantize.mode": "nf4"}),
+    ("--num_train_epochs 2", "num_train_epochs", mapped, {"epochs": 2}),
+    ("--num_train_epochs 1.5", "num_train_epochs", unsupported, {"epochs": ABSENT}),
+    ("--max_steps 1", "max_steps", mapped, {"max_steps": 1}),
+    ("--max_steps -1", "max_steps", implied, {"max_steps": ABSENT}),
+    ("--save_steps 0.1", "save_steps", unsupported, {"checkpoint.every": ABSENT}),
+    ("--save_steps 1", "save_steps", mapped, {"checkpoint.every": 1}),
+    ("--logging_steps 7", "logging_steps", mapped, {"log_every": 7}),
+    ("--logging_steps 0.5", "logging_steps", implied, {"log_every": ABSENT}),
+    ("--logging_steps 7 --logging_strategy epoch", "logging_steps", implied, {"log_every": ABSENT}),
+    ("--report_to tensorboard --run_name a", "run_name", implied, {"track.name": ABSENT}),
+    ("", "bf16", mapped, {"compile": ABSENT}),
+    ("--fp16 True", "fp16", mapped, {"precision": "bf16"}),
+    (
+        "--tune_mm_mlp_adapter True",
+        "tune_mm_mlp_adapter",
+        mapped,
+        {"stage": "pretrain", "model.language": "lmsys/vicuna-7b-v1.5", "model.projector": ABSENT},
+    ),
+    ("--pretrain_mm_mlp_adapter ''", "pretrain_mm_mlp_adapter", mapped, {"model.projector": "random"}),
+    (
+        CHECKPOINT,
+        "model_name_or_path",
+        mapped,
+        {"stage": "finetune_task", "model.checkpoint": "my/llava", "model.language": ABSENT},
+    ),
+    (
+        "--model_name_or_path my/LLaVA-13b",
+        "model_name_or_path",
+        mapped,
+        {"stage": "finetune", "model": "llava_v1_5_13b"},
+    ),
+    ("--model_name_or_path 13b/small", "model_name_or_path", mapped, {"model": "llava_v1_5_7b"}),
+    ("--lr_scheduler_type constant --warmup_ratio 0.1", "warmup_ratio", no_effect, {"optim.warmup_ratio": 0.0}),
+    ("--warmup_steps 0", "warmup_steps", implied, {"optim.warmup_steps": ABSENT, "optim.warmup_ratio": 0.03}),
+    ("--no_save_safetensors", "save_safetensors", implied, {}),
+    ("--report_to all mlflow", "report_to", unsupported, {"track.wandb": "online"}),
+    ("--version v0.5", "version", mapped, {"data.template": "v1"}),
     ("--freeze_mm_mlp_adapter True", "freeze_mm_mlp_adapter", mapped, {"model.train": ["language"]}),
     ("--mm_vision_select_feature cls_patch", "mm_vision_select_feature", mapped, {"model.select_feature": "full"}),
     ("--image_aspect_ratio anyres", "image_aspect_ratio", mapped, {"data.image_aspect_ratio": "square"}),
@@ -504,13 +570,17 @@ FLAGS_AND_VERDICTS = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "key", "verdict", "decided"), slow_after(20, FLAGS_AND_VERDICTS))
+@pytest.mark.parametrize(("flags", "key", "verdict", "decided"), FLAGS_AND_VERDICTS)
 def test_flags(flags: str, key: str, verdict: Verdict, decided: dict, tmp_path: Path) -> None:
     done = finetune(tmp_path, flags)
     assert row(done, key).verdict is verdict
-    assert {k: done.decided[k] for k in decided} == decided
+    assert {k: done.decided.get(k, ABSENT) for k in decided} == decided
     assert not unknown_of(done)
-    composes(done)
+
+
+@pytest.mark.parametrize("flags", slow_after(20, [flags for flags, *_ in FLAGS_AND_VERDICTS]))
+def test_flags_make_a_whole_configuration(flags: str, tmp_path: Path) -> None:
+    composes(finetune(tmp_path, flags))
 
 
 # --- DeepSpeed --------------------------------------------------------------------------------------------------------
@@ -547,14 +617,23 @@ ZERO_BLOCKS = [
     ({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}, {"sharding": "zero3"} | NVME),
     ({"stage": 3, "cpu_offload": True}, {"sharding": "zero3", "offload": "params"}),
     ({"stage": 3, "cpu_offload_param": True}, {"sharding": "zero3", "offload": "params"}),
+    ({"stage": 3, "cpu_offload_params": True}, {"sharding": "zero3", "offload": "params"}),
+    ({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme", "nvme_path": "/disk"}},
+     {"sharding": "zero3"} | NVME),
+    ({"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}},
+     {"sharding": "zero1", "offload": "optimizer"}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("block", "expected"), slow_after(7, ZERO_BLOCKS), ids=str)
+@pytest.mark.parametrize(("block", "expected"), ZERO_BLOCKS, ids=str)
 def test_zero_and_offload(block: dict, expected: dict, tmp_path: Path) -> None:
-    done = finetune(tmp_path, zero={"zero_optimization": block})
-    assert {k: v for k, v in done.decided.items() if k.startswith(("sharding", "offload"))} == expected
-    cfg = composes(done)
+    decided = finetune(tmp_path, zero={"zero_optimization": block}).decided
+    assert {k: v for k, v in decided.items() if k.startswith(("sharding", "offload"))} == expected
+
+
+@pytest.mark.parametrize(("block", "expected"), slow_after(7, ZERO_BLOCKS), ids=str)
+def test_zero_and_offload_make_a_whole_configuration(block: dict, expected: dict, tmp_path: Path) -> None:
+    cfg = composes(finetune(tmp_path, zero={"zero_optimization": block}))
     assert (cfg.offload.mode.value, cfg.offload.folder) == (
         expected.get("offload", "none"),
         expected.get("offload.folder"),
@@ -803,12 +882,56 @@ def test_accelerate_with_deepspeed(tmp_path: Path) -> None:
     assert not done.lacks and len({(r.source, r.key) for r in done.rows}) == len(done.rows)
     other = accelerated(tmp_path, ACCELERATE_ZERO.replace("clipping: 1.0", "clipping: 0.5"))
     assert any("gradient_clipping: the original refuses to start" in caution for caution in other.cautions)
+    bare = accelerated(tmp_path, "distributed_type: DEEPSPEED\nnum_processes: 4\n")
+    assert (bare.decided["sharding"], bare.decided["optim.clip"]) == ("zero2", None), "DeepSpeedPlugin's defaults"
+    offloads = "  offload_param_device: nvme\n  offload_param_nvme_path: /disk\n"
+    disk = accelerated(tmp_path, ACCELERATE_ZERO.replace("  zero_stage", offloads + "  zero_stage"))
+    assert (disk.decided["offload"], disk.decided["offload.folder"]) == ("nvme", "/disk")
+    fp16 = ACCELERATE_ZERO.replace("mixed_precision: bf16", "mixed_precision: fp16")
+    assert "precision.scaler.window" not in accelerated(tmp_path, fp16, "--bf16 False").decided
+
+
+def test_accelerate_names_a_deepspeed_file(tmp_path: Path) -> None:
+    """By its own key or by a flag of the launcher; a file with the end .yml is Accelerate's too."""
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    named = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config:\n  deepspeed_config_file: x/zero.json\n"
+    (tmp_path / "a.yml").write_text(named)
+    script = tmp_path / "run.sh"
+    script.write_text(f"accelerate launch llava/train/train.py {FINETUNE}")
+    (run,) = read_runs(map(str, [script, tmp_path / "a.yml", tmp_path / "zero.json"]), {})
+    assert (decide(run)["sharding"], run.gpus) == ("zero1", 4)
+    (tmp_path / "a.yml").write_text("num_processes: 4\n")
+    script.write_text(f"accelerate launch --deepspeed_config_file zero.json llava/train/train.py {FINETUNE}")
+    (run,) = read_runs(map(str, [script, tmp_path / "a.yml", tmp_path / "zero.json"]), {})
+    assert decide(run)["sharding"] == "zero1"
+    with pytest.raises(ConfigError, match=r"other\.json is not used by a training command"):
+        read_runs(map(str, [script, tmp_path / "a.yml", tmp_path / "other.json", tmp_path / "zero.json"]), {})
+
+
+def test_files_of_several_scripts_are_all_used(tmp_path: Path) -> None:
+    paths = []
+    for stage in (1, 2):
+        (tmp_path / f"zero{stage}.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+        (tmp_path / f"run{stage}.sh").write_text(f"deepspeed train.py --deepspeed zero{stage}.json {FINETUNE}")
+        paths += [str(tmp_path / f"run{stage}.sh"), str(tmp_path / f"zero{stage}.json")]
+    runs = read_runs(paths, {}, 8)
+    assert [(run.name, decide(run)["sharding"]) for run in runs] == [("run1.sh", "zero1"), ("run2.sh", "zero2")]
 
 
 DYNAMO = "dynamo_config:\n  dynamo_mode: max-autotune\n  dynamo_backend: "
 STRATEGY, COMPUTED = "strategy: FULL_SHARD", "mixed_precision: no"
 ACCELERATED = [
     # a line of ACCELERATE_FSDP, what stands there instead, what that decides, and a key's verdict
+    (f"fsdp_sharding_{STRATEGY}", "fsdp_reshard_after_forward: true", {"sharding": "zero3"}, "after_forward", mapped),
+    (f"fsdp_sharding_{STRATEGY}", "fsdp_reshard_after_forward: false", {"sharding": "zero2"}, "after_forward", mapped),
+    (f"fsdp_sharding_{STRATEGY}", "fsdp_reshard_after_forward: HYBRID_SHARD\n  fsdp_sharding_strategy: NO_SHARD",
+     {"sharding": "hybrid"}, "after_forward", mapped),
+    (f"fsdp_sharding_{STRATEGY}", "fsdp_version: 2", {"sharding": "zero3"}, "fsdp_version", implied),
+    ("type: FSDP", "type: 'NO'", {"sharding": "zero0", "offload": ABSENT}, "distributed_type", mapped),
+    ("type: FSDP", "type: TPU", {"sharding": "zero0"}, "distributed_type", unsupported),
+    ("type: FSDP\nfsdp_config:", "type: MULTI_GPU\nfsdp_config:\n  fsdp_cpu_ram_efficient_loading: true",
+     {"sharding": "zero0"}, "distributed_type", mapped),
     (STRATEGY, STRATEGY, {"sharding": "zero3", "precision": "bf16"}, "fsdp_sharding_strategy", mapped),
     (STRATEGY, "strategy: 2", {"sharding": "zero2"}, "fsdp_sharding_strategy", mapped),
     (STRATEGY, "strategy: HYBRID_SHARD", {"sharding": "hybrid"}, "fsdp_sharding_strategy", mapped),
@@ -831,10 +954,14 @@ ACCELERATED = [
 @pytest.mark.parametrize(("old", "new", "decided", "key", "verdict"), ACCELERATED, ids=str)
 def test_accelerate_with_fsdp(old: str, new: str, decided: dict, key: str, verdict: Verdict, tmp_path: Path) -> None:
     done = accelerated(tmp_path, ACCELERATE_FSDP.replace(old, new))
-    assert {k: done.decided[k] for k in decided} == decided
+    assert {k: done.decided.get(k, ABSENT) for k in decided} == decided
     (found,) = [r for r in done.rows if r.key.endswith(key)]
     assert found.verdict is verdict and not unknown_of(done)
-    composes(done)
+
+
+@pytest.mark.parametrize(("old", "new"), [(old, new) for old, new, *_ in ACCELERATED], ids=str)
+def test_accelerate_with_fsdp_makes_a_whole_configuration(old: str, new: str, tmp_path: Path) -> None:
+    composes(accelerated(tmp_path, ACCELERATE_FSDP.replace(old, new)))
 
 
 @pytest.mark.parametrize(("value", "mode"), [("true", "full"), ("false", "none")])

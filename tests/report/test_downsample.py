@@ -14,7 +14,7 @@ from llava_fsdp.report.downsample import Curve, History, Point
 from llava_fsdp.report.html import inline_json, table
 from llava_fsdp.report.run_page import report_page
 from llava_fsdp.report.run_reader import read_run
-from llava_fsdp.report.svg import Bar, Chart, Line, digits, draw, draw_bars, short_text, ticks
+from llava_fsdp.report.svg import Bar, Chart, Line, digits, draw, draw_bars, extent, rounded, short_text, ticks
 
 
 def curve_of(values: dict[int, float], most: int = 1000) -> Curve:
@@ -69,6 +69,33 @@ def test_a_history_adds_up() -> None:
     assert history.source_labels == {"a": 900_000, "b": 900_000}
 
 
+def test_lowest_loss_is_that_of_a_whole_window() -> None:
+    """With the last of its steps; of fewer steps, their mean. A step weighs as its label tokens do."""
+    history = History(window=2)
+    seen = []
+    for step, (loss, labels) in enumerate([(1.0, 1), (5.0, 1), (1.0, 3), (None, 9), (5.0, 1), (1.0, 1)], start=11):
+        history.add({"step": step, "loss": loss, "label_tokens": labels, "skipped": loss is None})
+        seen.append((history.loss, history.lowest_loss))
+    assert seen == [
+        (1.0, (1.0, 11)), (3.0, (3.0, 12)), (2.0, (2.0, 13)), (2.0, (2.0, 13)), (2.0, (2.0, 13)), (3.0, (2.0, 13)),
+    ]  # fmt: skip
+    assert (history.skipped, history.skipped_steps, history.steps) == ([14], 1, 6)
+    assert History().lowest_loss is None and History().loss is None
+
+
+def test_means_are_of_the_second_half_and_the_largest_sources_first() -> None:
+    history = History(window=3)
+    for step in range(1, 6):
+        sources = {"a": {"loss": float(step), "label_tokens": 2}, "b": {"loss": 1.0, "label_tokens": 3}}
+        sources |= {"c": {"loss": 7.0, "label_tokens": 1}} if step < 3 else {}
+        history.add({"step": step, "loss": 1.0, "mfu": float(step), "sources": sources})
+    assert (history.mean("mfu"), history.most("mfu"), history.mean("hfu")) == (4.0, 5.0, None)
+    assert (history.source_loss("a"), history.source_loss("b"), history.source_loss("c")) == (4.0, 1.0, None)
+    assert history.source_labels == {"a": 10, "b": 15, "c": 2}
+    assert [name for name, _ in history.largest_sources(2)] == ["a", "b"]
+    assert [name for name, _ in history.largest_sources(1)] == ["b"]
+
+
 @pytest.mark.parametrize(
     "broken", [None, [], {}, {"step": "1"}, {"step": True}, {"step": 1, "loss": "low"}, {"step": 1, "sources": [1]},
                {"step": 1, "sources": {"a": 3}}, {"step": -1}, {"step": 1, "loss": 2.0, "tokens": "many"}],
@@ -98,7 +125,33 @@ def test_ticks_and_values_are_short() -> None:
     assert ticks(3, 3, 6) == [3] and len(ticks(0, 1e-12, 6)) <= 7
     found = [short_text(v) for v in (0, 0.00002, 1.25, 20_000, 61e9, -3)]
     assert found == ["0", "2e-5", "1.25", "20k", "61G", "-3"] and short_text(0.485, share=True) == "48.5 %"
-    assert digits([1.0, 1.0]) == 4
+    assert digits([1.0, 1.0]) == 4 == digits([0, 10]) and digits([1.0, 1.0001, 1.0002]) == 6
+    found = [short_text(v) for v in (9999, 10_000, -12_346, 1e6, 2e12, 0.001, 0.00099, 1.23456)]
+    assert found == ["9999", "10k", "-12.35k", "1M", "2T", "0.001", "9.9e-4", "1.235"]
+    close = [1.2e-4, 1.21e-4, 1.22e-4], [1e-5, 1.00001e-5, 1.00002e-5]
+    found = [[short_text(v, digits=digits(values)) for v in values] for values in close]
+    assert found == [["1.2e-4", "1.21e-4", "1.22e-4"], ["1e-5", "1.00001e-5", "1.00002e-5"]]
+    assert [rounded(v) for v in (3.0, 1234567.89, 2e7, 0.1234567)] == [3, 1234567.9, 2e7, 0.123457]
+
+
+def test_few_points_may_reach_out_of_a_chart() -> None:
+    """Three of a hundred bands, but no mean."""
+    points = [Point(n, 1.0, 0.5, 9.0 if n < 3 else 2.0) for n in range(100)]
+    assert extent(Line("a", points)) == (0.5, 2.0)
+    assert extent(Line("a", points[2:32])) == (0.5, 9.0), "one of thirty is more than 3 %"
+    assert extent(Line("a", [*points, Point(100, 20.0, 0.1, 20.0)])) == (0.5, 20.0)
+
+
+def test_a_chart_shows_its_level_and_the_marks_between_its_ends() -> None:
+    points = [Point(n, 5.0, 5.0, 5.0) for n in (10, 20)]
+    chart = Chart("t", [Line("a", points)], marks=[9, 10, 15, 20, 21], level=("planned", 10.0))
+    figure = draw(chart)
+    assert re.findall(r"started after step (\d+)", figure) == ["10", "15", "20"]
+    (height,) = re.findall(r"class='level' d='M58 ([\d.]+)H630'", figure)
+    (line,) = re.findall(r"class='line c0' d='M58.0 ([\d.]+)L630.0 ", figure)
+    assert 10 < float(height) < float(line) < 216, "above the line, and both inside"
+    values = json.loads(re.findall(r"<script type='application/json'>(.*?)</script>", figure)[0])
+    assert (values["marks"], values["level"]) == (chart.marks, ["planned", 10.0])
 
 
 def test_nothing_ends_a_script_or_a_cell() -> None:

@@ -17,15 +17,17 @@ from llava_fsdp.plan import scaling_page
 from llava_fsdp.plan.planner import Planner
 from llava_fsdp.report import main as report
 from llava_fsdp.report.compare_page import best_of, comparison_page
-from llava_fsdp.report.dataset_page import dataset_page
-from llava_fsdp.report.downsample import Point
+from llava_fsdp.report.dataset_page import badness, dataset_page, most_of
+from llava_fsdp.report.downsample import History, Point
 from llava_fsdp.report.examples import Example, Gap, Images, Text
 from llava_fsdp.report.html import table
 from llava_fsdp.report.profile_page import profile_page
 from llava_fsdp.report.profile_trace import CATEGORIES, Times
 from llava_fsdp.report.results import read_results
+from llava_fsdp.report.run_page import header, tiles
 from llava_fsdp.report.run_reader import Run, read_run, runs_in
 from llava_fsdp.report.svg import Chart, Line, draw
+from llava_fsdp.runtime.humanize import duration
 from llava_fsdp.sweep import results as sweep_results
 from llava_fsdp.sweep.job import Job, read_jobs
 
@@ -245,6 +247,62 @@ def test_the_loss_of_a_source_is_the_mean_of_the_same_steps(tmp_path: Path) -> N
     lines(run / "metrics.jsonl", rows)
     head, *sources = rows_of(report.write([str(run)]).read_text(), "Sources")
     assert {row[0]: row[head.index("loss of last 20 steps")] for row in sources} == {"a": "19.5000", "b": "21.5000"}
+    assert [row[:3] for row in sources] == [["a", "30", "25.0%"], ["b", "90", "75.0%"]]
+
+
+def test_results_at_the_top_of_a_page(tmp_path: Path) -> None:
+    row = {"label_tokens": 1, "tokens": 500, "samples": 3, "seconds": 4.0, "data_seconds": 1.0, "mfu": 0.25}
+    run = Run(tmp_path, "run", History(window=3), status={"status": "running"})
+    for step, loss in enumerate((4.0, 2.0), start=1):
+        run.history.add({"step": step, "loss": loss, **row, "peak_memory_bytes": 3 << 30, "tokens_per_second": 125.0})
+    run.starts = [{"step": 0, "total_steps": 32, "planned_peak": 4 << 30}]
+    run.validations = [
+        {"step": 1, "loss": 1.5, "score": 0.5, "metric": "exact"}, {"step": 2, "loss": 1.75, "score": 0.25},
+    ]  # fmt: skip
+
+    def found() -> list[tuple[str, str]]:
+        return re.findall(r"<li><b>(.*?)</b><span>(.*?)</span>", tiles(run))
+
+    assert found() == [
+        ("2", "of 32 steps"), ("3.0000", "loss of last 3 steps, 2 so far"), ("3.0000", "lowest loss, to step 2"),
+        ("1.7500", "last val loss, step 2"), ("1.5000", "lowest val loss"), ("0.5000", "best val score, exact"),
+        ("125", "tokens/s, 2nd half"), ("25.0%", "MFU, 2nd half"), ("3 GiB", "memory, peak of rank 0, planned 4 GiB"),
+        ("25.0%", "waits for data, share of the time"), ("1000", "tokens in 6 samples"), ("0", "skipped steps"),
+        (duration(8), f"training; {duration(120)} left"),
+    ]  # fmt: skip
+    run.status = {"status": "done"}
+    run.history.add({"step": 3, "loss": 1.0, **row, "skipped": True})
+    assert dict(found())[duration(12)] == "training" and ("1", "skipped steps") in found()
+    assert ("2.3333", "loss of last 3 steps") in found()
+    for nodes, words in ((1, ">16 x H100<"), (2, ">16 x H100 on 2 nodes<")):
+        run.starts[-1] |= {"ranks": 16, "nodes": nodes, "device": "H100"}
+        assert words in header(run)
+    for status in ("running", "stopping", "done"):  # these tell of a start that took steps
+        assert Run(tmp_path, "a", status={"status": status, "before": {"status": "failed"}}).state == status
+
+
+def test_counts_of_problems_and_the_order_of_files() -> None:
+    assert most_of({"a": 1, "b": 1200, "c": 3, "d": 2}) == "b\u00a01,200, c\u00a03, d\u00a02, 1\u00a0more"
+    assert most_of({"a": 1, "b": 2, "c": 3}) == "c\u00a03, b\u00a02, a\u00a01" and most_of({}) == ""
+    plain = {"name": "s", "records": 10, "left_out": 0, "problems": {}, "tokens": 100, "label_tokens": 50}
+    worst = [
+        plain | {"left_out": 2}, plain | {"left_out": 3, "records": 20}, plain | {"problems": {"a": 3}},
+        plain | {"problems": {"a": 1, "b": 1}}, plain | {"label_tokens": 10}, plain | {"label_tokens": 80}, plain,
+    ]  # fmt: skip
+    sources = [plain | {"name": "other", "label_tokens": 10}, plain]
+    assert sorted(reversed(worst), key=lambda file: badness(file, sources)) == worst
+
+
+def test_shares_of_a_step_on_the_page_of_a_profile() -> None:
+    steps = [dict.fromkeys(CATEGORIES, 0.0) | {"data": 0.1, "forward": 0.2}, dict.fromkeys(CATEGORIES, 0.1)]
+    page = profile_page(Times(True, steps, [("gemm", 0.5)]), "steps", 10)
+    _, *rows = rows_of(page, "Parts of a step")
+    found = {row[0]: row[1:3] for row in rows}
+    assert (found["data"], found["forward"]) == (["100.0", "22.2%"], ["150.0", "33.3%"])
+    assert found["host gaps"] == ["50.0", "11.1%"] and found["step"] == ["450.0", "100.0%"]
+    assert rows_of(page, "Kernels that take longest")[1:] == [["gemm", "250.00"]]
+    assert "0.45 seconds a step in the mean, 0.9 in all" in page and "the GPU&#x27;s time" in page
+    assert "step 11, data: 100.0 ms" in page and ">300.0 ms<" in page and "step 12" not in page
 
 
 def test_the_best_run_is_marked(sweep: Path, tmp_path: Path) -> None:
@@ -264,6 +322,8 @@ def test_the_best_run_is_marked(sweep: Path, tmp_path: Path) -> None:
     runs[0].validations, losses = [], [run.history.loss or 0 for run in runs]
     assert best_of(runs) == (losses.index(min(losses)), "loss")
     assert best_of([runs[1], runs[1]])[0] is None, "equal"
+    assert best_of([runs[1], Run(tmp_path, "empty")])[0] is None, "alone"
+    assert "llava-fsdp · comparison" in comparison_page([*runs_in(sweep)[:1], runs[1]])
     empty = [Run(tmp_path, name) for name in "ab"]
     assert best_of(empty)[0] is None and "best" not in rows_of(comparison_page(empty), "Results")[1][1]
 
@@ -307,6 +367,7 @@ def test_of_many_files_the_worst_come_first() -> None:
     """Few at once, and more behind a fold; of the problems, too."""
     page = dataset_page(dataset_report(cut=True), [])
     section = page.partition("<h3>Files</h3>")[2].partition("</section>")[0]
+    assert ">18.8 %<" in section and rows_of(page, "Problems")[1][1:3] == ["400", "skipped"]
     shown, fold, folded = section.partition("<details>")
     assert shown.count("<tr>") == 1 + 20 and folded.count("<tr>") == 1 + 1000 and "<details" in fold
     assert re.findall(r">(\d+)\.json<", shown)[0] == "1200" and f"data/{LONG}/." in shown

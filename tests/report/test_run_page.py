@@ -94,6 +94,7 @@ def test_a_run_whose_lock_cannot_be_read_is_not_killed(tmp_path: Path) -> None:
     run = imagine(tmp_path / "run", 20, status="running")
     (run / ".lock").write_text("{}")
     assert read_run(run).state == "killed", "nobody holds it"
+    assert read_run(run, is_own=True).state == "running"
     with (run / ".lock").open("r+") as lock:
         holder = subprocess.Popen(
             [sys.executable, "-c", "import fcntl; fcntl.lockf(0, fcntl.LOCK_EX); print(flush=True); "
@@ -178,8 +179,11 @@ def cells(page: str, first: str) -> list[str]:
 
 
 def test_overrides_of_a_job_are_compared_as_values() -> None:
-    typed = values_typed(["stage=pretrain", "optim.lr=1e-4", "+a.b='x y'", "~data", "max_steps=5", "x=False", "y=null"])
+    typed = values_typed(
+        ["stage=pretrain", "optim.lr=1e-4", "+a.b='x y'", "~data", "~seed=1", "max_steps=5", "x=False", "y=null"]
+    )
     assert typed == {"stage": "pretrain", "optim.lr": 0.0001, "a.b": "x y", "max_steps": 5, "x": False, "y": None}
+    assert values_typed(["a='b", 'c="d"']) == {"a": "'b", "c": "d"}
     trees = [{"optim.lr": 0.0001, "n": 1}, {"optim.lr": 0.0001}, {}]
     assert differing(trees, [{}, {}, typed]) == [["n", "1", "", ""]]
     assert differing(trees[1:], [{}, {"optim.lr": 0.1}]) == [["optim.lr", "0.0001", "0.1"]]

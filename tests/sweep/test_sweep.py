@@ -1,6 +1,7 @@
 """One torchrun a job: a job that fails does so alone, and the sweep ends with its exit code and a table."""
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -9,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,9 +34,9 @@ from llava_fsdp.sweep import gpu_locks, hydra_process, torchrun
 from llava_fsdp.sweep import main as sweep
 from llava_fsdp.sweep.gpu_locks import Device, check_devices, list_devices, locked
 from llava_fsdp.sweep.hydra_process import run_jobs
-from llava_fsdp.sweep.job import Job, make_job_folder, read_jobs, record_failure, train_command, value_of
+from llava_fsdp.sweep.job import Job, check_job, make_job_folder, read_jobs, record_failure, train_command, value_of
 from llava_fsdp.sweep.results import best_of, differing, show, write_results
-from llava_fsdp.sweep.stop import NOW, SAVE, StopRequest
+from llava_fsdp.sweep.stop import NOW, SAVE, StopRequest, supervise
 
 
 def config(*overrides: str) -> SweepConfig:
@@ -260,7 +263,7 @@ def test_folder_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert sys.argv[-1] == f"hydra.sweep.dir={found}"  # what Hydra then uses
     (tmp_path / "mine" / "0").mkdir(parents=True)
     (tmp_path / "mine" / "0" / JOB_FILE).write_text("{}")
-    assert folder("-m", "seed=1,2", "hydra.sweep.dir='mine'") == Path("mine")
+    assert folder("-m", "hydra.sweep.dir=other", "hydra.sweep.dir='mine'") == Path("mine"), "the last one counts"
     assert read_jobs(Path("mine")) == []  # results of an earlier sweep are not shown as this one's
 
 
@@ -357,6 +360,70 @@ def test_levels_of_a_stop_request(tmp_path: Path) -> None:
     assert stop.level() == 0
 
 
+def test_signals_to_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first asks its jobs to save, the second to end, and the third ends all."""
+    request, seen = StopRequest(tmp_path / ".stop"), []
+
+    class Child:
+        def __init__(self, words: list[str], start_new_session: bool) -> None:
+            assert start_new_session and words[-4:] == [sys.executable, "-m", "module", "word"]
+
+        def wait(self) -> int:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(number)
+                seen.append(request.level())
+            return -9
+
+        def kill(self) -> None:
+            seen.append("killed")
+
+    monkeypatch.setattr(subprocess, "Popen", Child)
+    monkeypatch.setattr(os, "_exit", seen.append)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(KeyError):  # the third signal ends the real process before it is reported
+            supervise(["module", "word"], request)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert seen == [SAVE, NOW, "killed", ExitCode.INTERRUPTED]
+
+
+def test_a_sweep_whose_hydra_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its results so far are written and printed."""
+
+    def killed(words: list[str], stop: StopRequest) -> int:
+        (tmp_path / "s").mkdir()
+        job_of(0, tmp_path / "s" / "0", 1.0, "seed=1")
+        return -9
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sweep", "-m", "seed=1", "hydra.sweep.dir=s"])
+    monkeypatch.setattr(sweep, "supervise", killed)
+    with pytest.raises(SystemExit) as ended:
+        sweep.main()
+    assert ended.value.code == ExitCode.BUG and "seed=1" in capsys.readouterr().out
+    assert json.loads((tmp_path / "s" / "results.json").read_text())["best"] == 0
+
+
+def test_the_latest_step_of_a_job_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    child: Any = SimpleNamespace(wait=lambda timeout: 0, returncode=0)
+    with caplog.at_level(logging.INFO):
+        torchrun.follow(child, io.StringIO("step 1/9  loss 2\nstep 2/9  loss 1\nsaved\n"), "job 5", int)
+    assert [record.getMessage() for record in caplog.records] == ["job 5: step 2/9  loss 1"]
+    log = tmp_path / "train.log"
+    log.write_text("\n".join(f"line {n}\n" for n in range(9)))
+    assert torchrun.tail(log).splitlines() == [f"line {n}" for n in range(4, 9)]
+
+
+@pytest.mark.parametrize(("recorded", "code"), [({}, ExitCode.BUG), ({"exit_code": 75}, ExitCode.STOPPED),
+                                                ({"exit_code": 99}, ExitCode.BUG)])  # fmt: skip
+def test_exit_code_that_a_rank_recorded(recorded: dict, code: ExitCode) -> None:
+    assert torchrun.failure_code(recorded) is code
+
+
 SAVES = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('on', flush=True)"
 WAITS = "[time.sleep(0.1) for _ in range(600)]"  # a signal just before one long sleep would wait for its end
 
@@ -447,6 +514,119 @@ def test_results_of_a_sweep(tmp_path: Path) -> None:
     assert "3 runs" in page and "&lt;b&gt;" in page and "<b>&" not in page and ", best" in page
     found = json.loads((tmp_path / "results.json").read_text())
     assert found["best"] == 2 and [job["number"] for job in found["jobs"]] == [0, 1, 2]
+
+
+def test_jobs_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    """Not of their folders' names, which sort as text and may be the user's; the first of equally good jobs is best."""
+    for number, name in ((10, "10"), (2, "2"), (0, "z")):
+        job_of(number, tmp_path / name, 1.0, f"seed={number}")
+    jobs = read_jobs(tmp_path)
+    assert [job.number for job in jobs] == [0, 2, 10] and {job.status for job in jobs} == {"done"}
+    best = best_of(jobs)
+    assert best is not None and best.number == 0
+    assert [run.overrides for run in runs_in(tmp_path)] == [{"seed": 0}, {"seed": 2}, {"seed": 10}]
+
+
+def test_the_printed_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [job_of(n, tmp_path / str(n), value, f"seed={n}") for n, value in enumerate((2.0, 1.0, None))]
+    jobs[0].numbers, jobs[1].numbers = Results(steps=3, loss=2.0), Results(steps=4, loss=1.0)
+    jobs[2].reason, jobs[2].last_steps = "its own", 5
+    show(jobs)
+    printed = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line[:1] == "│"]
+    assert [row[:5] for row in rows if row[0]] == [
+        ["0", "seed=0", "done", "3", "2.0000"], ["1", "seed=1", "done, best", "4", "1.0000"],
+        ["2", "seed=2", "failed (numeric)", "-", "-"],
+    ]  # fmt: skip
+    assert "loss of last 20 steps" in printed and "best by loss of last 20 steps: job 1: seed=1\n" in printed
+    assert "job 2 failed (numeric): its own\n" in printed and "log:" not in printed
+    show(jobs[:1])
+    assert "best by" not in capsys.readouterr().out
+
+
+def test_results_are_private_if_one_job_is(tmp_path: Path) -> None:
+    jobs = [job_of(n, tmp_path / str(n), 1.0) for n in range(2)]
+    jobs[0].private = False
+    with restored_umask():
+        os.umask(0o022)
+        write_results(tmp_path, jobs)
+    assert mode_of(tmp_path / "results.json") == 0o600
+
+
+@pytest.mark.parametrize(
+    ("codes", "succeeded", "was_stopped", "errors", "code"),
+    [
+        ([0, 0], True, False, "", None),
+        ([0, 3, 4], False, False, "", 3),
+        ([75, 4, 3], False, True, "", 4),
+        ([0, 75], False, False, "", ExitCode.STOPPED),
+        ([0], True, True, "", ExitCode.STOPPED),
+        ([], False, False, "optim.lrr is wrong", ExitCode.USER),
+        ([], False, False, "Traceback of Hydra", ExitCode.BUG),
+        ([0], False, False, "the launcher is wrong", ExitCode.BUG),
+    ],
+)
+def test_exit_code_of_a_sweep(
+    codes: list[int], succeeded: bool, was_stopped: bool, errors: str, code: int | None
+) -> None:
+    jobs = [Job(number=n, overrides=[], folder="", exit_code=code) for n, code in enumerate(codes)]
+    with pytest.raises(SystemExit) if code is not None else contextlib.nullcontext() as ended:
+        hydra_process.end(jobs, succeeded, was_stopped, errors)
+    assert ended is None or ended.value.code == code
+
+
+@pytest.mark.parametrize(("left_with", "succeeded"), [(None, True), (0, True), (1, False)])
+def test_whether_hydra_succeeded(left_with: int | None, succeeded: bool) -> None:
+    def program() -> None:
+        raise SystemExit(left_with)
+
+    assert hydra_process.run_hydra(program, io.StringIO()) is succeeded
+
+
+def test_what_a_job_may_not_have() -> None:
+    plain = config()
+    answers, every = replace(plain.val, answers=1), replace(plain.val, answers=0, every=1)
+    loss, score = replace(plain.sweep, metric=SweepMetric.val_loss), replace(plain.sweep, metric=SweepMetric.val_score)
+    more: dict[str, Any]
+    for more, words, is_sweep, message in (
+        ({"launch": replace(plain.launch, nproc_per_node=0)}, [], True, "at least 1"),
+        ({"launch": replace(plain.launch, nnodes=2)}, [], True, "one machine"),
+        ({}, ["output_dir=x"], True, "hydra.sweep.dir"),
+        ({}, ["++output_dir=x"], True, "hydra.sweep.dir"),
+        ({}, ["output_dir=x"], False, None),
+        ({"sweep": loss}, [], True, "val.every"),
+        ({"sweep": score, "val": answers}, [], True, "val.every"),
+        ({"sweep": score, "val": every}, [], True, "val.answers"),
+        ({"sweep": loss, "val": every}, [], True, None),
+    ):
+        with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+            check_job(replace(plain, **more), words, is_sweep)
+    for word in ("hydra.sweeper.direction=MAXIMIZE", "+hydra.sweeper.direction=maximize"):
+        with pytest.raises(ConfigError, match="must minimize"):
+            sweep.refuse_maximizing(["-m", word])
+    sweep.refuse_maximizing(["-m", "hydra.sweeper.direction=minimize"])
+
+
+@pytest.mark.usefixtures("hydra_here")
+def test_a_job_has_gpus_of_its_own_unless_they_are_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders of --config-dir reach the training."""
+    (tmp_path / "mine").mkdir()
+    seen: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu_locks.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("llava_fsdp.sweep.job.devices_here", lambda: [Device("3", "GPU-c"), Device("4", "GPU-d")])
+    monkeypatch.setattr("llava_fsdp.sweep.job.run_torchrun", lambda *given: seen.append(given))
+    words = ["--config-dir", "mine", "-m", "stage=pretrain", "hydra.sweep.dir=s", "launch.devices=own,shared"]
+    monkeypatch.setattr(sys, "argv", ["sweep", *words, "launch.nproc_per_node=1"])
+    setup_logging()
+    jobs, *_ = run_jobs(StopRequest(tmp_path / ".stop"))
+    assert [given[1:3] for given in seen] == [(Path("s/0"), "job 0"), (Path("s/1"), "job 1")]
+    assert [(visible, len(locks)) for *_, visible, locks in seen] == [("3", 1), (None, 0)]
+    assert [job.devices for job in jobs] == [["3"], []]
+    for command, *_ in seen:
+        assert command.count("--config-dir") == 1
+        assert command[command.index("--config-dir") + 1] == str(tmp_path / "mine")
+    assert all(job.exit_code == ExitCode.BUG and job.has_own_run and "has no loss" in job.reason for job in jobs)
 
 
 def test_an_error_of_the_page_costs_the_page_alone(
@@ -549,6 +729,9 @@ def test_a_job_that_was_stopped_before_it_began(tmp_path: Path) -> None:
     assert (job.status, job.exit_code, job.reason) == ("stopped", ExitCode.STOPPED, "stopped before it began")
     assert job.numbers.loss == 3.0 and job.numbers.steps == 1
     assert ended(torchrun.JobFailed("its own", ExitCode.USER), True, "torchrun").exit_code == ExitCode.USER
+    ending = ended(torchrun.JobFailed("it was killed"), True, "torchrun")
+    assert (ending.exit_code, ending.reason, ending.numbers.loss) == (ExitCode.STOPPED, "it was killed", 3.0)
+    assert ended(torchrun.JobFailed("it was killed"), False, "torchrun").exit_code == ExitCode.BUG
     refused = ended(ConfigError("seed=x is wrong"), True)
     assert (refused.exit_code, refused.reason, refused.numbers) == (ExitCode.USER, "seed=x is wrong", Results())
 
@@ -580,6 +763,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
     gpus = [Device("0", "GPU-a"), Device("1", "GPU-b")]
     check_devices([], 8)  # ranks on the CPU
     check_devices(gpus, 2)
+    check_devices([Device("a", "MIG-a"), Device("b", "MIG-b")], 1)
     with pytest.raises(ConfigError, match=r"there are 2; set launch.nproc_per_node=2"):
         check_devices(gpus, 3)
     with pytest.raises(ConfigError, match="MIG"):

@@ -363,6 +363,6 @@ def short_text(value: float, share: bool = False, digits: int = 4) -> str:
         if abs(value) >= size:
             return f"{value / (1e3 if letter == 'k' else size):.{digits}g}{letter}"
     if abs(value) < 1e-3:
-        mantissa, exponent = f"{value:.3g}".partition("e")[::2]
-        return f"{mantissa}e{int(exponent)}" if exponent else f"{value:.1e}"
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{float(mantissa):.{digits}g}e{int(exponent)}"
     return f"{value:.{digits}g}" if not math.isclose(value, round(value)) else f"{round(value)}"

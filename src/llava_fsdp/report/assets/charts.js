@@ -51,7 +51,7 @@
     if (value === 0) return "0";
     for (const [least, by, letter] of [[1e12, 1e12, "T"], [1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]])
       if (size >= least) return `${+(value / by).toPrecision(digits)}${letter}`;
-    return size < 1e-3 ? (+value.toPrecision(3)).toExponential() : `${+value.toPrecision(digits)}`;
+    return size < 1e-3 ? (+value.toPrecision(digits)).toExponential() : `${+value.toPrecision(digits)}`;
   };
 
   // As TensorBoard does: a running mean that forgets, corrected for its beginning.
