@@ -1,5 +1,6 @@
 """Which lengths and numbers of ranks are tried for the longest sample."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +20,8 @@ SAMPLES = Samples(tokens=1000.0, tiles=1.5, labels=200.0, spread=10.0, source=""
 
 def test_the_longest_sample_that_fits_is_found() -> None:
     """To the piece of 1024 tokens for each rank of a row; as many of them as make it too long do not fit."""
-    for context, most in ((1, 700), (2, 1), (4, 0), (1, MOST_TOKENS // PIECE), (2, 10**9)):
+    limits = *range(0, 1030, 103), 1, 2, 511, 512, 513, 1023, 1024, 10**9
+    for context, most in itertools.product((1, 2, 4), limits):
 
         def row(choice: Any, ranks: Any, micros: list[MicroBatch], between: Any, most: int = most) -> Any:
             [micro] = micros

@@ -135,7 +135,7 @@ def test_speed_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     monkeypatch.setattr(scaling_page, "plan_rows", rows)
     monkeypatch.setattr(scaling_page, "splits_to_try", lambda *_: [])
-    cfg = config_of(["global_batch_size=24", "micro_batch_size=1"])
+    cfg = config_of(["global_batch_size=16", "micro_batch_size=1"])
     planner: Any = SimpleNamespace(cfg=cfg, machine=SimpleNamespace(device="cuda", name="gpu"))
     points = scaling_page.scale(planner, 8, 4, True)
     assert [(p["nodes"], p["sharding"]) for p in points] == [(1, "zero3"), (2, "zero3"), (2, "hybrid")]
@@ -152,7 +152,7 @@ def test_speed_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         "zero3": [(1, 8000.0), (2, 16_000.0)], "hybrid": [(2, 16_000.0)],
         "as many times one node": [(1, 8000.0), (2, 16_000.0), (4, 32_000.0)],
     }  # fmt: skip
-    assert len(drawn[5]) == 3 and "fits" not in drawn[4] and drawn[1] == "tiny, gpu, 24 samples a step"
+    assert len(drawn[5]) == 3 and "fits" not in drawn[4] and drawn[1] == "tiny, gpu, 16 samples a step"
     assert [scaling_page.shown(value) for value in (999.94, 1000.4, -2000.6, 7, None)] == [
         "999.9",
         1000,
