@@ -135,10 +135,10 @@ def test_answers_of_all_processes_are_merged_in_order(tmp_path: Path, monkeypatc
     """Rank 0 waits as long as any process writes; part files are gone at the end. A second end changes nothing."""
     path, clock = tmp_path / "a.jsonl", iter(range(0, 1000, 60))
     first, second, third = (answers(path, Shard(rank, 3)) for rank in range(3))
-    others = [(own, [question]) for own in (third, second) for question in own.pending()]
+    others = [given for own in (third, second) for question in own.pending() for given in ((own, [question]), None)]
 
     def sleep(seconds: float) -> None:
-        own, asked = others.pop() if others else (second, [])
+        own, asked = (others.pop() if others else None) or (second, [])
         with own.writing() as add:
             add(asked, [f"{question.number}" for question in asked])
 
@@ -325,9 +325,9 @@ def test_images_need_a_folder_and_a_tag(tmp_path: Path) -> None:
 
 
 def test_the_mean_of_categories_and_the_groups_of_a_score() -> None:
-    """Two categories and another kind of group: the mean is of the categories. A letter beyond the choices is none."""
+    """Two categories and two other kinds of group: the mean is of the categories. A letter behind the last is none."""
     asked = [replace(pope(n, "ab"[n % 2]), references=("yes" if n < 2 else "no",)) for n in range(4)]
-    asked = [replace(q, groups=(*q.groups, ("kind", "k"))) for q in asked]
+    asked = [replace(q, groups=(*q.groups, ("kind", "k"), ("other", "o"))) for q in asked]
     found = score_all(Task.yes_no, asked, ["yes", "no", "no", "no"])
     f1 = {name: group["f1"] for name, group in found["groups"]["category"].items()}
     assert f1 == {"a": 1, "b": 0} and found["mean_f1"] == 0.5 and found["groups"]["kind"]["k"]["questions"] == 4

@@ -249,8 +249,8 @@ def one_pass(gradients: int = 20, activations: int = 9) -> list[Segment]:
     """Four blocks of sizes 1 to 4, which make 20 bytes of gradients for each size, as the output layer does."""
 
     def segment(unit: str, backward: bool, activations: int, made: int = 0) -> Segment:
-        worst = (Live(activations, 0, made // divisor) for divisor in (1, 2, 4))
-        return Segment(unit, backward, Live(), Live(), *worst, made, 2 * made)
+        worst, first, later = (Live(activations, 0, made // divisor) for divisor in (1, 2, 4))
+        return Segment(unit, backward, Live(), Live(), worst, first, later, made, 2 * made)
 
     forward = [segment("", False, 1), *(segment(name, False, 2) for name in BLOCKS), segment("", False, 50)]
     sizes = [(name, gradients * size) for size, name in enumerate(BLOCKS, 1)]
@@ -385,6 +385,6 @@ def test_the_best_way_comes_first_and_is_measured_again() -> None:
         return row(choice if isinstance(choice, str) else choice.name, *rest)
 
     planner: Any = SimpleNamespace(row=again, ends=lambda *micros: list(micros))
-    found: Any = plan_rows(planner, cast(Any, list(speeds)), cast(Any, None), [["large"], ["small"]])
+    found: Any = plan_rows(planner, cast(Any, list(speeds)), cast(Any, None), cast(Any, [["large"], ["small"]]))
     assert [own.choice.name for own in found] == ["d", "b", "a", "c"]
     assert found[0].ends is None and found[1].ends == ["small", "large"]

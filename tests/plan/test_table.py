@@ -1,21 +1,35 @@
 """How a plan is printed and drawn, from rows whose numbers are given."""
 
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
-from small import config_of
+from small import command_config, config_of
+from transformers import LlamaConfig, Qwen3Config
 
-from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, OffloadMode, Strategy
-from llava_fsdp.plan import longest, scaling_page, table
-from llava_fsdp.plan.activations import MicroBatch
+from llava_fsdp.config import (
+    ActivationCheckpointing,
+    ActivationCheckpointingConfig,
+    Attention,
+    OffloadMode,
+    PlanConfig,
+    Source,
+    Strategy,
+)
+from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.plan import hardware, longest, main, scaling_page, table
+from llava_fsdp.plan.activations import MicroBatch, with_depth
 from llava_fsdp.plan.hardware import GPUS, Machine
 from llava_fsdp.plan.longest import MOST_TOKENS
+from llava_fsdp.plan.model_shapes import kernel_for
 from llava_fsdp.plan.planner import Choice, PlanRow, Ranks
 from llava_fsdp.plan.step_time import Step, Volume
 from llava_fsdp.plan.workload import Samples
+from llava_fsdp.runtime.errors import ModelError
 
 SAMPLES = Samples(tokens=1000.0, tiles=1.5, labels=200.0, spread=10.0, source="", tile_tokens=400.0)
 GB = 10**9
@@ -160,3 +174,87 @@ def test_speed_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         7,
         None,
     ]
+
+
+def test_the_command_has_what_was_typed_and_what_was_planned() -> None:
+    """Each key once; keys of the plan itself are left out; what a way to train needs beside its name is kept."""
+    base = command_config(PlanConfig, "plan", "gpus=3", "data.source=llava_json", "data.path=x", "data.max_length=256")
+    none = ActivationCheckpointingConfig(mode=ActivationCheckpointing.none, budget=None)
+    plain = Choice(Strategy.FULL_SHARD, none, OffloadMode.none)
+    hybrid = Choice(Strategy.HYBRID_SHARD, none, OffloadMode.nvme)
+
+    def command(typed: str, choice: Choice = plain, micro: tuple[int, int] = (1, 1), **change: Any) -> list[str]:
+        rows, context = micro
+        row = a_row(choice=choice, micro_batches=(MicroBatch(rows, 3000, 2, 1, 9, 4, context),))
+        start, *words = main.command(replace(base, **change), row, shlex.split(typed)).split(" stage=", 1)
+        assert start.startswith("llava-fsdp train --nproc-per-node 3")
+        return [start.removeprefix("llava-fsdp train --nproc-per-node 3").strip(), *shlex.split("".join(words))]
+
+    ways, tokens = ["sharding=zero3", "activation_checkpointing=none"], "tokens_per_micro_batch=3000"
+    typed = "gpus=3 gpu=t4 rows=5 'data.path=a b' dry_run=4 ++sharding.prefetch=2 tokens_per_micro_batch=4096"
+    assert command(typed) == ["", "finetune", "data.path=a b", *ways, tokens]
+    nodes = "--nnodes 2 --rdzv-endpoint HOST:29500"
+    assert command("stage=pretrain micro_batch_size=8", nodes=2) == [
+        nodes, "pretrain", "micro_batch_size=8", *ways, tokens,
+    ]  # fmt: skip
+    padded = command("stage=pretrain micro_batch_size=8", micro=(4, 1), pack=False)
+    assert padded == ["", "pretrain", *ways, "micro_batch_size=4"], "it replaces the number that was typed"
+    own = {
+        "sharding": replace(base.sharding, strategy=Strategy.HYBRID_SHARD, shard_size=1),
+        "offload": replace(base.offload, mode=OffloadMode.nvme, folder="/x y"),
+    }
+    assert command("", hybrid, **own) == [
+        "", "finetune", "sharding=hybrid", "activation_checkpointing=none", "offload=nvme", "sharding.shard_size=1",
+        "offload.folder=/x y", tokens,
+    ]  # fmt: skip
+    assert command("", **own) == ["", "finetune", *ways, tokens]
+    shares = replace(base.parallel, context="auto")
+    assert command("parallel.context=auto parallel.context_how=gather", micro=(1, 2), parallel=shares) == [
+        "", "finetune", "parallel.context_how=gather", *ways, "parallel.context=2", tokens,
+    ]  # fmt: skip
+    toy = replace(base, data=replace(base.data, source=Source.shapes), model=replace(base.model, name="own"))
+    assert main.command(toy, a_row(choice=plain), []).endswith(" data=llava_json data.path=FILE.json data.images=DIR")
+
+
+def test_a_model_that_cannot_be_planned_is_an_error_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise TypeError("no such\nargument")
+
+    monkeypatch.setattr(main, "print_plan", fails)
+    own: Any = None
+    with pytest.raises(ModelError, match=r"cannot compute this model \(TypeError: no such argument\)"):
+        main.plan(own)
+
+
+def test_the_kernel_and_the_machine_that_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded rows need none; a GPU that this machine lacks is an A100; ranks share a CPU machine's cores and memory."""
+    cfg = config_of(["data.max_length=256", "micro_batch_size=1", "compile=false"])
+    language = LlamaConfig(num_attention_heads=2, hidden_size=64)
+    assert kernel_for(replace(cfg, pack=False), language, "cuda", True) is None
+    sdpa = kernel_for(replace(cfg, attention=Attention.sdpa), language, "cuda", True)
+    assert sdpa is not None and (sdpa.attention, sdpa.reason) == (Attention.sdpa, "attention=sdpa")
+    kinds = [kernel_for(cfg, language, "cuda", bf16) for bf16 in (True, False)]
+    assert [kind and kind.attention for kind in kinds] == [Attention.varlen, Attention.sdpa]
+    monkeypatch.setattr(hardware.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(hardware, "read_host", lambda: SimpleNamespace(usable_cores=6, usable_memory=12 * GB))
+    assert hardware.machine_for("cuda", 3).name == "a100-80gb"
+    cores = hardware.machine_for("cpu", 3)
+    assert (cores.gpu, cores.name, cores.memory, cores.flops) == (None, "6 CPU cores", 4 * GB, 60e9)
+
+
+def test_a_shorter_model_stands_for_one_of_equal_blocks() -> None:
+    """Its list of layers is cut too; blocks of several kinds, and few blocks, stay as they are."""
+
+    def parts(depth: int, kinds: list[str] | None) -> Any:
+        language = Qwen3Config(num_hidden_layers=depth, layer_types=kinds)
+        return Parts(Path(), Path(), language, language, None)
+
+    deep = parts(5, ["full_attention"] * 5)
+    short = with_depth(deep, 3)
+    assert (short.language.num_hidden_layers, len(short.language.layer_types), deep.language.num_hidden_layers) == (
+        3,
+        3,
+        5,
+    )
+    for other in (parts(3, None), parts(4, ["full_attention", *["sliding_attention"] * 3])):
+        assert with_depth(other, 3) is other
