@@ -208,6 +208,8 @@ def test_the_command_has_what_was_typed_and_what_was_planned() -> None:
         "offload.folder=/x y", tokens,
     ]  # fmt: skip
     assert command("", **own) == ["", "finetune", *ways, tokens]
+    params = Choice(Strategy.FULL_SHARD, none, OffloadMode.params)
+    assert command("", params, **own) == ["", "finetune", *ways, "offload=params", tokens], "it has no files"
     shares = replace(base.parallel, context="auto")
     assert command("parallel.context=auto parallel.context_how=gather", micro=(1, 2), parallel=shares) == [
         "", "finetune", "parallel.context_how=gather", *ways, "parallel.context=2", tokens,
