@@ -337,7 +337,7 @@ def test_cures_are_those_that_are_left(configure: Configure) -> None:
     ],
 )  # fmt: skip
 def test_how_much_was_asked_for(error: Exception, said: str, configure: Configure) -> None:
-    with pytest.raises(OutOfMemory) as caught, explained_memory_errors(configure(), CPU):
+    with pytest.raises(OutOfMemory) as caught, explained_memory_errors(configure, CPU):
         raise error
     assert str(caught.value).startswith(said), str(caught.value)
 

@@ -7,16 +7,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small import command_config
 
-from llava_fsdp.config import AspectRatio, Task
+from llava_fsdp.config import AspectRatio, EvaluateConfig, Task
+from llava_fsdp.evaluate import answers_file
 from llava_fsdp.evaluate import main as evaluate
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file
+from llava_fsdp.evaluate.check_images import check_images
+from llava_fsdp.evaluate.pope_files import annotate_yes_no
 from llava_fsdp.evaluate.question import LETTER, SHORT, SUFFIXES, BenchmarkQuestion, image_names, with_image_tag
 from llava_fsdp.evaluate.read_questions import read_row
 from llava_fsdp.evaluate.references import answers_in_entry
-from llava_fsdp.evaluate.results import groups_of
-from llava_fsdp.evaluate.vqa_files import bare_question
-from llava_fsdp.runtime.errors import ConfigError, DataError
+from llava_fsdp.evaluate.results import groups_of, score_all
+from llava_fsdp.evaluate.scienceqa_files import annotate_problems
+from llava_fsdp.evaluate.vqa_files import annotate_textvqa, annotate_vqa, bare_question, read_vqa_questions
+from llava_fsdp.runtime.digests import digest_of_file
+from llava_fsdp.runtime.errors import CommunicationError, ConfigError, DataError, StorageError
 
 
 @pytest.mark.parametrize(
@@ -123,3 +129,209 @@ def test_a_model_is_told_by_the_content_of_all_its_files(tmp_path: Path) -> None
     (model / "inner" / "a.bin").rename(model / "a.bin")
     found.append(evaluate.model_digest(str(model)))
     assert len(set(found)) == 3
+
+
+def test_answers_of_all_processes_are_merged_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits as long as any process writes; part files are gone at the end. A second end changes nothing."""
+    path, clock = tmp_path / "a.jsonl", iter(range(0, 1000, 60))
+    first, second, third = (answers(path, Shard(rank, 3)) for rank in range(3))
+    others = [given for own in (third, second) for question in own.pending() for given in ((own, [question]), None)]
+
+    def sleep(seconds: float) -> None:
+        own, asked = (others.pop() if others else None) or (second, [])
+        with own.writing() as add:
+            add(asked, [f"{question.number}" for question in asked])
+
+    monkeypatch.setattr(answers_file, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
+    with first.writing() as add:
+        add(first.pending(), ["0", "3", "6"])
+    first.wait(stall=130)
+    assert first.finish() == [f"{number}" for number in range(7)]
+    assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == [f"{n}" for n in range(7)]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
+    assert not answers(path, Shard()).pending()
+
+
+def test_no_answer_for_a_while_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, slept = iter(range(0, 1000, 60)), []
+    monkeypatch.setattr(answers_file, "time", SimpleNamespace(sleep=slept.append, monotonic=lambda: next(clock)))
+    with pytest.raises(CommunicationError, match=r"no new answer for 130 s, and 7 are missing, of ranks \[0, 1, 2\]"):
+        answers(tmp_path / "a.jsonl", Shard(0, 3)).wait(stall=130)
+    assert len(slept) == 2
+
+
+def test_settings_that_differ_are_named_and_no_others(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with (own := answers(path, Shard())).writing() as add:
+        add(own.questions[:1], ["yes"])
+    with pytest.raises(ConfigError, match=r"with other settings: model=m there, other here; name another"):
+        AnswersFile(path, own.questions, {"model": "other", "blank": False}, "name")
+    with pytest.raises(StorageError, match="cannot be read"):
+        answers(tmp_path, Shard())
+    (tmp_path / "file").write_text("")
+    unwritable = answers(tmp_path / "b.jsonl", Shard())
+    unwritable.path = tmp_path / "file" / "b.jsonl"
+    with pytest.raises(StorageError, match="cannot be written"), unwritable.writing():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "trained", "same"),
+    [
+        ("v1", "v1", True), ("chatml_direct", "chatml", True), ("v1", "plain", False),
+        ("chat_template", "chat_template-abc", True), ("chat_template-abc", "chat_template-abc", True),
+        ("chat_template-abd", "chat_template-abc", False), ("v1", "chat_template-abc", False),
+        ("chat_template", "v1", False),
+    ],
+)  # fmt: skip
+def test_which_templates_are_the_same(given: str, trained: str, same: bool) -> None:
+    assert evaluate.same_template(given, trained) is same
+
+
+def test_a_process_has_its_gpu_and_its_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 2 and 3 of four, the first and second of their machine, which has two GPUs."""
+    chosen: list[int] = []
+    monkeypatch.setattr(evaluate.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(evaluate.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(evaluate.torch.cuda, "set_device", chosen.append)
+    cfg: Any = SimpleNamespace(answers="a.jsonl")
+    for rank in (2, 3):
+        here = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank - 2, "LOCAL_WORLD_SIZE": 2}
+        for key, value in here.items():
+            monkeypatch.setenv(key, str(value))
+        assert evaluate.open_shard(cfg) == Shard(rank, 4)
+    assert chosen == [0, 1]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="3 processes are more than the 2 GPUs"):
+        evaluate.open_shard(cfg)
+
+
+def test_a_run_is_told_by_its_newest_checkpoint_or_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [tmp_path / "run" / "checkpoints" / f"step-{step:06d}" for step in (2, 4)]
+    for number, folder in enumerate([*kept, tmp_path / "run" / "adapter"]):
+        folder.mkdir(parents=True)
+        (folder / "manifest.json" if number < 2 else folder / "weights").write_text(f"{number}")
+    monkeypatch.setattr(evaluate, "list_checkpoints", lambda _: kept)
+    run, newest = str(tmp_path / "run"), digest_of_file(kept[1] / "manifest.json").xxh128
+    (tmp_path / "run" / "log.txt").write_text("grows")
+    assert evaluate.model_digest(run) == newest
+    monkeypatch.setattr(evaluate, "list_checkpoints", lambda _: [])
+    assert evaluate.model_digest(run) == evaluate.model_digest(str(tmp_path / "run" / "adapter")) != newest
+    assert evaluate.model_digest(str(kept[0])) == digest_of_file(kept[0] / "manifest.json").xxh128
+
+
+def test_what_is_printed_of_a_result(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [BenchmarkQuestion(n, n, "", f"<image>\nwhat\n{n}", ("a.jpg",) * (n == 0), "here") for n in range(3)]
+    asked[1] = replace(asked[1], references=("yes", "yes", "no"))
+    evaluate.print_result(2, asked, ["one\ntwo", " x ", "y"], {"questions": 3})
+    assert capsys.readouterr().out.splitlines() == [
+        "a.jpg: what", "    0", "  answer: one", "    two",
+        "no image: what", "    1", "  answer: x", "  right:  yes | no",
+        "3 questions answered; without right answers there are no scores",
+    ]  # fmt: skip
+    scores = {"questions": 3, "accuracy": 0.5, "mean_f1": 0.25, "accuracy_blank_pictures": 0.125}
+    evaluate.print_result(0, asked, ["", "", ""], scores)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["mean F1 of the categories: 25.00%", "accuracy with blank images: 12.50%"]
+    assert ["all", "3", "50.00"] in [line.split() for line in lines]
+
+
+def pope(number: int, category: str = "a", image: str = "0.jpg") -> BenchmarkQuestion:
+    groups = (("category", category),)
+    return BenchmarkQuestion(number, number, "Is it?\nShort", "", (image,), f"q{number}", groups=groups)
+
+
+def test_a_category_has_one_file_of_labels(tmp_path: Path) -> None:
+    """Found by the end of its name; the questions keep their order though categories alternate."""
+    asked = [pope(0, "a"), pope(1, "b"), pope(2, "a")]
+    (tmp_path / "x_a.json").write_text('{"label": "yes"}\n\n{"label": "no", "text": "Is it?", "image": "0.jpg"}\n')
+    (tmp_path / "x_b.json").write_text('{"label": "no"}\n')
+    found = annotate_yes_no(asked, tmp_path)
+    assert [(q.number, q.references) for q in found] == [(0, ("yes",)), (1, ("no",)), (2, ("no",))]
+    (tmp_path / "y_b.json").write_text('{"label": "no"}\n')
+    with pytest.raises(ConfigError, match=r"has 2 files whose names end in _b\.json"):
+        annotate_yes_no(asked, tmp_path)
+    with pytest.raises(ConfigError, match=r"has 0 files whose names end in _\*\.json"):
+        annotate_yes_no([pope(0, "*")], tmp_path)
+    with pytest.raises(ConfigError, match="neither a file nor a folder"):
+        annotate_yes_no(asked, tmp_path / "gone")
+    for line, said in (("[1]", "not an object"), ('{"image": "1.jpg", "label": "no"}', "q0 about")):
+        (tmp_path / "z").write_text(line)
+        with pytest.raises(DataError, match=f"z, line 1, record 0.*{said}"):
+            annotate_yes_no([pope(0)], tmp_path / "z")
+
+
+def test_problems_give_letters_choices_and_groups(tmp_path: Path) -> None:
+    """By the id of a question, a text or a number; groups of the question stay."""
+    problems = {"9": {"choices": ["x", "y", "z"], "answer": 2, "subject": "art", "grade": ""}, "8": {"choices": ["x"]}}
+    (tmp_path / "problems.json").write_text(json.dumps(problems))
+    for identity in ("9", 9):
+        [found] = annotate_problems([replace(pope(0), id=identity)], tmp_path)
+        assert (found.references, found.choices) == (("C",), 3)
+        assert found.groups == (("category", "a"), ("subject", "art"))
+    for identity, said in (("7", "problem 7 is null"), ("8", "problem 8 is .* must have choices and answer")):
+        with pytest.raises(DataError, match=f"q0: .*problems.json, {said}"):
+            annotate_problems([replace(pope(0), id=identity)], tmp_path / "problems.json")
+
+
+def test_annotations_of_vqa_are_found_and_checked(tmp_path: Path) -> None:
+    rows = [{"question_id": 0, "answer_type": "other", "answers": [{"answer": "a"}, {"answer": "b"}]}]
+    (tmp_path / "a.json").write_text(json.dumps({"annotations": rows}))
+    [found] = annotate_vqa([pope(0)], tmp_path / "a.json")
+    assert found.references == ("a", "b") and found.groups == (("category", "a"), ("answer type", "other"))
+    with pytest.raises(DataError, match=r"q1: annotations=.* has no such question with the id 1"):
+        annotate_vqa([pope(1)], tmp_path / "a.json")
+    data = [{"question_id": "7", "image_id": "5", "question": "IS IT?", "answers": ["a"]}]
+    (tmp_path / "t.json").write_text(json.dumps({"data": data}))
+    for identity in ("5", 5, "7"):
+        own = replace(pope(0), id=identity, prompt="is it?")
+        assert annotate_textvqa([own], tmp_path / "t.json")[0].references == ("a",)
+    with pytest.raises(DataError, match="no such question with the id 6"):
+        annotate_textvqa([replace(pope(0), id="6", prompt="is it?")], tmp_path / "t.json")
+    (tmp_path / "t.json").write_text(json.dumps({"data": [1]}))
+    with pytest.raises(DataError, match="must be a list of objects"):
+        annotate_textvqa([pope(0)], tmp_path / "t.json")
+    row = {"image_id": 1, "question_id": 2, "question": "?"}
+    content = {"data_subtype": "val2014", "questions": [row, row | {"image_id": 123_456}]}
+    images = [q.images[0] for q in read_vqa_questions(Path("q"), content)]
+    assert images == ["COCO_val2014_000000000001.jpg", "COCO_val2014_000000123456.jpg"]
+    for wrong in (
+        {"data_subtype": 3},
+        {"questions": [row | {"question_id": "2"}]},
+        {"questions": [row | {"image_id": None}]},
+    ):
+        with pytest.raises(DataError):
+            list(read_vqa_questions(Path("q"), content | wrong))
+
+
+def test_images_need_a_folder_and_a_tag(tmp_path: Path) -> None:
+    """But for those that a record brings itself, or that no question has."""
+    data = command_config(EvaluateConfig, "evaluate", "model.checkpoint=x", f"data.images={tmp_path}").data
+    shown = replace(pope(0), text="<image> a")
+    check_images([replace(shown, images=())], data)
+    check_images([replace(shown, inline={"0.jpg": Path("0.jpg")})], replace(data, images=None))
+    with pytest.raises(DataError, match=r"q0 has image 0\.jpg, and data\.images is not set"):
+        check_images([shown], replace(data, images=None))
+    with pytest.raises(DataError, match=r"data\.images=.*gone is not a folder"):
+        check_images([shown], replace(data, images=str(tmp_path / "gone")))
+    (tmp_path / "0.jpg").write_text("x")
+    check_images([shown], replace(data, images=str(tmp_path)))
+    for text, tags in (("a", 0), ("<image><image>", 2)):
+        with pytest.raises(DataError, match=f"q0: {tags} <image> tags for 1 images"):
+            check_images([replace(shown, text=text)], replace(data, images=str(tmp_path)))
+    two = replace(shown, text="<image><image>", images=("0.jpg", "1.jpg"))
+    with pytest.raises(DataError, match=r"q0: image .*1\.jpg does not exist"):
+        check_images([two], replace(data, images=str(tmp_path)))
+
+
+def test_the_mean_of_categories_and_the_groups_of_a_score() -> None:
+    """Two categories and two other kinds of group: the mean is of the categories. A letter behind the last is none."""
+    asked = [replace(pope(n, "ab"[n % 2]), references=("yes" if n < 2 else "no",)) for n in range(4)]
+    asked = [replace(q, groups=(*q.groups, ("kind", "k"), ("other", "o"))) for q in asked]
+    found = score_all(Task.yes_no, asked, ["yes", "no", "no", "no"])
+    f1 = {name: group["f1"] for name, group in found["groups"]["category"].items()}
+    assert f1 == {"a": 1, "b": 0} and found["mean_f1"] == 0.5 and found["groups"]["kind"]["k"]["questions"] == 4
+    assert "mean_f1" not in score_all(Task.yes_no, [replace(q, groups=()) for q in asked], ["yes"] * 4)
+    choice = replace(pope(0), references=("A",), choices=2)
+    scores = score_all(Task.multiple_choice, [choice, replace(choice, choices=0), choice], ["C", "C", "A"])
+    assert (scores["invalid"], scores["right"], scores["accuracy"]) == (1, 1, 1 / 3)

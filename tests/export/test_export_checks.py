@@ -113,3 +113,42 @@ def test_a_converted_folder_has_the_logits_of_its_source(form: FolderFormat, mon
             outputs = iter([expected, *(written + wrong * (place == n) for n in (1, 2))])
             with pytest.raises(ModelError):
                 verify_logits.prove(form, model, {}, {}, Path("x"), RULE)
+
+
+def test_what_transformers_does_not_load_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that is missing, has no place or another shape; that transformers only warns of it is not enough."""
+    found: dict[str, set[str]] = {}
+    config = SimpleNamespace(get_text_config=lambda: None)
+    monkeypatch.setattr(verify_logits, "AutoConfig", SimpleNamespace(from_pretrained=lambda *_, **__: config))
+    monkeypatch.setattr(verify_logits, "attention_of_transformers", lambda _: "sdpa")
+    loaded = SimpleNamespace(from_pretrained=lambda *_, **__: (Echo(), found))
+    monkeypatch.setattr(verify_logits, "AutoModelForImageTextToText", loaded)
+    kinds = "missing_keys", "unexpected_keys", "mismatched_keys"
+    found |= {kind: set() for kind in kinds}
+    assert not verify_logits.open_export(tmp_path, torch.float32).training
+    for kind in kinds:
+        found |= {other: {"b", "a"} if other == kind else set() for other in kinds}
+        with pytest.raises(ModelError, match=f"with {kind}: a, b"):
+            verify_logits.open_export(tmp_path, torch.float32)
+
+
+def test_logits_are_computed_in_fp32_if_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fifth to spare."""
+    model: Any = torch.nn.Linear(10, 25, bias=False, device="meta")
+    for free, dtype in ((1201, torch.float32), (1199, torch.bfloat16)):
+        monkeypatch.setattr(verify_logits, "read_host", lambda free=free: SimpleNamespace(free=free))
+        assert verify_logits.compute_dtype(model) is dtype
+
+
+def test_both_files_of_a_projector_have_all_of_it(tmp_path: Path) -> None:
+    model: Any = torch.nn.ModuleDict(
+        {"multi_modal_projector": torch.nn.ModuleDict({"linear_1": torch.nn.Linear(2, 3)})}
+    )
+    weights = {f"model.mm_projector.0.{kind}": torch.ones(shape) for kind, shape in (("weight", (3, 2)), ("bias", 3))}
+    torch.save(weights, tmp_path / "mm_projector.bin")
+    verify_logits.replace_projector(model, tmp_path / "mm_projector.bin")
+    assert all(bool((parameter == 1).all()) for parameter in model.parameters())
+    del weights["model.mm_projector.0.bias"]
+    torch.save(weights, tmp_path / "mm_projector.bin")
+    with pytest.raises(ModelError, match="was written, but has"):
+        verify_logits.replace_projector(model, tmp_path / "mm_projector.bin")

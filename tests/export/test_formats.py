@@ -18,6 +18,8 @@ from llava_fsdp.data.images.preprocess import read_preprocessor
 from llava_fsdp.export import weights_writer
 from llava_fsdp.export.formats import (
     SourceModel,
+    begin_projector,
+    check_hf,
     config_of_original,
     source_of_run,
     write_notes,
@@ -26,6 +28,7 @@ from llava_fsdp.export.processor import as_older_release, write_preprocessor, wr
 from llava_fsdp.export.weights_writer import Weights, renamed, write_shards
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 
 def source(whole: Path | None = None) -> SourceModel:
@@ -183,3 +186,69 @@ def test_all_of_the_preprocessing_is_written(keep_ratio: bool, tmp_path: Path) -
     assert read_preprocessor(tmp_path / "export") == read_preprocessor(tmp_path / "vision")
     written = json.loads((tmp_path / "export" / "preprocessor_config.json").read_text())
     assert {key: written[key] for key in values} == values
+
+
+def test_what_transformers_has_no_class_for_is_refused() -> None:
+    """Tiles that are not joined as its classes do, a tower of other sizes, another projector."""
+
+    def check(aspect: AspectRatio, merge: PatchMerge, **change: Any) -> None:
+        values = {"projector_type": "mlp2x_gelu", "shuffle_factor": 1, "patch": 14, "size": 28, "tokens": 4} | change
+        vision = SimpleNamespace(image_size=values["size"], patch_size=values["patch"], model_type="clip_vision_model")
+        cfg = SimpleNamespace(
+            projector_type=values["projector_type"], shuffle_factor=values["shuffle_factor"], patch_merge=merge
+        )
+        parts = SimpleNamespace(vision=vision, image_size=28)
+        model: Any = SimpleNamespace(cfg=cfg, parts=parts, image_tokens=values["tokens"])
+        check_hf(model, aspect)
+
+    for aspect in AspectRatio:
+        tiled = aspect in (AspectRatio.anyres, AspectRatio.anyres_max)
+        right, wrong = PatchMerge.spatial_unpad if tiled else PatchMerge.flat, PatchMerge.spatial
+        check(aspect, right)
+        for refused, change in ((wrong, {}), (right, {"projector_type": "linear"}), (right, {"shuffle_factor": 2})):
+            with pytest.raises(ConfigError):
+                check(aspect, refused, **change)
+        with pytest.raises(ConfigError):
+            check(aspect, PatchMerge.flat if tiled else PatchMerge.spatial_unpad)
+        for change in ({"tokens": 5}, {"size": 30}):
+            if tiled:
+                with pytest.raises(ConfigError, match="features for each side of a tile"):
+                    check(aspect, right, **change)
+            else:
+                check(aspect, right, **change)
+
+
+def test_limits_of_tiles_and_projectors_in_the_originals_configuration(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"model_type": "llava_llama", "mm_vision_tower": "first"})
+    own = replace(source(tmp_path), aspect=AspectRatio.anyres_max)
+    assert config_of_original(own, torch.float16)["image_aspect_ratio"] == "anyres_max_5"
+    weights: Any = SimpleNamespace(dtypes={"multi_modal_projector.a": torch.bfloat16, "b": torch.float32})
+    for depth, shuffle in ((2, 1), (2, 2), (0, 1)):
+        model: Any = own.model
+        model.multi_modal_projector, model.cfg.shuffle_factor = SimpleNamespace(depth=depth), shuffle
+        staged = tmp_path / f"{depth}{shuffle}"
+        staged.mkdir()
+        if not depth:
+            with pytest.raises(ConfigError, match="identity projector has no weights"):
+                begin_projector(own, weights, staged)
+            continue
+        begin_projector(own, weights, staged)
+        assert (staged / "config.json").is_file() == (shuffle == 1), "the original has no such projector"
+    written = json.loads((tmp_path / "21" / "config.json").read_text())
+    assert (written["torch_dtype"], written["tune_mm_mlp_adapter"]) == ("bfloat16", True)
+
+
+def test_an_error_of_one_file_is_raised_with_it_and_no_value_is_lost(tmp_path: Path) -> None:
+    """After all ranks have given their weights: else they would wait for each other."""
+    given: list[str] = []
+    tensors = {name: torch.ones(2, 2) for name in ("a", "b")}
+
+    def read(name: str) -> torch.Tensor:
+        given.append(name)
+        return tensors[name]
+
+    own = Weights({n: (2, 2) for n in tensors}, dict.fromkeys(tensors, torch.float32), read)
+    first_row = partial(renamed, {"a": (1, 2), "b": (2, 2)}, str.upper)
+    with pytest.raises(ModelError, match="a have 4 values, and transformers' model takes 2"):
+        write_shards(own, tmp_path, first_row, (), 2, 2)
+    assert given == ["a", "b"] and not list(tmp_path.glob("*.safetensors"))

@@ -8,9 +8,12 @@ import pytest
 from small import conversion, write_json
 
 from llava_fsdp.config import AspectRatio, Pixels
+from llava_fsdp.data.images.image_tokens import MAX_TILES
+from llava_fsdp.data.images.video import VideoSampling
+from llava_fsdp.export import source_model
 from llava_fsdp.export.main import check_target
-from llava_fsdp.export.source_model import aspect_of, choice_of, source_of_folder
-from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.export.source_model import aspect_of, choice_of, default_template, open_run, source_of_folder
+from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ModelError
 
 MODEL: Any = SimpleNamespace(parts=SimpleNamespace(grid_pinpoints=None, max_tiles=None))
 PARTS: Any = SimpleNamespace(language="its language", vision="its tower")
@@ -46,14 +49,19 @@ def test_what_a_folder_says_wins_over_what_is_assumed(tmp_path: Path) -> None:
     found = source_of_folder(tmp_path, MODEL, PARTS, cfg)
     assert (found.max_length, found.grid_pinpoints) == (777, [[3, 4]])
     tiled: Any = SimpleNamespace(parts=SimpleNamespace(grid_pinpoints=[[4, 3]], max_tiles=5))
-    assert source_of_folder(tmp_path, tiled, PARTS, cfg).grid_pinpoints == [[4, 3]]
+    of_tiles = source_of_folder(tmp_path, tiled, PARTS, cfg)
+    assert (of_tiles.grid_pinpoints, of_tiles.max_tiles) == ([[4, 3]], 5)
+    write_json(tmp_path / "config.json", {"image_aspect_ratio": "anyres_max_6"})
+    assert (found.max_tiles, found.video_sampling) == (MAX_TILES, VideoSampling(1.0, 32))
+    assert source_of_folder(tmp_path, MODEL, PARTS, cfg).max_tiles == 6
     notes = {"max_length": 99, "template": "v0", "language": "l", "vision": "v", "run": "r", "step": 3, "seed": 8,
              "stage": "finetune", "train": ["projector"], "grid_pinpoints": [[5, 6]], "pixels": "fast",
-             "special_tokens": "parse"}  # fmt: skip
+             "special_tokens": "parse", "max_tiles": 7, "video_fps": 2.5, "video_frames": 11}  # fmt: skip
     write_json(tmp_path / "llava_fsdp.json", notes)
     found = source_of_folder(tmp_path, MODEL, PARTS, cfg)
     assert (found.max_length, found.template, found.language, found.vision) == (99, "v0", "l", "v")
     assert (found.grid_pinpoints, found.pixels.value, found.special_tokens.value) == ([[5, 6]], "fast", "parse")
+    assert (found.max_tiles, found.video_sampling) == (7, VideoSampling(2.5, 11))
     assert found.history == {key: notes[key] for key in ("run", "stage", "step", "train")}
     named = conversion(tmp_path, tmp_path / "to", "vision=mine", "image_aspect_ratio=pad")
     found = source_of_folder(tmp_path, MODEL, PARTS, named)
@@ -69,3 +77,55 @@ def test_nothing_that_is_read_is_replaced(key: str, place: str, tmp_path: Path) 
     cfg = conversion(read if key == "source" else tmp_path / "other", final, "overwrite=true", f"{key}={read}")
     with pytest.raises(ConfigError):
         check_target(final, staged, cfg)
+
+
+def test_which_of_a_run_s_folders_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The export, if it is of the newest checkpoint's step and has the dtype; without checkpoints the adapter, unless
+    the export is of its step."""
+    newest: Any = None
+    notes: dict[str, Any] = {}
+
+    def read(folder: Path) -> dict[str, Any]:
+        if notes.get(folder.name) == "damaged":
+            raise DamagedModel("damaged")
+        return notes.get(folder.name, {})
+
+    monkeypatch.setattr(source_model, "newest_alone", lambda _: newest)
+    monkeypatch.setattr(source_model, "read_notes", read)
+    monkeypatch.setattr(source_model, "is_adapter_folder", lambda folder: folder.name in notes)
+    for name in ("open_model", "open_adapted"):
+        monkeypatch.setattr(source_model, name, lambda folder, _: folder.name)
+    monkeypatch.setattr(source_model, "open_checkpoint", lambda checkpoint, _: checkpoint.folder)
+
+    def opened(dtype: str = "keep") -> object:
+        return open_run(tmp_path, conversion(tmp_path, tmp_path / "to", f"dtype={dtype}"))
+
+    with pytest.raises(CheckpointError, match="without a finished checkpoint or export"):
+        opened()
+    notes["adapter"] = {"run": "r", "step": 3}
+    assert opened() == "adapter"
+    for step, name in ((2, "adapter"), (3, "export")):
+        notes["export"] = {"run": "r", "step": step, "dtype": "bf16"}
+        assert opened() == name
+    newest = SimpleNamespace(facts={"run": "r", "step": 3}, folder="checkpoint")
+    assert opened() == opened("bf16") == "export" and opened("fp32") == "checkpoint"
+    for key, value in (("run", "other"), ("step", 2)):
+        notes["export"] = {"run": "r", "step": 3, "dtype": "bf16", key: value}
+        assert opened() == "checkpoint"
+    notes["export"] = "damaged"
+    assert opened() == "checkpoint"
+
+
+def test_the_template_of_a_folder_that_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is asked for; the model's own only of a model of tiles; else LLaVA's."""
+    monkeypatch.setattr(source_model, "own_name", lambda _: "chat_template-1")
+    monkeypatch.setattr(source_model, "usable_name", lambda _: "chat_template-2")
+    for grids, asked, expected in (
+        (None, "auto", "v1"), ([[1, 2]], "auto", "chat_template-2"), ([[1, 2]], "v0", "v0"),
+        (None, "chat_template", "chat_template-1"),
+    ):  # fmt: skip
+        parts: Any = SimpleNamespace(grid_pinpoints=grids, language_folder=tmp_path)
+        assert default_template(conversion(tmp_path, tmp_path / "to", f"template={asked}"), parts) == expected
+    monkeypatch.setattr(source_model, "usable_name", lambda _: None)
+    parts = SimpleNamespace(grid_pinpoints=[[1, 2]], language_folder=tmp_path)
+    assert default_template(conversion(tmp_path, tmp_path / "to"), parts) == "v1"

@@ -1,4 +1,4 @@
-"""Which token comes next and which ends an answer, to the last one that may."""
+"""Which token comes next and which ends an answer, to the last one that may; and what need not be read again."""
 
 import math
 from types import SimpleNamespace
@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache, LlamaConfig
 
 from llava_fsdp.data.text.detokenize import PENDING, AnswerText, stops_of
-from llava_fsdp.model.generation import Sampling, choose
+from llava_fsdp.model.generation import PrefixCache, Sampling, choose
 
 
 def tokenizer(**words: list[int]) -> Any:
@@ -58,3 +59,47 @@ def test_bytes_wait_for_their_character_no_longer_than_so_many_tokens() -> None:
     text = AnswerText(tokenizer(), "</s>", frozenset())
     assert [bool(text.push(0xFF)) for _ in range(PENDING + 1)] == [False] * PENDING + [True]
     assert PENDING == 8
+
+
+LANGUAGE = LlamaConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2)
+MODEL: Any = SimpleNamespace(language_model=SimpleNamespace(config=LANGUAGE))
+
+
+def filled(tokens: list[int], lengths: tuple[int, int]) -> PrefixCache:
+    cache = DynamicCache(config=LANGUAGE)
+    for layer, length in enumerate(lengths):
+        states = torch.arange(length).float().view(1, 1, length, 1)
+        cache.update(states, states, layer)
+    return PrefixCache(cache, tokens)
+
+
+@pytest.mark.parametrize(
+    ("asked", "common"),
+    [
+        ([5, 6, 7, 8], 3),  # all that is cached
+        ([5, 6, 7], 2),  # the same again: a token is left to read
+        ([5, 6, 9, 7], 2),
+        ([5, 6], 1),
+        ([5, -6, 7], 1),
+        ([9, 6, 7], 0),
+        ([5], 0),
+    ],
+)
+def test_the_common_beginning_is_kept_but_for_the_last_token(asked: list[int], common: int) -> None:
+    own = filled([5, 6, 7], (3, 3))
+    before = own.cache
+    cache, found = own.reuse(MODEL, asked)
+    assert found == common == cache.get_seq_length() and own.tokens == asked[:common] and own.cache is cache
+    assert (cache is before) == (common > 0)
+
+
+@pytest.mark.parametrize("lengths", [(3, 2), (4, 4), (2, 3)])
+def test_a_cache_of_other_lengths_is_not_used(lengths: tuple[int, int]) -> None:
+    own = filled([5, 6, 7], lengths)
+    assert own.reuse(MODEL, [5, 6, 7, 8])[1] == 0 and own.tokens == []
+
+
+def test_a_cache_that_cannot_be_cropped_is_used_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llava_fsdp.model.generation.can_be_cropped", lambda _: False)
+    assert filled([5, 6, 7], (3, 3)).reuse(MODEL, [5, 6, 7, 8])[1] == 3
+    assert filled([5, 6, 7], (3, 3)).reuse(MODEL, [5, 6, 8, 8])[1] == 0

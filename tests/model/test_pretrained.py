@@ -8,12 +8,16 @@ import pytest
 from small import write_json
 
 from llava_fsdp.config import Feature
+from llava_fsdp.model import pretrained
 from llava_fsdp.model.pretrained import (
+    NoProjector,
     check_named_language,
     check_same_model,
     check_selection,
     check_sizes,
     find_folder,
+    find_projector,
+    resolve_model,
     trained_vocabulary,
 )
 from llava_fsdp.runtime.errors import ConfigError, ModelError
@@ -123,3 +127,82 @@ def test_a_folder_that_every_user_can_write_is_told(
     folder.parent.chmod(parent)
     assert find_folder(str(folder), "model.vision") == folder
     assert [f"model.vision={folder} " in text for text in caplog.messages] == [True] * (own == 0o777)
+
+
+def test_a_name_is_a_folder_of_the_package_or_here_or_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pretrained, "download", lambda name, key: Path("hub") / name)
+    monkeypatch.setattr(pretrained, "is_open_to_others", lambda path: path.name == "open")
+    for name in ("mine", "open"):
+        (tmp_path / name).mkdir()
+        assert find_folder(str(tmp_path / name), "model.vision") == tmp_path / name
+    assert [f"{tmp_path / 'open'} can be written by every user" in line for line in caplog.messages] == [True]
+    assert find_folder("package:tiny-llama", "model.language").name == "tiny-llama"
+    assert find_folder("some/model-7b.v1", "model.language") == Path("hub/some/model-7b.v1")
+    (tmp_path / "file").write_text("")
+    wrong = {
+        "package:none": "ships no such model",
+        "a/b/c": "is not a folder",
+        str(tmp_path / "file"): "is a file, not",
+    }
+    for name, said in wrong.items():
+        with pytest.raises(ConfigError, match=f"model.language={name}.* {said}"):
+            find_folder(name, "model.language")
+
+
+def test_what_is_no_whole_model_is_named_with_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's export, an adapter, a run without an export, a checkpoint, another folder, the run of another stage."""
+    monkeypatch.setattr(pretrained, "resolve", lambda name, key: Path(name))
+    monkeypatch.chdir(tmp_path)
+    for name, file in (
+        ("export", "export/config.json"), ("model", "config.json"), ("adapter", "adapter_config.json"),
+        ("run", "config.yaml"), ("checkpoint", "manifest.json"), ("other", "x.json"),
+    ):  # fmt: skip
+        write_json(tmp_path / name / file, {})
+    assert resolve_model("export", "key") == Path("export/export") and resolve_model("model", "key") == Path("model")
+    said = {
+        "adapter": "is an adapter, not a whole model", "run": "is a run without an export",
+        "checkpoint": "is a checkpoint of a run", "other": "has no config.json",
+    }  # fmt: skip
+    for name, words in said.items():
+        with pytest.raises(ModelError, match=f"key={name} {words}"):
+            resolve_model(name, "key")
+    with pytest.raises(ConfigError, match="llava-fsdp train stage=pretrain output_dir=outputs/pretrain"):
+        resolve_model("outputs/pretrain", "key")
+    assert resolve_model("outputs/mine", "key") == Path("outputs/mine")
+
+
+def test_where_the_projector_of_a_training_is(tmp_path: Path) -> None:
+    """None: it is drawn, or it comes with a checkpoint or an adapter. Else a path, or the run of stage 1."""
+
+    def found(given: str = "auto", **change: Any) -> Path | None:
+        model: dict[str, Any] = {
+            "projector": given, "checkpoint": None, "projector_type": "mlp2x_gelu", "language": "l", "vision": "v",
+            "lora": SimpleNamespace(checkpoint=change.pop("adapter", None)), "random_weights": False, "name": "own",
+        }  # fmt: skip
+        cfg: Any = SimpleNamespace(model=SimpleNamespace(**(model | change)), output_dir=str(tmp_path / "finetune"))
+        return find_projector(cfg)
+
+    assert found("random") is found(checkpoint="x") is found(projector_type="identity") is found(adapter="x") is None
+    assert found(random_weights=True) is None
+    with pytest.raises(ConfigError, match="give one of the two"):
+        found("given", checkpoint="x")
+    with pytest.raises(ConfigError, match=r"model\.projector=.*gone does not exist"):
+        found(str(tmp_path / "gone"))
+    with pytest.raises(NoProjector, match=r"(?s)there is no .*stage=pretrain model\.language=l model\.vision=v"):
+        found()
+    (tmp_path / "mm_projector.bin").write_text("")
+    assert found(str(tmp_path / "mm_projector.bin"), adapter="x") == tmp_path / "mm_projector.bin"
+    run = tmp_path / "pretrain"
+    run.mkdir()
+    for random in (False, True):
+        with pytest.raises(
+            NoProjector, match=r"(?s)pretrain is a run that has not finished.*stage=pretrain model=tiny "
+        ):
+            found(random_weights=random, name="tiny")
+    assert found(str(run)) == run
+    write_json(run / "export" / "llava_fsdp.json", {"language": "l", "vision": "v"})
+    assert found() == found(str(run)) == run / "export" and found(random_weights=True) == run / "export"
+    with pytest.raises(ConfigError, match=r"trained for model\.vision=v, not w"):
+        found(vision="w")

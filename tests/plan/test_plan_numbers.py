@@ -13,21 +13,26 @@ from llava_fsdp.config import (
     ActivationCheckpointing,
     ActivationCheckpointingConfig,
     AspectRatio,
+    ContextHow,
     DType,
     OffloadMode,
     PatchMerge,
     PrecisionConfig,
     SamplerName,
+    Strategy,
 )
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.distributed.memory import Weight
-from llava_fsdp.plan.activations import MicroBatch
-from llava_fsdp.plan.fsdp_units import unit_of
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.plan.activations import Live, MicroBatch, Segment
+from llava_fsdp.plan.fsdp_units import Unit, unit_of
 from llava_fsdp.plan.hardware import CONTEXT, DEVICES, GPUS, MIB, NCCL, PROCESS, Machine
+from llava_fsdp.plan.planner import Ranks
 from llava_fsdp.plan.scaling_page import node_counts
-from llava_fsdp.plan.search import largest_that_fits
-from llava_fsdp.plan.step_time import RECOMPUTED, Volume, recomputed_share, step_time
+from llava_fsdp.plan.search import checkpointing_modes, choices, distinct_strategies, largest_that_fits, plan_rows
+from llava_fsdp.plan.simulate import States, simulate_step, simulate_unsharded_step
+from llava_fsdp.plan.step_time import RECOMPUTED, Volume, context_volume, recomputed_share, step_time, volume
 from llava_fsdp.plan.workload import (
     Samples,
     configured_split,
@@ -227,3 +232,159 @@ def test_the_largest_split_that_fits_is_taken() -> None:
 
 def fitting_row(limit: int, choice: Any, ranks: Any, split: list[MicroBatch], ends: Any) -> SimpleNamespace:
     return SimpleNamespace(split=split, fits=split[0].length <= limit)
+
+
+def unit(name: str, size: int, sharded: bool) -> Unit:
+    return Unit(
+        name, gathered=20 * size, buffer=20 * size * sharded, cast=10 * size, reduce_input=40 * size,
+        reduce_output=11 * size, shard_gradients=12 * size, widened=(30 * size, 10 * size),
+        narrow=(15 * size, 5 * size),
+    )  # fmt: skip
+
+
+BLOCKS = "a", "b", "c", "d"
+
+
+def one_pass(gradients: int = 20, activations: int = 9) -> list[Segment]:
+    """Four blocks of sizes 1 to 4, which make 20 bytes of gradients for each size, as the output layer does."""
+
+    def segment(unit: str, backward: bool, activations: int, made: int = 0) -> Segment:
+        worst, first, later = (Live(activations, 0, made // divisor) for divisor in (1, 2, 4))
+        return Segment(unit, backward, Live(), Live(), worst, first, later, made, 2 * made)
+
+    forward = [segment("", False, 1), *(segment(name, False, 2) for name in BLOCKS), segment("", False, 50)]
+    sizes = [(name, gradients * size) for size, name in enumerate(BLOCKS, 1)]
+    backward = [segment(name, True, activations, made) for name, made in reversed(sizes)]
+    return [*forward, segment("", True, 40, gradients), *backward, segment("", True, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "micros", "blocks_per_unit", "prefetch", "moment", "gradients", "gathered", "reducing", "activations"),
+    [
+        # gathered: the root unit (20), block c (60), the buffer of the next block b (40)
+        # reducing: what is left of block d (160), gradients of the root unit (20) and of block c (60)
+        ("FULL_SHARD", 1, 1, None, "c", 48, 120, 240, 9),
+        ("FULL_SHARD", 2, 1, None, "c", 132, 120, 240, 9),
+        ("FULL_SHARD", 2, 1, 2, "c", 132, 140, 240, 9),  # and the buffer of block a
+        ("FULL_SHARD", 2, 2, None, "c", 132, 80, 440, 0),  # units of blocks a and b, c and d
+        ("FULL_SHARD", 2, 4, None, "a", 132, 20, 620, 0),
+        ("HYBRID_SHARD", 2, 1, None, "c", 125, 120, 240, 9),  # 11 for each size until the last micro-batch, then 12
+        ("SHARD_GRAD_OP", 1, 1, None, "c", 48, 140, 240, 9),
+        ("SHARD_GRAD_OP", 2, 1, None, "d", 132, 140, 260, 0),
+        ("_HYBRID_SHARD_ZERO2", 2, 1, None, "d", 121, 140, 260, 0),
+        ("SHARD_OPTIMIZER", 2, 1, None, "d", 0, 140, 700, 0),  # all gradients wait, widened: 40 for each size
+        ("SHARD_OPTIMIZER", 3, 2, None, "c", 0, 80, 880, 0),
+        ("NO_SHARD", 1, 1, None, "c", 48, 140, 240, 9),
+    ],
+)
+def test_worst_moment_of_a_step_on_imagined_units(
+    strategy: str, micros: int, blocks_per_unit: int, prefetch: int | None, moment: str,
+    gradients: int, gathered: int, reducing: int, activations: int,
+) -> None:  # fmt: skip
+    """The input tensors are those of the micro-batch of that moment, the last one."""
+    names = {name: BLOCKS[n // blocks_per_unit * blocks_per_unit] for n, name in enumerate(BLOCKS)}
+    sizes = {"": 1} | {first: 0 for first in names.values()}
+    for size, name in enumerate(BLOCKS, 1):
+        sizes[names[name]] += size
+    units = {name: unit(name, size, strategy != "NO_SHARD") for name, size in sizes.items()}
+    states = States(1000, 12 * 11, 2000, buffers=5, updating=7, inputs=tuple(range(100, 100 + micros)))
+    found = simulate_step([one_pass()] * micros, units, SHARD_PLANS[Strategy(strategy)], states, names, prefetch)
+    assert found.moment == f"backward of {moment}"
+    assert found.worst == {
+        "parameters": 1000, "gradients": gradients, "optimizer": 2000, "gathered": gathered, "reducing": reducing,
+        "activations": activations, "logits": 0, "buffers": 104 + micros,
+    }  # fmt: skip
+
+
+def test_worst_moment_of_a_step_without_fsdp() -> None:
+    """Gradients are cast at once, to twice their bytes, and kept; a second micro-batch adds a quarter at a time."""
+    states = States(1000, 448, 2000, buffers=5, updating=7, inputs=(100, 200))
+    for micros, activations, moment, gradients, buffers in (
+        (1, 9, "optimizer step", 448, 112),
+        (1, 100, "backward of a", 448 - 8 - 40 + 10, 105),
+        (2, 9, "forward of between the blocks", 448, 205),
+        (2, 100, "backward of d", 448 + 20, 205),
+    ):
+        found = simulate_unsharded_step([one_pass(activations=activations)] * micros, states)
+        assert (found.moment, found.worst["gradients"], found.worst["buffers"]) == (moment, gradients, buffers)
+
+
+def test_what_attention_exchanges_in_a_step() -> None:
+    """Six heads of 4 on 4 ranks: with ulysses two heads of keys count as four; with gather the others' keys come."""
+    language: Any = SimpleNamespace(num_attention_heads=6, num_key_value_heads=2, hidden_size=24, num_hidden_layers=5)
+    gathered = context_volume(ContextHow.gather, 4, language, 2, 100, 0.0)
+    assert gathered == (5 * 2 * (2 * 2) * 3 * 4 * 2 * 100, 20)
+    assert context_volume(ContextHow.gather, 4, language, 2, 100, 1.0) == (1.5 * gathered[0], 30)
+    exchanged = context_volume(ContextHow.ulysses, 4, language, 2, 100, 0.5)
+    assert exchanged == (5 * 2.5 * (2 * 6 + 2 * 4) * 3 / 4 * 4 * 2 * 100, 50)
+    language.head_dim = 8
+    assert context_volume(ContextHow.gather, 4, language, 2, 100, 0.0)[0] == 2 * gathered[0]
+    sent = Volume(context=7.8e9, exchanges=10, context_size=4, node_size=4)
+    latency = 10 * (20e-6 + 3e-6 * 3)
+    assert sent.attention_seconds(1e9, 1e8) == pytest.approx(latency + 10.0)
+    assert replace(sent, node_size=2).attention_seconds(1e9, 1e8) == pytest.approx(latency + 100.0)
+    assert replace(sent, sharded=1.0, replicated=2.0).total == 7.8e9 + 3
+
+
+def test_what_is_sent_counts_units_and_micro_batches() -> None:
+    """Weights of the root unit and those in fp32 are gathered once; frozen ones are sharded by zero3 alone."""
+    weights = [
+        Weight((8, 4), True, False, False, unit="a"), Weight((8, 2), False, False, False, unit="a"),
+        Weight((8,), True, False, False, unit=""), Weight((8,), False, False, True, unit="b"),
+    ]  # fmt: skip
+
+    def sent(strategy: Strategy, micros: int, shard_size: int = 4) -> Volume:
+        return volume(weights, strategy, precision(), 4, shard_size, 4, micros)
+
+    found = sent(Strategy.FULL_SHARD, 3)
+    assert found.sharded == 3 * 3 / 4 * (2 * (32 + 16 + 8) + 4 * 8 + 2 * (32 + 16) + 4 * (32 + 8))
+    assert (found.gathers, found.reductions) == (3 * 3 * 2 + 2 * 3, 0)
+    assert (
+        sent(Strategy.SHARD_OPTIMIZER, 3).gathers == 2 + 2 and sent(Strategy.SHARD_GRAD_OP, 3).gathers == 2 * 3 + 2 * 3
+    )
+    assert sent(Strategy.NO_SHARD, 3).gathers == 0 and sent(Strategy.NO_SHARD, 3).reductions == 2
+    hybrid = sent(Strategy.HYBRID_SHARD, 3, 2)
+    assert (hybrid.shards, hybrid.replicas, hybrid.reductions) == (2, 2, 2)
+    assert volume(weights, Strategy.FULL_SHARD, precision(), 1, 1, 1, 3) == Volume()
+
+
+def test_which_strategies_differ_and_which_modes_there_are() -> None:
+    """On one rank all are alike; hybrid needs several ranks of several that share a copy."""
+    names = {size: [SHARD_PLANS[s].zero for s in distinct_strategies(Ranks(8, size, 8))] for size in (1, 2, 8)}
+    assert names[1] == names[8] == ["zero0", "zero1", "zero2", "zero3"]
+    assert names[2] == [*names[1], "hybrid", "hybrid2"] and distinct_strategies(Ranks(1, 1, 1)) == [Strategy.FULL_SHARD]
+    cfg = config_of([])
+    assert {mode.mode.value for mode in checkpointing_modes(cfg, "cpu")} == {"none", "selective", "full"}
+    budgets = {mode.mode.value: mode.budget for mode in checkpointing_modes(cfg, "cuda")}
+    assert budgets == {"none": None, "selective": None, "full": None, "budget": 0.5, "offload": None}
+    own = ActivationCheckpointingConfig(mode=ActivationCheckpointing.budget, budget=0.2)
+    own = replace(cfg, activation_checkpointing=own, compile=True)
+    assert {m.budget for m in checkpointing_modes(own, "cuda")} == {None, 0.2}
+    modes = {choice.offload.value for choice in choices(cfg, "cpu", [Strategy.FULL_SHARD])}
+    assert modes == {"none", "nvme"} and len(choices(cfg, "cuda", [Strategy.FULL_SHARD])) == 5 * 4
+
+
+def test_the_best_way_comes_first_and_is_measured_again() -> None:
+    """What fits, then the fastest; of equally fast ones that which recomputes less, then that of fewer bytes."""
+    speeds = {
+        "a": (True, 5, "full", 10),
+        "b": (True, 5, "none", 30),
+        "c": (False, 9, "none", 1),
+        "d": (True, 5, "none", 20),
+    }
+
+    def row(way: str, ranks: Any, split: Any, ends: Any = None) -> SimpleNamespace:
+        fits, speed, mode, total = speeds[way]
+        checkpointing = SimpleNamespace(mode=ActivationCheckpointing(mode))
+        choice = SimpleNamespace(activation_checkpointing=checkpointing, name=way)
+        return SimpleNamespace(
+            fits=fits, samples_per_second=speed, choice=choice, bytes={"total": total}, micro_batches=split, ends=ends
+        )
+
+    def again(choice: Any, *rest: Any) -> SimpleNamespace:
+        return row(choice if isinstance(choice, str) else choice.name, *rest)
+
+    planner: Any = SimpleNamespace(row=again, ends=lambda *micros: list(micros))
+    found: Any = plan_rows(planner, cast(Any, list(speeds)), cast(Any, None), cast(Any, [["large"], ["small"]]))
+    assert [own.choice.name for own in found] == ["d", "b", "a", "c"]
+    assert found[0].ends is None and found[1].ends == ["small", "large"]
