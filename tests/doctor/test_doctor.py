@@ -17,7 +17,7 @@ import torch
 from commands import command
 from hydra import compose, initialize_config_dir
 
-from llava_fsdp.config import DoctorConfig, config_dir, load
+from llava_fsdp.config import DoctorConfig, Format, config_dir, load
 from llava_fsdp.data.batching.workers import lock_bytes
 from llava_fsdp.doctor import collectives, config_checks, disk, gpus, host, network, software, torch_probe
 from llava_fsdp.doctor.checks import CHECKS, Check, run_check
@@ -316,13 +316,19 @@ def test_this_machine_can_be_read(tmp_path: Path) -> None:
     files, locked = resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK
     limits = (*resource.getrlimit(files), resource.getrlimit(locked)[0])
     assert host.read_limits() == dict(zip(("nofile", "hard", "memlock"), limits, strict=True))
-    total, free = host.read_shared()
-    assert total == shutil.disk_usage("/dev/shm").total >= free > 0
+    assert host.read_shared()[0] == shutil.disk_usage("/dev/shm").total
     assert any(each.address == "127.0.0.1" for each in network.read_interfaces())
     measured = disk.measure(tmp_path, max_bytes=2 * disk.BLOCK)
     assert measured.write > 0 and measured.read > 0 and list(tmp_path.iterdir()) == []
     assert list(disk.check_writable("output_dir", tmp_path / "not" / "yet")) == []
     assert "takes" not in only(disk.judge_room("room", tmp_path, 2 * GIB, 0, "takes", ""), Level.OK).result
+
+
+def test_size_and_free_bytes_of_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The free ones are those that a user may take."""
+    state = SimpleNamespace(f_blocks=9, f_bfree=7, f_bavail=5, f_frsize=4096, f_bsize=1)
+    monkeypatch.setattr(host.os, "statvfs", lambda path: state)
+    assert host.read_shared() == (9 * 4096, 5 * 4096)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -373,25 +379,26 @@ def test_slow_images_are_few_files_and_few_bytes_a_second(
 
 def test_memory_is_that_of_all_ranks_and_of_their_prepared_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     row: Any = SimpleNamespace(bytes={"total": GIB}, host=3 * GIB)
-    known: Any = {"known_needs": Needs(row, "", 0, 0, GIB), "host": machine()}
+    known = Needs(row, "", 0, 0, GIB)
     words = ["gpus=2", "data.workers=3", "data.prefetch=5"]
-    (found,) = rows_of("memory", context_of(*words, torch=torch_of(), **known))
+    context = context_of(*words, torch=torch_of(), host=machine(), known_needs=known)
+    (found,) = rows_of("memory", context)
     assert f"the training on 2 ranks takes {readable(2 * (GIB + PROCESS + 15 * GIB))}" in found.result
-    (found,) = rows_of("memory", context_of(*words, torch=torch_of(A100, A100), **known))
+    context.torch = torch_of(A100, A100)
+    (found,) = rows_of("memory", context)
     assert f"takes {readable(2 * (3 * GIB + 15 * GIB))}" in found.result
     monkeypatch.setattr(host, "read_shared", lambda: (64 << 10, lock_bytes(3) + 1))
-    (found,) = rows_of("shared memory", context_of(*words, torch=torch_of(), **known))
+    (found,) = rows_of("shared memory", context)
     assert found.level is Level.WARN and f"take {readable(2 * lock_bytes(3))};" in found.result
 
 
 def test_what_a_small_training_needs() -> None:
-    """By the planner, for all machines of the training."""
+    """By the planner: two machines hold the weights in smaller parts, and each rank prepares fewer samples."""
     words = ["gpus=2", "sharding=zero3", "export.dtype=bf16"]
-    one, two = (context_of(*words, f"nodes={nodes}", torch=torch_of(cuda=None)).needs for nodes in (1, 2))
-    assert two.row.bytes["total"] < one.row.bytes["total"]
-    assert (one.checkpoint, one.export, one.step) == (two.checkpoint, two.export, two.step) and one.export > 0
-    none = context_of(*words, "export.enabled=false", torch=torch_of(cuda=None)).needs
-    assert (none.export, none.checkpoint) == (0, one.checkpoint)
+    one = context_of(*words, torch=torch_of(cuda=None)).needs
+    two = context_of(*words, "nodes=2", "export.enabled=false", torch=torch_of(cuda=None)).needs
+    assert two.row.bytes["total"] < one.row.bytes["total"] and 0 < two.step < one.step
+    assert (one.export > 0, two.export, two.checkpoint) == (True, 0, one.checkpoint)
 
 
 def test_what_doctor_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,15 +410,16 @@ def test_what_doctor_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     ]
     checks = [Check("g", "x", lambda _: rows[:3]), Check("h", "y", lambda _: rows[3:])]
     monkeypatch.setattr("llava_fsdp.doctor.main.CHECKS", checks)
+    cfg = config()
     with pytest.raises(ConfigError, match=r"^2 of 4 checks fail: c, d$"):
-        doctor(config("format=json"))
+        doctor(replace(cfg, format=Format.json))
     printed = json.loads(capsys.readouterr().out)
     assert (printed["OK"], printed["WARN"], printed["FAIL"]) == (1, 1, 2)
     assert [(row["group"], row["name"], row["level"]) for row in printed["checks"]] == [
         ("g", "a", "OK"), ("g", "b", "WARN"), ("g", "c", "FAIL"), ("h", "d", "FAIL"),
     ]  # fmt: skip
     checks[:] = [Check("g", "x", lambda _: rows[:2])]
-    doctor(config())
+    doctor(cfg)
     shown = capsys.readouterr().out
     assert "-> be patient" in shown and "1 OK, 1 WARN, 0 FAIL" in shown
 
