@@ -186,7 +186,9 @@ def test_addresses_of_the_hub_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert caught.value.kind is RemoteAway and not client.addresses
 
 
-@pytest.mark.parametrize(("parts", "seconds"), [([bytes(5), bytes(6), bytes(1)], 0.0), ([bytes(5), bytes(5)], 100.0)])
+@pytest.mark.parametrize(
+    ("parts", "seconds"), [([bytes(5), bytes(6), bytes(1)], 0.0), ([bytes(4), bytes(4), bytes(2)], 100.0)]
+)
 def test_an_answer_of_the_hub_without_end_is_cut_off(
     parts: list[bytes], seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
