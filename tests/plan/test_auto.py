@@ -88,6 +88,7 @@ def test_recorded_values_are_kept_where_they_are_possible_and_fit(decided: Decid
 
     anew = 2, Strategy.SHARD_GRAD_OP
     assert found(8, continues=False) == found(8, needs | {4: 51}) == found(6) == anew
+    assert found(8)[0] == 4
     assert found(8, needs, "parallel.context=8")[0] == 8, "a number that is configured counts"
     (tmp_path / "config.yaml").write_text(text.replace("FULL_SHARD", "auto"))
     assert found(8) == anew, "nothing is recorded of a run that ended before it was planned"
