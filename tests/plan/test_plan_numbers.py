@@ -319,7 +319,7 @@ def test_what_attention_exchanges_in_a_step() -> None:
     assert exchanged == (5 * 2.5 * (2 * 6 + 2 * 4) * 3 / 4 * 4 * 2 * 100, 50)
     language.head_dim = 8
     assert context_volume(ContextHow.gather, 4, language, 2, 100, 0.0)[0] == 2 * gathered[0]
-    sent = Volume(context=7.8e9, exchanges=10, context_size=4, node_size=4)
+    sent = Volume(context=7.8e9, exchanges=10, context_size=4, node_size=4, shards=4)
     latency = 10 * (20e-6 + 3e-6 * 3)
     assert sent.attention_seconds(1e9, 1e8) == pytest.approx(latency + 10.0)
     assert replace(sent, node_size=2).attention_seconds(1e9, 1e8) == pytest.approx(latency + 100.0)

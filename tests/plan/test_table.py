@@ -54,7 +54,7 @@ def test_the_longest_samples_are_printed_and_drawn(tmp_path: Path, monkeypatch: 
     assert (path, title, names) == (tmp_path / "page.html", "title", ["gpus", "context", "tokens", "bytes"])
     assert rows == [[1, 1, 0, None], [2, 1, 5120, 7], [2, 2, MOST_TOKENS, 8]]
     points = {line.name: [(point.step, point.mean) for point in line.points] for line in chart.lines}
-    assert points == {"1 rank a row": [(2, 5120.0)], "2 ranks a row": [(2, float(MOST_TOKENS))]}
+    assert points == {"1 rank per row": [(2, 5120.0)], "2 ranks per row": [(2, float(MOST_TOKENS))]}
 
 
 def a_row(**change: Any) -> PlanRow:
@@ -83,9 +83,9 @@ def test_every_number_stands_in_its_column() -> None:
         "reducing": "5.0", "acts.": "6.0", "logits": "7.0", "s/step": "3.75", "tokens/s": "34,567", "MFU": "46%",
         "sent GB": "6.0",
     }  # fmt: skip
-    assert table.together([a_row()]) == ""
+    assert table.ranks_of_a_row([a_row()]) == ""
     shared = a_row(micro_batches=(MicroBatch(1, 3000, 2, 1, 9, 4, 2, 1),))
-    assert table.together([shared]) == "; 2 ranks process a row together (parallel.context=2)"
+    assert table.ranks_of_a_row([shared]) == "; 2 ranks process a row together (parallel.context=2)"
     assert table.off_device(a_row()) == "; 41.0 GB of host memory a rank"
     assert table.off_device(a_row(host=0, disk=5 * GB)) == "; 5.0 GB of files a rank"
     words = "sharding=zero2 activation_checkpointing=budget activation_checkpointing.budget=0.3 offload=params"
@@ -110,7 +110,12 @@ def test_what_a_plan_says_of_the_model(tmp_path: Path, monkeypatch: pytest.Monke
     """Machine, samples and the number of rows that are not shown; without a command, that nothing fits."""
     monkeypatch.setattr(table, "checkpoint_bytes", lambda *_: 9 * GB)
     cfg = SimpleNamespace(
-        model=SimpleNamespace(name="tiny"), stage=SimpleNamespace(name="pretrain"), global_batch_size=77, precision=None
+        model=SimpleNamespace(name="tiny"),
+        stage=SimpleNamespace(name="pretrain"),
+        global_batch_size=77,
+        precision=None,
+        can_share_rows=True,
+        parallel=SimpleNamespace(num_context=1),
     )
     machine = Machine(GPUS["h100"], "a gpu", 80 * GB, 0.0)
     planner: Any = SimpleNamespace(machine=machine, samples=SAMPLES, cfg=cfg, trainable=1234567, weights=[])
