@@ -24,6 +24,7 @@ from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import Sample
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.data.validation_prompts import ask, lay_out_prompts
+from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import DataError, SourceError
 
 SHAPE = ModelShape(image_tokens=9, image_size=28, max_length=512, vocab_size=10_000)
@@ -69,7 +70,8 @@ def test_a_micro_batch_without_data() -> None:
 
 def test_rows_of_several_ranks_are_whole_chunks() -> None:
     """Two ranks have four chunks of a row: 202 tokens are padded to 204."""
-    found = fullest(config("parallel.context=2", "data.max_length=101", "tokens_per_micro_batch=101"), SHAPE)
+    cfg = config("parallel.context=2", "data.max_length=101", "tokens_per_micro_batch=101")
+    found = fullest(cfg, SHAPE, ContextCut(2, 0, paired=True))
     assert (found.lengths, found.context, found.tokens) == ((101, 101, 2), 2, 102)
 
 

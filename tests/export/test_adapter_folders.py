@@ -154,7 +154,7 @@ def test_peft_loads_and_merges_it_as_we_do(kind: str, made: Callable[[str], Made
         assert len(biases) == 9 and all(t.abs().max() > 0 for t in biases), "they have trained, and were loaded"
 
 
-@pytest.mark.parametrize("kind", slow_after(1, ["dora", "all biases"]))
+@pytest.mark.parametrize("kind", slow_after(0, ["dora", "all biases"]))
 def test_what_peft_writes_has_our_names_and_keys(kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     """Of the same model, loaded by peft and saved by it again: the same tensors under the same names."""
     own = load_file(made(kind).adapter / ADAPTER_FILE)
@@ -276,6 +276,7 @@ def test_another_run_continues_from_it(made: Callable[[str], Made], dataset: Pat
     assert same(weights(merged), weights(tmp_path / "run" / "export"))
 
 
+@pytest.mark.slow
 def test_a_random_projector_is_not_the_adapters(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
     """`model.projector=random` beside an adapter: the adapter's weights, and a projector that is drawn."""
     run = made("all biases")

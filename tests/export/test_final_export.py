@@ -222,6 +222,7 @@ def test_starts_from_a_projector(noise: Path, parts: Path, dataset: Path, tmp_pa
     assert not all(equal.values())
 
 
+@pytest.mark.slow
 def test_projector_of_the_stage_before_is_found(parts: Path, dataset: Path, tmp_path: Path) -> None:
     pretrain = make_config(parts, dataset, tmp_path / "pretrain", *EXPORTED, "max_steps=1", stage="pretrain")
     train.train(pretrain)

@@ -32,7 +32,7 @@ from llava_fsdp.plan import auto
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.auto import decide
 from llava_fsdp.plan.hardware import GPUS, MIB, PROCESS, Machine, machine_named, this_machine
-from llava_fsdp.plan.main import plan
+from llava_fsdp.plan.main import plan, warn_of_length
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Choice, Planner, Ranks
 from llava_fsdp.plan.step_time import sample_flops
@@ -183,6 +183,7 @@ def test_how_fast_a_row_is(wide_parts: Path, dataset: Path, tmp_path: Path) -> N
     assert planner.input_bytes(micros) == (sum(pixels) + 8 * sum(numbers), tuple(4 * p for p in pixels))
 
 
+@pytest.mark.slow
 def test_for_people(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan(plan_of("gpus=2", "gpu=a10g", "rows=3", *of_parts(wide_parts)))
     lines = capsys.readouterr().out.splitlines()
@@ -190,15 +191,13 @@ def test_for_people(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert any("more, of which" in line for line in lines) and any("2P + 14P/N" in line for line in lines)
 
 
-def test_lengths_that_training_refuses_are_told(
-    wide_parts: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lengths_that_training_refuses_are_told(wide_parts: Path, caplog: pytest.LogCaptureFixture) -> None:
     positions = json.loads((wide_parts / "language" / "config.json").read_text())["max_position_embeddings"]
     for more in (0, 1):
         caplog.clear()
-        printed(capsys, "gpus=1", "gpu=a10g", *of_parts(wide_parts), f"data.max_length={positions + more}")
-        told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert len(told) == more and all(f"data.max_length={positions + 1}" in text for text in told)
+        cfg = plan_of(*of_parts(wide_parts), f"data.max_length={positions + more}")
+        warn_of_length(cfg, shapes_of(cfg.model))
+        assert len(caplog.records) == more and all(f"={positions + 1}" in told.getMessage() for told in caplog.records)
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def configure(parts: Path, dataset: Path, output: Path, *words: str) -> Config:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("ranks", "sharding", "mode", "more"),
-    slow_after(1, CASES),
+    slow_after(0, CASES),
 )
 def test_worst_moment_is_that_of_real_steps(
     ranks: int, sharding: str, mode: str, more: str, odd_parts: Path, many_sizes: Path, pools: dict[int, RankPool],

@@ -112,7 +112,7 @@ def test_trains_and_exports(kind: str, saved: Callable[[str], Path], dataset: Pa
         assert names >= {name.removeprefix("vision_model.") for name in before}
 
 
-@pytest.mark.parametrize(("kind", "base"), slow_after(1, itertools.product(LANGUAGE, ("nf4", "none"))))
+@pytest.mark.parametrize(("kind", "base"), slow_after(0, itertools.product(LANGUAGE, ("nf4", "none"))))
 def test_trains_adapters_and_exports_them_merged(
     kind: str, base: str, saved: Callable[[str], Path], dataset: Path, tmp_path: Path
 ) -> None:
@@ -138,7 +138,7 @@ def test_every_language_model_goes_with_every_vision_tower(
     assert "without values" not in caplog.text
 
 
-@pytest.mark.parametrize("kind", slow_after(1, [*LANGUAGE, *VISION]))
+@pytest.mark.parametrize("kind", slow_after(0, [*LANGUAGE, *VISION]))
 def test_a_small_copy_of_a_real_size(
     kind: str, parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

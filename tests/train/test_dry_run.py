@@ -46,7 +46,7 @@ def reported(cfg: Config, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("row", "shard_size", "pack"), slow_after(1, ROWS))
+@pytest.mark.parametrize(("row", "shard_size", "pack"), slow_after(0, ROWS))
 def test_states_are_those_of_the_plan(
     row: str, shard_size: int | None, pack: bool, parts: Path, dataset: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

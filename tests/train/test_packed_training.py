@@ -225,7 +225,7 @@ def test_no_position_predicts_the_token_of_another_sample() -> None:
 
 LEAKS = [
     pytest.param(6, "none", "[projector,language]", id="heads of their own", marks=pytest.mark.slow),
-    pytest.param(3, "none", "[projector,language]", id="grouped heads"),
+    pytest.param(3, "none", "[projector,language]", id="grouped heads", marks=pytest.mark.slow),
     pytest.param(
         1, "full", "[projector,language,vision]", id="one key head, recomputed, vision", marks=pytest.mark.slow
     ),

@@ -64,12 +64,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
         log().info("auto: %s", padded)
     if cfg.longest:
         return print_longest(cfg, machine, parts)
-    positions = parts.language.max_position_embeddings
-    if cfg.data.max_length > positions:
-        log().warning(
-            "train refuses data.max_length=%d: the language model has %d positions (max_position_embeddings)",
-            cfg.data.max_length, positions,
-        )  # fmt: skip
+    warn_of_length(cfg, parts)
     ranks = Ranks(cfg.gpus * cfg.nodes, cfg.sharding.shard_size or cfg.gpus, cfg.gpus)
     # every recipe sets micro_batch_size, so only a user who sets tokens_per_micro_batch has chosen a size
     is_free = not isinstance(cfg.tokens_per_micro_batch, int)
@@ -92,6 +87,16 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     show_plan(console, planner, rows, cfg.rows, best)
     if more:
         console.print(f"tokens/s against nodes: {more['page']}")
+
+
+def warn_of_length(cfg: PlanConfig, parts: Parts) -> None:
+    """Log a warning if a training would refuse `data.max_length`, because the language model has fewer positions."""
+    positions = parts.language.max_position_embeddings
+    if cfg.data.max_length > positions:
+        log().warning(
+            "train refuses data.max_length=%d: the language model has %d positions (max_position_embeddings)",
+            cfg.data.max_length, positions,
+        )  # fmt: skip
 
 
 def print_longest(cfg: PlanConfig, machine: Machine, parts: Parts) -> None:
