@@ -94,16 +94,17 @@ def test_a_question_of_validation_is_the_first_one() -> None:
         frames=((0, 0.0), (0, 0.0)),
     )  # fmt: skip
     cfg = config("data.template=v1")
-    encoder, reader = exact(open_tokenizer(TINY), 99, TooLong.fail), Images()
-    found = ask(record, encoder, reader, cfg)  # pyright: ignore[reportArgumentType]
+    encoder = exact(open_tokenizer(TINY), 99, TooLong.fail)
+    reader: Any = Images()
+    found = ask(record, encoder, reader, cfg)
     assert (found.question, found.reference) == ("what  is", "red") and found.sizes == ((3, 4),)
     assert found.images == (Path("images/a.png"),) and found.sample.images == ("a.png",)
     assert (found.sample.input_ids == IMAGE_ID).sum() == 4 and (found.sample.labels == IGNORE).all()
     plain = dataclasses.replace(RECORD, turns=(Turn("human", "what <image>"), Turn("gpt", "red")))
-    assert ask(plain, encoder, reader, cfg).question == "what <image>"  # pyright: ignore[reportArgumentType]
+    assert ask(plain, encoder, reader, cfg).question == "what <image>"
     wrong = dataclasses.replace(RECORD, turns=(Turn("human", "what"), Turn("human", "red")))
     with pytest.raises(DataError):
-        ask(wrong, encoder, reader, cfg)  # pyright: ignore[reportArgumentType]
+        ask(wrong, encoder, reader, cfg)
 
 
 def test_prompts_are_padded_on_the_left() -> None:

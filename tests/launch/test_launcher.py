@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -218,7 +218,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Launch, li
     monkeypatch.setattr(launcher.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(own, "ranks", lambda: [7, 8])
     monkeypatch.setattr(launcher.os, "kill", lambda rank, number: agent.told.append((rank, number)))
-    own.agent = agent  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(own, "agent", agent, raising=False)
     return own, agent.told, clock
 
 
@@ -244,6 +244,19 @@ def test_ranks_are_told_to_stop_once(number: signal.Signals, watched: tuple[Laun
     assert told[4:] == ["kill"] and own.stopped_by == number
 
 
+def signals(clock: list[float], *numbers: signal.Signals) -> Callable[..., object]:
+    """Return a function in place of `signal.sigtimedwait`: the signals come every half second, then none."""
+    came = iter(numbers)
+
+    def wait(*_: object) -> object:
+        clock[0] += 0.5
+        assert clock[0] < 200, "it waits for ever"
+        number = next(came, None)
+        return None if number is None else SimpleNamespace(si_signo=number)
+
+    return wait
+
+
 def test_the_agent_is_ended_only_when_its_ranks_have(
     watched: tuple[Launch, list, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,15 +266,7 @@ def test_the_agent_is_ended_only_when_its_ranks_have(
     monkeypatch.setattr(
         own, "ranks", lambda: next(found for time, found in sorted(ranks.items())[::-1] if time <= clock[0])
     )
-    came = iter([signal.SIGUSR1, signal.SIGTERM])
-
-    def wait(*_: object) -> object:
-        clock[0] += 0.5
-        assert clock[0] < 200, "it waits for ever"
-        number = next(came, None)
-        return None if number is None else SimpleNamespace(si_signo=number)
-
-    monkeypatch.setattr(launcher.signal, "sigtimedwait", wait)
+    monkeypatch.setattr(launcher.signal, "sigtimedwait", signals(clock, signal.SIGUSR1, signal.SIGTERM))
     own.wait()
     assert told[:4] == [(7, signal.SIGUSR1), (8, signal.SIGUSR1), (7, signal.SIGTERM), (8, signal.SIGTERM)]
     assert told[4:] == ["terminate"] and clock[0] == 121.0
@@ -274,15 +279,7 @@ def test_an_agent_that_does_not_end_without_ranks_is_killed(
     own, told, clock = watched
     monkeypatch.setattr(own, "ranks", list)
     monkeypatch.setattr(own.agent, "poll", lambda: 1 if "kill" in told else None)
-    came = iter([signal.SIGTERM])
-
-    def wait(*_: object) -> object:
-        clock[0] += 0.5
-        assert clock[0] < 200, "it waits for ever"
-        number = next(came, None)
-        return None if number is None else SimpleNamespace(si_signo=number)
-
-    monkeypatch.setattr(launcher.signal, "sigtimedwait", wait)
+    monkeypatch.setattr(launcher.signal, "sigtimedwait", signals(clock, signal.SIGTERM))
     own.wait()
     assert told == ["terminate", "kill"] and clock[0] == 100.5 + 10
 

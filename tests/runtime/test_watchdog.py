@@ -38,6 +38,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
+class Recorded(Watchdog):
+    """A watchdog that lists how it would have ended the process."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.ended: list[Outcome] = []
+
+    def end(self, outcome: Outcome) -> None:
+        self.ended.append(outcome)
+
+
 Make = Callable[..., Watchdog]
 
 
@@ -49,18 +60,12 @@ def make(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Itera
     files = []
 
     def made(rank: int = 0, size: int = 3, limit: int = 60, warn_after: int | None = 20) -> Watchdog:
-        own = Watchdog(tmp_path, rank, limit, warn_after)
+        own = Recorded(tmp_path, rank, limit, warn_after)
         own.size, own.watcher = size, Watcher(tmp_path, FROZEN)
         own.stacks = (tmp_path / f"stacks-{rank}.txt").open("w")
         files.append(own.stacks)
         own.at(Phase.COMPUTE, 4)
         own.run.collectives = lambda: 9
-        own.ended = []  # type: ignore[attr-defined]
-
-        def end(outcome: Outcome) -> None:
-            own.ended.append(outcome)  # type: ignore[attr-defined]
-
-        own.end = end  # type: ignore[method-assign]
         return own
 
     yield made
@@ -69,7 +74,8 @@ def make(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def ends(watchdog: Watchdog) -> list[Outcome]:
-    return watchdog.ended  # type: ignore[attr-defined]
+    assert isinstance(watchdog, Recorded)
+    return watchdog.ended
 
 
 def put(folder: Path, *ranks: int, **changes: Any) -> None:

@@ -160,7 +160,7 @@ def keeps(
         return False
     except LlavaFsdpError:
         raise
-    except Exception:  # as when this run began
+    except Exception:  # the planner cannot compute this model, so the values were chosen without it
         return True
     return rows[0].fits and (before.tokens is not None or not cfg.plans_tokens)
 

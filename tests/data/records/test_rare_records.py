@@ -12,6 +12,7 @@ import pytest
 from pyarrow import parquet
 from test_tar import ASKS, TEXT, write
 
+from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.records import packed_text
 from llava_fsdp.data.records.forms import NO_KEYS, RecordKeys, given_sizes, parse_record
 from llava_fsdp.data.records.json_stream import MOST_BYTES
@@ -172,7 +173,7 @@ def test_odd_samples_of_a_tar(tmp_path: Path) -> None:
     for name, place in (("A.2.JPG", 1), ("1.jpg", 0), ("train/a.2.jpg", 1)):
         path = write(tmp_path / "two.tar", {**two, "a.json": {"conversations": ASKS, "image": name}})
         (image,) = (location for location in RecordFile(path)[0].inline.values())
-        assert image.name == f"a.{place + 1}.jpg"  # pyright: ignore[reportAttributeAccessIssue]
+        assert isinstance(image, ImageLocation) and image.name == f"a.{place + 1}.jpg"
     absent = write(tmp_path / "two.tar", {**two, "a.json": {"conversations": ASKS, "image": "a.3.jpg"}})
     assert RecordFile(absent)[0].images == ("a.3.jpg",)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from llava_fsdp.data.index.build import locked
 from llava_fsdp.data.index.integrity import damaged, read_column
-from llava_fsdp.data.index.worker_pool import header
+from llava_fsdp.data.index.worker_pool import npy_header
 from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.log import log
 
@@ -52,7 +52,7 @@ def write(path: Path, count: int, dtype: np.dtype, pieces: Iterable[np.ndarray])
     for left in path.parent.glob("*.tmp"):
         left.unlink(missing_ok=True)
     with replacing(path, durable=True) as file:
-        file.write(header(dtype, count))
+        file.write(npy_header(dtype, count))
         for piece in pieces:
             file.write(np.ascontiguousarray(piece, dtype).data)
 

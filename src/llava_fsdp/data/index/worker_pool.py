@@ -261,16 +261,16 @@ def write_column(path: Path, pieces: Iterator[np.ndarray], dtype: np.dtype) -> N
     """
     total = 0
     with path.open("wb") as file:
-        file.seek(len(header(dtype, 0)))
+        file.seek(len(npy_header(dtype, 0)))
         for piece in pieces:
             assert piece.dtype == dtype, (path, piece.dtype)
             file.write(piece.tobytes())
             total += len(piece)
         file.seek(0)
-        file.write(header(dtype, total))
+        file.write(npy_header(dtype, total))
 
 
-def header(dtype: np.dtype, length: int) -> bytes:
+def npy_header(dtype: np.dtype, length: int) -> bytes:
     """Return the header of a one-dimensional .npy file (format version 1.0), 128 bytes for any length."""
     text = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': ({length},), }}".ljust(117) + "\n"
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()

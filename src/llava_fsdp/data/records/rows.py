@@ -16,7 +16,7 @@ from llava_fsdp.data.index.worker_pool import BLOCK, Columns, column
 from llava_fsdp.data.records.forms import RecordKeys
 from llava_fsdp.data.records.parquet import ParquetRows, is_parquet
 from llava_fsdp.data.records.tar import TarRows
-from llava_fsdp.runtime.durable_files import replacing
+from llava_fsdp.runtime.durable_files import replacing, sync_folder
 from llava_fsdp.runtime.log import log
 
 
@@ -191,6 +191,7 @@ def join_texts(texts: Sequence[Path], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)  # a Parquet file may have no row group
     if len(texts) == 1:
         os.replace(texts[0], target)
+        sync_folder(target.parent)  # what is made from it must not outlive it in a power failure
         return
     with replacing(target, durable=True) as joined:
         for text in texts:
