@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains the embedded tiny LLaVA from nothing, both stages, and asks it questions about images.
-# Needs bash and Python 3.11 or 3.12; sets up .venv on first use. About five minutes on two cores.
+# Needs bash and Python 3.11 or 3.12; sets up .venv on first use. 5 to 15 minutes on two cores.
 set -euo pipefail
 
 # shellcheck source=launch/setup.sh
