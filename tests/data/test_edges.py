@@ -276,10 +276,10 @@ class FakeIndex:
         return [(at, self.flags[at : at + 2]) for at in range(0, len(self.flags), 2)]
 
 
-def test_places_add_up_over_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duplicate_ids, "BLOCK", 3)
+def test_places_add_up_over_chunks() -> None:
     counts = np.array([2, 0, 1, 5, 0, 0, 4, 1], dtype=np.int32)
-    assert np.concatenate(list(duplicate_ids.running_sum(counts))).tolist() == [0, *np.cumsum(counts).tolist()]
+    chunks = [counts[:3], counts[3:3], counts[3:]]
+    assert np.concatenate(list(duplicate_ids.running_sum(chunks))).tolist() == [0, *np.cumsum(counts).tolist()]
 
 
 @pytest.mark.parametrize("block", [3, 4, 1 << 20])

@@ -145,7 +145,7 @@ def test_two_at_once_wait_for_each_other(parts: Path, tmp_path: Path) -> None:
     path, planted = write_planted(tmp_path, lines=True)
     builders = [builder(parts, path, tmp_path / "index") for _ in range(2)]
     assert [int(b.communicate(timeout=120)[0]) for b in builders] == [len(planted)] * 2
-    assert len(list((tmp_path / "index").glob("*/encoded-*"))) == 1
+    assert len(list((tmp_path / "index").glob("*/encoded-*/done.json"))) == 1
 
 
 @pytest.mark.slow
@@ -313,6 +313,8 @@ def test_a_chunk_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
     broken = bytearray(chunk_file(tmp_path / "parts", 2).read_bytes())
     broken[80] ^= 255
     chunk_file(tmp_path / "parts", 2).write_bytes(broken)
+    join(files[:2], [0, 0], tmp_path / "less", lambda _: {}, left_out=["a"])
+    assert not (tmp_path / "less" / "a.npy").exists()
     with pytest.raises(SourceError, match=r"00000002\.npz is broken .* run it again"):
         join(files, [0, 0, 0], tmp_path / "again", lambda _: {})
     assert not chunk_file(tmp_path / "parts", 2).exists()

@@ -138,6 +138,18 @@ def test_only_new_and_changed_files_are_examined(parts: Path, dataset: Path, tmp
     assert again.fingerprint == first.fingerprint != added.fingerprint
 
 
+def test_a_file_beside_the_only_one_is_examined_alone(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    _, *others = write_shards(dataset, tmp_path / "shards")
+    taken = [other.rename(tmp_path / other.name) for other in others]
+    cfg = config(parts, dataset, tmp_path, tmp_path / "shards")
+    open_again(cfg, parts)
+    before = made_of(tmp_path / "index")
+    taken[0].rename(others[0])
+    open_again(cfg, parts)
+    after = made_of(tmp_path / "index")
+    assert {name: after[name] for name in before} == before and len(after) == 2 * len(before) == 8
+
+
 def test_problems_are_numbered_in_all_files_and_named_in_their_own(parts: Path, dataset: Path, tmp_path: Path) -> None:
     rows = rows_of(dataset)[:6]
     rows[4]["image"], rows[5]["id"] = "none.png", rows[0]["id"]

@@ -25,7 +25,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +37,7 @@ from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.duplicate_ids import DUPLICATES, read_facts
-from llava_fsdp.data.index.examine_passes import ExaminePictures, Pass, ReadRecords
+from llava_fsdp.data.index.examine_passes import NAME_SIZE, ExaminePictures, Pass, ReadRecords
 from llava_fsdp.data.index.image_sample import Examined
 from llava_fsdp.data.index.integrity import DONE, check_part, damaged, read_json, read_rows
 from llava_fsdp.data.index.record_store import (
@@ -52,8 +52,8 @@ from llava_fsdp.data.index.record_store import (
     sources_of,
 )
 from llava_fsdp.data.index.source_state import check_unchanged, find_state, read_known, short, stamp
-from llava_fsdp.data.index.token_pass import LOSSES, EncodeRecords
-from llava_fsdp.data.index.worker_pool import BLOCK, ROWS, join, open_column, run_chunks
+from llava_fsdp.data.index.token_pass import LOSSES, LOSSES_COLUMN, EncodeRecords
+from llava_fsdp.data.index.worker_pool import BLOCK, ROWS, column, join, open_column, run_chunks
 from llava_fsdp.data.records.packed_text import Unpack, copy_name, is_copied
 from llava_fsdp.data.records.record import is_container
 from llava_fsdp.data.records.rows import RowsFile, WriteRows
@@ -348,18 +348,17 @@ def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, loo
         with watch("finding records", len(texts)) as advance:
             run_chunks(finding, finding.files(), plan.workers, advance)
         join_positions(sources, finding, state / "texts", known.fingerprint, check)
-        if len(texts) == 1:
-            clear(finding.folder)
     records, sampling = state / plan.records_name, plan.reader.sampling
     reading = ReadRecords(state / "texts", CHUNKS["records"], sampling, plan.cache)
-    make(reading, chunks_of(plan, plan.records_name), records, plan.workers, watch, "reading records", read_facts)
+    chunks = chunks_of(plan, plan.records_name)
+    make(reading, chunks, records, plan.workers, watch, "reading records", read_facts, [NAME_SIZE])
     pictures = examine_pictures(plan, state, watch, look_again)
     encoded = state / encoded_name(plan, pictures)
     encoding = EncodeRecords(
         state / "texts", CHUNKS["encoded"], sampling, plan.cache, records, pictures, plan.whole_encoder, plan.reader
     )
     chunks = chunks_of(plan, f"encoded-{encoding_of(plan)}")
-    make(encoding, chunks, encoded, plan.workers, watch, "counting tokens", encoded_facts)
+    make(encoding, chunks, encoded, plan.workers, watch, "counting tokens", encoded_facts, [LOSSES_COLUMN])
     check()
     return opened(plan, folder, state, pictures, encoded)
 
@@ -432,37 +431,42 @@ def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, wat
 
 
 P = TypeVar("P", bound=Pass)
-Finish = Callable[[P, Path], dict[str, Any]]
-"""Function (pass over the dataset, folder of its joined columns) -> facts to store in `done.json`. It may add files to
-the folder."""
+Finish = Callable[[P, Sequence[Path], Path], dict[str, Any]]
+"""Function (pass over the dataset, files with the results of its chunks, folder of its joined columns) -> facts to
+store in `done.json`. It may add files to the folder."""
 
 
 def make(
-    task: P, chunks: Path, target: Path, workers: int, watch: Watch, label: str, finish: Finish[P], keep: bool = False
+    task: P,
+    chunks: Path,
+    target: Path,
+    workers: int,
+    watch: Watch,
+    label: str,
+    finish: Finish[P],
+    left_out: Collection[str] = (),
 ) -> None:
     """Run a pass over the dataset (a computation for each record) and write its result folder, unless the folder
     exists.
 
     Args:
         task: the pass, which computes one chunk of consecutive records at a time.
-        chunks: folder for the results of single chunks. They are not deleted if the dataset has several files of
-            records, so that only new files are examined when files are added.
+        chunks: folder for the results of single chunks. They are kept, so that only new files are examined when files
+            are added to the dataset.
         target: the result folder.
         workers: number of worker processes.
         watch: function that starts a progress bar.
         label: name of the pass for the progress bar.
-        finish: called with the pass and the folder of the joined results; may add files to it, and returns JSON values
-            to store in its `done.json`.
-        keep: whether to keep the results of single chunks in any case.
+        finish: called with the pass, the files with the results of its chunks, and the folder of the joined results;
+            may add files to the folder, and returns JSON values to store in its `done.json`.
+        left_out: names of columns that are not joined, because only `finish` needs them.
     """
     if target.is_dir():
         return
     files = task.files(chunks)
     with watch(label, len(files)) as advance:
         run_chunks(task, files, workers, advance)
-    join(files, task.file_begins, target, lambda staged: finish(task, staged))
-    if not keep and len(task.store.parts) == 1:
-        clear(chunks)
+    join(files, task.file_begins, target, lambda staged: finish(task, files, staged), left_out)
 
 
 def clear(folder: Path) -> None:
@@ -550,13 +554,13 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
             files[chunk].unlink(missing_ok=True)
     is_new = last is not None or not chunks.is_dir()  # otherwise results of an interrupted pass are reused
     target = Path(f"{base}.{0 if last is None else int(last.suffix[1:]) + 1}")
-    make(task, chunks, target, plan.workers, watch, "examining images", count_examined, keep=True)
+    make(task, chunks, target, plan.workers, watch, "examining images", count_examined)
     if is_new:
         note_look(plan)
     return target
 
 
-def count_examined(task: ExaminePictures, staged: Path) -> dict[str, Any]:
+def count_examined(task: ExaminePictures, _: Sequence[Path], staged: Path) -> dict[str, Any]:
     """Return how many images of a dataset were decoded, as JSON values to store; empty except with
     `data.examine=sample` or `lazy`.
 
@@ -588,16 +592,15 @@ def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
     return sorted(fixed)
 
 
-def encoded_facts(task: EncodeRecords, staged: Path) -> dict[str, Any]:
+def encoded_facts(task: EncodeRecords, chunks: Sequence[Path], _: Path) -> dict[str, Any]:
     """Add up what truncation loses in each data source of a dataset, and return the sums as JSON values to store.
 
     Args:
         task: the pass over the dataset that counted tokens.
-        staged: folder of the arrays that it has made.
+        chunks: the file with the results of each chunk of consecutive records.
     """
     shape = len(task.limits), len(LOSSES)
     losses = np.zeros((len(task.store.sources), *shape), dtype=np.int64)
-    sources = [task.store.part(first).source for first in task.file_begins]
-    np.add.at(losses, sources, open_column(staged, "losses").reshape(-1, *shape))
-    (staged / "losses.npy").unlink()
+    for chunk, first in zip(chunks, task.file_begins, strict=True):
+        losses[task.store.part(first).source] += column(chunk, LOSSES_COLUMN).reshape(shape)
     return {"limits": task.limits, "losses": losses.tolist()}

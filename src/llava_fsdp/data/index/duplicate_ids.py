@@ -3,31 +3,32 @@ by record."""
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llava_fsdp.data.index.examine_passes import ReadRecords
-from llava_fsdp.data.index.worker_pool import BLOCK, open_column, write_column
+from llava_fsdp.data.index.examine_passes import NAME_SIZE, ReadRecords
+from llava_fsdp.data.index.worker_pool import BLOCK, column, open_column, write_column
 from llava_fsdp.data.records.problems import BITS, Kind
 
 DUPLICATES = "duplicates"
 
 
-def read_facts(task: ReadRecords, staged: Path) -> dict[str, Any]:
+def read_facts(task: ReadRecords, chunks: Sequence[Path], staged: Path) -> dict[str, Any]:
     """Add files to the result of the first pass over a dataset, which reads all records: first_picture (int64 [records
     + 1], the index of each record's first image), name_end (int64 [images + 1], the end of each image's path in the
     array of all paths) and the list of duplicate ids. Return an empty dict, because there is nothing else to store.
 
     Args:
         task: the first pass.
+        chunks: the file with the results of each chunk of consecutive records.
         staged: folder of the arrays that it has made.
     """
-    for name, counts in (("first_picture", "pictures"), ("name_end", "name_size")):
-        write_column(staged / f"{name}.npy", running_sum(open_column(staged, counts)), np.dtype(np.int64))
-    (staged / "name_size.npy").unlink()
+    for name, counts in (("first_picture", "pictures"), ("name_end", NAME_SIZE)):
+        sums = running_sum(column(chunk, counts) for chunk in chunks)
+        write_column(staged / f"{name}.npy", sums, np.dtype(np.int64))
     flags = np.load(staged / "flags.npy", mmap_mode="r+")
     hashes = open_column(staged, "id_hash")
     with (staged / f"{DUPLICATES}.jsonl").open("w") as file:
@@ -44,14 +45,17 @@ def read_facts(task: ReadRecords, staged: Path) -> dict[str, Any]:
     return {}
 
 
-def running_sum(counts: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield 0 and the cumulative sums of `counts` in blocks, int64 [counts + 1] together."""
+def running_sum(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield 0 and the cumulative sums of an array in pieces, int64 [counts + 1] together.
+
+    Args:
+        pieces: the parts of the array, in order; any of them may be empty.
+    """
     total = 0
     yield np.zeros(1, dtype=np.int64)
-    for begin in range(0, len(counts), BLOCK):
-        sums = total + np.cumsum(counts[begin : begin + BLOCK], dtype=np.int64)
-        total = int(sums[-1])
-        yield sums
+    for counts in pieces:
+        yield total + np.cumsum(counts, dtype=np.int64)
+        total += int(counts.sum())
 
 
 def duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:

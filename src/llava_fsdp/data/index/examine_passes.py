@@ -184,12 +184,16 @@ class Pass(ABC):
                 yield number, record
 
 
+NAME_SIZE = "name_size"
+"""Column with the number of bytes of each image's path, int32 [images]."""
+
+
 @dataclass(frozen=True)
 class ReadRecords(Pass):
     """First pass over a dataset: parse each record and store its id, number of words and images.
 
     Columns with a value per record: id_hash (0: no id), digest (xxh3 checksum of its bytes; 0: not read), words,
-    pictures (number of images). Column with a value per image: name_size (number of bytes of its path). Column `names`:
+    pictures (number of images). Column with a value per image: NAME_SIZE. Column `names`:
     the bytes of all image paths.
     """
 
@@ -217,7 +221,7 @@ class ReadRecords(Pass):
             "digest": digests,
             "words": words,
             "pictures": pictures,
-            "name_size": np.array([len(n) for n in names], dtype=np.int32),
+            NAME_SIZE: np.array([len(n) for n in names], dtype=np.int32),
             "names": np.frombuffer(b"".join(names), dtype=np.uint8),
         }
 

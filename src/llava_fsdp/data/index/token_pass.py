@@ -24,6 +24,8 @@ LIMITS = (512, 1024, 2048, 4096, 8192)
 LOSSES = ("records", "positions", "labels", "unlabelled")
 """Names of the counts for each maximum length: truncated records, lost tokens, lost label tokens, and records that lose
 all their labels."""
+LOSSES_COLUMN = "losses"
+"""Column with the LOSSES of a chunk of consecutive records for each maximum length, int64 [lengths * LOSSES]."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,8 @@ class EncodeRecords(Pass):
     """Third pass over a dataset: encode each record, and store its numbers of tokens, labels, images and tiles.
 
     Columns (arrays) with an int32 value per record: length, labels, images, tiles, image_tokens, positions_cut,
-    labels_cut, and full (length before truncation). All are 0 for a record that cannot be encoded. Column `losses`,
-    int64: by chunk of consecutive records and maximum length, the numbers of truncated records, of lost tokens, of lost
-    label tokens, and of records that lose all their labels, flattened.
+    labels_cut, and full (length before truncation). All are 0 for a record that cannot be encoded. Column
+    LOSSES_COLUMN, the sums over the chunk of consecutive records.
     """
 
     records_folder: Path
@@ -81,7 +82,7 @@ class EncodeRecords(Pass):
             for name, value in zip(names, (*held, *lost), strict=True):
                 columns[name][number - numbers.start] = value
             losses += self.losses(made)
-        return {**columns, "losses": losses.reshape(-1)}
+        return {**columns, LOSSES_COLUMN: losses.reshape(-1)}
 
     def encode(self, record: Record, number: int, tell: Tell) -> Measured | None:
         for position, turn in enumerate(asked_turns(record)):

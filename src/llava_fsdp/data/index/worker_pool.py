@@ -15,7 +15,7 @@ import time
 import zipfile
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -192,7 +192,13 @@ def do(task: Task, files: Sequence[Path], chunk: int) -> None:
         file.write(archive.getbuffer())
 
 
-def join(files: Sequence[Path], offsets: Sequence[int], target: Path, finish: Callable[[Path], dict[str, Any]]) -> None:
+def join(
+    files: Sequence[Path],
+    offsets: Sequence[int],
+    target: Path,
+    finish: Callable[[Path], dict[str, Any]],
+    left_out: Collection[str] = (),
+) -> None:
     """Concatenate the results of all chunks of consecutive records of a dataset: each column (an array with one value
     per record or image) becomes a .npy file, and the column ROWS, which lists problems of records, becomes
     `rows.jsonl`.
@@ -206,13 +212,14 @@ def join(files: Sequence[Path], offsets: Sequence[int], target: Path, finish: Ca
         target: the folder to make.
         finish: called with the folder of the concatenated columns; may add files to it, and returns JSON values to
             store in its `done.json`.
+        left_out: names of columns that are not concatenated, because only `finish` needs them.
 
     Raises:
         SourceError: the file of a chunk is broken. It is deleted, so that the next run makes it again.
     """
     staged = target.with_name(f"{target.name}.tmp")
     staged.mkdir(exist_ok=True)
-    dtypes = {name: values.dtype for name, values in columns_of(files[0]).items()}
+    dtypes = {name: values.dtype for name, values in columns_of(files[0]).items() if name not in left_out}
     for name, dtype in dtypes.items():
         pieces = (column(file, name) for file in files)
         if name == ROWS:
