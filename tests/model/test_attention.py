@@ -23,10 +23,13 @@ from llava_fsdp.model.attention import (
     Kernel,
     Lengths,
     PackedRow,
+    attend_alone,
+    attend_in_steps,
     attention_arguments,
     choose_kernel,
     each_alone,
     flash_kernel_missing,
+    in_window,
     not_for_flash,
     other_attention,
     packing_refused,
@@ -254,6 +257,22 @@ def test_a_packed_row_attends_as_its_samples_alone(key_heads: int) -> None:
         scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
         torch.testing.assert_close(found[:, own], (scores.softmax(-1) @ v).transpose(1, 2))
         begin += length
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 256, 300])
+@pytest.mark.parametrize(("latest", "total"), [(1, 2), (255, 300), (256, 511), (257, 700), (521, 523)])
+def test_the_latest_tokens_attend_as_among_all(latest: int, total: int, window: int | None) -> None:
+    """Also more of them than one mask is made for; gradients too."""
+    torch.manual_seed(0)
+    sizes = (4, latest), (2, total), (2, total)
+    parts = [torch.randn(1, h, n, 8, dtype=torch.float64, requires_grad=True) for h, n in sizes]
+    form = AttentionForm(0.3, window=window)
+    allowed = in_window(latest, total, window or total, torch.device("cpu"))
+    found, want = attend_alone(nn.Module(), *parts, form), attend_in_steps(*parts, form, allowed)
+    torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)  # the expected softmax is in fp32
+    up = torch.randn_like(want)
+    for own, other in zip(torch.autograd.grad(found, parts, up), torch.autograd.grad(want, parts, up), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
 
 
 def test_a_packed_row_drops_and_scales_as_its_samples_do() -> None:

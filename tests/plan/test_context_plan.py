@@ -189,7 +189,7 @@ STRADDLING = {
     [
         ("sdpa", {}, 1, "auto", False),
         ("sdpa", {}, 2, "ulysses", False),
-        ("sdpa", {}, 2, "gather", True),
+        ("sdpa", {}, 2, "gather", False),
         ("auto", {}, 2, "gather", False),
         ("sdpa", WINDOWED, 1, "auto", True),
         ("auto", WINDOWED, 1, "auto", False),

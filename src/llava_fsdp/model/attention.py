@@ -383,18 +383,66 @@ def attend_alone(
     length, total = query.shape[2], key.shape[2]
     if allowed is not None:
         allowed = allowed[..., allowed.shape[-1] - total :]
+    elif length < total and form.is_plain:
+        return attend_latest(query, key, value, form)
     elif length < total:  # SDPA's own causal mask would take the queries for the first tokens
         allowed = query.new_ones((length, total), dtype=torch.bool).tril_(total - length)
     if form.window is not None and total > form.window:
         within = in_window(length, total, form.window, query.device)
         allowed = within if allowed is None else allowed & within
     if form.is_plain:
-        options = {"dropout": form.dropout, "scaling": form.scaling}
-        grouped: Any = HeadGroups(query.shape[1] // key.shape[1])
-        return sdpa_attention_forward(grouped, query, key, value, as_four(allowed), **options)[0]
+        return attend_with_mask(query, key, value, form, allowed)
     if allowed is None:
         allowed = in_window(length, total, total, query.device)
     return attend_in_steps(query, key, value, form, allowed)
+
+
+QUERIES_AT_ONCE = 256
+"""Number of queries for which `attend_latest` has one mask."""
+
+
+def attend_latest(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: AttentionForm) -> torch.Tensor:
+    """Compute causal attention of the latest tokens of a sample with SDPA, QUERIES_AT_ONCE queries at a time.
+
+    A mask for all queries would grow with the square of the sample's length. The masks of the parts are views of one.
+
+    Args:
+        query: [1, heads, tokens, size], of the sample's latest tokens.
+        key, value: [1, heads, all tokens, size].
+        form: options of the attention, without a soft cap and attention sinks.
+
+    Returns:
+        [1, tokens, heads, size]
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))  # SDPA would do it for each part
+    total, end = key.shape[2], key.shape[2] - query.shape[2]
+    latest = min(QUERIES_AT_ONCE, query.shape[2])
+    pairs = query.new_ones((latest, total), dtype=torch.bool)
+    hidden = pairs.triu(total - latest + 1)  # later tokens
+    if form.window is not None:
+        hidden |= pairs.tril(total - latest - form.window)
+    mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    found = []
+    for part in query.split(QUERIES_AT_ONCE, dim=2):
+        end += part.shape[2]
+        own = mask[-part.shape[2] :, total - end :]
+        found.append(attend_with_mask(part, key[:, :, :end], value[:, :, :end], form, own))
+    return torch.cat(found, dim=1)
+
+
+def attend_with_mask(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: AttentionForm, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute attention with transformers' SDPA: [rows, heads, tokens, size] -> [rows, tokens, heads, size].
+
+    Args:
+        form: options of the attention, without a soft cap and attention sinks.
+        mask: bool, or scores to add; None: causal attention.
+    """
+    options = {"dropout": form.dropout, "scaling": form.scaling}
+    grouped: Any = HeadGroups(query.shape[1] // key.shape[1])
+    return sdpa_attention_forward(grouped, query, key, value, as_four(mask), **options)[0]
 
 
 @dataclass(frozen=True)
@@ -637,19 +685,18 @@ def layers_with_window(language: PretrainedConfig) -> int:
     return language.num_hidden_layers if has_window else 0
 
 
-def grows_with_square(attention: Attention, model: nn.Module, has_more_keys: bool) -> bool:
+def grows_with_square(attention: Attention, model: nn.Module) -> bool:
     """Return whether attention over packed rows makes masks or scores of all pairs of a sample's tokens, so that its
     memory grows with the square of the sample's length.
 
     Args:
         model: the language model.
-        has_more_keys: whether rows can have more keys than queries (`PackedRow.keys`).
     """
     config: Any = model.config
     has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     if has_sinks or getattr(config, "attn_logit_softcapping", None) is not None:
         return True
-    return attention is Attention.sdpa and (has_more_keys or layers_with_window(config) > 0)
+    return attention is Attention.sdpa and layers_with_window(config) > 0
 
 
 def layers_out_of_reach(model: PreTrainedModel) -> str | None:

@@ -164,8 +164,7 @@ class Planner:
         length and cannot be interpolated between two."""
         if self.kernel is None:  # padded rows all have one length
             return False
-        gathers = self.cfg.parallel.num_context > 1 and self.how is ContextHow.gather
-        return grows_with_square(self.kernel.attention, self.model.language_model, gathers)
+        return grows_with_square(self.kernel.attention, self.model.language_model)
 
     @property
     def how(self) -> ContextHow:
