@@ -1,5 +1,6 @@
 """README.md and docs/: links, keys, commands and messages that exist, tables that are current, a site that builds."""
 
+import ast
 import importlib
 import json
 import logging
@@ -360,6 +361,16 @@ def test_commands_of_a_page_run_in_order(page: Path, tmp_path: Path, request: py
             assert done.returncode == 0, (
                 f"{block.where}: {shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
             )
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
+def test_names_that_examples_import_exist(page: Path) -> None:
+    trees = [ast.parse(block.text) for block in runnable(page) if block.kind == "run"]
+    imports = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    for node in imports:
+        assert node.module is not None
+        module = importlib.import_module(node.module)
+        assert [] == [name.name for name in node.names if not hasattr(module, name.name)], page
 
 
 @pytest.mark.slow
