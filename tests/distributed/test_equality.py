@@ -1,5 +1,7 @@
 """Every strategy, on any number of ranks and with any micro-batches, trains as a plain loop does."""
 
+import functools
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -34,21 +36,25 @@ VARIANTS = {
 }
 
 
+References = Callable[[str], tuple[Outcome, Outcome]]
+
+
 @pytest.fixture(scope="module")
-def references(
-    parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Outcome, Outcome]]:
+def references(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> References:
     """By variant: the plain loop's outcome, and the weights everything starts from."""
-    found = {}
-    for name, (stage, overrides) in VARIANTS.items():
+
+    @functools.cache
+    def reference(name: str) -> tuple[Outcome, Outcome]:
+        stage, overrides = VARIANTS[name]
         folder = tmp_path_factory.mktemp(name)
         start = make_config(
             parts, dataset, folder, "max_steps=1", "optim.lr=0", BATCH, *EXPORTED, *overrides, stage=stage
         )  # the first step's learning rate is 0 too: this only writes the weights that a run starts from
         train.train(start)
         cfg = make_config(parts, dataset, folder / "none", BATCH, *overrides, stage=stage)
-        found[name] = plain_loop(cfg, folder / "export"), outcome(folder)
-    return found
+        return plain_loop(cfg, folder / "export"), outcome(folder)
+
+    return reference
 
 
 CASES = [(s, w) for s in SHARDED for w in (1, 2, 4)] + [(s, 4) for s in HYBRID]
@@ -72,7 +78,7 @@ TABLES = [
 @pytest.mark.parametrize(("variant", "accumulations", "cases"), TABLES)
 def test_table_equals_plain_loop(
     variant: str, accumulations: tuple[int, ...], cases: list[tuple[str, int]],
-    references: dict[str, tuple[Outcome, Outcome]], configure: Configure, pools: dict[int, RankPool],
+    references: References, configure: Configure, pools: dict[int, RankPool],
 ) -> None:  # fmt: skip
     """Losses and weights of six strategies x 1/2/4 ranks x accumulation x checkpointing, against the plain loop.
 
@@ -80,7 +86,7 @@ def test_table_equals_plain_loop(
     on or off), they are equal to the bit.
     """
     stage, overrides = VARIANTS[variant]
-    reference, start = references[variant]
+    reference, start = references(variant)
     by_order_of_sums: dict[object, Outcome] = {}
     for (strategy, size), accumulation in product(cases, accumulations):
         # both settings of checkpointing meet every strategy, number of ranks and accumulation over the table

@@ -176,6 +176,7 @@ def test_int8_refuses_what_fp16_has_not() -> None:
         packed_of(Packing(Quantizer.int8, False, 64, 64), weight, torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_continuing_on_another_base_is_refused(made: Path, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Weights drawn with another seed; and the base that the adapter is merged into already."""
     source = f"model.lora.checkpoint={made / 'adapter'}"

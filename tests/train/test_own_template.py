@@ -76,6 +76,7 @@ def test_run_export_and_transformers_ask_alike(run: Path, language: Path, tmp_pa
     assert list(made["input_ids"][0]) == ids, "the processor adds no BOS token either"
 
 
+@pytest.mark.slow
 def test_a_run_continues_with_the_same_template_alone(run: Path, language: Path, dataset: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     shutil.copytree(language, tmp_path / "parts")

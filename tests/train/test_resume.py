@@ -142,6 +142,7 @@ def test_the_computed_order_resumes_in_its_own_version_alone(
         train.train(older)
 
 
+@pytest.mark.slow
 def test_another_dataset_is_refused_and_a_moved_one_is_not(
     whole_run: Path, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:

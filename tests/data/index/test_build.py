@@ -62,6 +62,7 @@ def content(index: Index) -> dict[str, bytes]:
     return {f"{part.name}/{p.name}": p.read_bytes() for part in parts for p in sorted(part.iterdir())}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("chunks", "workers_at_once")
 def test_any_number_of_workers_makes_the_same(parts: Path, tmp_path: Path) -> None:
     path, _ = write_planted(tmp_path, lines=True)
