@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from llava_fsdp.config import cli
 
 SCRIPT = """\
 import os, sys
@@ -71,3 +74,15 @@ def test_a_training_does_not_end_as_done_for_a_reader() -> None:
 def test_a_mistake_keeps_its_exit_code_without_a_reader() -> None:
     done = with_no_reader("entry", "mistake")
     assert done.returncode == 2 and "of the user" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        (["output_dir=a", "output_dir=b"], Path("b")), (["seed=1"], None), (["dry_run=2", "output_dir=a"], None),
+        (["output_dir=a", "seed=1", "dry_run=2"], None), (["val.dry_run=2", "output_dir=a"], Path("a")),
+    ],
+)  # fmt: skip
+def test_a_dry_run_records_no_mistake(words: list[str], folder: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    assert cli.typed_output_dir() == folder

@@ -593,6 +593,12 @@ def test_a_probe_that_crashes_or_hangs_is_a_row() -> None:
     assert len({(check.group, check.name) for check in CHECKS}) == len(CHECKS)
 
 
+def test_network_and_links_are_judged_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "read_interfaces", lambda: ETHERNET[:1])
+    assert {"interfaces", "host name"} <= {row.name for row in rows_of("interfaces", context_of())}
+    assert rows_of("links", context_of(torch=SimpleNamespace(devices=[]))) == []
+
+
 def test_text_of_sizes_errors_and_programs() -> None:
     assert [readable(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5 MiB", "3072 GiB"]
     assert result_and_cure(ConfigError("a is wrong; set b")) == ("a is wrong", "set b")

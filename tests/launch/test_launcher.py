@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 from llava_fsdp import __main__ as command
 from llava_fsdp.completion import completions
 from llava_fsdp.config import Config, ParallelConfig
-from llava_fsdp.config.help import asked_help, meanings, render_help
+from llava_fsdp.config.help import asked_help, first_sentence, meanings, render_help
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ENDINGS
 from llava_fsdp.runtime.status_file import Outcome, previous_status, put_status
@@ -132,6 +132,10 @@ def test_help_has_the_value_and_meaning_of_every_key() -> None:
     assert asked_help(["--help", "data"]) == "data" and asked_help(["-h"]) == "" and asked_help(["seed=1"]) is None
     text = render_help("train", Config, ["stage=pretrain", "optim.lr=0.25"], "optim")
     assert "optim.lr=0.25" in text and meanings(Config.__dataclass_fields__["optim"].type)["clip"][:20] in text
+    for group in ("data", "optim", "checkpoint"):
+        text = " ".join(render_help("train", Config, [], group).split())
+        for key, meaning in meanings(Config.__dataclass_fields__[group].type).items():
+            assert not meaning or " ".join(first_sentence(meaning).split()) in text, (group, key)
     with pytest.raises(ConfigError, match="did you mean data"):
         render_help("train", Config, [], "dat")
 

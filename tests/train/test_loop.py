@@ -1,5 +1,7 @@
 """A step of the loop is AdamW over the gradients of that step alone."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from harness import single_world
@@ -62,3 +64,14 @@ def test_two_steps_are_adamw_over_the_gradients_of_each(configure: Configure) ->
         optimizer.step()
         for name, master in ours.masters.named.items():
             assert torch.equal(master, theirs.masters.named[name]), (number, name)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_first_rank_writes_the_page_of_a_run_without_a_reporter(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    monkeypatch.setattr(train.ranks, "own_rank", lambda: rank)
+    monkeypatch.setattr(train, "rewrite_page", written.append)
+    train.RunParts(folder=tmp_path).report_end()
+    assert written == ([tmp_path] if rank == 0 else [])

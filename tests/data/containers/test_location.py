@@ -129,3 +129,9 @@ def test_the_best_compression_is_within_its_bound(codec: str) -> None:
     assert read_image(Counted(body), ImageLocation("memory", 5, 100, page), PageCache()) == bytes(100)
     with pytest.raises(module.DamagedPage):
         module.check_page(Page(0, 10, codec, 1 << 29))
+
+
+@pytest.mark.parametrize("codec", ["SNAPPY", "ZSTD"])
+def test_a_page_of_nothing_is_empty(codec: str) -> None:
+    """Writers may leave out the bytes of a page without values; both methods need some even for nothing."""
+    assert module.unpack(Page(0, 0, codec, 0), b"") == b""
