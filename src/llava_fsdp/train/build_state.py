@@ -22,6 +22,7 @@ from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.model.context_attention import ContextPlan, plan_context, share_attention
+from llava_fsdp.model.experts import RouterOutputs, find_routers
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
@@ -201,6 +202,9 @@ def assemble(
     warn_if_useless(cfg, world)
     compiling = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention)
     compilations = Compilations() if compiling.on else None
+    # not in compiled blocks, in which hooks may break the graph, nor if a rank holds only a part of each sample
+    routers = [] if compiling.on or meshes.context is not None else find_routers(model.language_model)
+    watched = RouterOutputs(routers) if routers else None
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen(), compilations)
     for message in useless_settings(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
         log().log(logging.WARNING if world.is_first else logging.DEBUG, message)
@@ -210,4 +214,5 @@ def assemble(
     optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
     optimizer = offload.optimizer(optimizer)
     scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None
-    return TrainState(model, masters, optimizer, learning_rate, loader, scaler=scaler, compilations=compilations)
+    others = {"scaler": scaler, "compilations": compilations, "routers": watched}
+    return TrainState(model, masters, optimizer, learning_rate, loader, **others)
