@@ -73,13 +73,14 @@ def test_ranks_and_micro_batches_do_not_matter(
                    ("qwen3_moe", "offload"), ("mixtral", "full"), ("mixtral", "offload")]),
 )  # fmt: skip
 def test_activation_checkpointing_changes_no_bit(kind: str, mode: str, mixture: Mixture) -> None:
-    """Blocks run again in the backward pass, in which routers must not be counted again."""
+    """Blocks run again in the backward pass, in which routers must not be counted again, and nothing be kept."""
     found = []
     for own in ("none", mode):
         cfg = mixture(kind, own, f"activation_checkpointing={own}")
         state, _ = begin(single_world(), cfg)
         results = run_steps(state, cfg)
-        assert state.expert_loads is not None
+        assert state.routers is not None and state.expert_loads is not None
+        assert all(hook.outputs is None for hook in state.routers.hooks)
         found.append(([(r.loss, r.grad_norm, r.expert_load) for r in results], held_masters(state), state.expert_loads))
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][2], found[1][2])
@@ -121,6 +122,33 @@ def test_collapsed_experts_are_warned_of_once(configure: Configure, caplog: pyte
             facts = StepFacts(step)
             reporter.warn(StepResult(facts, 1.0, 1.0, 1.0, 1.0, expert_load=ExpertLoad(1.0, 1.0, idle)))
     assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [2 * COLLAPSED_STEPS]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["none", "full", "offload", "budget"])
+def test_compiled_blocks_have_the_same_loads(mode: str, mixture: Mixture) -> None:
+    """In the two graphs that these blocks have without hooks, too."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = []
+    for values in (("compile=false",), ("compile=auto" if mode == "budget" else "compile=true",)):
+        checkpointing = f"activation_checkpointing={'full' if values[0] == 'compile=false' else mode}"
+        cfg = mixture(
+            "mixtral", values[0].replace("=", "-"), *values, checkpointing, "model.balance_loss=0", "pack=false"
+        )
+        state, _ = begin(single_world(), cfg)
+        found.append(([result.expert_load for result in run_steps(state, cfg)], state.expert_loads))
+    assert state.compilations is not None and state.compilations.total == 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch.equal(found[0][1], found[1][1])
+    for ours, theirs in zip(found[0][0], found[1][0], strict=True):
+        assert vars(ours) == pytest.approx(vars(theirs), rel=TOLERANCE)
+
+
+def test_routers_are_not_watched_where_that_would_break_a_graph(mixture: Mixture) -> None:
+    values = ("compile=true", "activation_checkpointing=selective", "pack=false", "model.balance_loss=0")
+    assert begin(single_world(), mixture("mixtral", "run", *values))[0].routers is None
 
 
 def test_blocks_are_not_compiled_for_it(mixture: Mixture) -> None:

@@ -158,8 +158,8 @@ def check_compile(cfg: Config) -> None:
     if cfg.model.balance_loss and (cfg.compile is True or is_budget):
         compiling = "activation_checkpointing=budget" if is_budget else "compile=true"
         raise ConfigError(
-            f"{compiling} with model.balance_loss={cfg.model.balance_loss}: this loss reads what routers return inside "
-            "of a block, which a compiled block does not show; set model.balance_loss=0, or "
+            f"{compiling} with model.balance_loss={cfg.model.balance_loss}: this loss needs what routers return inside "
+            "of a block, with gradients, which compiled blocks do not give; set model.balance_loss=0, or "
             + ("choose activation_checkpointing=selective" if is_budget else "compile=auto")
         )
 

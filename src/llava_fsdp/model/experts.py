@@ -4,7 +4,6 @@ load of each expert, and compute a loss that balances the loads."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -90,27 +89,55 @@ def probe(name: str, module: nn.Module, index: int, config: Any) -> Router | Non
 class RouterOutputs:
     """Keeps what the routers of a language model return in a forward pass, by hooks on the routers."""
 
-    def __init__(self, routers: list[Router]):
+    def __init__(self, routers: list[Router], with_gradients: bool):
+        """Install the hooks.
+
+        Args:
+            with_gradients: whether a loss of the outputs will be trained. Then blocks must not be compiled.
+        """
         self.routers = routers
-        self._kept: list[RouterOutput] | None = None
-        """None outside of `keep`. Activation checkpointing runs blocks again in the backward pass, which must keep
-        nothing: each router would count twice, and the block's activations would stay in memory."""
-        for router in routers:
-            router.module.register_forward_hook(partial(self._hook, router))
+        self.hooks = [RouterHook(router, with_gradients) for router in routers]
 
     @contextmanager
     def keep(self) -> Iterator[list[RouterOutput]]:
-        """Context manager for one forward pass. It yields a list to which each router adds its output."""
-        self._kept = kept = []
+        """Context manager for one forward pass. It yields a list, to which the output of each router is added at the
+        end."""
+        kept: list[RouterOutput] = []
+        for hook in self.hooks:
+            hook.open()
         try:
             yield kept
         finally:
-            self._kept = None
+            kept += [output for hook in self.hooks if (output := hook.close()) is not None]
 
-    def _hook(self, router: Router, module: nn.Module, args: Any, outputs: tuple[torch.Tensor, ...]) -> None:
-        # no operation on tensors here: with activation checkpointing, a block must run the same ones both times
-        if self._kept is not None:
-            self._kept.append(RouterOutput(router, outputs[router.index], outputs[-1]))
+
+class RouterHook:
+    """Forward hook of one router, which keeps its last output."""
+
+    def __init__(self, router: Router, with_gradients: bool):
+        self.router = router
+        self.with_gradients = with_gradients
+        self.is_on = not with_gradients
+        """Whether outputs are kept. Activation checkpointing runs a block again in the backward pass, in which outputs
+        with gradients must not be kept, because they would hold the block's activations. Outputs without gradients are
+        always kept: a compiled block must be the same graph both times."""
+        self.outputs: tuple[torch.Tensor, ...] | None = None
+        router.module.register_forward_hook(self.hook)
+
+    def open(self) -> None:
+        """Begin to keep outputs, and forget those of other forward passes."""
+        self.outputs = None
+        self.is_on = True
+
+    def close(self) -> RouterOutput | None:
+        """Return what the router returned since `open`; None if it did not run."""
+        outputs, self.outputs = self.outputs, None
+        self.is_on = not self.with_gradients
+        return RouterOutput(self.router, outputs[self.router.index], outputs[-1]) if outputs is not None else None
+
+    def hook(self, module: nn.Module, args: Any, outputs: tuple[torch.Tensor, ...]) -> None:
+        if self.is_on:
+            self.outputs = outputs if self.with_gradients else tuple(output.detach() for output in outputs)
 
 
 def samples_of_tokens(lengths: torch.Tensor, shape: torch.Size, is_packed: bool) -> torch.Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.config import Config, DType, Source, check_profile
+from llava_fsdp.config import ActivationCheckpointing, Config, DType, Source, check_profile
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
@@ -202,9 +202,11 @@ def assemble(
     warn_if_useless(cfg, world)
     compiling = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention)
     compilations = Compilations() if compiling.on else None
-    # not in compiled blocks, in which hooks may break the graph, nor if a rank holds only a part of each sample
-    routers = [] if compiling.on or meshes.context is not None else find_routers(model.language_model)
-    watched = RouterOutputs(routers) if routers else None
+    # With parallel.context a rank has only a part of each sample. Where a compiled block contains its activation
+    # checkpointing, a hook in it would break its graph.
+    is_hidden = compiling.on and cfg.activation_checkpointing.mode is ActivationCheckpointing.selective
+    routers = [] if is_hidden or meshes.context is not None else find_routers(model.language_model)
+    watched = RouterOutputs(routers, with_gradients=cfg.model.balance_loss > 0) if routers else None
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen(), compilations)
     for message in useless_settings(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
         log().log(logging.WARNING if world.is_first else logging.DEBUG, message)
