@@ -561,6 +561,7 @@ FLAGS_AND_VERDICTS = [
     ("--torch_compile False", "torch_compile", mapped, {"compile": False}),
     ("--torch_compile False --torch_compile_mode default", "torch_compile", no_effect, {"compile": True}),
     ("--torch_compile_mode max-autotune", "torch_compile_mode", unsupported, {"compile": True}),
+    ("--torch_compile_mode ''", "torch_compile_mode", implied, {"compile": ABSENT}),
     ("--mm_projector_lr 1e-4", "mm_projector_lr", mapped, {"optim.projector_lr": 1e-4}),
     ("--evaluation_strategy steps", "evaluation_strategy", unsupported, {}),
     ("--report_to none", "report_to", implied, {}),

@@ -66,6 +66,7 @@ def test_rows_are_read_a_few_at_a_time(
     """Of any row groups, which are then laid end to end a block at a time."""
     monkeypatch.setattr(parquet_container, "ROWS_AT_ONCE", at_once)
     monkeypatch.setattr(records_rows, "BLOCK", 7)
+    monkeypatch.setattr(records_rows, "ROWS_ALONE", 6)
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     made = [{"id": f"r{n}", "conversations": turns} for n in range(rows)]
     kinds = pyarrow.schema([
@@ -80,7 +81,8 @@ def test_rows_are_read_a_few_at_a_time(
         assert [json.loads(line) for line in opened.lines(group, MOST_BYTES)] == made[4 * group : 4 * group + 4]
     file = RowsFile(str(path), tmp_path / "rows", NO_KEYS)
     writing = WriteRows((file,), 1 << 20, data_files, by_group)
-    each = [range(group, group + 1) for group in range(groups)] if by_group else [range(groups)]
+    alone = [range(group, group + 1) for group in range(groups)]
+    each = alone if by_group and rows > 6 else [range(groups)]
     assert writing.parts == [(0, own) for own in each]
     run_chunks(writing, writing.chunks(), 1, lambda _: None)
     writing.gather()
@@ -99,6 +101,7 @@ def test_workers_go_on_after_this_process_has_begun(
     files = tuple(RowsFile(str(path), tmp_path / path.stem, NO_KEYS) for path in paths)
     writing = WriteRows(files, 1 << 20, DataFiles(), by_group)
     files[0].folder.mkdir()
+    monkeypatch.setattr(records_rows, "ROWS_ALONE", 0)
     writing(0)
     monkeypatch.setattr(worker_pool, "ALONE_SECONDS", 0)
     run_chunks(writing, writing.chunks(), 2, lambda _: None)

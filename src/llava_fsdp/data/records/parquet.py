@@ -247,6 +247,11 @@ class ParquetRows:
         """Number of row groups of a Parquet file."""
         return self.parquet.groups
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of a Parquet file."""
+        return self.parquet.arrow.metadata.num_rows
+
     def leaf_with_images(self, name: str) -> str | None:
         """Return the path of the leaf column of a Parquet file with the bytes of images (such as `image.bytes`); None
         if there are no bytes, only paths.

@@ -19,6 +19,9 @@ from llava_fsdp.data.records.tar import TarRows
 from llava_fsdp.runtime.durable_files import replacing, sync_folder
 from llava_fsdp.runtime.log import log
 
+ROWS_ALONE = 100_000
+"""Number of rows up to which a Parquet file is copied by one process, in some seconds, although others have no work."""
+
 
 class Rows(Protocol):
     """Interface for reading the records of a Parquet file or a tar."""
@@ -27,6 +30,11 @@ class Rows(Protocol):
     def groups(self) -> int:
         """Number of parts of a Parquet file or tar of records that can be read independently (row groups; 1 for a
         tar)."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """Number of records; 0 for a tar, of which it is not known before it is read."""
         ...
 
     @property
@@ -124,8 +132,8 @@ class WriteRows:
     """Greatest size of a record in bytes."""
     data_files: DataFiles
     by_group: bool
-    """Whether a chunk is a row group instead of a file. Then several processes can copy one file, but its records are
-    written twice: `gather` copies them."""
+    """Whether a chunk is a row group instead of a file, if the file has more than ROWS_ALONE rows. Then several
+    processes can copy one file, but its records are written twice: `gather` copies them."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_last"}  # an open file is not pickled
@@ -133,13 +141,12 @@ class WriteRows:
     @cached_property
     def parts(self) -> list[tuple[int, range]]:
         """What each chunk of the work consists of: (index of the Parquet file or tar, indices of the row groups)."""
-        counts = [open_rows(file.path, file.keys, self.data_files).groups for file in self.files]
-        step = 1 if self.by_group else max(counts)
-        return [
-            (number, range(begin, min(begin + step, count)))
-            for number, count in enumerate(counts)
-            for begin in range(0, count, step or 1)
-        ]
+        found = []
+        for number, file in enumerate(self.files):
+            rows = open_rows(file.path, file.keys, self.data_files)
+            step = 1 if self.by_group and rows.num_rows > ROWS_ALONE else max(rows.groups, 1)
+            found += [(number, range(at, at + step)) for at in range(0, rows.groups, step)]
+        return found
 
     def chunks(self) -> list[Path]:
         """Return a path for each chunk of the work; the path exists once the chunk's records are written."""

@@ -40,6 +40,8 @@ class TarRows:
     """Reads the samples of a WebDataset tar as dataset records in JSON, in which images are given by their locations in
     the tar."""
 
+    num_rows = 0
+    """See `Rows.num_rows`."""
     groups = 1
     """Number of parts that can be read independently: a tar is read as a whole."""
     page_bytes = np.zeros(2, dtype=np.int64)
