@@ -28,6 +28,7 @@ CHOICES, COEFFICIENT = 2, 0.3
 
 
 def begin(kind: str, parts: Path, dataset: Path, folder: Path, *values: str) -> TrainState:
+    values = (f"model.balance_loss={COEFFICIENT}", *values)
     cfg = make_config(mixture_parts(kind, parts, folder / "parts"), dataset, folder / "run", *values)
     return train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
 

@@ -96,6 +96,7 @@ class RouterOutputs:
             with_gradients: whether a loss of the outputs will be trained. Then blocks must not be compiled.
         """
         self.routers = routers
+        self.with_gradients = with_gradients
         self.hooks = [RouterHook(router, with_gradients) for router in routers]
 
     @contextmanager

@@ -30,6 +30,7 @@ class ExpertSums:
             facts: counts of the step over all ranks.
             coefficient: factor of the load-balance loss in the loss that is trained (`model.balance_loss`).
         """
+        assert outputs is None or outputs.with_gradients is (coefficient > 0), "the loss would have no gradient"
         self.outputs = outputs
         self.coefficient = coefficient
         if outputs is not None:
