@@ -147,8 +147,8 @@ def test_a_chart_shows_its_level_and_the_marks_between_its_ends() -> None:
     chart = Chart("t", [Line("a", points)], marks=[9, 10, 15, 20, 21], level=("planned", 10.0))
     figure = draw(chart)
     assert re.findall(r"started after step (\d+)", figure) == ["10", "15", "20"]
-    (height,) = re.findall(r"class='level' d='M58 ([\d.]+)H630'", figure)
-    (line,) = re.findall(r"class='line c0' d='M58.0 ([\d.]+)L630.0 ", figure)
+    (height,) = re.findall(r"class='level' d='M68 ([\d.]+)H630'", figure)
+    (line,) = re.findall(r"class='line c0' d='M68.0 ([\d.]+)L630.0 ", figure)
     assert 10 < float(height) < float(line) < 216, "above the line, and both inside"
     values = json.loads(re.findall(r"<script type='application/json'>(.*?)</script>", figure)[0])
     assert (values["marks"], values["level"]) == (chart.marks, ["planned", 10.0])

@@ -17,7 +17,7 @@ WIDTH, HEIGHT = 640, 240
 WIDE_WIDTH, WIDE_HEIGHT = 1296, 330
 SMALL_WIDTH, SMALL_HEIGHT = 400, 220
 """Size of a bar chart in a narrow window. Curves need no such size: the script redraws them in each window's size."""
-LEFT, RIGHT, TOP, BELOW = 58, 10, 10, 24
+LEFT, RIGHT, TOP, BELOW = 68, 10, 10, 24
 COLOURS = 8
 """Number of line colours in the style sheet; further lines are dashed."""
 DASH = 12

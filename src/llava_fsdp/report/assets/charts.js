@@ -1,7 +1,7 @@
 // Makes the charts of a page zoom, pan, smooth and show values. Draws what svg.py has drawn, for other ranges.
 "use strict";
 (() => {
-  const LEFT = 58, RIGHT = 10, TOP = 10, BELOW = 24, COLOURS = 8, RARE = 3;
+  const LEFT = 68, RIGHT = 10, TOP = 10, BELOW = 24, COLOURS = 8, RARE = 3;
   const SVG = "http://www.w3.org/2000/svg";
   const charts = [];
   let range = null; // [first, last] step that all charts show; null: everything
