@@ -227,6 +227,13 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     ({"pack": "never"}, True),
     ({"pack": False, "parallel.context": 2}, True),
     ({"sampler.name": "llava_v1_5", "global_batch_size": 6, "micro_batch_size": 3, "parallel.context": 2}, True),
+    *(({"parallel.context": context, "model.balance_loss": loss}, refused)
+      for context, loss, refused in ((2, 0.0, False), (2, 0.01, True), ("auto", 0.01, True), (1, 0.01, False))),
+    *(({"compile": compiles, "model.balance_loss": loss}, refused)
+      for compiles, loss, refused in ((True, 0.0, False), (True, 0.01, True), ("auto", 0.01, False))),
+    ({"activation_checkpointing": BUDGET, "model.balance_loss": 0.01}, True),
+    ({"model.balance_loss": -0.01}, True),
+    ({"model.balance_loss": float("inf")}, True),
     ({"data.max_length": 100, "tokens_per_micro_batch": 50}, True),
     ({"data.max_length": 100, "tokens_per_micro_batch": 50, "parallel.context": 2}, False),
     ({"data.max_length": 100, "tokens_per_micro_batch": 49, "parallel.context": 2}, True),

@@ -44,7 +44,7 @@ def make(tmp_path: Path) -> Make:
             return [f"record {step}.{rank}" for rank in ranks or range(10)]
 
         loader = SimpleNamespace(steps=SimpleNamespace(records_of=records_of))
-        state: Any = SimpleNamespace(step=step, consecutive=0, loader=loader)
+        state: Any = SimpleNamespace(step=step, consecutive=0, loader=loader, routers=None)
         cfg: Any = SimpleNamespace(
             output_dir=str(tmp_path), checkpoint=SimpleNamespace(every=every), export=SimpleNamespace(enabled=exports),
             numeric=SimpleNamespace(max_consecutive_skips=2),

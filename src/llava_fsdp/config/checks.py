@@ -118,6 +118,11 @@ def check_context(cfg: Config) -> None:
             f"{context} with sampler=llava_v1_5: the original LLaVA gives every rank rows of its own; set "
             "sampler=shuffle, or parallel.context=1"
         )
+    if cfg.model.balance_loss:
+        raise ConfigError(
+            f"{context} with model.balance_loss={cfg.model.balance_loss}: this loss needs all tokens of a sample on "
+            "one rank; set model.balance_loss=0, or parallel.context=1"
+        )
 
 
 def check_base(cfg: Config) -> None:
@@ -148,6 +153,14 @@ def check_compile(cfg: Config) -> None:
         raise ConfigError(
             "compile=false with activation_checkpointing=budget: the compiler chooses what is kept; set compile=auto, "
             "or choose activation_checkpointing=selective"
+        )
+    is_budget = cfg.activation_checkpointing.mode is ActivationCheckpointing.budget
+    if cfg.model.balance_loss and (cfg.compile is True or is_budget):
+        compiling = "activation_checkpointing=budget" if is_budget else "compile=true"
+        raise ConfigError(
+            f"{compiling} with model.balance_loss={cfg.model.balance_loss}: this loss needs what routers return inside "
+            "of a block, with gradients, which compiled blocks do not give; set model.balance_loss=0, or "
+            + ("choose activation_checkpointing=selective" if is_budget else "compile=auto")
         )
 
 

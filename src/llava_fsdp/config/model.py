@@ -106,6 +106,9 @@ class ModelConfig:
     always trained directly."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    balance_loss: float = 0.0
+    """Mixtures of experts only: factor of the load-balance loss in the loss that is trained (transformers'
+    configurations call it router_aux_loss_coef); 0 trains without it."""
 
     @property
     def plain(self) -> "ModelConfig":
@@ -130,6 +133,8 @@ class ModelConfig:
             raise ConfigError(
                 f"model.lora.enabled=true puts adapters into language or vision, and model.train={train} names neither"
             )
+        if not 0 <= self.balance_loss < math.inf:
+            raise ConfigError(f"model.balance_loss={self.balance_loss} must be a finite number that is at least 0")
         mode = self.quantize.mode
         if mode is not Quantizer.none and Part.language in self.train and not self.lora.enabled:
             raise ConfigError(

@@ -94,6 +94,7 @@ def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool, ble
         scale=1 / max(1, contents.labels),
         seeds=torch.zeros((rows, contents.tokens if pack else 1), dtype=torch.int64),
         tile_seeds=torch.arange(contents.tiles),
+        sample_lengths=torch.tensor(contents.lengths),
         **(four if blends else {"image_rows": image_rows}),
         **(edges(contents) if pack else {}),
     )

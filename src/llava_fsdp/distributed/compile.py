@@ -61,6 +61,8 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
             )
         return Compiling(True, "as configured")
     assert cfg.compile == AUTO
+    if cfg.model.balance_loss:
+        return Compiling(False, "model.balance_loss needs what routers return inside of a block")
     if device.type != "cuda":
         return Compiling(False, f"on {device.type} compiling takes longer than it saves")
     lack = compiler_missing(device)

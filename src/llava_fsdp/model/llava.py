@@ -16,6 +16,7 @@ from llava_fsdp.model.attention import (
     register_attention,
 )
 from llava_fsdp.model.blocks import find_blocks
+from llava_fsdp.model.experts import find_routers
 from llava_fsdp.model.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
 from llava_fsdp.model.loss import LabelLoss, LossCollector, choose_loss, whole_loss
 from llava_fsdp.model.pretrained import Parts
@@ -258,7 +259,7 @@ def build_llava(
 
     Raises:
         ConfigError: the language model cannot keep the samples of a packed row apart, or does not support adapters or
-            quantization; or `loss.kernel` is not supported.
+            quantization, or has no experts to balance (`model.balance_loss`); or `loss.kernel` is not supported.
         ModelError: transformers cannot build the language model or the vision tower, or the vision tower is not
             supported.
     """
@@ -271,6 +272,11 @@ def build_llava(
         model = Llava(parts, cfg, compute_dtype, kernel, label_loss)
         if kernel is not None:
             refuse_packing(layers_out_of_reach(model.language_model))
+    if cfg.balance_loss and not find_routers(model.language_model):
+        raise ConfigError(
+            f"model.balance_loss={cfg.balance_loss}: {type(model.language_model).__name__} has no router that chooses "
+            "experts, whose loads this loss balances; set model.balance_loss=0"
+        )
     linears = linear_layers(model, Part.language)
     if cfg.lora.enabled:
         with torch.device("meta"):

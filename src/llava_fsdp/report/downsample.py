@@ -84,7 +84,7 @@ def halved(stretches: dict[int, list[float]]) -> dict[int, list[float]]:
 
 VALUES = (
     "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "hfu", "peak_memory_bytes", "seconds", "data_seconds",
-    "loss_scale",
+    "loss_scale", "balance_loss", "expert_load_max", "experts_idle",
 )  # fmt: skip
 """Keys of a row of metrics.jsonl that become curves."""
 SUMS = (

@@ -25,6 +25,11 @@ CURVES = (
     ),
     (Chart("Peak memory", unit="GiB, rank 0"), {"peak_memory_bytes": "peak memory"}),
     (Chart("Loss scale", unit="fp16", logs=True), {"loss_scale": "loss scale"}),
+    (
+        Chart("Load of experts", unit="1 if equal", smooths=True),
+        {"expert_load_max": "greatest load", "balance_loss": "load-balance loss"},
+    ),
+    (Chart("Idle experts", unit="of all experts", smooths=True, share=True), {"experts_idle": "idle experts"}),
 )
 """The charts of a run. For each: (chart without lines, {key in metrics.jsonl: name of the line})."""
 

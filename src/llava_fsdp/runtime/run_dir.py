@@ -39,7 +39,7 @@ BEGUN_FILE = ".begun"
 WRITTEN = frozenset({
     LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", "metrics.jsonl",
     "validation.jsonl", "skipped_records.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
-    "export", "adapter", "tensorboard", "profile", "profile.html",
+    "export", "adapter", "tensorboard", "profile", "profile.html", "expert_load.json",
 })  # fmt: skip
 """Names of the files and folders that a training writes into `output_dir`."""
 LOCK_KINDS: dict[str, Kinds] = {"pid": (int,), "host": (str,), "since": (str,), "launch": (str, NONE)}

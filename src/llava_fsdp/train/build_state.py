@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.config import Config, DType, Source, check_profile
+from llava_fsdp.config import ActivationCheckpointing, Config, DType, Source, check_profile
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
@@ -22,6 +22,7 @@ from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.model.context_attention import ContextPlan, plan_context, share_attention
+from llava_fsdp.model.experts import RouterOutputs, find_routers
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
@@ -201,6 +202,11 @@ def assemble(
     warn_if_useless(cfg, world)
     compiling = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention)
     compilations = Compilations() if compiling.on else None
+    # With parallel.context a rank has only a part of each sample. Where a compiled block contains its activation
+    # checkpointing, a hook in it would break its graph.
+    is_hidden = compiling.on and cfg.activation_checkpointing.mode is ActivationCheckpointing.selective
+    routers = [] if is_hidden or meshes.context is not None else find_routers(model.language_model)
+    watched = RouterOutputs(routers, with_gradients=cfg.model.balance_loss > 0) if routers else None
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen(), compilations)
     for message in useless_settings(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
         log().log(logging.WARNING if world.is_first else logging.DEBUG, message)
@@ -210,4 +216,5 @@ def assemble(
     optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
     optimizer = offload.optimizer(optimizer)
     scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None
-    return TrainState(model, masters, optimizer, learning_rate, loader, scaler=scaler, compilations=compilations)
+    others = {"scaler": scaler, "compilations": compilations, "routers": watched}
+    return TrainState(model, masters, optimizer, learning_rate, loader, **others)

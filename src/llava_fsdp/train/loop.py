@@ -22,6 +22,7 @@ from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.runtime.watchdog import Watchdog
+from llava_fsdp.train.expert_sums import ExpertSums, expert_load
 from llava_fsdp.train.gc_schedule import scheduled_gc
 from llava_fsdp.train.profiler import NoProfiler
 from llava_fsdp.train.state import StepResult, TrainState
@@ -107,23 +108,27 @@ def train_step(
     # seeded anew for each step, so that a resumed run draws the same random numbers as a run without interruption
     torch.manual_seed(derive("step", cfg.seed, state.step, rank_and_size()[0]))
     sources = SourceSums(step.facts, state.loader.device)
+    experts = ExpertSums(state.routers, step.facts, cfg.model.balance_loss)
     loss_sum = torch.zeros((), device=state.loader.device)
     for number, micro in enumerate(step.micro_batches, start=1):
         begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
         with profiler.part("forward"):
             micro = state.loader.to_device(micro)
             collector = sources.collector()
-            loss = micro.scale * state.model(*micro.inputs, collector=collector)
+            with experts.keep() as kept:
+                loss = micro.scale * state.model(*micro.inputs, collector=collector)
             sources.add(micro, collector)
+            trained_loss = experts.add(micro, kept, loss)
         with profiler.part("backward"):
-            (loss * scale).backward()
+            (trained_loss * scale).backward()
         loss_sum += loss.detach()
     with profiler.part("optimizer"):
         norm = clip_gradients(state.masters, cfg.optim.clip, scale)
         # The only place in a step where the host waits for the device (except for the norm, if weights are in host
         # memory).
-        values = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device), *sources.summed().unbind()
-        loss, own_loss, grad_norm, *source_sums = torch.stack(values).tolist()
+        expert_numbers, state.expert_loads = experts.summed()
+        values = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device), *sources.summed(), *expert_numbers
+        loss, own_loss, grad_norm, *others = torch.stack(values).tolist()
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)  # the same on all ranks, because both are global
     if watchdog is not None:
         watchdog.at(Phase.OPTIMIZER)
@@ -141,7 +146,8 @@ def train_step(
         loss_scale=scale if state.scaler is not None else None,
         recompiles=state.compilations.after_step() if state.compilations is not None else 0,
         own_loss_is_finite=math.isfinite(own_loss),
-        source_losses=sources.means(loss, source_sums),
+        source_losses=sources.means(loss, others[: len(sources.sums)]),
+        expert_load=expert_load(others[len(sources.sums) :]),
     )
 
 

@@ -10,6 +10,7 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ WINDOW = 128
 """Maximum number of preceding losses with which a loss is compared to decide whether it is a spike."""
 FEWEST = 16
 """Minimum number of preceding losses that are needed to decide whether a loss is a spike."""
+MOST_IDLE = 0.5
+"""Share of idle experts above which a step counts as collapsed."""
+COLLAPSED_STEPS = 50
+"""Number of consecutive collapsed steps after which a warning is logged."""
 
 
 class Reporter:
@@ -72,6 +77,8 @@ class Reporter:
         self.spikes = Spikes(cfg.numeric.spike_sigma)
         self.progress: Progress | None = None
         self.recompiles = 0
+        self.collapsed_steps = 0
+        """Number of collapsed steps up to the last one, without a gap."""
         self.recent: deque[float] = deque(maxlen=20)  # seconds of the last steps, to estimate the remaining time
         if not self.enabled:
             return
@@ -145,9 +152,17 @@ class Reporter:
         self.recompiles = result.recompiles
 
     def warn(self, result: StepResult) -> None:
-        """Log a warning if a step's update of the weights was skipped, or if its loss is far above the preceding
-        ones."""
+        """Log a warning if a step's update of the weights was skipped, if its loss is far above the preceding ones, or
+        if most experts have been idle for many steps."""
         step = result.facts.step + 1
+        load = result.expert_load
+        self.collapsed_steps = self.collapsed_steps + 1 if load is not None and load.experts_idle > MOST_IDLE else 0
+        if self.collapsed_steps == COLLAPSED_STEPS:
+            log().warning(
+                "step %d: for %d steps more than half of the experts have had less than a tenth of an equal share of "
+                "the tokens (experts_idle in metrics.jsonl); a larger model.balance_loss spreads the tokens",
+                step, COLLAPSED_STEPS,
+            )  # fmt: skip
         if result.skipped and result.loss_scale is None:
             log().warning(
                 "step %d: loss %s, gradient norm %s; the weights were not updated",
@@ -190,6 +205,7 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
         utilization: computes the share of the device's FLOPs that is used; None: unknown.
     """
     facts = result.facts
+    experts = {} if result.expert_load is None else asdict(result.expert_load)
     used = dict.fromkeys(("flops", "mfu", "hfu")) if utilization is None else utilization.of(facts, result.seconds)
     return {
         "step": facts.step + 1,
@@ -218,6 +234,7 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
         **used,
         "recompiles": result.recompiles,
         "peak_memory_bytes": peak_memory(),
+        **{key: finite(value) for key, value in experts.items()},
     }
 
 

@@ -2,6 +2,7 @@
 save, to stop on request, or to give up after too many skipped steps."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,11 @@ from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.config import CheckpointConfig, Config, OffloadMode
 from llava_fsdp.distributed.consensus import Votes, on_first_rank
 from llava_fsdp.distributed.mesh import gather_lists, own_rank
+from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import CheckpointError, FolderLost, ModelError, NumericError, Stopped
 from llava_fsdp.runtime.heartbeat import Phase
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.os_errors import why
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints
 from llava_fsdp.runtime.run_dir_watch import FolderChange, RunDirLock
 from llava_fsdp.runtime.watchdog import Watchdog
@@ -115,6 +119,8 @@ class RunController:
         assert self.saver is not None
         with self.lost_folder_explained():
             self.saver.save()
+        if own_rank() == 0:
+            write_expert_load(self.state, Path(self.cfg.output_dir))
         self.is_save_due = False
 
     def finish(self) -> None:
@@ -217,6 +223,20 @@ class RunController:
             f"{found[-1] if found else 'none'}. The samples to look at are {whose}: {named}. A smaller optim.lr, "
             "optim.clip=1.0 or precision=fp32 may help; numeric.max_consecutive_skips allows more such steps"
         ).about(records=records)
+
+
+def write_expert_load(state: TrainState, folder: Path) -> None:
+    """Write the load of each expert in the last step into `expert_load.json` in the run's folder, by the router's name,
+    if the model has watched routers. If the disk refuses, only a warning is logged."""
+    if state.routers is None or state.expert_loads is None:
+        return
+    names = [router.name for router in state.routers.routers]
+    loads = dict(zip(names, state.expert_loads.long().tolist(), strict=True))
+    path = folder / "expert_load.json"
+    try:
+        replace_file(path, json.dumps({"step": state.step, "loads": loads}).encode())
+    except OSError as error:
+        log().warning("%s cannot be written (%s); the training continues without it", path, why(error, path))
 
 
 def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:

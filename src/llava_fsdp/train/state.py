@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llava_fsdp.data.validation_set import HeldOut
     from llava_fsdp.distributed.compile import Compilations
     from llava_fsdp.distributed.precision import MasterWeights
+    from llava_fsdp.model.experts import RouterOutputs
     from llava_fsdp.model.tensor_files import Stored
     from llava_fsdp.plan.mfu import Utilization
     from llava_fsdp.train.loss_scaler import LossScaler
@@ -61,6 +62,23 @@ class TrainState:
     compilations: Compilations | None = None
     """The counter of compiled graphs; None if the model's blocks are not compiled."""
     held_out: HeldOut | None = None
+    routers: RouterOutputs | None = None
+    """Keeps what the routers of a mixture of experts return; None: there are none, or they are not watched."""
+    expert_loads: torch.Tensor | None = None
+    """Load of each expert in the last finished step, over all ranks: number of (token, choice) pairs, float32 [layers,
+    experts]. None without watched routers."""
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """How evenly a training step used the experts of a mixture, the same on every rank."""
+
+    balance_loss: float
+    """Load-balance loss, a mean over layers and tokens, without its coefficient; 1 if the loads are equal."""
+    expert_load_max: float
+    """Greatest load of an expert, over all layers, divided by the equal share."""
+    experts_idle: float
+    """Share of the experts of all layers whose load is less than a tenth of the equal share."""
 
 
 @dataclass(frozen=True)
@@ -87,5 +105,7 @@ class StepResult:
     source_losses: dict[str, float | None] = field(default_factory=dict)
     """Data source -> mean loss of the source's label tokens; None if the step has no label tokens of this source, not
     finite if the loss kernel returns only the sum over all sources."""
+    expert_load: ExpertLoad | None = None
+    """None without watched routers."""
     data_seconds: float = 0.0
     """Seconds that this rank waited for the step's data. Differs between ranks."""

@@ -97,6 +97,7 @@ class Collator:
             **edges,
             seeds=torch.from_numpy(token_seeds),
             tile_seeds=tile_seeds(seeds, rows, tile_numbers),
+            sample_lengths=torch.tensor(lengths if samples else (0,)),
             **of_labels("label_sources", sources, label_rows),
             **of_labels("label_records", numbers, label_rows),
         )

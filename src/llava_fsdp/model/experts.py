@@ -1,0 +1,193 @@
+"""Routers of a mixture of experts: find them in a language model, keep what they return in a forward pass, count the
+load of each expert, and compute a loss that balances the loads."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass
+class Router:
+    """A module of a language model that chooses the experts of each token."""
+
+    name: str
+    module: nn.Module
+    index: int
+    """Index of the logits in the tuple that the module returns."""
+    experts: int
+    choices: int
+    """Number of experts that a token is sent to."""
+    returns_choices: bool
+    """Whether the module's last output holds the numbers of the chosen experts. If not, a token is sent to the experts
+    with the largest logits."""
+
+
+@dataclass
+class RouterOutput:
+    """What a router returned in one forward pass."""
+
+    router: Router
+    logits: torch.Tensor
+    """[tokens, experts]"""
+    last: torch.Tensor
+    """The last output of the module."""
+
+    @property
+    def chosen(self) -> torch.Tensor:
+        """Numbers of the experts that each token is sent to, int64 [tokens, choices]."""
+        return self.last if self.router.returns_choices else self.logits.topk(self.router.choices, dim=-1).indices
+
+
+def find_routers(model: nn.Module) -> list[Router]:
+    """Return the routers of a language model that is on the meta device, in the order of its layers.
+
+    transformers' models declare which modules return router logits. Each such module is tried on two tokens, because
+    their outputs differ. The list is empty if the model has no router, or routers with unlike numbers of experts.
+    """
+    declared = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", ())
+    recorders = declared if isinstance(declared, (list, tuple)) else [declared]
+    found = [
+        router
+        for name, module in model.named_modules()
+        for recorder in recorders
+        if recorder.target_class is not None
+        and isinstance(module, recorder.target_class)
+        and f".{recorder.layer_name or ''}".rstrip(".") in f".{name}"
+        and (router := probe(name, module, recorder.index, model.config)) is not None
+    ]
+    return found if len({router.experts for router in found}) == 1 else []
+
+
+def probe(name: str, module: nn.Module, index: int, config: Any) -> Router | None:
+    """Return the router that a module on the meta device is; None if it does not return logits for each token.
+
+    Args:
+        name: name of the module in the language model.
+        index: index of the logits in the tuple that the module should return.
+        config: transformers' configuration of the language model.
+    """
+    weight = next(module.parameters(), None)
+    if weight is None or not weight.is_meta:
+        return None
+    try:
+        with torch.no_grad():
+            outputs = module(torch.empty(2, config.hidden_size, device="meta", dtype=weight.dtype))
+        logits, last = outputs[index], outputs[-1]
+    except Exception:  # a module of another kind, such as a whole block with other arguments
+        return None
+    if logits.ndim != 2 or len(logits) != 2 or not logits.is_floating_point():
+        return None
+    returns_choices = last.dtype is torch.int64 and last.ndim == 2 and len(last) == 2
+    choices = last.shape[1] if returns_choices else getattr(config, "num_experts_per_tok", None)
+    return Router(name, module, index, logits.shape[1], choices, returns_choices) if choices else None
+
+
+class RouterOutputs:
+    """Keeps what the routers of a language model return in a forward pass, by hooks on the routers."""
+
+    def __init__(self, routers: list[Router], with_gradients: bool):
+        """Install the hooks.
+
+        Args:
+            with_gradients: whether a loss of the outputs will be trained. Then blocks must not be compiled.
+        """
+        self.routers = routers
+        self.with_gradients = with_gradients
+        self.hooks = [RouterHook(router, with_gradients) for router in routers]
+
+    @contextmanager
+    def keep(self) -> Iterator[list[RouterOutput]]:
+        """Context manager for one forward pass. It yields a list, to which the output of each router is added at the
+        end."""
+        kept: list[RouterOutput] = []
+        for hook in self.hooks:
+            hook.open()
+        try:
+            yield kept
+        finally:
+            kept += [output for hook in self.hooks if (output := hook.close()) is not None]
+
+
+class RouterHook:
+    """Forward hook of one router, which keeps its last output."""
+
+    def __init__(self, router: Router, with_gradients: bool):
+        self.router = router
+        self.with_gradients = with_gradients
+        self.is_on = not with_gradients
+        """Whether outputs are kept. Activation checkpointing runs a block again in the backward pass, in which outputs
+        with gradients must not be kept, because they would hold the block's activations. Outputs without gradients are
+        always kept: a compiled block must be the same graph both times."""
+        self.outputs: tuple[torch.Tensor, ...] | None = None
+        router.module.register_forward_hook(self.hook)
+
+    def open(self) -> None:
+        """Begin to keep outputs, and forget those of other forward passes."""
+        self.outputs = None
+        self.is_on = True
+
+    def close(self) -> RouterOutput | None:
+        """Return what the router returned since `open`; None if it did not run."""
+        outputs, self.outputs = self.outputs, None
+        self.is_on = not self.with_gradients
+        return RouterOutput(self.router, outputs[self.router.index], outputs[-1]) if outputs is not None else None
+
+    def hook(self, module: nn.Module, args: Any, outputs: tuple[torch.Tensor, ...]) -> None:
+        if self.is_on:
+            self.outputs = outputs if self.with_gradients else tuple(output.detach() for output in outputs)
+
+
+def samples_of_tokens(lengths: torch.Tensor, shape: torch.Size, is_packed: bool) -> torch.Tensor:
+    """Return the number of each token's sample in a micro-batch, int64 [rows * length]; the number of samples for
+    padding.
+
+    Args:
+        lengths: number of tokens of each sample, int64 [samples].
+        shape: [rows, length] of the micro-batch.
+        is_packed: whether all samples follow one another in one row. If not, each has a row of its own.
+    """
+    rows, length = shape
+    if is_packed:
+        return torch.bucketize(torch.arange(length, device=lengths.device), lengths.cumsum(0), right=True)
+    numbers = torch.arange(rows, device=lengths.device)[:, None].expand(rows, length)
+    is_token = torch.arange(length, device=lengths.device) < lengths[:, None]
+    return torch.where(is_token, numbers, len(lengths)).flatten()
+
+
+def count_choices(output: RouterOutput, samples: torch.Tensor, num_samples: int) -> torch.Tensor:
+    """Count how often the tokens of each sample chose each expert, float32 [samples + 1, experts]; the last row counts
+    the padding.
+
+    Args:
+        samples: number of each token's sample, as `samples_of_tokens` returns it.
+    """
+    experts = output.router.experts
+    pairs = (samples[:, None] * experts + output.chosen).flatten()
+    counts = output.logits.new_zeros((num_samples + 1) * experts, dtype=torch.float32)
+    # float32 adds ones exactly and in any order up to 2**24
+    return counts.scatter_add_(0, pairs, torch.ones_like(pairs, dtype=torch.float32)).view(-1, experts)
+
+
+def balance_loss(
+    output: RouterOutput, samples: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """Return a router's load-balance loss, summed over the samples of a micro-batch, float32 [].
+
+    For a sample of n tokens it is n * E * sum over experts e of f_e * P_e: E is the number of experts, f_e the share of
+    the (token, choice) pairs that chose e, and P_e the mean probability of e (softmax of the logits). It is n if the
+    loads are equal. Only the probabilities have a gradient.
+
+    Args:
+        samples: number of each token's sample, as `samples_of_tokens` returns it.
+        lengths: number of tokens of each sample, int64 [samples].
+        counts: how often each sample chose each expert (`count_choices`).
+    """
+    pairs = output.router.choices * lengths.clamp(min=1)
+    shares = counts[:-1] / pairs[:, None]  # f, float32 [samples, experts]
+    of_tokens = torch.cat([shares, torch.zeros_like(counts[-1:])]).index_select(0, samples)  # 0 for padding
+    # n * P_e is the sum of a sample's probabilities, so that no mean over a sample is needed
+    return output.router.experts * (output.logits.float().softmax(-1) * of_tokens).sum()

@@ -1,0 +1,136 @@
+"""Load of experts and load-balance loss, against plain loops over samples and experts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import single_world
+from mixtures import MIXTURES, mixture_parts
+from small import Configure, make_config
+from tiers import slow_after
+from transformers import AutoConfig, AutoModel
+
+from llava_fsdp.data.batching.batch import MicroBatch
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.model.attention import attention_arguments
+from llava_fsdp.model.experts import find_routers
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.train import main as train
+from llava_fsdp.train.expert_sums import ExpertSums, expert_load
+from llava_fsdp.train.state import TrainState
+
+PACKED = ("pack=true", "tokens_per_micro_batch=300")
+PADDED = ("pack=false", "micro_batch_size=5")
+ALONE = ("pack=false", "micro_batch_size=1")
+LORA = ("model.lora.enabled=true", "model.lora.r=3", "model.lora.dropout=0", "model.train=[projector,language]")
+CHOICES, COEFFICIENT = 2, 0.3
+
+
+def begin(kind: str, parts: Path, dataset: Path, folder: Path, *values: str) -> TrainState:
+    values = (f"model.balance_loss={COEFFICIENT}", *values)
+    cfg = make_config(mixture_parts(kind, parts, folder / "parts"), dataset, folder / "run", *values)
+    return train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+
+
+def plain_step(model: Llava, micros: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Load-balance loss as a sum over tokens, loads of experts and number of tokens, of one sample after the other."""
+    total, loads, tokens = torch.zeros(()), torch.zeros(0), 0
+    for micro in micros:
+        if micro.lengths:
+            places = [(0, end - n, end) for n, end in zip(micro.lengths, micro.cu_seqlens[1:].tolist(), strict=True)]
+        else:
+            places = [(row, 0, n) for row, n in enumerate(micro.sample_lengths.tolist())]
+        embeds = model.embedded(micro.input_ids, *micro.image_inputs)
+        for row, begin_, end in places:
+            n = end - begin_
+            edges = torch.arange(n)[None], torch.tensor([0, n], dtype=torch.int32), (n,)
+            arguments = attention_arguments(edges if micro.lengths else None, model.attention)
+            own = embeds[row : row + 1, begin_:end]
+            logits = model.language_model(inputs_embeds=own, **arguments, output_router_logits=True).router_logits
+            counts = torch.zeros(len(logits), logits[0].shape[1])
+            for layer, of_tokens in enumerate(logits):
+                probabilities = of_tokens.softmax(-1)
+                for chosen in of_tokens.topk(CHOICES).indices.flatten().tolist():
+                    counts[layer, chosen] += 1
+                f, p = counts[layer] / (n * CHOICES), probabilities.mean(0)
+                total = total + n * len(f) * sum(f[e] * p[e] for e in range(len(f)))
+            loads = counts + (loads if len(loads) else 0)
+            tokens += n
+    return total, loads, tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    slow_after(3, [("qwen3_moe", PACKED), ("mixtral", PADDED), ("mixtral", ALONE), ("qwen3_moe", PADDED),
+                   ("mixtral", PACKED), ("qwen2_moe", PACKED), ("gpt_oss", PACKED), ("qwen3_moe", (*PADDED, *LORA))]),
+)  # fmt: skip
+def test_loads_and_loss_equal_a_plain_loop(
+    kind: str, rows: tuple[str, ...], parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """The value, the gradient of every parameter, and every load; over all micro-batches of a step."""
+    state = begin(kind, parts, dataset, tmp_path, *rows, "global_batch_size=7")
+    step = state.loader.steps.prepare(0)
+    micros = [state.loader.to_device(micro) for micro in step.micro_batches]
+    model = state.model
+    assert isinstance(model, Llava)
+    total, loads, tokens = plain_step(model, micros)
+    assert tokens == step.facts.tokens and loads.sum() == len(loads) * tokens * CHOICES
+    wanted = torch.autograd.grad(total * COEFFICIENT / (len(loads) * tokens), trained(model), allow_unused=True)
+    sums = ExpertSums(state.routers, step.facts, COEFFICIENT)
+    for micro in micros:
+        with sums.keep() as kept:
+            loss = model(*micro.inputs)
+        (sums.add(micro, kept, loss) - loss).backward()
+    for gradient, parameter in zip(wanted, trained(model), strict=True):
+        zeros = torch.zeros_like(parameter)
+        torch.testing.assert_close(
+            zeros if parameter.grad is None else parameter.grad, zeros if gradient is None else gradient,
+            rtol=1e-4, atol=1e-7,
+        )  # fmt: skip
+    assert sum(gradient is not None and bool(gradient.any()) for gradient in wanted) > 10
+    numbers, found = sums.summed()
+    assert found is not None and torch.equal(found, loads)
+    load = expert_load(numbers.tolist())
+    assert load is not None and load.balance_loss == pytest.approx(float(total) / (len(loads) * tokens), rel=1e-5)
+    relative = loads * loads.shape[1] / (tokens * CHOICES)
+    assert load.expert_load_max == pytest.approx(float(relative.max()))
+    assert load.experts_idle == pytest.approx(float((relative < 0.1).float().mean()))
+
+
+def trained(model: Llava) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def test_a_micro_batch_without_samples_counts_nothing(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """It has one token, so that its blocks run on every rank."""
+    for name, rows in (("packed", PACKED), ("padded", PADDED)):
+        state = begin("qwen3_moe", parts, dataset, tmp_path / name, *rows, "global_batch_size=3")
+        step = state.loader.steps.prepare(0)
+        sums = ExpertSums(state.routers, step.facts, COEFFICIENT)
+        empty = state.loader.steps.collate([], step.facts, 1)
+        micro = state.loader.to_device(empty)
+        with sums.keep() as kept:
+            loss = state.model(*micro.inputs)
+        assert len(kept) == 2
+        sums.add(micro, kept, loss)
+        assert not sums.sums.any() and len(sums.sums) == 1 + 2 * 5
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_routers_are_found(kind: str, parts: Path, tmp_path: Path) -> None:
+    """In every layer that has one, with the number of choices that the model's configuration names."""
+    config = AutoConfig.from_pretrained(mixture_parts(kind, parts, tmp_path / "parts") / "language")
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    routers = find_routers(model)
+    layers = 2 if kind in ("qwen3_moe", "deepseek_v3") else 3
+    assert [len(routers), {router.choices for router in routers}] == [layers, {CHOICES}]
+    assert {router.experts for router in routers} == {4 if kind == "deepseek_v3" else 5}
+    assert {router.returns_choices for router in routers} == {kind != "llama4_text"}
+
+
+def test_a_model_without_routers_is_refused(configure: Configure) -> None:
+    cfg = configure("model.balance_loss=0.01")
+    with pytest.raises(ConfigError, match=r"model\.balance_loss=0\.01"):
+        train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)

@@ -1,0 +1,30 @@
+"""Small mixtures of experts, as configurations for `small.make_config`."""
+
+from pathlib import Path
+from typing import Any
+
+from small import changed_parts
+
+EXPERTS = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": [0], "norm_topk_prob": True},
+    "mixtral": {},
+    "qwen2_moe": {"decoder_sparse_step": 1, "shared_expert_intermediate_size": 24},
+    "gpt_oss": {"sliding_window": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "llama4_text": {"intermediate_size_mlp": 50},
+    "deepseek_v3": {
+        "n_routed_experts": 4, "num_local_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 8,
+        "kv_lora_rank": 8, "head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+"""Language models by transformers' `model_type`, with the values in which they differ from the tests' small Llama."""
+
+
+def mixture_parts(kind: str, parts: Path, folder: Path) -> Path:
+    """A copy of the small model's parts whose language model is a mixture of 5 experts, of which a token gets two."""
+    values = {
+        "model_type": kind, "architectures": None, "hidden_size": 40, "intermediate_size": 56, "head_dim": 6,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3,
+    }  # fmt: skip
+    return changed_parts(parts, folder, language={**values, **EXPERTS, **MIXTURES[kind]})
