@@ -12,7 +12,6 @@ from loaders import agreed_steps
 from reference import EXPORTED
 from small import Configure, make_config
 from steps import begin, digest_of_state
-from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.local_shards import local
@@ -80,8 +79,9 @@ def test_trains_repeats_and_continues_on_two_ranks(
     assert alone.losses[1] == pytest.approx(first[0].losses[4], rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(("sharding", "preset"), slow_after(1, [("zero0", "bf16_pure"), ("hybrid", PURE_INT8)]))
+@pytest.mark.parametrize(("sharding", "preset"), [("zero0", "bf16_pure"), ("hybrid", PURE_INT8)])
 def test_replicas_stay_equal(sharding: str, preset: str, configure: Configure, pools: dict[int, RankPool]) -> None:
     """Ranks that hold the same rows round them alike, although each draws for itself."""
     values = [*SMALL, *of(preset), f"sharding={sharding}", "max_steps=2", "checkpoint.resume=never"]

@@ -38,13 +38,10 @@ def after(step: int, action: Callable[[], object], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(RunController, "folder_change", folder_change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "step", "words"),
-    [
-        ("deleted", 1, ()),
-        *(pytest.param(*own, marks=pytest.mark.slow) for own in (("moved", 4, ()), ("deleted", 4, ()))),
-        pytest.param("moved", 2, ("checkpoint.asynchronous=false",), marks=pytest.mark.slow),
-    ],
+    [("deleted", 1, ()), ("moved", 4, ()), ("deleted", 4, ()), ("moved", 2, ("checkpoint.asynchronous=false",))],
 )
 def test_the_state_of_a_run_outlives_its_folder(
     how: str, step: int, words: tuple[str, ...], parts: Path, dataset: Path, tmp_path: Path,
