@@ -30,7 +30,6 @@ KINDS = {
     "in files": ("pretrain", "precision=bf16 offload=nvme"),
 }
 
-QUICK = ("fp32",)
 RANKS = ((2, "zero2"), (4, "zero3"), (1, "zero3"), (2, "zero0"), (4, "hybrid"))
 
 
@@ -59,8 +58,9 @@ def trained(world: World, cfg: Config, steps: int) -> tuple[Digests, Digests]:
     return began, digests(state)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_state_is_the_same_to_the_bit(kind: str, configure: Configure, pools: dict[int, RankPool]) -> None:
     """Two ranks of zero2, four of zero3, one, two of zero0, four of hybrid: each continues the one before.
 
@@ -69,7 +69,7 @@ def test_state_is_the_same_to_the_bit(kind: str, configure: Configure, pools: di
     stage, values = KINDS[kind]
     left: Digests | None = None
     offloaded = "offload=" in values
-    ranks_then = RANKS[:3] if offloaded or kind in QUICK else RANKS
+    ranks_then = RANKS[:3] if offloaded else RANKS
     for size, sharding in ranks_then:
         own = [*values.split(), f"sharding={sharding}", "max_steps=9", "global_batch_size=4", "micro_batch_size=1"]
         if sharding == "hybrid":

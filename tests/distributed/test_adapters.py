@@ -97,7 +97,7 @@ def assert_plain_loop(
 @pytest.mark.parametrize(
     ("variant", "cases"),
     [
-        pytest.param("lora", [("zero3", 2)], id="lora"),
+        pytest.param("lora", [("zero3", 2)], id="lora", marks=pytest.mark.slow),
         pytest.param("lora", SOME, id="lora-some", marks=pytest.mark.slow),
         pytest.param("tower", [("zero3", 2)], id="tower", marks=pytest.mark.slow),
         pytest.param("frozen-projector", [("zero3", 2)], id="frozen-projector", marks=pytest.mark.slow),

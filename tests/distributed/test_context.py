@@ -84,7 +84,7 @@ def reference(model: Path, dataset: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", ["ulysses", "gather"])
+@pytest.mark.parametrize("how", slow_after(1, ["ulysses", "gather"]))
 @pytest.mark.parametrize(("variant", "strategy", "size", "context"), slow_after(1, CASES))
 def test_training_is_that_of_the_plain_loop(
     variant: str, strategy: str, size: int, context: int, how: str, reference: Callable[[str], Outcome], model: Path,

@@ -145,7 +145,8 @@ def training_loader(cfg: Config, rank: int, world_size: int):
     return train.build_state(cfg, world, SHARD_PLANS[cfg.sharding.strategy], None).loader
 
 
-@pytest.mark.parametrize("case", slow_after(1, in_order()))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", in_order())
 def test_samples_of_every_micro_batch(case: str, language: Path, tmp_path: Path, count: Callable) -> None:
     """Each rank gets the original's rows in the original's micro-batches, as long and with as many labels."""
     for rank, record in enumerate(records(case)):

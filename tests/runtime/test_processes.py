@@ -56,6 +56,7 @@ def test_save_now_then_stop_and_no_restart(start: Start) -> None:
     assert tracebacks(run) == 0 and run.said.count("the same command continues there") <= 2  # ours, and torchrun's
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_restart_continues(start: Start) -> None:
     run = start("max_steps=5", fault="kill:1:3", restarts=1, pace=0.4)
     assert run.wait(LIMIT) == 0, run.said

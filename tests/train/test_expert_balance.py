@@ -47,7 +47,7 @@ def rows_of(folder: Path) -> list[dict]:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "strategy", "more"),
-    slow_after(1, [("qwen3_moe", "zero3", ("pack=false", "activation_checkpointing=full")),
+    slow_after(0, [("qwen3_moe", "zero3", ("pack=false", "activation_checkpointing=full")),
                    *itertools.product(("qwen3_moe", "mixtral"), ("zero0", "zero2", "zero3"),
                                       (("pack=true",), ("pack=false", "activation_checkpointing=selective")))]),
 )  # fmt: skip

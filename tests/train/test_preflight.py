@@ -279,9 +279,10 @@ def test_a_training_that_waits_for_stage_1_is_planned_without_a_warning(
     assert "stage=pretrain" in line and "refuses" not in line and "\n" not in line
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("module", "more"), slow_after(1, [("plan", "gpus=1"), ("prepare", "prepare.workers=1"), ("train", "dry_run=1")])
+    ("module", "more"), [("plan", "gpus=1"), ("prepare", "prepare.workers=1"), ("train", "dry_run=1")]
 )
 def test_plan_prepare_and_dry_run_check_first(
     module: str, more: str, parts: Path, dataset: Path, tmp_path: Path

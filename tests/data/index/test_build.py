@@ -19,7 +19,6 @@ from containers import CONTAINERS, HOLD_IMAGES, write_container
 from PIL import Image
 from planted import with_picture, write_planted
 from small import make_config, write_json
-from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.index import build as index_module
@@ -126,7 +125,8 @@ def wait_for(process: subprocess.Popen, folder: Path, pattern: str) -> None:
                 return
 
 
-@pytest.mark.parametrize("killed_in", slow_after(1, ["encoded", "records", "pictures"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_in", ["encoded", "records", "pictures"])
 @pytest.mark.usefixtures("chunks")
 def test_killed_and_run_again_it_is_the_same(killed_in: str, parts: Path, tmp_path: Path) -> None:
     path, planted = write_planted(tmp_path, lines=True)
@@ -394,7 +394,8 @@ def test_a_full_disk_is_said_by_workers_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("workers_at_once")
-@pytest.mark.parametrize("number", slow_after(1, [signal.SIGKILL, signal.SIGTERM]))
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_worker_that_is_killed_is_reported(number: signal.Signals, tmp_path: Path) -> None:
     others = set(multiprocessing.active_children())
     with pytest.raises(WorkerError, match=rf"ended with {-number} while .*prepare\.workers=") as raised:
