@@ -12,10 +12,11 @@ from torch import nn
 from llava_fsdp.config import LoraConfig
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.lora import check_gradients
 from llava_fsdp.model.lora_files import AdapterFolder, check_meaning, started_from
 from llava_fsdp.model.lora_merge import Merged
-from llava_fsdp.model.lora_names import ADAPTER, is_adapter, module_of
+from llava_fsdp.model.lora_names import ADAPTER, LORA_A, LORA_B, MAGNITUDE, is_adapter, module_of
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.sample_dropout import SampleDropout, TokenKeys
 from llava_fsdp.runtime.errors import ConfigError, ModelError
@@ -211,6 +212,25 @@ def test_an_adapter_of_another_meaning_is_refused(key: str, tmp_path: Path) -> N
         check_meaning(tmp_path, other)
         with pytest.raises(ModelError, match=key):
             check_meaning(tmp_path, trained)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_every_parameter_of_an_adapter_has_a_first_value(
+    use_dora: bool, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Those of peft: a layer begins as its base, and DoRA's magnitudes as the lengths of its rows."""
+    cfg = make_config(parts, dataset, tmp_path, *LORA, f"model.lora.use_dora={use_dora}")
+    found = find_parts(cfg.model)
+    model = build_llava(found, cfg.model, torch.float32)
+    sources = find_weights(model, found, cfg.model, None, cfg.seed)
+    values = {n: sources[n].rows(0, sources[n].shape[0]) for n, _ in model.named_parameters() if is_adapter(n)}
+    assert len(values) == len(model.adapted) * (3 if use_dora else 2)
+    for name in model.adapted:
+        assert not values[f"{name}{LORA_B}"].any() and values[f"{name}{LORA_A}"].any()
+        if use_dora:
+            base = sources[f"{name}.base_layer.weight"]
+            expected = torch.linalg.vector_norm(base.rows(0, base.shape[0]).float(), dim=1)
+            torch.testing.assert_close(values[f"{name}{MAGNITUDE}"], expected)
 
 
 MASKS = {
