@@ -92,7 +92,7 @@ def test_loads_and_loss_equal_a_plain_loop(
     numbers, found = sums.summed()
     assert found is not None and torch.equal(found, loads)
     load = expert_load(numbers.tolist())
-    assert load is not None and load.balance_loss == pytest.approx(float(total) / (len(loads) * tokens), rel=1e-5)
+    assert load is not None and load.balance_loss == pytest.approx(total.item() / (len(loads) * tokens), rel=1e-5)
     relative = loads * loads.shape[1] / (tokens * CHOICES)
     assert load.expert_load_max == pytest.approx(float(relative.max()))
     assert load.experts_idle == pytest.approx(float((relative < 0.1).float().mean()))

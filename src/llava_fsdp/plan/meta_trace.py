@@ -101,9 +101,7 @@ class FuseAttention(TorchFunctionMode):
             fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             options = kwargs or {}
             mask = options.get("attn_mask")
-            if (
-                mask is not None and mask.dtype is torch.bool
-            ):  # a mask of booleans is converted, and kept for the backward pass
+            if mask is not None and mask.dtype is torch.bool:  # it is converted, and kept for the backward pass
                 mask = args[0].new_zeros(mask.shape)
             return fused(*args[:3], 0.0, bool(options.get("is_causal")), attn_mask=mask)[0]
         return func(*args, **(kwargs or {}))
