@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ import pytest
 import torch
 import warm
 from harness import RankPool
+
+from llava_fsdp.runtime.log import log
 
 if TYPE_CHECKING:
     from lives import Run
@@ -34,6 +37,15 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         gc.set_threshold(20_000, 20, 20)  # with Python's own limits a run spends a fifteenth of its time on it
         if not torch.cuda.is_available():
             warm.install()
+
+
+@pytest.fixture(autouse=True)
+def fresh_logger() -> None:
+    """The project's logger as it is before a command sets it up, which other tests of this process have done."""
+    logger = log()
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
 
 
 @pytest.fixture(scope="session")

@@ -8,13 +8,14 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from harness import CPU, RankPool
+from harness import CPU, RankPool, single_world
 from reference import (
     EXPORTED,
     TOLERANCE,
@@ -34,12 +35,13 @@ from test_adapters import EVERY_ROW, LORA, first_values
 from tiers import slow_after
 from transformers import LlamaConfig
 
-from llava_fsdp.config import Config, ContextHow
+from llava_fsdp.config import Config, ContextHow, ParallelConfig
 from llava_fsdp.data.batching.sampler import Sampler
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
 from llava_fsdp.data.validation_set import open_held_out
 from llava_fsdp.distributed.context import check_torch
+from llava_fsdp.distributed.mesh import row_group
 from llava_fsdp.model.attention import AttentionForm, Boundaries, Lengths, PackedRow, each_alone
 from llava_fsdp.model.context_attention import GatheredKeys, Ulysses, plan_context, row_chunks_of
 from llava_fsdp.runtime.context_cut import ContextCut
@@ -261,6 +263,13 @@ def test_attention_of_the_parts_is_that_of_the_row(size: int, keys: int, form: A
     with ThreadPoolExecutor(size) as pool:
         for here, found in pool.map(part, range(size)):
             assert torch.allclose(found, whole[:, here], atol=1e-12 if form.is_plain else 1e-6)
+
+
+@pytest.mark.parametrize(("size", "context"), [(6, 2), (6, 3), (5, 1), (4, 4)])
+def test_consecutive_ranks_share_a_row(size: int, context: int) -> None:
+    parallel = ParallelConfig(context=context)
+    groups = [row_group(replace(single_world(), rank=rank, size=size), parallel) for rank in range(size)]
+    assert groups == [(group, size // context) for group in range(size // context) for _ in range(context)]
 
 
 def test_chunks_have_the_samples_that_they_overlap() -> None:

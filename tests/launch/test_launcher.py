@@ -121,6 +121,18 @@ def test_what_is_answered_without_torch(words: tuple[str, ...], code: int, said:
         assert not any(line.endswith(" torch") for line in done.stderr.splitlines())
 
 
+def test_ranks_that_do_not_divide_are_not_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started = []
+    monkeypatch.setattr(launcher.Launch, "run", lambda *_: started.append(True))
+    monkeypatch.setattr(launcher.Launch, "end", lambda *_: 0)
+    for context, code in ((3, 2), (2, 0)):
+        words = ["--nproc-per-node=4", f"parallel.context={context}", "pack=true", f"output_dir={tmp_path}"]
+        monkeypatch.setattr(sys, "argv", ["train", *words])
+        with pytest.raises(SystemExit) as ended:
+            launcher.main()
+        assert ended.value.code == code and len(started) == (code == 0)
+
+
 def test_every_command_is_listed_and_is_there() -> None:
     for name in command.COMMANDS:
         package = Path(command.__file__).with_name(name)

@@ -384,9 +384,7 @@ def attend_alone(
     if allowed is not None:
         allowed = allowed[..., allowed.shape[-1] - total :]
     elif length < total and form.is_plain:
-        return attend_latest(query, key, value, form)
-    elif length < total:  # SDPA's own causal mask would take the queries for the first tokens
-        allowed = query.new_ones((length, total), dtype=torch.bool).tril_(total - length)
+        return attend_latest(query, key, value, form)  # SDPA's own causal mask would take them for the first tokens
     if form.window is not None and total > form.window:
         within = in_window(length, total, form.window, query.device)
         allowed = within if allowed is None else allowed & within
