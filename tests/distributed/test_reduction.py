@@ -8,6 +8,10 @@ from harness import RankPool
 from small import Configure
 from tiers import slow_after
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.local_shards import whole
@@ -87,6 +91,40 @@ def test_gradients_are_sums_over_micro_batches_and_ranks(
         for name, gradient in gradients.items():
             assert torch.equal(gradient, expected[name]), name
         assert norm == pytest.approx(float(torch.stack([g.norm() for g in expected.values()]).norm()), rel=1e-6)
+
+
+def clipped_on_two_meshes(world: World, scale: float) -> tuple[float, list[torch.Tensor]]:
+    """Norm and clipped gradients of four weights [8, 3]: cut on a (2, 2) mesh in two ways, on one of all ranks, and
+    rows of the first cut again."""
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    ways = [
+        (pair, [Shard(0), Shard(1)]), (pair, [Shard(0), Replicate()]), (line, [Shard(0)]),
+        (pair, [_StridedShard(0, split_factor=2), Shard(0)]),
+    ]  # fmt: skip
+    named = {}
+    for number, (mesh, placements) in enumerate(ways):
+        values = torch.arange(24.0).view(8, 3) + number
+        box, offset = compute_local_shape_and_global_offset(values.shape, mesh, placements)
+        own = values[tuple(slice(at, at + size) for at, size in zip(offset, box, strict=True))].clone()
+        weight = DTensor.from_local(own, mesh, placements, run_check=False, shape=values.shape, stride=(3, 1))
+        named[f"{number}"] = parameter = nn.Parameter(weight)
+        parameter.grad = weight.clone() * scale
+    norm = clip_gradients(MasterWeights(named, torch.float32), 1.5, scale)
+    return float(norm), [whole(p.grad) for p in named.values() if p.grad is not None]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_one_norm_clips_gradients_of_several_meshes(scale: float, pools: dict[int, RankPool]) -> None:
+    expected = [torch.arange(24.0).view(8, 3) + number for number in range(4)]
+    norm = float(torch.cat(expected).norm())
+    found = pools[4].run(clipped_on_two_meshes, scale)
+    assert len({of_rank for of_rank, _ in found}) == 1
+    for of_rank, gradients in found:
+        assert of_rank == pytest.approx(norm, rel=1e-6)
+        for gradient, values in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, values * (1.5 / norm), rtol=1e-5, atol=0)
 
 
 class Alone(nn.Module):

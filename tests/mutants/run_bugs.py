@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -122,6 +123,7 @@ def serve(copy: Path, job: Job, found: Path, log: Path) -> None:
         os.dup2(file.fileno(), 2)
     os.chdir(copy)
     sys.dont_write_bytecode = True
+    sys.modules["__main__"] = types.ModuleType("__main__")  # else worker processes that a test starts import this file
     scratch = copy.with_suffix(".scratch")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()

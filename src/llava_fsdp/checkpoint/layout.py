@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from llava_fsdp.checkpoint.manifest import RowRange, TensorEntry
 from llava_fsdp.distributed.consensus import rank_and_size
@@ -62,5 +63,6 @@ def replica_of(tensor: torch.Tensor) -> tuple[int, int]:
         if isinstance(placement, Replicate):
             number, count = number * size + place, count * size
         else:
-            assert isinstance(placement, Shard) and placement.dim == 0, f"{placement} does not shard rows"
+            shards_rows = isinstance(placement, (Shard, _StridedShard)) and placement.dim == 0
+            assert shards_rows, f"{placement} does not shard rows"
     return number, count

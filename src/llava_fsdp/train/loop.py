@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -241,16 +242,32 @@ def clip_gradients(masters: MasterWeights, largest: float | None, scale: float =
     Returns:
         float32 []: norm of all gradients over all ranks, after the division by `scale` and before clipping.
     """
-    gradients = [p.grad for p in masters.named.values() if p.grad is not None]
-    # the norm is computed in fp32 also for bf16 gradients, so that it is not rounded to bf16
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
-    norm = same_on_every_rank(norm) if isinstance(norm, DTensor) else norm
+    parameters = [p for p in masters.named.values() if p.grad is not None]
+    norm = gradient_norm([p.grad for p in parameters if p.grad is not None])
+    of_meshes: dict[Any, list[torch.Tensor]] = {}  # one multiplication cannot take DTensors of several meshes
+    for parameter in parameters:
+        of_meshes.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
     if scale != 1.0:
         norm = norm / scale
-        torch._foreach_mul_(gradients, 1 / scale)
+        for group in of_meshes.values():
+            torch._foreach_mul_([p.grad for p in group if p.grad is not None], 1 / scale)
     if largest is not None:
-        torch.nn.utils.clip_grads_with_norm_(masters.named.values(), largest, norm)
+        for group in of_meshes.values():
+            torch.nn.utils.clip_grads_with_norm_(group, largest, norm)
     return norm
+
+
+def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all gradients over all ranks, float32 [], with the same bits on every rank. Gradients that are
+    DTensors may have several meshes, each of which contains all ranks. Collective: all ranks must call it."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    # the norm is computed in fp32 also for bf16 gradients, so that it is not rounded to bf16
+    for norm in torch._foreach_norm(gradients, 2, dtype=torch.float32):
+        key = (norm.device_mesh, norm.placements) if isinstance(norm, DTensor) else None
+        groups.setdefault(key, []).append(norm)  # those that are reduced over the same ranks are reduced together
+    norms = [torch.linalg.vector_norm(torch.stack(group)) for group in groups.values()]
+    whole = [same_on_every_rank(norm) if isinstance(norm, DTensor) else norm for norm in norms]
+    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,7 @@ def test_workers_go_on_after_this_process_has_begun(
     files[0].folder.mkdir()
     monkeypatch.setattr(records_rows, "ROWS_ALONE", 0)
     writing(0)
+    assert {0: writing.opened(0)} not in writing.__getstate__().values()
     monkeypatch.setattr(worker_pool, "ALONE_SECONDS", 0)
     run_chunks(writing, writing.chunks(), 2, lambda _: None)
     writing.gather()
