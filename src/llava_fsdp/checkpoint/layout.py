@@ -22,14 +22,16 @@ def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
 
 
 def written_rows(
-    tensors: Mapping[str, torch.Tensor], file: str
+    tensors: Mapping[str, torch.Tensor], file: str, holders: tuple[int, int] | None = None
 ) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
     """Choose the rows (slices of dimension 0) that this rank writes to a checkpoint. Rows that several ranks hold are
     divided evenly among these ranks.
 
     Args:
-        tensors: all tensors of the checkpoint by name, the same names on every rank.
+        tensors: all tensors of the checkpoint by name that this rank holds a part of. Ranks of the same stages of a
+            model have the same names.
         file: name of this rank's file in the checkpoint.
+        holders: (i, n): this rank is number i of the n ranks with the same tensors; None: all ranks have the same.
 
     Returns:
         By tensor name, what the checkpoint's manifest records of the chosen rows (dtype and shape of the tensor,
@@ -39,7 +41,7 @@ def written_rows(
     entries, written = {}, {}
     for number, name in enumerate(sorted(tensors)):
         first, values = held_rows(tensors[name])
-        replica, replicas = replica_of(tensors[name])
+        replica, replicas = replica_of(tensors[name], holders)
         if not values.ndim:  # each scalar is written by one rank; `number` distributes the scalars over the ranks
             begin, end = 0, int(number % replicas == replica)
         else:
@@ -51,11 +53,15 @@ def written_rows(
     return entries, written
 
 
-def replica_of(tensor: torch.Tensor) -> tuple[int, int]:
+def replica_of(tensor: torch.Tensor, holders: tuple[int, int] | None = None) -> tuple[int, int]:
     """Return (i, n): this rank is number i, from 0, of the n ranks that hold the same rows (slices of dimension 0) of a
-    tensor. A tensor that is not a DTensor is held by all ranks."""
+    tensor. A tensor that is not a DTensor is held by all ranks that have the same tensors.
+
+    Args:
+        holders: number of this rank among these, and how many there are; None: all ranks have the same tensors.
+    """
     if not isinstance(tensor, DTensor):
-        return rank_and_size()
+        return holders or rank_and_size()
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     number, count = 0, 1

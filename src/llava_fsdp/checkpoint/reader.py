@@ -12,32 +12,42 @@ from llava_fsdp.checkpoint.layout import held_rows
 from llava_fsdp.checkpoint.manifest import Manifest, TensorEntry
 from llava_fsdp.checkpoint.safetensors_stream import open_file, read_header, read_rows
 from llava_fsdp.checkpoint.verify import Checkpoint, name_in_errors
+from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.runtime.errors import CheckpointError
 
+Described = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
 WEIGHT_PREFIX = "model."
 """Prefix of the names of trained weights in a checkpoint. All other tensors are the optimizer's state."""
 
 
 @torch.no_grad()
-def load(checkpoint: Checkpoint, into: dict[str, torch.Tensor]) -> None:
+def load(
+    checkpoint: Checkpoint, into: dict[str, torch.Tensor], elsewhere: Mapping[str, Described] | None = None
+) -> None:
     """Fill tensors with the values in a checkpoint. From a tensor that is sharded by rows (slices of dimension 0), only
     the rows that this rank holds are read.
 
     Args:
-        into: the tensors to fill, by name; must have the names, shapes and dtypes of the checkpoint's tensors.
+        into: the tensors to fill, by name.
+        elsewhere: dtype and shape of tensors that only other ranks have, by name. Together with `into` they must have
+            the names, shapes and dtypes of the checkpoint's tensors.
 
     Raises:
         CheckpointError: the checkpoint has other tensors, or a file of it cannot be read.
     """
     with name_in_errors(checkpoint.folder):
         targets = {name: held_rows(tensor) for name, tensor in into.items()}
-        require_same_tensors(
-            checkpoint.manifest, {n: (values.dtype, tuple(into[n].shape)) for n, (_, values) in targets.items()}
-        )
+        require_same_tensors(checkpoint.manifest, {**(elsewhere or {}), **described(into)})
         fill(checkpoint.folder, checkpoint.manifest.tensors, targets)
 
 
-def require_same_tensors(manifest: Manifest, expected: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, Described]:
+    """Return dtype and shape of each tensor as a checkpoint has it, by name."""
+    return {name: (local(tensor).dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def require_same_tensors(manifest: Manifest, expected: dict[str, Described]) -> None:
     """Raise CheckpointError, naming a tensor, unless a checkpoint's tensors have exactly the expected names, shapes and
     dtypes: no tensor may be cast, truncated or skipped.
 

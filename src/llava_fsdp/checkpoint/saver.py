@@ -48,13 +48,15 @@ class Saver:
         at: Callable[[str], None] = lambda point: None,
         adapter_folder: AdapterFolder | None = None,
         check: Callable[[], None] = lambda: None,
+        holders: tuple[int, int] | None = None,
     ):
         """Prepare to save checkpoints: create their folder, start the threads that write them, and allocate the buffers
         for copies of the state.
 
         Args:
             parent: the folder that contains the checkpoints.
-            tensors: returns the tensors to save by name, with the same names, shapes and sharding at every call.
+            tensors: returns the tensors to save of which this rank holds a part, by name, with the same names, shapes
+                and sharding at every call.
             facts: returns all other state to save, including `step`.
             in_place: whether the tensors are offloaded to files, and are saved from there without a copy in memory.
             good: folders of checkpoints that are known to be undamaged.
@@ -62,11 +64,12 @@ class Saver:
             adapter_folder: how a folder with LoRA adapters is written into each checkpoint. None if the model has no
                 adapters, and on ranks other than 0.
             check: called on all ranks before each save; raises an error if the current state must not be saved.
+            holders: (i, n): this rank is number i of the n ranks that hold the same tensors; None: all ranks do.
 
         Raises:
             CheckpointError: the disk has no room for a checkpoint, or the folder is not writable.
         """
-        self.check = check
+        self.check, self.holders = check, holders
         self.cfg, self.tensors, self.facts = cfg, tensors, facts
         self.group: dist.ProcessGroup | None = None
         if dist.is_initialized():
@@ -93,7 +96,7 @@ class Saver:
     def rows_to_write(self) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
         """Return what this rank writes to a checkpoint: by tensor name, what the checkpoint's manifest records of this
         rank's rows (slices of dimension 0); and, by tensor name, the values of these rows."""
-        return written_rows(self.tensors(), rank_file(rank_and_size()[0]))
+        return written_rows(self.tensors(), rank_file(rank_and_size()[0]), self.holders)
 
     @property
     def failed(self) -> bool:

@@ -66,6 +66,7 @@ from llava_fsdp.config.enums import (
     Parity,
     Part,
     PatchMerge,
+    PipelineSchedule,
     Pixels,
     Quantizer,
     SamplerName,

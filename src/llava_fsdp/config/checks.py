@@ -60,6 +60,7 @@ def check_training(cfg: Config) -> None:
     """Raise ConfigError if a number in the configuration of a training is out of its bounds, or if keys contradict each
     other."""
     check_packing(cfg)
+    check_pipeline(cfg)
     check_base(cfg)
     check_compile(cfg)
     check_offload(cfg)
@@ -123,6 +124,36 @@ def check_context(cfg: Config) -> None:
             f"{context} with model.balance_loss={cfg.model.balance_loss}: this loss needs all tokens of a sample on "
             "one rank; set model.balance_loss=0, or parallel.context=1"
         )
+
+
+def check_pipeline(cfg: Config) -> None:
+    """Raise ConfigError for settings that cannot be used if groups of ranks have different stages of the model."""
+    if cfg.parallel.pipeline == 1:
+        return
+    mode, quantizer, normal = cfg.activation_checkpointing.mode, cfg.model.quantize.mode, "precision=bf16"
+    lacks_order = mode in (ActivationCheckpointing.offload, ActivationCheckpointing.budget)
+    refused = {
+        "compile=true": (cfg.compile is True, "compile=auto"),
+        f"activation_checkpointing={mode.value}": (lacks_order, "activation_checkpointing=full"),
+        f"offload={cfg.offload.mode.value}": (cfg.offload.mode is not OffloadMode.none, "offload=none"),
+        "precision.linear=fp8": (cfg.precision.linear is LinearKind.fp8, normal),
+        f"model.quantize.mode={quantizer.value}": (quantizer is not Quantizer.none, "model.quantize.mode=none"),
+        f"model.balance_loss={cfg.model.balance_loss}": (cfg.model.balance_loss > 0, "model.balance_loss=0"),
+        f"val.answers={cfg.val.answers}": (cfg.val.every is not None and cfg.val.answers > 0, "val.answers=0"),
+        f"dry_run={cfg.dry_run}": (cfg.dry_run is not None, "dry_run=null"),
+    }
+    planned = {
+        "sharding=auto": (cfg.sharding.strategy is Strategy.auto, "sharding=zero2"),
+        "activation_checkpointing=auto": (mode is ActivationCheckpointing.auto, "activation_checkpointing=full"),
+        "tokens_per_micro_batch=auto": (cfg.plans_tokens, "tokens_per_micro_batch=null, or a number of tokens"),
+        "parallel.context=auto": (cfg.parallel.context == AUTO, "parallel.context=1"),
+    }
+    for setting, (is_set, cure) in {**refused, **planned}.items():
+        if is_set:
+            raise ConfigError(
+                f"parallel.pipeline={cfg.parallel.pipeline} with {setting} is not supported; set {cure}, or "
+                "parallel.pipeline=1"
+            )
 
 
 def check_base(cfg: Config) -> None:

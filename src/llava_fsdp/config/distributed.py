@@ -12,6 +12,7 @@ from llava_fsdp.config.enums import (
     MasterDType,
     MomentDType,
     OffloadMode,
+    PipelineSchedule,
     Strategy,
 )
 from llava_fsdp.runtime.errors import ConfigError
@@ -53,8 +54,17 @@ class ParallelConfig:
     context_how: ContextHow = ContextHow.auto
     """How ranks that share a row compute its attention. ulysses: each rank computes some heads; gather: each rank
     computes some positions; auto: ulysses if the heads can be divided."""
+    pipeline: int = 1
+    """Number of groups of ranks that divide the layers of the model among them. A micro-batch passes through one group
+    after the other, and all groups work at the same time on different micro-batches."""
+    schedule: PipelineSchedule = PipelineSchedule["1f1b"]
+    """Order in which the groups of `parallel.pipeline` process micro-batches. 1f1b: each group has one stage of the
+    model; interleaved: each has two, and waits less."""
 
     def __post_init__(self) -> None:
+        at_least("parallel.pipeline", self.pipeline, 1)
+        if self.pipeline == 1 and self.schedule is PipelineSchedule.interleaved:
+            raise ConfigError("parallel.schedule=interleaved has no meaning with parallel.pipeline=1; set it to 1f1b")
         if isinstance(self.context, str):
             if self.context != AUTO:
                 raise ConfigError(f"parallel.context={self.context} must be {WORDS['parallel.context']}")
@@ -66,14 +76,37 @@ class ParallelConfig:
         """Number of ranks that process a row together; 1 until the planner has replaced `auto`."""
         return self.context if isinstance(self.context, int) else 1
 
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of stages of the model that each rank has; 1 without `parallel.pipeline`."""
+        return 2 if self.schedule is PipelineSchedule.interleaved else 1
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages into which the model is divided."""
+        return self.pipeline * self.stages_per_rank
+
+    def num_micro_batches(self, needed: int) -> int:
+        """Return how many micro-batches each rank processes in a step, at least `needed`. The schedule 1f1b needs as
+        many as there are stages, and interleaved a multiple of `parallel.pipeline`."""
+        if self.schedule is PipelineSchedule.interleaved:
+            return -(-needed // self.pipeline) * self.pipeline
+        return max(needed, self.pipeline)
+
     def check_divides(self, world_size: int) -> None:
-        """Raise ConfigError if `parallel.context` does not divide the number of ranks of the run."""
-        if world_size % self.num_context:
-            divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-            raise ConfigError(
-                f"parallel.context={self.num_context} does not divide {world_size}, the number of ranks of this run; "
-                f"set it to one of {divisors}, or start another number of ranks (--nproc-per-node)"
-            )
+        """Raise ConfigError if `parallel.pipeline` or `parallel.context` does not divide the number of ranks of the
+        run."""
+        for key, size, ranks in (
+            ("parallel.pipeline", self.pipeline, world_size),
+            ("parallel.context", self.num_context, world_size // self.pipeline),
+        ):
+            if ranks % size or not ranks:
+                divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+                of_stage = " of a stage" if ranks != world_size else ""
+                raise ConfigError(
+                    f"{key}={size} does not divide {ranks}, the number of ranks{of_stage} of this run; "
+                    f"set it to one of {divisors}, or start another number of ranks (--nproc-per-node)"
+                )
 
 
 @dataclass(kw_only=True, slots=True)

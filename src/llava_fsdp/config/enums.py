@@ -28,6 +28,12 @@ class ContextHow(Enum):
     """Each rank computes its own positions, with the keys and values of all (arXiv 2407.21783 section 3.3.2)."""
 
 
+PipelineSchedule = Enum("PipelineSchedule", {"1f1b": "1f1b", "interleaved": "interleaved"})
+"""Choices of `parallel.schedule`: in which order a rank runs the micro-batches of its stages. 1f1b: one stage a rank,
+which runs one forward and one backward pass in turn (arXiv 1806.03377). interleaved: two stages a rank, with a smaller
+idle time and twice the messages (arXiv 2104.04473 section 2.2)."""
+
+
 class Part(Enum):
     projector = "projector"
     language = "language"

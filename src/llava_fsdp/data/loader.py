@@ -76,6 +76,7 @@ def build_loader(
     gather: Gather = list,
     choose: Callable[[Records], Sampler] | None = None,
     cut: ContextCut | None = None,
+    is_first: bool = True,
 ) -> Loader:
     """Open the dataset, and what encodes its records for one model (tokenizer, conversation template, image
     preprocessor). Return a Loader of training steps.
@@ -90,13 +91,13 @@ def build_loader(
         gather: collective operation that collects the skipped samples of all ranks.
         choose: function that makes the sampler from the opened records; None: the setting `sampler` selects it.
         cut: which positions of each packed row this rank processes; None: all.
+        is_first: whether this rank reports about the dataset.
 
     Raises:
         ConfigError: the dataset, the model and the configuration do not fit together.
         DataError: a dataset file cannot be read, or training may not begin because of bad records.
     """
     encoder, image_reader = open_encoding(cfg, language_folder, vision_folder, shape)
-    is_first = rank == 0 and (cut is None or cut.index == 0)
     records = open_records(cfg, encoder, image_reader, watch if is_first else watch_silently)
     if is_first and (message := remarks(records)):
         log().warning(message)
@@ -258,7 +259,8 @@ class Loader:
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches that each rank has in a full training step, with one padded row per sample."""
-        return num_micro_batches(self.steps.global_batch_size, self.steps.world_size, self.steps.micro_batch_size)
+        steps = self.steps
+        return steps.rounded(num_micro_batches(steps.global_batch_size, steps.world_size, steps.micro_batch_size))
 
     def prepared(self, first: int, give_up: Callable[[], bool] = lambda: False) -> Iterator[Step | None]:
         """Yield this rank's part of each training step from number `first` to the last. Before using a step, the caller
@@ -292,7 +294,7 @@ class Loader:
         if self.data.bad_records is BadRecords.fail:
             return step
         skipped = self.gather(step.facts.skipped)
-        if skipped and self.steps.cut is not None:
+        if skipped and self.steps.shares_rows:
             skipped = self.every_occurrence(step.facts.step, skipped)
         new = {sample.number for sample in skipped} - self.broken
         self.broken |= new
@@ -307,8 +309,8 @@ class Loader:
         return step.without(skipped, self.steps.collate.normalize)
 
     def every_occurrence(self, step: int, skipped: list[SkippedSample]) -> list[SkippedSample]:
-        """Return each skipped sample as often as the step contains it. Two ranks may both have reported it, because
-        both show parts of its images.
+        """Return each skipped sample as often as the step contains it. Several ranks may have reported it, because they
+        process the same row.
 
         Args:
             skipped: the samples that were reported by all ranks.

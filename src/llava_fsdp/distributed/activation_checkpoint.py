@@ -73,7 +73,8 @@ def apply_activation_checkpointing(
     if wrapper := wrappers.get(mode):
         for stack in stacks[1:] if mode is ActivationCheckpointing.budget else stacks:
             for index, block in enumerate(stack):
-                stack[index] = wrapper(block)
+                if next(block.parameters(), None) is not None:  # other stages of a pipeline have the block
+                    stack[index] = wrapper(block)
     if compiles and mode is ActivationCheckpointing.selective:
         compile_blocks(stacks[0], None, count, one_row)
 

@@ -1,6 +1,6 @@
 """Evaluate a model during training without changing the course of the training."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -9,17 +9,21 @@ from torch.distributed.fsdp import FSDPModule
 
 
 @contextmanager
-def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
+def evaluating(model: nn.Module, device: torch.device, stages: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Context manager for evaluating a model during its training: dropout and gradients are turned off. At its end,
-    training mode and the states of the random generators of the CPU and of `device` are restored."""
+    training mode and the states of the random generators of the CPU and of `device` are restored. `stages` are the
+    parts of the model that are called in its place, if it is divided among ranks."""
+    models = stages or [model]
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
-        model.eval()
+        for model in models:
+            model.eval()
         try:
             yield
         finally:
-            model.train()
-            forget_passes(model)
+            for model in models:
+                model.train()
+                forget_passes(model)
 
 
 def forget_passes(model: nn.Module) -> None:

@@ -46,14 +46,18 @@ class World:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The device meshes of a training. Each contains all ranks in order."""
+    """The device meshes of a training. Each contains all ranks in order; with `parallel.pipeline`, `states` contains
+    those with the same stages of the model."""
 
     states: DeviceMesh | None = None
     """How weights, gradients and optimizer states are sharded, with the dimensions (replicate, shard) or (shard,);
-    all ranks take part, also those that share a row. None for a single rank, unless `offload` needs FSDP to move
+    all ranks with the same stages of the model take part, also those that share a row. None for a single rank, unless `offload` needs FSDP to move
     weights."""
     context: DeviceMesh | None = None
     """Dimensions (data, context). The `context` ranks of a line share their rows. None: no rows are shared."""
+    pipeline: DeviceMesh | None = None
+    """Dimensions (pipeline, stage). The ranks of a line `pipeline` process the same rows, each with its stages of the
+    model; the ranks of a line `stage` have the same stages. None: each rank has the whole model."""
 
 
 @contextmanager
@@ -129,16 +133,17 @@ def is_lost_peer(error: BaseException | None) -> bool:
 
 def num_collectives(meshes: Meshes) -> Callable[[], int]:
     """Return a function that returns the number of collectives which this rank has started so far, in the default
-    process group and those of the meshes. A rank that lags behind the others has started fewer."""
+    process group and those of the meshes. A rank that lags behind the others has started fewer. With
+    `parallel.pipeline` only those of all ranks count, because ranks with other stages start other collectives."""
     if not dist.is_initialized():
         return int
-    groups = groups_of(meshes)
+    groups = groups_of(meshes if meshes.pipeline is None else Meshes())
     return lambda: sum(getattr(group, "_get_sequence_number_for_group")() for group in groups)  # noqa: B009  not in its stubs
 
 
 def groups_of(meshes: Meshes) -> list[dist.ProcessGroup]:
     """Return the default process group and those of the meshes, each once."""
-    made = [mesh for mesh in (meshes.states, meshes.context) if mesh is not None]
+    made = [mesh for mesh in (meshes.states, meshes.context, meshes.pipeline) if mesh is not None]
     groups = [dist.distributed_c10d._get_default_group(), *(group for mesh in made for group in mesh.get_all_groups())]
     return list({id(group): group for group in groups}.values())
 
@@ -271,33 +276,41 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
         plan: the FSDP2 settings of the sharding strategy.
 
     Raises:
-        ConfigError: `sharding.shard_size` or `parallel.context` does not divide the number of ranks, or the installed
-            torch is too old for `parallel.context`.
+        ConfigError: `sharding.shard_size`, `parallel.context` or `parallel.pipeline` does not divide the number of
+            ranks, or the installed torch is too old for one of the latter.
     """
     cfg.parallel.check_divides(world.size)
     if cfg.parallel.num_context > 1:
         check_torch()
-    shape = mesh_shape(plan, world.size, cfg.sharding.shard_size or world.local_size)
+    if cfg.parallel.pipeline > 1:
+        check_torch("parallel.pipeline")
+    of_stage = world.size // cfg.parallel.pipeline
+    shape = mesh_shape(plan, of_stage, cfg.sharding.shard_size or min(world.local_size, of_stage))
     if world.size == 1 and not cfg.offload.mode.moves_weights:
         return Meshes()
-    kind, size = world.device.type, cfg.parallel.num_context
-    states = {"replicate": shape[0], "shard": shape[1]} if plan.mesh is not Mesh.SHARD else {"shard": world.size}
+    kind, size, stages = world.device.type, cfg.parallel.num_context, cfg.parallel.pipeline
+    states = {"replicate": shape[0], "shard": shape[1]} if plan.mesh is not Mesh.SHARD else {"shard": of_stage}
+
+    def mesh_of(**sizes: int) -> DeviceMesh:
+        return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
     return Meshes(
-        init_device_mesh(kind, tuple(states.values()), mesh_dim_names=tuple(states)),
-        init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("data", "context")) if size > 1 else None,
+        mesh_of(pipeline=stages, **states)[tuple(states)] if stages > 1 else mesh_of(**states),
+        mesh_of(data=world.size // size, context=size) if size > 1 else None,
+        mesh_of(pipeline=stages, stage=of_stage) if stages > 1 else None,
     )
 
 
 def row_group(world: World, parallel: ParallelConfig) -> tuple[int, int]:
-    """Return the number of this rank's group, and how many groups there are. A group is `parallel.context` consecutive
-    ranks that process the same rows.
+    """Return the number of this rank's group, and how many groups there are. The ranks of a group process the same
+    rows: `parallel.context` consecutive ranks of each of the `parallel.pipeline` parts of all ranks.
 
     Raises:
-        ConfigError: `parallel.context` does not divide the number of ranks.
+        ConfigError: `parallel.context` or `parallel.pipeline` does not divide the number of ranks.
     """
     parallel.check_divides(world.size)
-    size = parallel.num_context
-    return world.rank // size, world.size // size
+    groups = world.size // parallel.pipeline // parallel.num_context
+    return world.rank // parallel.num_context % groups, groups
 
 
 def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Apply sharding, precision, compilation and activation checkpointing to any model made of stacks of blocks.
 
-The order is: create the model on the meta device, freeze, convert to fp8, compile, wrap for activation checkpointing,
-`fully_shard`, load weights, create the optimizer. Activation checkpointing comes before `fully_shard`, so that FSDP
+The order is: create the model on the meta device, freeze, convert to fp8, keep the rank's stages of a pipeline, compile,
+wrap for activation checkpointing, `fully_shard`, load weights, create the optimizer. Activation checkpointing comes before `fully_shard`, so that FSDP
 gathers a block's weights before the block runs again in the backward pass. Weights are loaded after sharding, so that
 no rank ever holds more than its shards.
 """
@@ -43,6 +43,7 @@ def parallelize(
     offload: Offload,
     whole: list[nn.Module],
     count: Compilations | None = None,
+    roots_of: Callable[[], list[nn.Module]] | None = None,
 ) -> MasterWeights:
     """Shard a meta-device model in place over the ranks, and allocate this rank's shards, uninitialised.
 
@@ -56,6 +57,8 @@ def parallelize(
         offload: allocates the shards on the device, in host memory or in a file.
         whole: modules whose weights are never sharded while they are frozen.
         count: counts the compiled graphs of the language model's blocks; None: blocks are not compiled.
+        roots_of: called after blocks are wrapped; returns the modules whose forward is called, each a part of the
+            model. None: the model itself.
 
     Returns:
         The master weights by parameter name: the tensors to load, to optimize and to save in checkpoints.
@@ -67,21 +70,27 @@ def parallelize(
         multiply_in_fp8(stacks[0], sharded=mesh is not None)
     one_row = cfg.packs or cfg.micro_batch_size == 1
     apply_activation_checkpointing(stacks, cfg.activation_checkpointing, offload.device, count, one_row)
+    roots = roots_of() if roots_of is not None else [model]
     if mesh is not None:
         ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
-        shard(model, stacks, mesh, plan, cfg, ignored, offload)
-    materialize(model, offload.materialize)
+        for root in roots:
+            inside = set(root.modules())
+            own = [nn.ModuleList(block for block in stack if block in inside) for stack in stacks]
+            shard(root, own, mesh, plan, cfg, ignored, offload)
+    materialize(model, offload.materialize, roots)
     trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     return MasterWeights(trainable, MASTERS[cfg.precision.master_dtype], model if in_fp8 else None)
 
 
-def materialize(model: nn.Module, allocate: Callable[[nn.Module], object]) -> None:
+def materialize(model: nn.Module, allocate: Callable[[nn.Module], object], roots: Sequence[nn.Module] = ()) -> None:
     """Allocate the tensors of a meta-device model in place with the function `allocate`, and then tie the parameters
-    again that were tied on the meta device: a tied parameter has several names."""
+    again that were tied on the meta device: a tied parameter has several names. `roots` are the parts of the model that
+    are called in its place, if it is divided among ranks."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    allocate(model)
+    for root in roots or [model]:
+        allocate(root)
     for first, *others in names.values():
         for other in others:
             module_name, _, leaf = other.rpartition(".")

@@ -68,6 +68,8 @@ class Llava(nn.Module):
         feature = parts.trained_feature or cfg.select_feature
         self.probe = probe_vision_tower(self.vision_tower, parts.vision, cfg.select_layer, feature)
         check_can_be_shuffled(cfg, parts.vision, self.probe.features)
+        self.is_first = self.is_last = True
+        """Whether this is the first and the last stage of the model; both, if the model is not divided."""
         self.token_keys = TokenKeys()
         self.adapted: list[str] = []
         """Names of the modules that have adapters."""
@@ -85,9 +87,10 @@ class Llava(nn.Module):
         *,
         return_logits: bool = False,
         collector: LossCollector | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the sum of the losses of all labels (tokens that the model is trained to predict) or, with
-        `return_logits`, the logits at the labels.
+        `return_logits`, the logits at the labels. A stage that is not the last one returns its last block's output.
 
         Args:
             input_ids: int64 [rows, length], padded on the right, so that causal attention ignores the padding. A packed
@@ -106,17 +109,21 @@ class Llava(nn.Module):
             label_positions: int64 [labels]: index in the flattened rows of the token at which each label is predicted.
             label_ids: int64 [labels]; not used with `return_logits`.
             collector: collects the loss of every single label, if the loss function computes these losses.
+            hidden: output of the stage before, [rows, length, hidden]; None for the first stage.
 
         Returns:
-            float32 scalar, or float32 [labels, vocabulary].
+            float32 scalar, or float32 [labels, vocabulary], or [rows, length, hidden].
         """
+        assert (hidden is None) == self.is_first, "only the first stage begins with token ids"
         assert not isinstance(segments, tuple) or self.kernel is not None, "packed rows need an attention kernel"
         if self.training and self.cfg.lora.enabled and self.cfg.lora.dropout:
             assert not isinstance(segments, CachedRows), "answers are generated in evaluation mode"
             self.token_keys.set(*seeds, input_ids.shape, segments, self.probe.tokens)
-        embeds = self.embedded(input_ids, image_positions, image_rows, images)
+        embeds = self.embedded(input_ids, image_positions, image_rows, images) if hidden is None else hidden
         arguments = attention_arguments(segments, self.attention)
         hidden = self.language_model(inputs_embeds=embeds, **arguments).last_hidden_state
+        if not self.is_last:
+            return hidden
         labelled = hidden.flatten(0, 1).index_select(0, label_positions)  # [labels, hidden]
         if return_logits:
             return self.lm_head(labelled).float()
@@ -183,14 +190,14 @@ class Llava(nn.Module):
         """Return the lists of transformer blocks: that of the language model and, if the vision tower trains, that of
         the vision tower."""
         stacks = [find_blocks(self.language_model)]
-        if Part.vision in self.cfg.train:
+        if Part.vision in self.cfg.train and self.vision_tower is not None:
             stacks.append(find_blocks(self.vision_tower))
         return stacks
 
     def whole_while_frozen(self) -> list[nn.Module]:
         """Return the modules whose weights FSDP does not shard while they are frozen: the vision tower. If it is
         frozen, it does not run on ranks without images, so that it must not need collectives."""
-        return [self.vision_tower]
+        return [self.vision_tower] if self.vision_tower is not None else []
 
     def with_vocabulary(self) -> set[str]:
         """Return the names of the parameters with one row per token of the vocabulary: the weights of the embeddings

@@ -1,10 +1,14 @@
 """Build the state of a training: data, model, shards, weights and optimizer."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from llava_fsdp.config import ActivationCheckpointing, Config, DType, Source, check_profile
 from llava_fsdp.data.loader import Loader, build_loader
@@ -17,17 +21,20 @@ from llava_fsdp.distributed.local_shards import local_shards
 from llava_fsdp.distributed.mesh import Meshes, World, first_rank_first, gather_lists, row_group
 from llava_fsdp.distributed.offload import Offload, warn_if_useless
 from llava_fsdp.distributed.parallelize import parallelize, useless_settings, weights_of
+from llava_fsdp.distributed.pipeline import Pipeline, Place, place_of
 from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.model.context_attention import ContextPlan, plan_context, share_attention
 from llava_fsdp.model.experts import RouterOutputs, find_routers
+from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
 from llava_fsdp.model.pretrained import artifacts_of
 from llava_fsdp.model.quantization import quantized_weights
+from llava_fsdp.model.stages import children_of, mean_counts, plan_stages, remove_others, stage_of
 from llava_fsdp.plan.mfu import utilization_of
 from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import DataError
@@ -38,7 +45,7 @@ from llava_fsdp.train.loss_scaler import build_scaler
 from llava_fsdp.train.optimizer import build_optimizer
 from llava_fsdp.train.preflight import check_prompts, few_steps, find_sources, open_model
 from llava_fsdp.train.run_info import about_run
-from llava_fsdp.train.state import TrainState
+from llava_fsdp.train.state import Elsewhere, TrainState
 from llava_fsdp.train.summary import show_run
 
 
@@ -78,7 +85,9 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | Non
     packed = quantized_weights(model)
 
     def load(model: Llava, masters: MasterWeights) -> None:
-        load_weights(sources, local_shards(model, masters), watch_loading(world.is_first), packed)
+        shards = local_shards(model, masters)
+        of_rank = {name: source for name, source in sources.items() if cfg.parallel.pipeline == 1 or name in shards}
+        load_weights(of_rank, shards, watch_loading(world.is_first), packed)
 
     state = assemble(model, loader, load, cfg, world, plan, meshes)
     known = {"sources": sources, "fingerprints": fingerprints, "digests": digests, "about": about}
@@ -116,7 +125,7 @@ def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = N
             draw_shapes(cfg.data)
     folders = model.parts.language_folder, model.parts.vision_folder
     args = shape_of(model), *row_group(world, cfg.parallel), world.device, gather_lists, choose
-    return build_loader(cfg, *folders, *args, cut_of(cfg, world, model))
+    return build_loader(cfg, *folders, *args, cut_of(cfg, world, model), world.is_first)
 
 
 def cut_of(cfg: Config, world: World, model: Llava) -> ContextCut | None:
@@ -174,6 +183,7 @@ def assemble(
     world: World,
     plan: ShardPlan,
     meshes: Meshes | None,
+    counts: Sequence[float] | None = None,
 ) -> TrainState:
     """Shard and compile a model that is on the meta device, load its weights and build its optimizer. Return the state
     of a training at step 0.
@@ -187,6 +197,8 @@ def assemble(
         world: this rank's number and device, and the number of ranks.
         plan: the FSDP2 settings of the sharding strategy.
         meshes: arrangements of the ranks (`make_meshes`); None: there is one rank, and nothing is sharded.
+        counts: mean number of tokens, pairs of tokens, labels and tiles of a sample, by which the model is divided into
+            stages; None: those of the loader's dataset.
     """
     meshes = meshes or Meshes()
     if meshes.context is not None:
@@ -197,6 +209,14 @@ def assemble(
             ranks, how = context.cut.size, context.how.value
             log().info("%d ranks process each row together, parallel.context_how=%s: %s", ranks, how, context.reason)
         share_attention(model.language_model, model.kernel, context, exchange_in(group), gather_in(group))
+    stages = None
+    if meshes.pipeline is not None:
+        if counts is None:
+            records = loader.steps.records
+            counts = mean_counts(records.lengths, records.labels, records.tiles)
+        stages = OwnStages(model, cfg, place_of(meshes.pipeline, cfg.parallel), counts)
+        log().log(logging.INFO if world.is_first else logging.DEBUG, "%s", stages.description)
+        stages.keep(model)
     buffers, mesh = computed_buffers(model), meshes.states
     offload = Offload(cfg, world.device)
     warn_if_useless(cfg, world)
@@ -205,16 +225,72 @@ def assemble(
     # With parallel.context a rank has only a part of each sample. Where a compiled block contains its activation
     # checkpointing, a hook in it would break its graph.
     is_hidden = compiling.on and cfg.activation_checkpointing.mode is ActivationCheckpointing.selective
-    routers = [] if is_hidden or meshes.context is not None else find_routers(model.language_model)
+    is_divided = meshes.context is not None or stages is not None
+    routers = [] if is_hidden or is_divided else find_routers(model.language_model)
     watched = RouterOutputs(routers, with_gradients=cfg.model.balance_loss > 0) if routers else None
-    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen(), compilations)
+    roots_of = partial(stages.of, model) if stages is not None else None
+    whole = model.whole_while_frozen()
+    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, whole, compilations, roots_of)
     for message in useless_settings(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
         log().log(logging.WARNING if world.is_first else logging.DEBUG, message)
     fill(model, masters)
     restore_buffers(model, buffers)
     offload.drop_loaded_shards()
-    optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
+    is_part = stages is not None
+    optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps, is_part)
     optimizer = offload.optimizer(optimizer)
     scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None
-    others = {"scaler": scaler, "compilations": compilations, "routers": watched}
+    others: dict[str, Any] = {"scaler": scaler, "compilations": compilations, "routers": watched}
+    if stages is not None and meshes.pipeline is not None:
+        width, dtype = model.parts.language.hidden_size, model.compute_dtype
+        pipeline = Pipeline(stages.roots, meshes.pipeline, cfg.parallel, plan, width, dtype, world.device)
+        others |= {"pipeline": pipeline, "elsewhere": trained_elsewhere(pipeline, masters)}
     return TrainState(model, masters, optimizer, learning_rate, loader, **others)
+
+
+class OwnStages:
+    """The stages of a model that this rank has."""
+
+    def __init__(self, model: Llava, cfg: Config, place: Place, counts: Sequence[float]):
+        """Divide a whole model, which is on the meta device, into stages.
+
+        Args:
+            place: says which stages this rank has.
+            counts: mean number of tokens, pairs of tokens, labels and tiles of a sample.
+        """
+        recomputes = cfg.activation_checkpointing.mode is not ActivationCheckpointing.none
+        self.plan = plan_stages(model, count_flops(model, recomputes), counts, place.stages)
+        self.place = place
+        children = children_of(model.language_model)
+        assert children is not None, "checked by plan_stages"
+        self.children = children
+        self.roots: list[Llava] = []
+
+    @property
+    def description(self) -> str:
+        """How the model is divided, for the log."""
+        ranks = "ranks" if self.place.stages == self.place.size else "ranks, two each"
+        return f"{self.place.stages} stages on {self.place.size} groups of {ranks}: {self.plan}"
+
+    def keep(self, model: Llava) -> None:
+        """Remove from a model, in place, the modules that this rank does not have."""
+        blocks = {number for stage in self.place.own for number in self.plan.blocks[stage]}
+        has_first, has_last = 0 in self.place.own, self.place.stages - 1 in self.place.own
+        remove_others(model, self.children, blocks, has_first, has_last)
+
+    def of(self, model: Llava) -> list[nn.Module]:
+        """Return this rank's stages as modules, which share the modules of the model."""
+        last = self.place.stages - 1
+        self.roots = [
+            stage_of(model, self.children, self.plan.blocks[number], number == 0, number == last)
+            for number in self.place.own
+        ]
+        return list(self.roots)
+
+
+def trained_elsewhere(pipeline: Pipeline, masters: MasterWeights) -> dict[str, Elsewhere]:
+    """Return the trained parameters that this rank does not have, by name. Collective: all ranks must call it."""
+    index = pipeline.place.index
+    own = {name: Elsewhere(index, p.dtype, tuple(p.shape)) for name, p in masters.named.items()}
+    found = gather_lists([own if pipeline.holders[0] == 0 else {}])
+    return {name: place for each in found for name, place in each.items() if place.group != index}

@@ -39,7 +39,7 @@ def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
         "scaler": state.scaler.state() if state.scaler is not None else None,
         "broken": sorted(state.loader.broken),
         "fingerprints": dict(state.fingerprints),
-        "trainable": sorted(state.masters.named),
+        "trainable": state.trained,
         "versions": {"llava_fsdp": __version__, "torch": torch.__version__},
         "written_by": {
             "ranks": rank_and_size()[1],

@@ -47,6 +47,7 @@ from llava_fsdp.runtime.durable_files import make_empty
 from llava_fsdp.runtime.errors import DamagedModel, LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import check_folder, read_notes
+from llava_fsdp.train.pipeline_step import evaluate
 from llava_fsdp.train.state import TrainState
 
 
@@ -87,7 +88,7 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
         read=read,
         is_first_rank=is_first_rank,
     )
-    source = source_of_run(state.model, cfg, state.run, state.step)
+    source = source_of_run(whole_model(state), cfg, state.run, state.step)
     try:
         write_folder(FolderFormat.hf, source, weights, staged, {"dtype": cfg.export.dtype.value})
     except LlavaFsdpError:  # raised on every rank
@@ -114,7 +115,7 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
     final = Path(cfg.output_dir) / FOLDER
     staged = final.with_name(FOLDER + ".tmp")
     sources = with_trained(state, is_first_rank)
-    names = adapter_tensors(cfg.model, state.masters.named, sources)
+    names = adapter_tensors(cfg.model, state.trained, sources)
     tensors = {name: sources[name] for name in names}
 
     def write() -> None:
@@ -138,7 +139,7 @@ def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
     """Return the current values of all parameters by name: frozen parameters as tensors in their source files, and on
     rank 0 trained parameters as tensors in memory. On other ranks, trained parameters have their initial values.
     Collective: all ranks must call it."""
-    trained = {name: parameter_values(name, state, is_first_rank) for name in state.masters.named}
+    trained = {name: parameter_values(name, state, is_first_rank) for name in state.trained}
     return state.sources | ({name: MemoryTensor(values) for name, values in trained.items()} if is_first_rank else {})
 
 
@@ -170,8 +171,10 @@ def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch
     trained parameter is gathered from all ranks, which all must call this; a frozen one is read from its source
     file."""
     master = state.masters.named.get(name)
-    if master is not None:
-        full = whole(master)
+    full = whole(master) if master is not None else None
+    if state.pipeline is not None and (full is not None or name in state.elsewhere):
+        full = state.pipeline.to_first(full, state.elsewhere.get(name))
+    if full is not None:
         return full.cpu() if is_first_rank else full
     source = state.sources[name]
     return source.rows(0, source.shape[0]) if is_first_rank else torch.empty(0)
@@ -189,11 +192,17 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
         ModelError: the logits differ by more than rounding to `export.dtype` can explain.
     """
     micro, sizes = state.loader.steps.probe()
-    state.model.eval()
     placed = state.loader.to_device(micro)
+    for root in state.roots:
+        root.eval()
     with torch.no_grad():
-        live = state.model(*placed.inputs, return_logits=True).cpu()
-    state.model.train()
+        found = evaluate(state, micro, return_logits=True)
+    for root in state.roots:
+        root.train()
+    if state.pipeline is not None:
+        found = state.pipeline.from_last(found, (len(micro.label_positions), state.model.parts.language.vocab_size))
+    assert found is not None, "only ranks of a pipeline may have no logits"
+    live = found.cpu()
     quantised = cfg.model.quantize.mode is not Quantizer.none
     sources = with_trained(state, is_first_rank) if quantised and adapted is None else {}
 
@@ -204,7 +213,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
         reloaded = reloaded_logits(staged, micro, images, DTYPES[cfg.precision.param_dtype], sizes)
         difference = relative_difference(reloaded[:, : ours.shape[1]], ours)
         in_fp32 = (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32)
-        bound = bound_in(torch.float32 if in_fp32 else torch.bfloat16, state.model)
+        bound = bound_in(torch.float32 if in_fp32 else torch.bfloat16, whole_model(state))
         bound = CLOSE_FP8 if cfg.precision.linear is LinearKind.fp8 else bound
         log().info("export: logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
         if not difference <= bound:
@@ -215,6 +224,15 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
             )
 
     on_first_rank(compare, f"{staged} was written, but cannot be read back")
+
+
+def whole_model(state: TrainState) -> torch.nn.Module:
+    """Return the model in training or, if each rank has only some stages of it, a copy of the whole model on the meta
+    device, for its shapes and its configuration."""
+    if state.pipeline is None:
+        return state.model
+    assert isinstance(state.model, Llava)
+    return build_llava(state.model.parts, state.model.cfg, state.model.compute_dtype)
 
 
 def in_full_precision(model: torch.nn.Module, sources: dict[str, Stored], adapted: Adapted | None) -> Llava:
@@ -233,8 +251,8 @@ def in_full_precision(model: torch.nn.Module, sources: dict[str, Stored], adapte
 
 def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
     """Create the object that writes folders with this run's LoRA adapters."""
-    names = adapter_tensors(cfg.model, state.masters.named, state.sources)
-    source = source_of_run(state.model, cfg, state.run, state.step)
+    names = adapter_tensors(cfg.model, state.trained, state.sources)
+    source = source_of_run(whole_model(state), cfg, state.run, state.step)
     return AdapterWriter(
         source=source,
         lora=cfg.model.lora,
@@ -255,15 +273,15 @@ def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
         if rank_and_size()[0] > 0:
             return None
         writer, trained = writer_of(state, cfg), state.masters.named
-        names = adapter_tensors(cfg.model, trained, state.sources)
-        frozen = {name: state.sources[name] for name in names if name not in trained}
+        names = adapter_tensors(cfg.model, state.trained, state.sources)
+        frozen = {name: state.sources[name] for name in names if name not in state.trained}
 
         def write(folder: Path, found: Checkpoint) -> None:
             tensors = frozen | saved_weights(found)
             step, run = found.facts["step"], found.facts["run"]
             writer.write(folder, {n: tensors[n] for n in names}, history(run, cfg.stage.name, step, cfg.model.train))
 
-        shapes = {n: MemoryTensor(p.detach()) if (p := trained.get(n)) is not None else frozen[n] for n in names}
+        shapes = {n: MemoryTensor(p.detach()) if (p := trained.get(n)) is not None else state.sources[n] for n in names}
         return AdapterFolder(writer.nbytes(shapes), write)
 
     return on_all_ranks(prepare, "folders of adapters cannot be prepared")

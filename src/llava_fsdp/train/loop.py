@@ -25,6 +25,7 @@ from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train.expert_sums import ExpertSums, expert_load
 from llava_fsdp.train.gc_schedule import scheduled_gc
+from llava_fsdp.train.pipeline_step import run_pipeline
 from llava_fsdp.train.profiler import NoProfiler
 from llava_fsdp.train.state import StepResult, TrainState
 
@@ -49,7 +50,8 @@ def fit(
         watchdog: is told what this rank does, so that it can report a hang; it also knows whether a stop was requested.
         profiler: records some of the steps; None: nothing is recorded.
     """
-    state.model.train()
+    for root in state.roots:
+        root.train()
     started = time.perf_counter()
     watchdog, profiler = watchdog or Watchdog(), profiler or NoProfiler()
     watchdog.at(Phase.DATA, state.step)
@@ -107,24 +109,18 @@ def train_step(
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
     # seeded anew for each step, so that a resumed run draws the same random numbers as a run without interruption
-    torch.manual_seed(derive("step", cfg.seed, state.step, rank_and_size()[0]))
+    rank, size = rank_and_size()
+    rank %= size // cfg.parallel.pipeline  # ranks that process the same rows draw the same numbers
+    torch.manual_seed(derive("step", cfg.seed, state.step, rank))
     sources = SourceSums(step.facts, state.loader.device)
     experts = ExpertSums(state.routers, step.facts, cfg.model.balance_loss)
-    loss_sum = torch.zeros((), device=state.loader.device)
-    for number, micro in enumerate(step.micro_batches, start=1):
-        begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
-        with profiler.part("forward"):
-            micro = state.loader.to_device(micro)
-            collector = sources.collector()
-            with experts.keep() as kept:
-                loss = micro.scale * state.model(*micro.inputs, collector=collector)
-            sources.add(micro, collector)
-            trained_loss = experts.add(micro, kept, loss)
-        with profiler.part("backward"):
-            (trained_loss * scale).backward()
-        loss_sum += loss.detach()
+    if state.pipeline is not None:
+        loss_sum = run_pipeline(state, state.pipeline, step, scale, sources, experts, profiler)
+    else:
+        loss_sum = run_micro_batches(state, step, plan, scale, sources, experts, profiler)
     with profiler.part("optimizer"):
-        norm = clip_gradients(state.masters, cfg.optim.clip, scale)
+        line = state.pipeline.group if state.pipeline is not None else None
+        norm = clip_gradients(state.masters, cfg.optim.clip, scale, line)
         # The only place in a step where the host waits for the device (except for the norm, if weights are in host
         # memory).
         expert_numbers, state.expert_loads = experts.summed()
@@ -231,19 +227,56 @@ class SourceSums:
         return {name: total / labels if labels else None for (name, labels), total in found}
 
 
+def run_micro_batches(
+    state: TrainState,
+    step: Step,
+    plan: ShardPlan,
+    scale: float,
+    sources: SourceSums,
+    experts: ExpertSums,
+    profiler: NoProfiler,
+) -> torch.Tensor:
+    """Run the forward and backward passes of a step's micro-batches, one after the other. Return this rank's part of
+    the loss, float32 [].
+
+    Args:
+        plan: the FSDP2 settings of the sharding strategy.
+        scale: the loss scale.
+        sources, experts: get the sums of the step.
+        profiler: names the parts of the step in a profile.
+    """
+    loss_sum = torch.zeros((), device=state.loader.device)
+    for number, micro in enumerate(step.micro_batches, start=1):
+        begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
+        with profiler.part("forward"):
+            micro = state.loader.to_device(micro)
+            collector = sources.collector()
+            with experts.keep() as kept:
+                loss = micro.scale * state.model(*micro.inputs, collector=collector)
+            sources.add(micro, collector)
+            trained_loss = experts.add(micro, kept, loss)
+        with profiler.part("backward"):
+            (trained_loss * scale).backward()
+        loss_sum += loss.detach()
+    return loss_sum
+
+
 @torch.no_grad()
-def clip_gradients(masters: MasterWeights, largest: float | None, scale: float = 1.0) -> torch.Tensor:
+def clip_gradients(
+    masters: MasterWeights, largest: float | None, scale: float = 1.0, line: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Divide the gradients by the loss scale `scale`, and then clip them: scale them down so that their norm is at most
     `largest`. With `largest=None` they are not clipped.
 
     Args:
         masters: the weights that the optimizer updates, with their gradients.
+        line: the ranks that have the other stages of the model; None: each rank has the whole model.
 
     Returns:
         float32 []: norm of all gradients over all ranks, after the division by `scale` and before clipping.
     """
     parameters = [p for p in masters.named.values() if p.grad is not None]
-    norm = gradient_norm([p.grad for p in parameters if p.grad is not None])
+    norm = gradient_norm([p.grad for p in parameters if p.grad is not None], line)
     of_meshes: dict[Any, list[torch.Tensor]] = {}  # one multiplication cannot take DTensors of several meshes
     for parameter in parameters:
         of_meshes.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
@@ -257,17 +290,40 @@ def clip_gradients(masters: MasterWeights, largest: float | None, scale: float =
     return norm
 
 
-def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+def gradient_norm(gradients: list[torch.Tensor], line: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return the norm of all gradients over all ranks, float32 [], with the same bits on every rank. Gradients that are
-    DTensors may have several meshes, each of which contains all ranks. Collective: all ranks must call it."""
+    DTensors may have several meshes, each of which contains all ranks (that have the same stages of the model).
+    Collective: all ranks must call it.
+
+    Args:
+        line: the ranks that have the other stages of the model; None: each rank has the whole model.
+    """
     groups: dict[Any, list[torch.Tensor]] = {}
     # the norm is computed in fp32 also for bf16 gradients, so that it is not rounded to bf16
     for norm in torch._foreach_norm(gradients, 2, dtype=torch.float32):
         key = (norm.device_mesh, norm.placements) if isinstance(norm, DTensor) else None
         groups.setdefault(key, []).append(norm)  # those that are reduced over the same ranks are reduced together
     norms = [torch.linalg.vector_norm(torch.stack(group)) for group in groups.values()]
+    if line is not None:
+        return norm_over_stages([norm.full_tensor() for norm in norms if isinstance(norm, DTensor)], line)
     whole = [same_on_every_rank(norm) if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+
+
+def norm_over_stages(norms: list[torch.Tensor], line: dist.ProcessGroup) -> torch.Tensor:
+    """Return the norm of the gradients of all stages, float32 [], with the same bits on every rank. Collective: all
+    ranks must call it.
+
+    Args:
+        norms: norms of the gradients of this rank's stages; empty if they train nothing.
+        line: the ranks that have the other stages of the model.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+    dist.all_reduce(square, group=line)
+    norm = square.sqrt()
+    dist.all_reduce(norm, dist.ReduceOp.MAX)  # other lines may have added in another order
+    return norm
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:

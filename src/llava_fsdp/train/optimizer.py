@@ -84,13 +84,14 @@ class LearningRate:
 
 
 def build_optimizer(
-    model: nn.Module, masters: MasterWeights, cfg: Config, total_steps: int
+    model: nn.Module, masters: MasterWeights, cfg: Config, total_steps: int, is_part: bool = False
 ) -> tuple[torch.optim.Optimizer, LearningRate]:
     """Build AdamW, and the learning rate schedule over `total_steps` steps.
 
     Args:
         model: the model; its modules decide which parameters have weight decay.
         masters: the weights to update, by parameter name.
+        is_part: whether the model is a part of one that is divided among ranks, in which nothing may train.
     """
     optim = cfg.optim
     decayed = decayed_names(model)
@@ -99,11 +100,11 @@ def build_optimizer(
         own = local(parameter)
         assert own.is_contiguous(), f"{name}: {tuple(own.shape)} with strides {own.stride()} cannot be trained"
         groups.setdefault((name not in decayed, base_lr(name, optim)), []).append(parameter)
-    if not groups:
+    if not groups and not is_part:
         raise ConfigError("model.train leaves nothing to train")
     settings = [
         {"params": parameters, "base_lr": lr, "lr": lr, "weight_decay": 0.0 if plain else optim.weight_decay}
-        for (plain, lr), parameters in groups.items()
+        for (plain, lr), parameters in (groups or {(True, optim.lr): []}).items()
     ]
     betas = optim.beta1, optim.beta2
     if (cfg.precision.master_dtype, cfg.precision.moment_dtype) == (MasterDType.fp32, MomentDType.fp32):

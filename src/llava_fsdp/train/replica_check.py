@@ -3,6 +3,7 @@ these ranks."""
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.consensus import rank_and_size
 from llava_fsdp.distributed.mesh import gather_lists
+from llava_fsdp.distributed.pipeline import Pipeline
 from llava_fsdp.distributed.replicas import Difference, checksums_of_rank, find_differences
 from llava_fsdp.runtime.errors import ReplicaError
 from llava_fsdp.runtime.run_dir import list_checkpoints
@@ -33,9 +35,22 @@ def check_replicas(state: TrainState, parent: Path) -> None:
     """
     if rank_and_size()[1] == 1:
         return
-    found = find_differences(checksums_of_rank(all_tensors(state), counters(state)), gather_lists)
+    if state.pipeline is None:
+        found = find_differences(checksums_of_rank(all_tensors(state), counters(state)), gather_lists)
+    else:
+        found = differences_in_stages(state, state.pipeline)
     if found:
         raise describe(found, gather_lists([socket.gethostname()]), state.step, parent)
+
+
+def differences_in_stages(state: TrainState, pipeline: Pipeline) -> list[Difference]:
+    """Return the tensors that differ between ranks with the same stages of the model, and the counters that differ
+    between any ranks. Collective: all ranks must call it."""
+    own = find_differences(checksums_of_rank(all_tensors(state), {}), pipeline.gather_in_stage)
+    first = rank_and_size()[0] - pipeline.holders[0]
+    own = [replace(each, ranks=tuple(first + number for number in each.ranks)) for each in own]
+    of_counters = find_differences(checksums_of_rank({}, counters(state)), gather_lists)
+    return of_counters + gather_lists(own if pipeline.holders[0] == 0 else [])
 
 
 def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:

@@ -6,8 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from llava_fsdp.checkpoint.manifest import ADAPTER_FOLDER, LARGEST, MANIFEST_FILE, STATE_FILE
-from llava_fsdp.checkpoint.reader import load
+from llava_fsdp.checkpoint.reader import Described, described, load
 from llava_fsdp.checkpoint.retention import set_aside, set_aside_later
 from llava_fsdp.checkpoint.safetensors_stream import open_file
 from llava_fsdp.checkpoint.state_json import jsonable
@@ -17,6 +19,7 @@ from llava_fsdp.config.renamed import present_tree
 from llava_fsdp.config.tree import dotted
 from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
+from llava_fsdp.distributed.mesh import gather_lists
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import FOLDER, begun_at, list_checkpoints, mark_begun, step_of
@@ -48,7 +51,9 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
         return None
     refuse_changes(found.facts, cfg, state, found.folder)
     prepare_moments(state.optimizer)
-    on_all_ranks(lambda: load(found, tensors(state)), f"checkpoint {found.folder} could not be read")
+    into = tensors(state)
+    elsewhere = tensors_elsewhere(into) if state.pipeline is not None else {}
+    on_all_ranks(lambda: load(found, into, elsewhere), f"checkpoint {found.folder} could not be read")
     state.masters.refresh()
     facts = found.facts
     state.step, state.samples, state.run = facts["step"], facts["samples"], facts["run"]
@@ -66,6 +71,13 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
 
     on_first_rank(begin, "cannot set checkpoints aside")
     return found.folder
+
+
+def tensors_elsewhere(own: dict[str, torch.Tensor]) -> dict[str, Described]:
+    """Return dtype and shape, by name, of the tensors of a checkpoint that ranks with other stages of the model hold.
+    Collective: all ranks must call it."""
+    found = {name: value for each in gather_lists([described(own)]) for name, value in each.items()}
+    return {name: value for name, value in found.items() if name not in own}
 
 
 def choose(cfg: Config) -> Checkpoint | None:
@@ -179,7 +191,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     if now["model.random_weights"] and then.get("seed") != now["seed"]:
         del meanings["model"]  # random weights depend on the seed, whose change is already listed
     differing += [text for what, text in meanings.items() if facts["fingerprints"][what] != state.fingerprints[what]]
-    trainable = set(state.masters.named) ^ set(facts["trainable"])
+    trainable = set(state.trained) ^ set(facts["trainable"])
     if trainable:
         differing.append(f"model.train: {len(trainable)} parameters were added or removed, such as {min(trainable)}")
     if differing:

@@ -17,12 +17,23 @@ if TYPE_CHECKING:
     from llava_fsdp.data.loader import Loader
     from llava_fsdp.data.validation_set import HeldOut
     from llava_fsdp.distributed.compile import Compilations
+    from llava_fsdp.distributed.pipeline import Pipeline
     from llava_fsdp.distributed.precision import MasterWeights
     from llava_fsdp.model.experts import RouterOutputs
     from llava_fsdp.model.tensor_files import Stored
     from llava_fsdp.plan.mfu import Utilization
     from llava_fsdp.train.loss_scaler import LossScaler
     from llava_fsdp.train.optimizer import LearningRate
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A trained parameter that only ranks with other stages of the model have."""
+
+    group: int
+    """Number of the group of ranks that have it."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 @dataclass
@@ -64,9 +75,24 @@ class TrainState:
     held_out: HeldOut | None = None
     routers: RouterOutputs | None = None
     """Keeps what the routers of a mixture of experts return; None: there are none, or they are not watched."""
+    pipeline: Pipeline | None = None
+    """This rank's stages of the model; None: it has the whole model."""
+    elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
+    """Trained parameters that only ranks with other stages have, by name."""
     expert_loads: torch.Tensor | None = None
     """Load of each expert in the last finished step, over all ranks: number of (token, choice) pairs, float32 [layers,
     experts]. None without watched routers."""
+
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of all trained parameters, also of those that only other ranks have; the same on every rank."""
+        return sorted({*self.masters.named, *self.elsewhere})
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The modules whose forward is called: the model, or this rank's stages of it."""
+        return self.pipeline.roots if self.pipeline is not None else [self.model]
 
 
 @dataclass(frozen=True)

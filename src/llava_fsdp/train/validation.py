@@ -29,6 +29,7 @@ from llava_fsdp.runtime.jsonl import Rows
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train.loop import summed
+from llava_fsdp.train.pipeline_step import evaluate
 from llava_fsdp.train.metrics import drop_later_rows, finite, rows_of, storage_errors
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
@@ -123,7 +124,7 @@ class Validation:
         self.watchdog.at(Phase.VALIDATION, self.state.step)
         device = self.held_out.loader.device
         try:
-            with evaluating(self.state.model, device):
+            with evaluating(self.state.model, device, self.state.roots):
                 losses = self.losses()
                 answers = self.generator.answers()
         except RuntimeError:  # the DataLoader's signal handler raises it at any place when a worker dies
@@ -145,7 +146,9 @@ class Validation:
             step = loader.agree(step)
             source = sampler.source(number)
             for micro in step.micro_batches:
-                sums[source] += self.state.model(*loader.to_device(micro).inputs)
+                loss = evaluate(self.state, micro, loader)
+                if loss is not None:  # only the last stage of a pipeline has it
+                    sums[source] += loss
             labels[source] += step.facts.label_tokens
             for left_out in step.facts.skipped if own_rank() == 0 else ():
                 log().warning("the validation is done without %s", left_out.reason)

@@ -3,12 +3,15 @@
 import heapq
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 
 Assignment = list[list[list[int]]]
 """Numbers of the samples of a training step, as nested lists: [rank][micro-batch][sample]."""
 
+Rounding = Callable[[int], int]
+"""Function from a number of micro-batches to one that is not smaller, such as the next multiple of 4."""
 GOOD_ENOUGH = 1e-4
 """Balancing stops once the costliest micro-batch or rank is above the mean cost by no more than this fraction."""
 LIGHTEST = 8
@@ -16,7 +19,7 @@ LIGHTEST = 8
 all, a step of 4096 samples would take a second."""
 
 
-def split_step(lengths: list[int], world_size: int, micro_batch_size: int) -> Assignment:
+def split_step(lengths: list[int], world_size: int, micro_batch_size: int, rounded: Rounding = int) -> Assignment:
     """Assign the samples of a training step to ranks and padded micro-batches of at most `micro_batch_size` samples.
 
     Samples are sorted by length, so that there is little padding, and all ranks process samples of similar length at
@@ -25,11 +28,12 @@ def split_step(lengths: list[int], world_size: int, micro_batch_size: int) -> As
     Args:
         lengths: tokens of each sample of the step.
         world_size: number of ranks.
+        rounded: function from the number of micro-batches per rank that is needed to the number that is used.
 
     Returns:
         [rank][micro_batch] -> indices into `lengths`.
     """
-    count = num_micro_batches(len(lengths), world_size, micro_batch_size)
+    count = rounded(num_micro_batches(len(lengths), world_size, micro_batch_size))
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     total = world_size * count
     bounds = [len(order) * s // total for s in range(total + 1)]
@@ -48,7 +52,9 @@ def num_micro_batches(samples: int, world_size: int, micro_batch_size: int) -> i
     return max(1, math.ceil(samples / (world_size * micro_batch_size)))
 
 
-def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens: int) -> Assignment:
+def pack_step(
+    lengths: list[int], costs: list[int], world_size: int, most_tokens: int, rounded: Rounding = int
+) -> Assignment:
     """Assign the samples of a training step to ranks and packed micro-batches, which have at most `most_tokens` tokens
     and nearly equal cost.
 
@@ -63,15 +69,16 @@ def pack_step(lengths: list[int], costs: list[int], world_size: int, most_tokens
         lengths: tokens of each sample of the step, at most `most_tokens`.
         costs: cost of each sample, whole numbers from 1 in any unit.
         world_size: number of ranks.
+        rounded: function from the number of micro-batches per rank that is needed to the number that is used.
 
     Returns:
         [rank][micro_batch] -> indices into `lengths`.
     """
     assert max(lengths, default=0) <= most_tokens, "a sample is never split"
     tokens, work = np.array(lengths, dtype=np.int64), np.array(costs, dtype=np.float64)
-    count = max(1, math.ceil(sum(lengths) / (world_size * most_tokens)))
+    count = rounded(max(1, math.ceil(sum(lengths) / (world_size * most_tokens))))
     while (place := place_all(tokens, work, world_size * count, most_tokens)) is None:
-        count += 1
+        count = rounded(count + 1)
     bins = world_size * count
     balance(place, work, tokens, np.arange(bins), most_tokens)
     place = seats(np.bincount(place, work, bins), world_size)[place]

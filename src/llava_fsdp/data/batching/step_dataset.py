@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from llava_fsdp.config import BadRecords, Config
+from llava_fsdp.config import BadRecords, Config, Normalize
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, Row, shown_images, shown_places
 from llava_fsdp.data.batching.cost_model import CostModel
@@ -62,6 +62,9 @@ class Steps(Dataset):
         self.cut = cut
         self.rank = rank
         self.world_size = world_size
+        self.rounded = cfg.parallel.num_micro_batches
+        self.shares_rows = cut is not None or cfg.parallel.pipeline > 1
+        """Whether several ranks process the same rows."""
         self.seed = cfg.seed
         self.drops = cfg.model.lora.enabled and cfg.model.lora.dropout > 0
         self.sources = cfg.data.source_names
@@ -91,6 +94,8 @@ class Steps(Dataset):
         facts = self.facts(step, numbers)
         micro_batches = self.assignment(step, numbers)[self.rank]
         total = len(micro_batches) * self.world_size
+        # empty ones are added where the sampler or `loss.normalize=micro_batch` determines the micro-batches
+        micro_batches = [*micro_batches, *[[]] * (self.rounded(len(micro_batches)) - len(micro_batches))]
         if self.cut is not None:
             micros = [self.prepare_part(micro, facts, total) for micro in micro_batches]
             return Step(facts, micros)
@@ -267,12 +272,12 @@ class Steps(Dataset):
 
         Args:
             step: number of the step, from 0.
-            ranks: the ranks; empty: all ranks. Consecutive ranks may process a row together.
+            ranks: the ranks; empty: all ranks. Several ranks may process the same rows (`row_group` in mesh.py).
         """
         numbers = self.sampler.samples(step)
         if ranks:
             by_rank, size = self.assignment(step, numbers), 1 if self.cut is None else self.cut.size
-            numbers = [n for rank in ranks for micro in by_rank[rank // size] for n in micro]
+            numbers = [n for rank in ranks for micro in by_rank[rank // size % self.world_size] for n in micro]
         return [self.records.where(n) for n in dict.fromkeys(numbers)]
 
     def assignment(self, step: int, numbers: list[int]) -> Assignment:
@@ -290,10 +295,11 @@ class Steps(Dataset):
         own = np.array(numbers, dtype=np.int64)
         lengths = self.records.lengths[own]
         if self.most_tokens is None:
-            by_rank = split_step(lengths.tolist(), self.world_size, self.micro_batch_size)
+            rounded = self.rounded if self.collate.normalize is Normalize.step else int
+            by_rank = split_step(lengths.tolist(), self.world_size, self.micro_batch_size, rounded)
         else:
             costs = self.cost(lengths, self.records.labels[own], self.records.tiles[own])
-            by_rank = pack_step(lengths.tolist(), costs.tolist(), self.world_size, self.most_tokens)
+            by_rank = pack_step(lengths.tolist(), costs.tolist(), self.world_size, self.most_tokens, self.rounded)
         return [[[numbers[i] for i in micro] for micro in rank] for rank in by_rank]
 
     def probe(self) -> tuple[MicroBatch, list[Size]]:

@@ -1,0 +1,243 @@
+"""Divide a model into stages, one after the other, for pipeline parallelism.
+
+A stage is the whole model in which modules of other stages are replaced by `Passed`, so that parameters keep their
+names. The first stage has the vision tower, the projector and the token embeddings; the last one has the final norm and
+the output layer; each has some of the blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from llava_fsdp.model.blocks import find_blocks
+from llava_fsdp.model.flops import Flops, matrix_weights
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.runtime.errors import ConfigError
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Passed(nn.Module):
+    """Takes the place of a module that another stage runs; returns its first argument."""
+
+    def __init__(self, replaced: nn.Module, calls: list[str] | None = None, name: str = ""):
+        """Create the replacement of a module.
+
+        Args:
+            calls: list to which `name` is added at each call.
+        """
+        super().__init__()
+        self.calls, self.name = calls, name
+        if hasattr(replaced, "attention_type"):  # some models read it from their blocks
+            self.attention_type = replaced.attention_type
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.calls is not None:
+            self.calls.append(self.name)
+        return hidden
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Which blocks of the language model each stage has."""
+
+    blocks: tuple[range, ...]
+    costs: tuple[float, ...]
+    """Estimated cost of each stage, in any unit."""
+
+    def __str__(self) -> str:
+        total, count = sum(self.costs), len(self.costs)
+        own = (
+            f"{part.start} to {part.stop - 1} ({cost * count / total:.0%})"
+            for part, cost in zip(self.blocks, self.costs, strict=True)
+        )
+        return f"blocks {', '.join(own)} of the mean cost"
+
+
+def plan_stages(model: Llava, flops: Flops, counts: Sequence[float], stages: int) -> StagePlan:
+    """Divide the blocks of a model, which is on the meta device, among stages of about equal cost.
+
+    Args:
+        flops: FLOPs of the model per token, pair of tokens, label and tile.
+        counts: number of tokens, pairs of tokens, labels and tiles of typical samples.
+        stages: number of stages.
+
+    Raises:
+        ConfigError: the model has fewer blocks than stages, or cannot be divided.
+    """
+    check_can_be_divided(model)
+    blocks = find_blocks(model.language_model)
+    active = getattr(model.language_model.config, "num_experts_per_tok", None)
+    weights = [matrix_weights(block, active=active) for block in blocks]
+    tokens, pairs, labels, tiles = counts
+    of_block = [
+        flops.token * tokens * own / max(1, sum(weights)) + flops.pair * pairs / len(blocks) for own in weights
+    ]
+    if len(blocks) < stages:
+        raise ConfigError(
+            f"the language model has {len(blocks)} blocks, which cannot be divided among {stages} stages; set "
+            "parallel.pipeline (times 2 with parallel.schedule=interleaved) to at most that number"
+        )
+    parts = divide(of_block, flops.tile * tiles, flops.label * labels, stages)
+    costs = [sum(of_block[number] for number in part) for part in parts]
+    costs[0] += flops.tile * tiles
+    costs[-1] += flops.label * labels
+    return StagePlan(tuple(parts), tuple(costs))
+
+
+def divide(costs: Sequence[float], first: float, last: float, parts: int) -> list[range]:
+    """Divide a list into consecutive parts, none of which is empty, so that the largest cost of a part is as small as
+    possible.
+
+    Args:
+        costs: cost of each item.
+        first, last: additional cost of the first and of the last part.
+        parts: number of parts.
+    """
+    count, sums = len(costs), [0.0, *itertools.accumulate(costs)]
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}  # end -> (largest cost, squares, borders)
+    for part in range(parts):
+        extra = first * (part == 0) + last * (part == parts - 1)
+        found: dict[int, tuple[float, float, list[int]]] = {}
+        for end in range(part + 1, count + 1 - (parts - 1 - part)):
+            ways = []
+            for begin, (largest, squares, borders) in best.items():
+                if begin < end:
+                    cost = sums[end] - sums[begin] + extra
+                    ways.append((max(largest, cost), squares + cost**2, [*borders, end]))
+            found[end] = min(ways)
+        best = found
+    return [range(begin, end) for begin, end in itertools.pairwise(best[count][2])]
+
+
+def check_can_be_divided(model: Llava) -> None:
+    """Raise ConfigError if the stages of a model, which is on the meta device, would not compute what the model
+    computes.
+
+    The language model runs without its blocks and without other modules that have weights, which are found by trying:
+    what is left must return its input unchanged, and must call the blocks in order and then the other modules.
+    """
+    embeddings = model.language_model.get_input_embeddings().weight
+    if model.lm_head.weight is embeddings:
+        raise ConfigError(
+            "parallel.pipeline divides the model between its embeddings and its output layer, which share their "
+            "weights in this model (tie_word_embeddings in its config.json); set parallel.pipeline=1"
+        )
+    calls: list[str] = []
+    names = children_of(model.language_model)
+    kind = model.language_model.config.model_type
+    refusal = ConfigError(
+        f"parallel.pipeline: a language model of type {kind} cannot be divided into stages, because it does more than "
+        "to run its blocks and then a norm; set parallel.pipeline=1"
+    )
+    if names is None:
+        raise refusal
+    skeleton, stack = twin_of(model.language_model), find_blocks(model.language_model)
+    expected = [str(number) for number in range(len(stack))]
+    passed = (Passed(block, calls, number) for number, block in zip(expected, stack, strict=True))
+    setattr(skeleton, names.blocks, nn.ModuleList(passed))
+    setattr(skeleton, names.embeddings, None)
+    for name in names.others:
+        setattr(skeleton, name, Passed(skeleton.get_submodule(name), calls, name))
+    if next(skeleton.parameters(), None) is not None:
+        raise refusal
+    hidden = torch.linspace(-1, 1, 3 * model.parts.language.hidden_size).view(1, 3, -1)
+    on_cpu = copy.deepcopy(skeleton, {id(calls): calls}).to_empty(device="cpu")
+    try:
+        with torch.no_grad():
+            output = on_cpu(inputs_embeds=hidden).last_hidden_state
+    except Exception as error:  # whatever a model does with a block that is not one of its own
+        raise refusal from error
+    in_order = calls[: len(stack)] == expected and sorted(calls[len(stack) :]) == sorted(names.others)
+    if not in_order or not torch.equal(output, hidden):
+        raise refusal
+
+
+@dataclass(frozen=True)
+class Children:
+    """Names of the children of a language model."""
+
+    blocks: str
+    embeddings: str
+    others: tuple[str, ...]
+    """Other children with weights, such as the final norm."""
+
+
+def children_of(language: nn.Module) -> Children | None:
+    """Return the names of the children of one of transformers' language models; None if its blocks or its embeddings
+    are not among them."""
+    stack, embeddings = find_blocks(language), language.get_input_embeddings()
+    found = {child: name for name, child in language.named_children()}
+    if stack not in found or embeddings not in found:
+        return None
+    others = [name for child, name in found.items() if child not in (stack, embeddings) and any(True for _ in child.parameters())]
+    return Children(found[stack], found[embeddings], tuple(others))
+
+
+def twin_of(module: M) -> M:
+    """Return a copy of a module that has the same children and parameters, but lists of children and hooks of its
+    own."""
+    twin = copy.copy(module)
+    for name, value in vars(module).items():
+        if name.startswith("_") and isinstance(value, dict) and name not in ("_parameters", "_buffers"):
+            twin.__dict__[name] = copy.copy(value)
+    return twin
+
+
+def stage_of(model: Llava, children: Children, blocks: range, is_first: bool, is_last: bool) -> Llava:
+    """Return one stage of a model. It shares the modules that it has with the model.
+
+    Args:
+        children: names of the children of the whole language model.
+        blocks: numbers of the language model's blocks that the stage has.
+        is_first: whether the stage has the vision tower, the projector and the embeddings.
+        is_last: whether the stage has the final norm and the output layer.
+    """
+    stage = twin_of(model)
+    stage.is_first, stage.is_last = is_first, is_last
+    stage.language_model = twin_of(model.language_model)
+    setattr(stage.language_model, children.blocks, nn.ModuleList(find_blocks(model.language_model)))
+    if not is_first:
+        # the model's own dictionary may have parameters of the first stage
+        stage.__dict__["_parameters"] = dict.fromkeys(model._parameters)
+    remove_others(stage, children, set(blocks), is_first, is_last)
+    return stage
+
+
+def remove_others(model: Llava, children: Children, blocks: set[int], has_first: bool, has_last: bool) -> None:
+    """Remove from a model, in place, the modules that a rank or a stage does not have.
+
+    Args:
+        children: names of the children of the whole language model.
+        blocks: numbers of the language model's blocks that it has.
+        has_first: whether it has the vision tower, the projector and the embeddings.
+        has_last: whether it has the final norm and the output layer.
+    """
+    language, stack = model.language_model, model.language_model.get_submodule(children.blocks)
+    assert isinstance(stack, nn.ModuleList)
+    for number, block in enumerate(stack):
+        if number not in blocks and not isinstance(block, Passed):
+            stack[number] = Passed(block)
+    if not has_first:
+        setattr(language, children.embeddings, None)
+        model.vision_tower = model.multi_modal_projector = None
+        for name in list(model._parameters):
+            setattr(model, name, None)
+    if not has_last:
+        model.lm_head = None
+        for name in children.others:
+            setattr(language, name, Passed(language.get_submodule(name)))
+
+
+def mean_counts(lengths: np.ndarray, labels: np.ndarray, tiles: np.ndarray) -> tuple[float, float, float, float]:
+    """Return the mean number of tokens, pairs of tokens, labels and tiles of a dataset's samples."""
+    pairs = (lengths.astype(np.float64) ** 2).mean()
+    return float(lengths.mean()), float(pairs), float(labels.mean()), float(tiles.mean())

@@ -1,0 +1,136 @@
+"""Run a step's micro-batches through the stages of a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from llava_fsdp.data.batching.batch import MicroBatch, Step
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.train.profiler import NoProfiler
+from llava_fsdp.train.state import TrainState
+
+if TYPE_CHECKING:
+    from llava_fsdp.distributed.pipeline import Pipeline
+    from llava_fsdp.train.expert_sums import ExpertSums
+    from llava_fsdp.train.loop import SourceSums
+
+
+class TrainingWork:
+    """Computes this rank's stages for the micro-batches of a training step, and adds up what they return."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        micro_batches: list[MicroBatch],
+        scale: float,
+        sources: SourceSums,
+        experts: ExpertSums,
+        profiler: NoProfiler,
+    ):
+        """Begin a step.
+
+        Args:
+            scale: the loss scale.
+            sources, experts: get the sums of the step.
+            profiler: names the parts of the step in a profile.
+        """
+        self.loader = state.loader
+        self.micro_batches = micro_batches
+        self.scale = scale
+        self.sources, self.experts = sources, experts
+        self.profiler = profiler
+        self.loss_sum = torch.zeros((), device=state.loader.device)
+        """Sum of the losses; 0 without the last stage."""
+        self.keys: dict[tuple[nn.Module, int], tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        """The hashes from which dropout masks are computed, of each micro-batch under way."""
+
+    def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        assert isinstance(stage, Llava)
+        with self.profiler.part("forward"):
+            micro = to_device(self.loader, stage, self.micro_batches[number])
+            collector = self.sources.collector() if stage.is_last else None
+            with self.experts.keep() as kept:
+                output = stage(*micro.inputs, hidden=hidden, collector=collector)
+            self.keys[stage, number] = stage.token_keys.language, stage.token_keys.vision
+            if not stage.is_last:
+                return output
+            self.sources.add(micro, collector)
+            loss = micro.scale * output
+            self.loss_sum += loss.detach()
+            return self.experts.add(micro, kept, loss) * self.scale
+
+    def before_backward(self, stage: nn.Module, number: int) -> None:
+        """Set the dropout of the micro-batch again, because others have run since, and activation checkpointing runs
+        blocks again."""
+        assert isinstance(stage, Llava)
+        stage.token_keys.language, stage.token_keys.vision = self.keys.pop((stage, number))
+
+
+class EvaluationWork:
+    """Computes this rank's stages for one micro-batch, without gradients."""
+
+    def __init__(self, loader: Any, micro: MicroBatch, return_logits: bool = False):
+        self.loader = loader
+        self.micro = micro
+        self.return_logits = return_logits
+
+    def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        micro = to_device(self.loader, stage, self.micro)
+        return stage(*micro.inputs, hidden=hidden, return_logits=self.return_logits)
+
+    def before_backward(self, stage: nn.Module, number: int) -> None:
+        raise AssertionError("an evaluation has no backward pass")
+
+
+def to_device(loader: Any, stage: nn.Module, micro: MicroBatch) -> MicroBatch:
+    """Return a micro-batch on the device of the training, without images if the stage does not need them."""
+    assert isinstance(stage, Llava)
+    return loader.to_device(micro if stage.is_first else replace(micro, images=micro.images[:0]))
+
+
+def run_pipeline(
+    state: TrainState,
+    pipeline: Pipeline,
+    step: Step,
+    scale: float,
+    sources: SourceSums,
+    experts: ExpertSums,
+    profiler: NoProfiler,
+) -> torch.Tensor:
+    """Run the forward and backward passes of a step's micro-batches. Return this rank's part of the loss, float32 [],
+    which is 0 without the last stage. Collective: all ranks must call it.
+
+    Args:
+        pipeline: this rank's stages.
+        scale: the loss scale.
+        sources, experts: get the sums of the step.
+        profiler: names the parts of the step in a profile.
+    """
+    work = TrainingWork(state, step.micro_batches, scale, sources, experts, profiler)
+    pipeline.run(work, [shape_of(micro) for micro in step.micro_batches])
+    return work.loss_sum
+
+
+def evaluate(
+    state: TrainState, micro: MicroBatch, loader: Any = None, return_logits: bool = False
+) -> torch.Tensor | None:
+    """Run the forward pass of a micro-batch without gradients, and return its sum of losses, or its logits with
+    `return_logits`; None on ranks that do not have the last stage. Collective: all ranks must call it.
+
+    Args:
+        loader: moves the micro-batch to the device; None: the loader of the training.
+    """
+    loader = loader if loader is not None else state.loader
+    if state.pipeline is not None:
+        return state.pipeline.forward(shape_of(micro), EvaluationWork(loader, micro, return_logits))
+    return state.model(*loader.to_device(micro).inputs, return_logits=return_logits)
+
+
+def shape_of(micro: MicroBatch) -> tuple[int, int]:
+    """Return [rows, length] of a micro-batch, of the positions that this rank processes."""
+    rows, length = micro.input_ids.shape
+    return rows, length
